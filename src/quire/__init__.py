@@ -1,0 +1,57 @@
+"""Quire serves large language models: paged KV cache, continuous batching, one command.
+
+The public names are imported when first used, so that `import quire` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.generation_config import GenerationConfig
+    from quire.engine.llm import LLM
+    from quire.engine.pipeline import ContinuousBatchingPipeline
+    from quire.request import CompletionOutput, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "ContinuousBatchingPipeline",
+    "EngineConfig",
+    "GenerationConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
+    "ServerConfig",
+]
+
+_HOMES = {
+    "LLM": "quire.engine.llm",
+    "AsyncLLM": "quire.engine.async_llm",
+    "CompletionOutput": "quire.request",
+    "ContinuousBatchingPipeline": "quire.engine.pipeline",
+    "EngineConfig": "quire.config",
+    "GenerationConfig": "quire.engine.generation_config",
+    "RequestOutput": "quire.request",
+    "SamplingParams": "quire.request",
+    "SchedulerConfig": "quire.config",
+    "ServerConfig": "quire.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

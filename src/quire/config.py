@@ -1,0 +1,195 @@
+"""Every knob of Quire: a field with its default, unit and meaning.
+
+Command-line flags and documentation are generated from these fields (see `quire.cli.options`), so a knob
+that is not here does not exist. An unknown name is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, dataclass_transform
+
+from quire.errors import ConfigError, nearest_name
+
+T = TypeVar("T")
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+BUILT_IN_MODEL = "mini"
+
+
+def knob(*, default: Any, help: str) -> Any:
+    """Declare a field with its meaning; the text becomes the command-line help and the documentation."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def refuse_unknown_names(cls: type, names: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if `names` holds a key that is not a field of the dataclass `cls`."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{cls.__name__} has no field {name!r}; {nearest_name(name, known)}")
+
+
+def _with_checked_names(cls: type[T]) -> type[T]:
+    generated_init: Callable[..., None] = cls.__init__
+
+    @functools.wraps(generated_init)
+    def checked_init(self: Any, /, **values: Any) -> None:
+        refuse_unknown_names(cls, values)
+        generated_init(self, **values)
+
+    cls.__init__ = checked_init  # type: ignore[assignment]
+    return cls
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, knob))
+def config(cls: type[T]) -> type[T]:
+    """Make a class a frozen, keyword-only, slotted dataclass that refuses unknown names helpfully."""
+    return _with_checked_names(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, knob))
+def settable_config(cls: type[T]) -> type[T]:
+    """Like `config`, but its fields may be set after construction (OpenVINO GenAI's way)."""
+    return _with_checked_names(dataclasses.dataclass(kw_only=True, slots=True)(cls))
+
+
+def require_at_least(owner: object, minimum: float, *names: str) -> None:
+    """Raise `ConfigError` for the first of `names` whose value on `owner` is below `minimum`."""
+    for name in names:
+        value = getattr(owner, name)
+        if value < minimum:
+            raise ConfigError(f"{type(owner).__name__}.{name} is {value}; it must be at least {minimum}")
+
+
+def require_one_of(owner: object, name: str, choices: tuple[str, ...]) -> None:
+    """Raise `ConfigError` if the field `name` of `owner` is not one of `choices`."""
+    value = getattr(owner, name)
+    if value not in choices:
+        raise ConfigError(f"{type(owner).__name__}.{name} is {value!r}; {nearest_name(str(value), choices)}")
+
+
+@settable_config
+class SchedulerConfig:
+    """Who runs in a step, and how much KV cache there is.
+
+    Fields may be set as attributes after a no-argument construction, as in OpenVINO GenAI, or given as
+    keyword arguments. The engine validates and copies the configuration when it is built; later changes
+    to the original have no effect.
+    """
+
+    max_num_batched_tokens: int = knob(
+        default=512, help="Most tokens computed in one step, over all sequences."
+    )
+    max_num_seqs: int = knob(default=256, help="Most sequences that run in one step.")
+    block_size: int = knob(default=16, help="Tokens per KV block.")
+    num_kv_blocks: int = knob(
+        default=0, help="KV blocks in the cache; wins over cache_size. 0: derive from cache_size."
+    )
+    cache_size: float = knob(
+        default=0.0,
+        help="KV cache size in GB (10^9 bytes). 0, with num_kv_blocks 0: sized from the free memory.",
+    )
+    enable_prefix_caching: bool = knob(
+        default=True, help="Keep computed blocks for later requests with the same prefix."
+    )
+    policy: str = knob(
+        default="fcfs", help="Order of service: fcfs, or priority (lower value first, ties by arrival)."
+    )
+    long_prefill_token_threshold: int = knob(
+        default=0,
+        help="Most prompt tokens of one request in one step, so that long prompts share. 0: no such limit.",
+    )
+    max_num_queued_reqs: int = knob(
+        default=4096, help="Most requests that wait; more are refused with a retry hint."
+    )
+    max_num_queued_tokens: int = knob(
+        default=4_194_304, help="Most prompt tokens that wait, over all waiting requests."
+    )
+    watermark: float = knob(
+        default=0.01,
+        help="Share of the KV blocks kept free when a new request is admitted, against preemption storms.",
+    )
+    reserve_full_prompt: bool = knob(
+        default=True,
+        help="Admit a request only if its whole prompt fits in the free KV blocks, not just its first chunk.",
+    )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_unknown_names(SchedulerConfig, {name: value})
+        object.__setattr__(self, name, value)
+
+    def validate(self) -> Self:
+        """Return self if every value is usable.
+
+        Raises:
+            ConfigError: names the first field that is not, its value and its limit.
+        """
+        require_at_least(self, 1, "max_num_batched_tokens", "max_num_seqs", "block_size")
+        require_at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens")
+        require_at_least(self, 0, "num_kv_blocks", "cache_size", "long_prefill_token_threshold", "watermark")
+        require_one_of(self, "policy", ("fcfs", "priority"))
+        if self.watermark >= 1:
+            raise ConfigError(f"SchedulerConfig.watermark is {self.watermark}; it must be below 1")
+        return self
+
+
+@config
+class EngineConfig:
+    """One engine: the model, its numbers, and its scheduler."""
+
+    model: str = knob(
+        default=BUILT_IN_MODEL,
+        help="The model: the built-in 'mini', a local directory, or a name on the Hugging Face hub.",
+    )
+    dtype: str = knob(
+        default="auto",
+        help="Type of weights, activations and KV: auto (as stored), bfloat16, float16 or float32.",
+    )
+    max_model_len: int = knob(
+        default=0,
+        help="Longest sequence, prompt and output together, in tokens. 0: what the model was made for.",
+    )
+    memory_fraction: float = knob(
+        default=0.5,
+        help="Share of the memory free after loading the weights that the KV cache may take by itself.",
+    )
+    num_threads: int = knob(default=0, help="CPU threads for the model's arithmetic. 0: one for each core.")
+    scheduler_cls: str = knob(
+        default="quire.scheduling.Scheduler", help="Dotted name of the SchedulerInterface class to use."
+    )
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "dtype", DTYPES)
+        require_at_least(self, 0, "max_model_len", "num_threads")
+        if not 0 < self.memory_fraction < 1:
+            raise ConfigError(
+                f"EngineConfig.memory_fraction is {self.memory_fraction}; it must be above 0 and below 1"
+            )
+        object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler).validate())
+
+
+@config
+class ServerConfig:
+    """The HTTP front."""
+
+    host: str = knob(default="127.0.0.1", help="Address to listen on.")
+    port: int = knob(default=8000, help="TCP port to listen on. 0: any free one.")
+    served_model_name: str = knob(
+        default="", help="Name that clients use for the model. Empty: the model's own name."
+    )
+    api_key: str = knob(default="", help="Bearer token that clients must send. Empty: none.")
+    max_body_bytes: int = knob(
+        default=4_194_304, help="Largest request body in bytes; a larger one is answered 413."
+    )
+    drain_timeout: float = knob(
+        default=30.0,
+        help="Seconds that running requests get to finish after SIGTERM or Ctrl-C, before they are aborted.",
+    )
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 0, "port", "drain_timeout")
+        require_at_least(self, 1, "max_body_bytes")

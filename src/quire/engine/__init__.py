@@ -1,0 +1,1 @@
+"""One engine: its step loop, its processes, and the Python front doors."""

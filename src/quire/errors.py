@@ -1,0 +1,71 @@
+"""Errors that Quire raises, from the most general to the most particular.
+
+Every message says what was wrong, the value, the limit, and the knob to turn. Errors that belong to one
+request end that request only; see `InvalidRequestError.param` for the field at fault.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuireError(Exception):
+    """Base of every error that Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """A configuration field has an unknown name or an unusable value."""
+
+
+class ModelError(QuireError):
+    """A model cannot be found, read or understood."""
+
+
+class ModelNotFoundError(ModelError):
+    """No model under this name: neither built in, nor a local directory, nor reachable on the hub."""
+
+
+class UnknownArchitectureError(ModelError):
+    """The checkpoint's architecture is not one that Quire knows; the message lists those it does."""
+
+
+class InvalidRequestError(QuireError, ValueError):
+    """A request that can never be served as written.
+
+    Args:
+        message: what, value, limit and the knob to turn.
+        param: the request field at fault, or None if no single field is.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """A request id that is still in use."""
+
+
+class QueueFullError(QuireError):
+    """The waiting queue is at its bound; try again later.
+
+    Args:
+        message: which bound, its value and the knob to turn.
+        retry_after: suggested wait in seconds.
+    """
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDeadError(QuireError):
+    """The engine process has ended; requests in flight are answered with this."""
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return the tail of an error about an unknown name: the nearest known one, or the whole list."""
+    choices = sorted(known)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(choices)}"

@@ -1,0 +1,1 @@
+"""Where keys and values live: the logical side (blocks, hashes) and the physical (tensors)."""

@@ -1,0 +1,1 @@
+"""What a model is: one decoder definition, families, weight loading, tokenizer."""
