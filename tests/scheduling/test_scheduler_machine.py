@@ -32,7 +32,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 2]),
     )
     def build(
-        self, block_size, num_tokens_of_kv, budget, max_num_seqs, policy, caching, reserve, watermark, threshold
+        self,
+        block_size,
+        num_tokens_of_kv,
+        budget,
+        max_num_seqs,
+        policy,
+        caching,
+        reserve,
+        watermark,
+        threshold,
     ):
         self.config = SchedulerConfig(
             block_size=block_size,

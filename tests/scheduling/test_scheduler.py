@@ -1,0 +1,300 @@
+"""Single decisions of the scheduler, each in the smallest scene that shows it."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import FakeRunner, naive_generation
+
+from quire.config import SchedulerConfig
+from quire.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
+from quire.request import FinishReason, Request, RequestStatus, SamplingParams
+from quire.scheduling import PauseState, Scheduler
+
+BLOCK_SIZE = 4
+
+
+class Scene:
+    """A scheduler, a fake runner, and what came out."""
+
+    def __init__(self, *, num_blocks: int = 16, max_model_len: int = 64, **config) -> None:
+        config = SchedulerConfig(block_size=BLOCK_SIZE, watermark=0.0, **config).validate()
+        self.scheduler = Scheduler(config, num_blocks=num_blocks, max_model_len=max_model_len)
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.errors: dict[str, str | None] = {}
+        self.cached: dict[str, int] = {}
+
+    def add(
+        self, request_id: str, prompt, *, max_tokens: int = 4, priority: int = 0, salt="", **params
+    ) -> None:
+        params = SamplingParams(max_tokens=max_tokens, **params)
+        self.scheduler.add_request(
+            Request(request_id, list(prompt), params, priority=priority, cache_salt=salt, eos_token_ids=(99,))
+        )
+        self.outputs[request_id] = []
+
+    def step(self) -> dict[str, int]:
+        plan = self.scheduler.schedule()
+        self.apply(plan)
+        return dict(plan.num_scheduled_tokens)
+
+    def apply(self, plan) -> None:
+        for message in self.scheduler.update_from_output(plan, self.runner.execute(plan)).values():
+            for output in message.outputs:
+                self.outputs[output.request_id] += output.new_token_ids
+                self.cached[output.request_id] = output.num_cached_tokens
+                if output.finish_reason:
+                    self.reasons[output.request_id] = output.finish_reason
+                    self.errors[output.request_id] = output.error
+        self.scheduler.check_invariants()
+
+    def finish(self) -> None:
+        while self.scheduler.has_requests():
+            self.step()
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decoding():
+    scene = Scene(max_num_batched_tokens=8)
+    scene.add("short", [1, 2, 3])
+    assert scene.step() == {"short": 3}
+    scene.add("long", range(20))
+    assert scene.step() == {"short": 1, "long": 7}
+    assert scene.step() == {"short": 1, "long": 7}
+    assert scene.step() == {"short": 1, "long": 6}
+    assert scene.step() == {"long": 1}
+    scene.finish()
+    assert scene.outputs["long"] == naive_generation(list(range(20)), 4, set())
+
+
+def test_one_prompt_takes_at_most_the_long_prefill_threshold_of_a_step():
+    scene = Scene(max_num_batched_tokens=16, long_prefill_token_threshold=4)
+    scene.add("a", range(10))
+    scene.add("b", range(20, 30))
+    assert scene.step() == {"a": 4, "b": 4}
+
+
+def test_the_second_request_with_a_prefix_computes_only_the_rest():
+    scene = Scene()
+    scene.add("first", range(13))
+    scene.finish()
+    scene.add("second", range(13))
+    assert scene.step() == {"second": 1}
+    scene.finish()
+    assert scene.cached == {"first": 0, "second": 12}
+    assert scene.outputs["first"] == scene.outputs["second"]
+    stats = scene.scheduler.make_stats()
+    assert (stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (26, 12)
+
+
+def test_the_last_prompt_token_is_always_computed():
+    scene = Scene()
+    scene.add("first", range(12))
+    scene.finish()
+    scene.add("second", range(12))
+    assert scene.step() == {"second": 4}
+
+
+def test_another_salt_shares_nothing():
+    scene = Scene()
+    scene.add("first", range(13), salt="one tenant")
+    scene.finish()
+    scene.add("second", range(13), salt="another")
+    assert scene.step() == {"second": 13}
+
+
+def test_prompt_logprobs_need_every_position_computed():
+    scene = Scene()
+    scene.add("first", range(13))
+    scene.finish()
+    scene.add("second", range(13), prompt_logprobs=0)
+    assert scene.step() == {"second": 13}
+
+
+def test_without_prefix_caching_nothing_is_kept():
+    scene = Scene(enable_prefix_caching=False)
+    scene.add("first", range(13))
+    scene.finish()
+    scene.add("second", range(13))
+    assert scene.step() == {"second": 13}
+
+
+def test_the_newest_is_preempted_and_comes_back_with_the_same_tokens():
+    scene = Scene(num_blocks=6, max_num_seqs=2)
+    scene.add("old", range(8), max_tokens=12)
+    scene.add("new", range(20, 28), max_tokens=12)
+    scene.finish()
+    assert scene.scheduler.make_stats().num_preemptions >= 1
+    assert scene.outputs["old"] == naive_generation(list(range(8)), 12, set())
+    assert scene.outputs["new"] == naive_generation(list(range(20, 28)), 12, set())
+
+
+def test_a_step_that_preempts_admits_nobody():
+    scene = Scene(num_blocks=6, max_num_seqs=3, reserve_full_prompt=False)
+    scene.add("old", range(8), max_tokens=12)
+    scene.add("new", range(20, 28), max_tokens=12)
+    while True:
+        plan = scene.scheduler.schedule()
+        scene.apply(plan)
+        if plan.preempted_req_ids:
+            break
+    assert plan.preempted_req_ids == ["new"]
+    assert plan.request_ids == ["old"]
+
+
+def test_priority_serves_the_lower_value_first_and_preempts_the_worst():
+    scene = Scene(num_blocks=6, max_num_seqs=2, policy="priority")
+    scene.add("idle", range(40, 48), max_tokens=12, priority=5)
+    scene.add("urgent", range(8), max_tokens=12, priority=0)
+    plan = scene.scheduler.schedule()
+    assert plan.request_ids == ["urgent", "idle"]
+    scene.apply(plan)
+    scene.finish()
+    assert scene.runner.tokens == {}
+    assert scene.outputs["idle"] == naive_generation(list(range(40, 48)), 12, set())
+
+
+def test_nobody_overtakes_a_head_that_waits_for_blocks():
+    scene = Scene(num_blocks=8)
+    scene.add("running", range(16), max_tokens=8)
+    scene.step()
+    scene.add("big", range(20, 40), max_tokens=4)
+    scene.add("small", [1], max_tokens=1)
+    assert scene.step() == {"running": 1}
+    scene.finish()
+    assert scene.reasons == dict.fromkeys(["running", "big", "small"], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 1, "empty"),
+        (range(64), 1, "64 tokens; at most 63"),
+        (range(30), 12, "could reach 42 tokens.*holds 40.*at most 10.*num_kv_blocks"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_the_limit_and_the_knob(prompt, max_tokens, message):
+    scene = Scene(num_blocks=10)
+    with pytest.raises(InvalidRequestError, match=message):
+        scene.add("never", prompt, max_tokens=max_tokens)
+    assert not scene.scheduler.has_request("never")
+    scene.scheduler.check_invariants()
+
+
+def test_the_queue_is_bounded_in_requests_and_tokens():
+    scene = Scene(max_num_queued_reqs=2, max_num_queued_tokens=30)
+    scene.add("a", range(20))
+    with pytest.raises(QueueFullError, match="max_num_queued_tokens 30"):
+        scene.add("b", range(11))
+    scene.add("b", range(10))
+    with pytest.raises(QueueFullError, match="max_num_queued_reqs 2"):
+        scene.add("c", [1])
+    scene.finish()
+    scene.add("c", [1])
+
+
+def test_a_duplicate_id_is_refused_until_the_first_has_ended():
+    scene = Scene()
+    scene.add("same", [1])
+    with pytest.raises(DuplicateRequestError, match="'same' is in use"):
+        scene.add("same", [2])
+    scene.step()
+    with pytest.raises(DuplicateRequestError):
+        scene.add("same", [2])
+    scene.finish()
+    scene.add("same", [2])
+
+
+def test_a_fault_in_one_request_ends_only_that_one():
+    scene = Scene()
+    scene.add("sick", range(8))
+    scene.add("well", range(8))
+    scene.runner.fail.add("sick")
+    scene.finish()
+    assert scene.reasons == {"sick": FinishReason.ERROR, "well": FinishReason.LENGTH}
+    assert scene.errors == {"sick": "broken", "well": None}
+    scene.add("next", range(8), max_tokens=1)
+    assert scene.step() == {"next": 4}, "the well one's blocks are cached, the sick one's are not"
+
+
+def test_stop_tokens_eos_and_their_reasons():
+    prompt = [5, 6, 7]
+    tokens = naive_generation(prompt, 8, set())
+    third = tokens[2]
+    scene = Scene()
+    scene.add("stop", prompt, max_tokens=8, stop_token_ids=(third, 1000, 1001, 1002, 1003))
+    scene.finish()
+    assert scene.outputs["stop"] == tokens[: tokens.index(third) + 1]
+    assert scene.reasons["stop"] is FinishReason.STOP
+    scene.add("not yet", prompt, max_tokens=8, min_tokens=8, stop_token_ids=(third,))
+    scene.finish()
+    assert scene.outputs["not yet"] == tokens
+
+
+def test_blocks_of_a_request_that_ends_in_mid_step_are_fenced_until_the_step_lands():
+    scene = Scene()
+    scene.add("a", range(8))
+    plan = scene.scheduler.schedule()
+    (request,) = scene.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert request.status is RequestStatus.FINISHED_ABORTED
+    assert scene.scheduler.get_kv_cache_usage() > 0
+    scene.apply(plan)
+    assert scene.scheduler.get_kv_cache_usage() == 0
+    assert scene.outputs["a"] == []
+    assert scene.scheduler.has_finished_requests()
+    assert scene.scheduler.schedule().finished_req_ids == ["a"]
+    assert not scene.scheduler.has_requests()
+
+
+def test_a_step_can_be_dropped_and_planned_again():
+    scene = Scene()
+    scene.add("a", range(8), max_tokens=2)
+    dropped = scene.scheduler.schedule()
+    again = scene.scheduler.schedule()
+    assert dict(again.num_scheduled_tokens) == dict(dropped.num_scheduled_tokens)
+    assert again.num_computed_tokens.tolist() == [0]
+    runner_output = FakeRunner(16, BLOCK_SIZE).execute(dropped)
+    with pytest.raises(ValueError, match="in flight"):
+        scene.scheduler.update_from_output(dropped, runner_output)
+
+
+def test_pausing_holds_newcomers_or_everybody():
+    scene = Scene()
+    scene.add("running", [1, 2])
+    scene.step()
+    scene.add("new", [3, 4])
+    scene.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert scene.step() == {"running": 1}
+    scene.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert scene.step() == {}
+    scene.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert scene.step() == {"running": 1, "new": 2}
+
+
+def test_reset_prefix_cache_needs_idle_blocks_or_leave_to_preempt():
+    scene = Scene()
+    scene.add("a", range(9), max_tokens=6)
+    scene.step()
+    scene.step()
+    assert not scene.scheduler.reset_prefix_cache()
+    assert scene.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert scene.scheduler.get_kv_cache_usage() == 0
+    assert scene.step() == {"a": 11}, "computed anew, nothing found in the cache"
+    scene.finish()
+    assert scene.outputs["a"] == naive_generation(list(range(9)), 6, set())
+
+
+def test_a_new_request_data_is_sent_once_and_then_only_differences():
+    scene = Scene()
+    scene.add("a", range(4), max_tokens=6)
+    first = scene.scheduler.schedule()
+    scene.apply(first)
+    (new,) = first.scheduled_new_reqs
+    assert new.prompt_token_ids == [0, 1, 2, 3]
+    assert len(new.block_ids) == 1
+    second = scene.scheduler.schedule()
+    scene.apply(second)
+    assert second.scheduled_new_reqs == []
+    assert second.scheduled_cached_reqs.block_index.tolist() == [1]
+    third = scene.scheduler.schedule()
+    assert third.scheduled_cached_reqs.block_ids.tolist() == []
