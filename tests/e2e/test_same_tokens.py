@@ -1,0 +1,115 @@
+"""Same request, same tokens: alone, in company, in chunks, preempted, and out of the prefix cache.
+
+Log-probabilities are compared too, for equality and not closeness, so this is a test of equal bits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.request import RequestOutput
+
+QUESTIONS = [
+    "What is a KV block?",
+    "What is chunked prefill, and why does it help requests that are already decoding?",
+    "What is 47 + 38?",
+    "Copy: k x w q",
+    "Reverse: a b c d e f",
+    "Why is a request preempted?",
+    "What does the scheduler do with a request that can never fit in the KV cache of this engine?",
+    "Hello",
+]
+SYSTEM = "You are a helpful assistant that answers questions about serving large language models. " * 4
+
+
+def conversations() -> list[list[dict[str, str]]]:
+    plain = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    system = [{"role": "system", "content": SYSTEM}]
+    return [chat if index % 2 else system + chat for index, chat in enumerate(plain * 4)]
+
+
+def sampling(index: int) -> SamplingParams:
+    """Greedy and seeded sampling with every kind of filter and penalty, by turns."""
+    common = {"max_tokens": 16 + index % 5, "ignore_eos": True, "logprobs": 3, "seed": index}
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.1, "frequency_penalty": 0.3},
+    ]
+    return SamplingParams(**common, **kinds[index // 8 % len(kinds)])
+
+
+def run(llm: LLM, *, one_by_one: bool = False) -> list[RequestOutput]:
+    chats = conversations()
+    params = [sampling(index) for index in range(len(chats))]
+    if one_by_one:
+        return [llm.chat([chat], [param])[0] for chat, param in zip(chats, params, strict=True)]
+    return llm.chat(chats, params)
+
+
+def bits(outputs: list[RequestOutput]) -> list[tuple]:
+    return [
+        (
+            output.outputs[0].token_ids,
+            [
+                {token: entry.logprob.hex() for token, entry in position.items()}
+                for position in output.outputs[0].logprobs
+            ],
+        )
+        for output in outputs
+    ]
+
+
+@functools.cache
+def alone(dtype: str) -> list[tuple]:
+    with LLM("mini", dtype=dtype, num_kv_blocks=256, enable_prefix_caching=False) as llm:
+        return bits(run(llm, one_by_one=True))
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def dtype(request) -> str:
+    return request.param
+
+
+def test_in_a_batch_of_32(dtype):
+    with LLM("mini", dtype=dtype, num_kv_blocks=1024) as llm:
+        assert bits(run(llm)) == alone(dtype)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 64])
+def test_in_chunks(dtype, tokens_per_step):
+    with LLM("mini", dtype=dtype, num_kv_blocks=1024, max_num_batched_tokens=tokens_per_step) as llm:
+        assert bits(run(llm)) == alone(dtype)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_with_preemptions_in_the_middle(dtype, caching):
+    options = {"num_kv_blocks": 24, "max_model_len": 320, "watermark": 0.0, "reserve_full_prompt": False}
+    with LLM("mini", dtype=dtype, enable_prefix_caching=caching, **options) as llm:
+        assert bits(run(llm)) == alone(dtype)
+        stats = llm.stats()
+        assert stats.num_preemptions > 0
+        assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_out_of_the_prefix_cache(dtype):
+    with LLM("mini", dtype=dtype, num_kv_blocks=1024) as llm:
+        first = run(llm)
+        second = run(llm)
+        assert sum(output.num_cached_tokens for output in second) > 32 * 16
+        assert bits(first) == alone(dtype)
+        assert bits(second) == alone(dtype)
+
+
+def test_with_another_block_size(dtype):
+    with LLM("mini", dtype=dtype, num_kv_blocks=2048, block_size=8) as llm:
+        assert bits(run(llm)) == alone(dtype)
+
+
+def test_in_an_engine_process():
+    with LLM("mini", num_kv_blocks=1024, engine_process=True) as llm:
+        assert bits(run(llm)) == alone("bfloat16")

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+from quire.errors import ConfigError, InvalidRequestError
+from quire.request import SamplingParams
+
+CONFIGS = [EngineConfig, SchedulerConfig, ServerConfig, SamplingParams]
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_an_unknown_name_is_refused_with_the_nearest(cls):
+    name = dataclasses.fields(cls)[1].name
+    with pytest.raises(ConfigError, match=f"no field '{name}s'; did you mean '{name}'"):
+        cls(**{name + "s": 1})
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_fields_are_keyword_only_and_slotted(cls):
+    with pytest.raises(TypeError):
+        cls(1)
+    assert not hasattr(cls(), "__dict__")
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, ServerConfig, SamplingParams])
+def test_configurations_are_frozen(cls):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(cls(), dataclasses.fields(cls)[0].name, 1)
+
+
+def test_the_scheduler_config_is_settable_by_attribute_but_only_known_ones():
+    config = SchedulerConfig()
+    config.max_num_seqs = 7
+    assert config == SchedulerConfig(max_num_seqs=7)
+    assert "max_num_seqs=7" in repr(config)
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        config.max_num_seq = 7
+
+
+def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
+    mine = SchedulerConfig(max_num_seqs=7)
+    config = EngineConfig(scheduler=mine)
+    mine.max_num_seqs = 8
+    assert config.scheduler.max_num_seqs == 7
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (EngineConfig, {"dtype": "bfloat"}, "dtype is 'bfloat'; did you mean 'bfloat16'"),
+        (EngineConfig, {"memory_fraction": 1.0}, "memory_fraction is 1.0; it must be above 0 and below 1"),
+        (EngineConfig, {"max_model_len": -1}, "max_model_len is -1; it must be at least 0"),
+        (EngineConfig, {"scheduler": SchedulerConfig(block_size=0)}, "block_size is 0; it must be at least 1"),
+        (EngineConfig, {"scheduler": SchedulerConfig(policy="fifo")}, "policy is 'fifo'"),
+        (EngineConfig, {"scheduler": SchedulerConfig(watermark=1.0)}, "watermark is 1.0"),
+        (ServerConfig, {"port": -1}, "port is -1"),
+    ],
+)
+def test_unusable_values_are_refused_with_value_and_limit(cls, values, message):
+    with pytest.raises(ConfigError, match=message):
+        cls(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ""}, "stop"),
+        ({"bad_words": ("a", "")}, "bad_words"),
+    ],
+)
+def test_sampling_params_out_of_range_name_the_field(values, param):
+    with pytest.raises(InvalidRequestError, match=param) as caught:
+        SamplingParams(**values)
+    assert caught.value.param == param
+
+
+def test_one_stop_string_may_be_given_bare():
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
