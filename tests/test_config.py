@@ -57,6 +57,7 @@ def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
         (EngineConfig, {"scheduler": SchedulerConfig(policy="fifo")}, "policy is 'fifo'"),
         (EngineConfig, {"scheduler": SchedulerConfig(watermark=1.0)}, "watermark is 1.0"),
         (ServerConfig, {"port": -1}, "port is -1"),
+        (ServerConfig, {"port": 65536}, "port is 65536; it must be at most 65535"),
     ],
 )
 def test_unusable_values_are_refused_with_value_and_limit(cls, values, message):

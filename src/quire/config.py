@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 BUILT_IN_MODEL = "mini"
+MAX_PORT = 65535
 
 
 def knob(*, default: Any, help: str) -> Any:
@@ -192,4 +193,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "port", "drain_timeout")
+        if self.port > MAX_PORT:
+            raise ConfigError(f"ServerConfig.port is {self.port}; it must be at most {MAX_PORT}")
         require_at_least(self, 1, "max_body_bytes")

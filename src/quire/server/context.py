@@ -1,0 +1,66 @@
+"""What every handler needs: the engine, the configuration, and who the server says it is."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import time
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from quire.config import ServerConfig
+from quire.errors import nearest_name
+from quire.server.errors import ApiError
+from quire.server.lifecycle import Lifecycle
+from quire.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+
+
+class ServerContext:
+    """One server's state, shared by its handlers.
+
+    Args:
+        llm: the engine's front door, ready.
+        config: the server's configuration.
+    """
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+        self.llm = llm
+        self.config = config
+        self.model_name = config.served_model_name or llm.info.model
+        self.version = importlib.metadata.version("quire")
+        self.started_at = int(time.time())
+        self.metrics = Metrics()
+        self.lifecycle = Lifecycle()
+        identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
+        self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
+
+    def require_model(self, name: str) -> None:
+        """Raise `ApiError` 404 unless `name` is the served model."""
+        if name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+
+def context_of(request: Request) -> ServerContext:
+    """Return the context of the application that got `request`."""
+    context: ServerContext = request.app.state.context
+    return context
+
+
+def request_id_of(request: Request) -> str:
+    """Return the request's X-Request-Id, the client's or a fresh one."""
+    request_id: str = request.scope["state"]["request_id"]
+    return request_id
+
+
+def no_such_route(path: str, paths: list[str]) -> ApiError:
+    """Return the 404 for a path that is none of `paths`."""
+    return ApiError(404, f"there is no {path!r}; {nearest_name(path, paths)}", code="route_not_found")

@@ -1,0 +1,92 @@
+"""Errors as the HTTP client sees them: OpenAI's shape, and one place that decides the status."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, QueueFullError
+from quire.server.responses import ErrorDetail, ErrorResponse, encode
+
+log = logging.getLogger(__name__)
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+UNAVAILABLE = "service_unavailable_error"
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        status: HTTP status code.
+        message: what was wrong, the value, the limit and what to do.
+        kind: OpenAI's error type.
+        param: the request field at fault, if it is one.
+        code: a short machine-readable reason, if there is one.
+        headers: added to the response, as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """Return the JSON body, `{"error": {...}}`."""
+        detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
+        return encode(ErrorResponse(error=detail))
+
+    def response(self) -> Response:
+        """Return the whole HTTP response."""
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+def as_api_error(error: Exception, *, request_id: str = "") -> ApiError:
+    """Return what the client is told about `error`; the unexpected is logged here, once, and not disclosed.
+
+    Args:
+        error: anything raised while a request was served.
+        request_id: the X-Request-Id of the request, to find its log lines by.
+    """
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            code = "duplicate_request_id" if isinstance(error, DuplicateRequestError) else None
+            return ApiError(400, str(error), param=error.param, code=code)
+        case QueueFullError():
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
+        case EngineDeadError():
+            return ApiError(503, str(error), kind=UNAVAILABLE, code="engine_dead")
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    log.error("request %s failed", request_id, exc_info=error)
+    return ApiError(
+        500,
+        f"internal error; the server's log has the details under request id {request_id!r}",
+        kind=SERVER_ERROR,
+        code="internal_error",
+    )

@@ -1,0 +1,144 @@
+"""The engine's side of one HTTP call: its requests, their outputs merged, and what counts as an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+from quire.request import CompletionOutput, FinishReason, RequestOutput
+from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
+from quire.server.lifecycle import Lifecycle
+from quire.server.metrics import Metrics, RequestTimer
+from quire.server.responses import EndReason, PromptTokensDetails, Usage
+
+OutputStream = AsyncGenerator[RequestOutput, None]
+
+
+async def generate(
+    streams: Sequence[OutputStream],
+    *,
+    request_ids: Sequence[str],
+    num_sequences: int,
+    lifecycle: Lifecycle,
+    metrics: Metrics,
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield `(prompt index, cumulative output)` until every prompt's request has finished.
+
+    Closing the generator closes every stream, which aborts what still runs in the engine.
+
+    Raises:
+        ApiError: 503 while draining or when the engine aborted a request; 500 when a request failed.
+        QuireError: what the engine refused the request with.
+    """
+    unfinished = set(range(len(streams)))
+    with lifecycle.live(request_ids), contextlib.ExitStack() as stack:
+        timers = [stack.enter_context(RequestTimer(metrics, num_sequences)) for _ in streams]
+        async with contextlib.aclosing(_merged(streams)) as outputs:
+            async for index, output in outputs:
+                timers[index].observe(output)
+                for completion in output.outputs:
+                    _require_no_failure(completion)
+                if output.finished:
+                    unfinished.discard(index)
+                yield index, output
+        if unfinished:
+            raise ApiError(500, "the engine ended the request without an answer", kind=SERVER_ERROR)
+
+
+def _require_no_failure(completion: CompletionOutput) -> None:
+    if completion.finish_reason is FinishReason.ERROR:
+        message = completion.error or "the request failed in the engine"
+        raise ApiError(500, message, kind=SERVER_ERROR, code="generation_failed")
+    if completion.finish_reason is FinishReason.ABORT:
+        message = "the request was aborted before its answer was complete"
+        raise ApiError(503, message, kind=UNAVAILABLE, code="aborted")
+
+
+async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield the outputs of all streams as they come; a slow reader sees only the latest of each."""
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+    latest: dict[int, RequestOutput] = {}
+    changed = asyncio.Event()
+
+    async def pump(index: int, stream: OutputStream) -> None:
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
+                latest[index] = output
+                changed.set()
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(lambda _: changed.set())
+    try:
+        async for item in _drained(tasks, latest, changed):
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _drained(
+    tasks: list[asyncio.Task[None]], latest: dict[int, RequestOutput], changed: asyncio.Event
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Yield what the pumps leave in `latest` until all have ended; raise the first error of any."""
+    while True:
+        await changed.wait()
+        changed.clear()
+        ended = [task for task in tasks if task.done()]
+        while latest:
+            yield latest.popitem()
+        for task in ended:
+            task.result()
+        if len(ended) == len(tasks):
+            return
+
+
+class SequenceProgress:
+    """How much of one sequence's cumulative text and tokens the client has been sent."""
+
+    __slots__ = ("ended", "num_chars", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+        self.num_tokens = 0
+        self.ended = False
+
+    def advance(self, completion: CompletionOutput) -> tuple[str, int]:
+        """Return the new text and where the new tokens start; then count both as sent."""
+        text = completion.text[self.num_chars :]
+        start = self.num_tokens
+        self.num_chars = len(completion.text)
+        self.num_tokens = len(completion.token_ids)
+        self.ended = completion.finish_reason is not None
+        return text, start
+
+
+def end_reason(completion: CompletionOutput) -> EndReason | None:
+    """Return OpenAI's word for why the sequence ended, None while it runs."""
+    match completion.finish_reason:
+        case None:
+            return None
+        case FinishReason.LENGTH:
+            return "length"
+        case _:
+            return "stop"
+
+
+def usage_of(outputs: Sequence[RequestOutput], *, count_completion: bool = True) -> Usage:
+    """Return the tokens of all outputs; each prompt counts once, whatever its number of sequences."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    completion_tokens = generated if count_completion else 0
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )

@@ -1,0 +1,136 @@
+"""Log-probabilities in the two forms that OpenAI defines for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from quire.server.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot express; OpenAI's value."""
+
+_PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def _likeliest(candidates: TokenLogprobs, count: int) -> list[Logprob]:
+    return sorted(candidates.values(), key=lambda candidate: candidate.rank)[:count]
+
+
+def _utf8(token: str) -> list[int] | None:
+    return None if _PART_OF_CHARACTER in token else list(token.encode())
+
+
+def chat_logprobs(completion: CompletionOutput, start: int, count: int) -> ChatLogprobs | None:
+    """Return the chat form for the tokens from `start` on, each with `count` likeliest ones."""
+    if completion.logprobs is None:
+        return None
+    content = []
+    pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
+    for token_id, candidates in pairs:
+        chosen = candidates[token_id]
+        top = [
+            TopLogprob(
+                token=candidate.decoded_token,
+                logprob=_finite(candidate.logprob),
+                bytes=_utf8(candidate.decoded_token),
+            )
+            for candidate in _likeliest(candidates, count)
+        ]
+        content.append(
+            TokenLogprob(
+                token=chosen.decoded_token,
+                logprob=_finite(chosen.logprob),
+                bytes=_utf8(chosen.decoded_token),
+                top_logprobs=top,
+            )
+        )
+    return ChatLogprobs(content=content)
+
+
+class CompletionLogprobsWriter:
+    """Builds the completions form for one choice, piece by piece, keeping the running text offset.
+
+    Args:
+        tokenizer: names the first prompt token, which has no log-probability of its own.
+        count: how many of the likeliest tokens to list at each position, besides the chosen one.
+        skip_special_tokens: whether special tokens are left out of the text, and so take no room in it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, count: int, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._count = count
+        self._invisible = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._offset = 0
+
+    def prompt(self, output: RequestOutput, text: str) -> CompletionLogprobs:
+        """Return the entries of an echoed prompt whose text is `text`."""
+        positions = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        written = _empty()
+        for token_id, candidates in zip(output.prompt_token_ids, positions, strict=True):
+            token = candidates[token_id].decoded_token if candidates else self._tokenizer.token_text(token_id)
+            visible = token_id not in self._tokenizer.special_token_ids or text.startswith(
+                token, self._offset
+            )
+            self._add(written, token, visible, token_id, candidates)
+        self._offset = len(text)
+        return written
+
+    def output(self, completion: CompletionOutput, start: int) -> CompletionLogprobs | None:
+        """Return the entries of the generated tokens from `start` on."""
+        if completion.logprobs is None:
+            return None
+        written = _empty()
+        pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
+        for token_id, candidates in pairs:
+            token = candidates[token_id].decoded_token
+            self._add(written, token, token_id not in self._invisible, token_id, candidates)
+        return written
+
+    def _add(
+        self,
+        written: CompletionLogprobs,
+        token: str,
+        visible: bool,
+        token_id: int,
+        candidates: TokenLogprobs | None,
+    ) -> None:
+        written.tokens.append(token)
+        written.text_offset.append(self._offset)
+        self._offset += len(token) if visible else 0
+        if candidates is None:
+            written.token_logprobs.append(None)
+            written.top_logprobs.append(None)
+            return
+        chosen = candidates[token_id]
+        written.token_logprobs.append(_finite(chosen.logprob))
+        top = {token: _finite(chosen.logprob)}
+        for candidate in reversed(_likeliest(candidates, self._count)):  # of equal texts the likeliest stays
+            top[candidate.decoded_token] = _finite(candidate.logprob)
+        written.top_logprobs.append(top)
+
+
+def _empty() -> CompletionLogprobs:
+    return CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+
+
+def joined(parts: Sequence[CompletionLogprobs | None]) -> CompletionLogprobs | None:
+    """Return one object with the entries of all `parts` in order, None if there are none."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    whole = _empty()
+    for part in present:
+        whole.tokens += part.tokens
+        whole.text_offset += part.text_offset
+        whole.token_logprobs += part.token_logprobs
+        whole.top_logprobs += part.top_logprobs
+    return whole

@@ -1,0 +1,151 @@
+"""Prometheus metrics: what the server sees of each request, and the scheduler's own counters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.request import CompletionOutput, RequestOutput
+from quire.scheduling.outputs import SchedulerStats
+
+_LATENCY_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+
+
+class EngineCollector(Collector):
+    """The engine's figures as of the last `update`."""
+
+    def __init__(self) -> None:
+        self._stats = SchedulerStats()
+        self._engine_up = False
+
+    def update(self, stats: SchedulerStats | None, *, engine_up: bool) -> None:
+        """Take new figures; None keeps the last ones."""
+        self._stats = stats or self._stats
+        self._engine_up = engine_up
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric; called by the registry."""
+        stats = self._stats
+        gauges: tuple[tuple[str, str, float], ...] = (
+            ("quire_engine_up", "1 if the engine is alive and making progress.", self._engine_up),
+            ("quire_requests_running", "Requests in the running batch.", stats.num_running),
+            ("quire_requests_waiting", "Requests in the queue.", stats.num_waiting),
+            ("quire_kv_cache_usage_ratio", "Share of KV blocks held by requests.", stats.kv_cache_usage),
+            ("quire_kv_blocks", "KV blocks in all.", stats.num_blocks),
+            ("quire_kv_blocks_free", "KV blocks free, or idle in the prefix cache.", stats.num_free_blocks),
+        )
+        counters: tuple[tuple[str, str, float], ...] = (
+            ("quire_engine_steps", "Steps of the engine.", stats.num_steps),
+            ("quire_scheduled_tokens", "Tokens computed, over all steps.", stats.num_scheduled_tokens),
+            ("quire_preemptions", "Requests preempted for want of KV blocks.", stats.num_preemptions),
+            (
+                "quire_prefix_cache_queried_tokens",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_queried_tokens,
+            ),
+            (
+                "quire_prefix_cache_hit_tokens",
+                "Prompt tokens found in the prefix cache.",
+                stats.prefix_hit_tokens,
+            ),
+        )
+        for name, meaning, value in gauges:
+            yield GaugeMetricFamily(name, meaning, value=value)
+        for name, meaning, value in counters:
+            yield CounterMetricFamily(name, meaning, value=value)
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.engine = EngineCollector()
+        self.registry.register(self.engine)
+        self.prompt_tokens = self._counter("quire_prompt_tokens", "Prompt tokens of answered requests.")
+        self.generation_tokens = self._counter("quire_generation_tokens", "Tokens generated.")
+        self.finished = Counter(
+            "quire_requests_finished",
+            "Sequences ended (each of a request's n counts), by reason: stop, length, abort or error.",
+            ["reason"],
+            registry=self.registry,
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self.finished.labels(reason)
+        self.time_to_first_token = self._histogram(
+            "quire_time_to_first_token_seconds", "From the request's arrival to its first token."
+        )
+        self.inter_token_latency = self._histogram(
+            "quire_inter_token_latency_seconds", "Between one token of a sequence and the next."
+        )
+        self.request_duration = self._histogram(
+            "quire_request_duration_seconds", "From the request's arrival to its last token."
+        )
+
+    def _counter(self, name: str, meaning: str) -> Counter:
+        return Counter(name, meaning, registry=self.registry)
+
+    def _histogram(self, name: str, meaning: str) -> Histogram:
+        return Histogram(name, meaning, registry=self.registry, buckets=_LATENCY_BUCKETS)
+
+    def exposition(self) -> bytes:
+        """Return everything in the Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class RequestTimer:
+    """Turns the outputs of one engine request into observations.
+
+    Use as a context manager around the request: sequences that have not ended when it exits count as aborted.
+    """
+
+    def __init__(self, metrics: Metrics, num_sequences: int) -> None:
+        self._metrics = metrics
+        self._unfinished = set(range(num_sequences))
+        self._start = time.perf_counter()
+        self._first_seen = False
+        self._num_tokens = [0] * num_sequences
+        self._last_time = [0.0] * num_sequences
+
+    def __enter__(self) -> RequestTimer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._unfinished:
+            self._metrics.finished.labels("abort").inc(len(self._unfinished))
+
+    def observe(self, output: RequestOutput) -> None:
+        """Account for what is new in a cumulative output."""
+        now = time.perf_counter()
+        for completion in output.outputs:
+            num_new = len(completion.token_ids) - self._num_tokens[completion.index]
+            if num_new:
+                self._observe_tokens(completion.index, num_new, now)
+            if completion.finish_reason is not None and completion.index in self._unfinished:
+                self._observe_end(completion)
+        if output.finished:
+            self._metrics.request_duration.observe(now - self._start)
+            self._metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+
+    def _observe_tokens(self, index: int, num_new: int, now: float) -> None:
+        metrics = self._metrics
+        if not self._first_seen:
+            self._first_seen = True
+            metrics.time_to_first_token.observe(now - self._start)
+        if self._num_tokens[index]:
+            gap = (now - self._last_time[index]) / num_new
+            for _ in range(num_new):
+                metrics.inter_token_latency.observe(gap)
+        self._num_tokens[index] += num_new
+        self._last_time[index] = now
+        metrics.generation_tokens.inc(num_new)
+
+    def _observe_end(self, completion: CompletionOutput) -> None:
+        self._unfinished.discard(completion.index)
+        self._metrics.finished.labels(str(completion.finish_reason)).inc()

@@ -1,0 +1,77 @@
+"""What surrounds every request: its X-Request-Id, and who may send it."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.errors import ApiError
+
+MAX_REQUEST_ID_LENGTH = 128  # characters
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+
+_REQUEST_ID = re.compile(r"[!-~]+")  # visible ASCII
+
+
+class RequestEnvelope:
+    """ASGI middleware: gives each request an id, echoes it, and checks the API key.
+
+    Args:
+        app: the application inside.
+        api_key: bearer token that must come with every path but `OPEN_PATHS`; empty: none.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str = "") -> None:
+        self._app = app
+        self._api_key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", uuid.uuid4().hex)
+        refusal = _request_id_refusal(request_id)
+        echoed = uuid.uuid4().hex if refusal else request_id
+        refusal = refusal or self._key_refusal(scope["path"], headers)
+        scope.setdefault("state", {})["request_id"] = echoed
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = echoed
+            await send(message)
+
+        if refusal:
+            await refusal.response()(scope, receive, send_with_id)
+        else:
+            await self._app(scope, receive, send_with_id)
+
+    def _key_refusal(self, path: str, headers: Headers) -> ApiError | None:
+        if not self._api_key or path in OPEN_PATHS:
+            return None
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip().encode("latin-1")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given, self._api_key):
+            return None
+        problem = "is wrong" if given else "is missing"
+        return ApiError(
+            401,
+            f"the API key {problem}; send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _request_id_refusal(request_id: str) -> ApiError | None:
+    if len(request_id) > MAX_REQUEST_ID_LENGTH:
+        problem = f"has {len(request_id)} characters; at most {MAX_REQUEST_ID_LENGTH} are taken"
+    elif not _REQUEST_ID.fullmatch(request_id):
+        problem = f"is {request_id!r}; it must consist of visible ASCII characters"
+    else:
+        return None
+    return ApiError(400, f"X-Request-Id {problem}", code="invalid_request_id")

@@ -1,0 +1,192 @@
+"""Bodies of responses, in OpenAI's shapes: msgspec structs, fast to encode, also the source of the schema."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+encode = msgspec.json.Encoder().encode
+
+EndReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    """Of the prompt's tokens, those whose KV came out of the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Tokens of one call, over all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Struct, kw_only=True):
+    """Log-probabilities (nats) in the form of /v1/completions: parallel lists, one entry per token.
+
+    `text_offset` counts characters from the start of the choice's text. The first token of an echoed prompt
+    has nothing before it, so its entries are null.
+    """
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct, kw_only=True):
+    """One text of /v1/completions; while it streams, the piece that is new."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: EndReason | None = None
+
+
+class Completion(Struct, kw_only=True):
+    """Answer of /v1/completions, and each event of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TopLogprob(Struct, kw_only=True):
+    """A token that could have come here; `bytes` is null where its text is part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob, kw_only=True):
+    """The token that came, and the likeliest ones at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, kw_only=True):
+    """Log-probabilities (nats) in the form of /v1/chat/completions."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(Struct, kw_only=True):
+    """The model's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct, kw_only=True):
+    """One message of /v1/chat/completions."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: EndReason | None = None
+
+
+class ChatCompletion(Struct, kw_only=True):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Struct, kw_only=True):
+    """What is new in a streamed message: its role first, then pieces of content, nothing at the end."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    """One message's part of a streamed event."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: EndReason | None = None
+
+
+class ChatCompletionChunk(Struct, kw_only=True):
+    """Each event of a streamed /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(Struct, kw_only=True):
+    """A model that is served; `max_model_len` (tokens, prompt and output together) is Quire's addition."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Struct, kw_only=True):
+    """Answer of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(Struct, kw_only=True):
+    """Answer of /health; `reason` says why the status is not ok."""
+
+    status: Literal["ok", "draining", "unavailable"]
+    reason: str | None = None
+
+
+class Version(Struct, kw_only=True):
+    """Answer of /version."""
+
+    version: str
+
+
+class ErrorDetail(Struct, kw_only=True):
+    """What went wrong: `param` is the request field at fault, `code` a machine-readable reason."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Struct, kw_only=True):
+    """Body of every response that is not a success."""
+
+    error: ErrorDetail
+
+
+def sse_event(payload: Any) -> bytes:
+    """Return one server-sent event that carries `payload` as JSON."""
+    return b"data: " + encode(payload) + b"\n\n"
+
+
+SSE_DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,102 @@
+"""Answers that come in pieces, and clients that leave before the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.errors import ClientGoneError, as_api_error
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns, but cancel it as soon as the client closes the connection.
+
+    The request's body must have been read. On return, whichever way, `work` has ended.
+
+    Raises:
+        ClientGoneError: the client left first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError("the client left before its answer was complete")
+    finally:
+        for pending in (task, watcher):
+            pending.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def event_stream(
+    receive: Receive, events: AsyncGenerator[bytes, None], *, request_id: str
+) -> EventStream:
+    """Return the response that streams `events`, once the first of them is there.
+
+    Waiting for the first one lets every refusal be a plain response with its own status.
+
+    Raises:
+        ClientGoneError: the client left before the first event.
+        Exception: whatever made the first event fail.
+    """
+    first = await unless_disconnected(receive, _first(events))
+    return EventStream(first, events, request_id=request_id)
+
+
+async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
+
+
+class EventStream(Response):
+    """Server-sent events from a generator, which is closed as soon as the client leaves.
+
+    An error after the first event can no longer change the status, so it is sent as an event of its own.
+    """
+
+    media_type = "text/event-stream"
+    charset = "utf-8"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], *, request_id: str) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._first = first
+        self._events = events
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, or stop when the client leaves."""
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        except (ClientGoneError, OSError):
+            log.debug("request %s: the client left its stream", self._request_id)
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except OSError:
+            raise
+        except Exception as error:  # whatever it is, the client must hear of it
+            body = as_api_error(error, request_id=self._request_id).body()
+            await send({"type": "http.response.body", "body": b"data: " + body + b"\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,114 @@
+"""From the bytes of a body to a checked request model, with errors a person can act on."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect, Request
+
+from quire.errors import InvalidRequestError
+from quire.server import protocol
+from quire.server.errors import ApiError, ClientGoneError
+
+M = TypeVar("M", bound=BaseModel)
+
+_SUBJECT = re.compile(r"^\w+(?= should)")  # pydantic begins with "Input should", "List should"
+_LONGEST_SHOWN_VALUE = 80  # characters
+
+
+async def read_model(request: Request, model: type[M], *, max_body_bytes: int) -> M:
+    """Return the request's JSON body as `model`.
+
+    Raises:
+        ApiError: 413 or 415.
+        InvalidRequestError: the body is not JSON in UTF-8, or not what `model` describes.
+        ClientGoneError: the connection closed before the body was complete.
+    """
+    _require_json(request)
+    body = await _read_body(request, max_body_bytes)
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        raise _explained(details[0]) from None
+
+
+def _require_json(request: Request) -> None:
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"Content-Encoding is {encoding!r}; bodies must be sent uncompressed")
+    content_type = request.headers.get("content-type", "")
+    media_type, _, parameters = content_type.partition(";")
+    if media_type.strip().lower() != "application/json":
+        raise ApiError(415, f"Content-Type is {content_type!r}; it must be 'application/json'")
+    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
+    if charset not in ("", "utf-8", "utf8"):
+        raise ApiError(415, f"the charset is {charset!r}; it must be utf-8")
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _body_too_large(int(declared), limit)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise _body_too_large(size, limit)
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientGoneError("the client left while it sent its request") from None
+    return b"".join(chunks)
+
+
+def _body_too_large(size: int, limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body has {size} bytes or more; the limit is {limit} (the server's max_body_bytes)",
+        code="body_too_large",
+    )
+
+
+def _explained(error: ErrorDetails) -> InvalidRequestError:
+    """Return the first validation error with its field's path, value and what is possible instead."""
+    path = _path_text(error["loc"])
+    param = path or None
+    match error["type"]:
+        case "json_invalid":
+            reason = error.get("ctx", {}).get("error", error["msg"])
+            return InvalidRequestError(f"the body is not valid JSON: {reason}")
+        case protocol.UNKNOWN_NAME:
+            context = error["ctx"]
+            path = _path_text((*error["loc"], context["name"]))
+            return InvalidRequestError(f"unknown parameter {path!r}; {context['hint']}", param=path)
+        case "missing":
+            return InvalidRequestError(f"{path} is missing; it is required", param=param)
+        case "none_required":
+            return InvalidRequestError(f"{path} is not supported by Quire; leave it out", param=param)
+    complaint = _SUBJECT.sub("it", error["msg"], count=1).replace(" after validation", "")
+    return InvalidRequestError(f"{path or 'the body'} is {_shown(error['input'])}; {complaint}", param=param)
+
+
+def _path_text(location: tuple[int | str, ...]) -> str:
+    """Return `messages[0].content` for `("messages", 0, "content", "=text")`."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part not in protocol.UNION_TAGS and part != "[key]":
+            text += f".{part}" if text else part
+    return text
+
+
+def _shown(value: Any) -> str:
+    """Return a value as JSON, shortened."""
+    if isinstance(value, list | dict) and len(value) > 10:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} items"
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _LONGEST_SHOWN_VALUE else text[:_LONGEST_SHOWN_VALUE] + "…"

@@ -1,0 +1,191 @@
+"""A stand-in for AsyncLLM: one token per character, answers from the seed, faults on demand."""
+
+import asyncio
+import dataclasses
+import threading
+from types import SimpleNamespace
+
+from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, QueueFullError
+from quire.request import CompletionOutput, FinishReason, Logprob, RequestOutput
+from quire.scheduling.outputs import SchedulerStats
+
+REPLY = "the quick brown fox jumps over the lazy dog."
+MAX_MODEL_LEN = 256
+BOS, EOS = 0, 1
+SPECIAL_TEXT = {BOS: "<bos>", EOS: "<eos>"}
+
+
+class FakeTokenizer:
+    special_token_ids = frozenset(SPECIAL_TEXT)
+    vocab_size = 0x110000
+
+    def token_text(self, token_id):
+        return SPECIAL_TEXT.get(token_id) or chr(token_id)
+
+    def decode(self, ids, *, skip_special_tokens=True):
+        kept = [i for i in ids if not (skip_special_tokens and i in SPECIAL_TEXT)]
+        return "".join(self.token_text(i) for i in kept)
+
+
+def logprobs_of(token_id, count):
+    """Chosen token at rank 1 with -0.25, then the following code points at -1.0, -2.0, ..."""
+    entries = {token_id: Logprob(-0.25, 1, FakeTokenizer().token_text(token_id))}
+    for rank in range(2, count + 1):
+        other = token_id + rank - 1
+        entries[other] = Logprob(1.0 - rank, rank, chr(other))
+    return entries
+
+
+@dataclasses.dataclass
+class Seen:
+    prompt: object
+    params: object
+    request_id: str
+    priority: int
+    cache_salt: str
+
+
+class FakeLLM:
+    """Prompts that begin with a fault's name cause it: hold, queue, die, fail, crash, cut, empty."""
+
+    def __init__(self):
+        self.tokenizer = FakeTokenizer()
+        self.info = SimpleNamespace(
+            model="fake", max_model_len=MAX_MODEL_LEN, vocab_size=0x110000, num_blocks=64, block_size=16,
+            dtype="float32", load_seconds=0.1,
+        )  # fmt: skip
+        self.seen = []
+        self.live = set()
+        self.aborted = set()
+        self.aborts = asyncio.Queue()
+        self.abort_seen = threading.Event()
+        self.held = asyncio.Event()
+        self.held_seen = threading.Event()
+        self.dead = None
+        self._stop_events = {}
+
+    def chat(self, messages, sampling_params, *, request_id=None, priority=0, cache_salt=""):
+        if messages[-1]["role"] == "system":
+            raise InvalidRequestError("the template wants a user message last", param="messages")
+        text = messages[-1]["content"]
+        return self.generate(
+            text, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+
+    async def generate(self, prompt, sampling_params, *, request_id=None, priority=0, cache_salt=""):
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        ids = [BOS, *map(ord, prompt)] if isinstance(prompt, str) else list(prompt)
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        self._check(prompt, ids, request_id)
+        if text.startswith("queue"):
+            raise QueueFullError("8 requests wait; the limit is 8 (max_num_queued_reqs)", retry_after=2.3)
+        if text.startswith("crash"):
+            raise RuntimeError("secret detail")
+        self.seen.append(Seen(prompt, sampling_params, request_id, priority, cache_salt))
+        self.live.add(request_id)
+        stop = self._stop_events[request_id] = asyncio.Event()
+        finished = False
+        try:
+            async for output in self._outputs(text, ids, sampling_params, request_id, stop):
+                finished = output.finished
+                yield output
+        finally:
+            self.live.discard(request_id)
+            if not finished:
+                self.aborted.add(request_id)
+                self.abort_seen.set()
+
+    def _check(self, prompt, ids, request_id):
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty; it must have at least 1 token", param="prompt")
+        if len(ids) >= MAX_MODEL_LEN:
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens; max_model_len is {MAX_MODEL_LEN}", param="prompt"
+            )
+        if request_id in self.live:
+            raise DuplicateRequestError(f"request id {request_id!r} is in use", param="request_id")
+
+    async def _outputs(self, text, ids, params, request_id, stop):
+        if text.startswith("empty"):
+            return
+        sequences = [self._tokens(params, index) for index in range(params.n)]
+        for step in range(1, max(len(tokens) for tokens, _ in sequences) + 1):
+            await asyncio.sleep(0)
+            if step == 4 and text.startswith("hold"):
+                self.held.set()
+                self.held_seen.set()
+                await stop.wait()
+                yield self._output(text, ids, params, request_id, sequences, 3, FinishReason.ABORT)
+                return
+            if step == 3 and text.startswith("die"):
+                self.dead = "the engine process ended with signal 9"
+                raise EngineDeadError(self.dead)
+            if step == 3 and text.startswith("fail"):
+                yield self._output(text, ids, params, request_id, sequences, 2, FinishReason.ERROR)
+                return
+            if step == 3 and text.startswith("cut"):
+                return
+            yield self._output(text, ids, params, request_id, sequences, step, None)
+
+    def _tokens(self, params, index):
+        turn = ((params.seed or 0) + index) % len(REPLY)
+        reply = REPLY[turn:] + REPLY[:turn]
+        limit = MAX_MODEL_LEN if params.max_tokens is None else params.max_tokens
+        reason = FinishReason.STOP if limit > len(reply) else FinishReason.LENGTH
+        text, tokens = reply[:limit], [ord(c) for c in reply[:limit]]
+        for stop in params.stop:
+            at = text.find(stop)
+            if at >= 0:
+                tokens = tokens[: at + len(stop)]
+                text = text[: at + len(stop) if params.include_stop_str_in_output else at]
+                reason = FinishReason.STOP
+        return tokens, (text, reason)
+
+    def _output(self, text, ids, params, request_id, sequences, step, forced):
+        outputs = []
+        for index, (tokens, (full_text, reason)) in enumerate(sequences):
+            done = step >= len(tokens)
+            shown = tokens[:step]
+            logprobs = None
+            if params.logprobs is not None:
+                logprobs = [logprobs_of(token, params.logprobs) for token in shown]
+            outputs.append(
+                CompletionOutput(
+                    index=index,
+                    text=full_text if done else full_text[: max(0, step - 1)],  # one character held back
+                    token_ids=shown,
+                    logprobs=logprobs,
+                    finish_reason=forced or (reason if done else None),
+                    error="a NaN in the logits" if forced is FinishReason.ERROR else None,
+                )
+            )
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *(logprobs_of(i, params.prompt_logprobs) for i in ids[1:])]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=ids,
+            outputs=outputs,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=min(len(ids), 4),
+            finished=all(output.finished for output in outputs),
+        )
+
+    def abort(self, request_id):
+        if event := self._stop_events.get(request_id):
+            event.set()
+
+    async def stats(self):
+        return SchedulerStats(
+            num_running=len(self.live), num_waiting=2, num_blocks=64, num_free_blocks=48, num_steps=7,
+            num_preemptions=1, prefix_queried_tokens=100, prefix_hit_tokens=40,
+        )  # fmt: skip
+
+    def check_health(self):
+        if self.dead:
+            raise EngineDeadError(self.dead)
+
+    async def shutdown(self, drain_timeout=0.0):
+        self.dead = "shut down"

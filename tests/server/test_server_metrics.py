@@ -1,0 +1,72 @@
+"""/metrics against the official parser, and the small endpoints."""
+
+import importlib.metadata
+
+from fake_llm import REPLY
+from prometheus_client.parser import text_string_to_metric_families
+
+
+async def samples(http):
+    response = await http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+async def test_engine_figures(http):
+    values = await samples(http)
+    assert values["quire_engine_up",] == 1
+    assert values["quire_requests_running",] == 0
+    assert values["quire_requests_waiting",] == 2
+    assert values["quire_kv_cache_usage_ratio",] == 0.25
+    assert values["quire_kv_blocks",] == 64
+    assert values["quire_kv_blocks_free",] == 48
+    assert values["quire_engine_steps_total",] == 7
+    assert values["quire_preemptions_total",] == 1
+    assert values["quire_prefix_cache_queried_tokens_total",] == 100
+    assert values["quire_prefix_cache_hit_tokens_total",] == 40
+
+
+async def test_request_figures(client, http):
+    await client.completions.create(model="fake", prompt="Hi", max_tokens=5, n=2)
+    await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "Hey"}])
+    values = await samples(http)
+    assert values["quire_prompt_tokens_total",] == 3 + 4
+    assert values["quire_generation_tokens_total",] == 10 + len(REPLY)
+    assert values["quire_requests_finished_total", "length"] == 2
+    assert values["quire_requests_finished_total", "stop"] == 1
+    assert values["quire_requests_finished_total", "abort"] == 0
+    assert values["quire_time_to_first_token_seconds_count",] == 2
+    assert values["quire_request_duration_seconds_count",] == 2
+    assert values["quire_inter_token_latency_seconds_count",] == 2 * 4 + len(REPLY) - 1
+
+
+async def test_failures_count_by_reason(http):
+    for prompt in ("fail", "die"):
+        await http.post("/v1/completions", json={"model": "fake", "prompt": prompt, "n": 2})
+    values = await samples(http)
+    assert values["quire_requests_finished_total", "error"] == 2
+    assert values["quire_requests_finished_total", "abort"] == 2
+
+
+async def test_an_engine_that_does_not_answer_keeps_the_last_figures(http, llm):
+    await samples(http)
+    llm.dead = "gone"
+    values = await samples(http)
+    assert values["quire_engine_up",] == 0
+    assert values["quire_engine_steps_total",] == 7
+
+
+async def test_models(client, http):
+    models = await client.models.list()
+    [model] = models.data
+    assert (model.id, model.object, model.owned_by) == ("fake", "model", "quire")
+    assert (await client.models.retrieve("fake")).id == "fake"
+    assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == 256
+
+
+async def test_version(http):
+    assert (await http.get("/version")).json() == {"version": importlib.metadata.version("quire")}

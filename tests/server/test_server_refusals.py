@@ -1,0 +1,268 @@
+"""Every request that cannot be served gets its status, OpenAI's error shape, and a message to act on."""
+
+import json
+
+import httpx
+import pytest
+from live_server import MAX_BODY_BYTES
+
+from quire.config import ServerConfig
+from quire.server.app import create_app
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def refusal(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    return error
+
+
+async def complete(http, **fields):
+    return await http.post("/v1/completions", json={"model": "fake", "prompt": "Hi", **fields})
+
+
+async def chat(http, **fields):
+    return await http.post("/v1/chat/completions", json={"model": "fake", "messages": [USER], **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"temperature": "0.5"}, "temperature", ['"0.5"', "number"]),
+        ({"temperature": -1}, "temperature", ["-1", "from 0"]),
+        ({"temperature": True}, "temperature", ["true"]),
+        ({"n": True}, "n", ["true", "integer"]),
+        ({"n": 0}, "n", ["0", "from 1 to 128"]),
+        ({"n": 1.0}, "n", ["integer"]),
+        ({"n": 2**40}, "n", [str(2**40)]),
+        ({"seed": 2**63}, "seed", [str(2**63)]),
+        ({"top_p": 0}, "top_p", ["above 0"]),
+        ({"max_tokens": 0}, "max_tokens", ["at least 1", "echo"]),
+        ({"min_tokens": 20}, "min_tokens", ["20", "16"]),
+        ({"logprobs": 21}, "logprobs", ["21", "20"]),
+        ({"best_of": 3}, "best_of", ["3", "equal n"]),
+        ({"stop": 5}, "stop", ["5", "string"]),
+        ({"stop": ""}, "stop", ["empty"]),
+        ({"stop": ["a"] * 17}, "stop", ["at most 16"]),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", ['"x"']),
+        ({"logit_bias": {"5": 101}}, "logit_bias", ["101", "100"]),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", ["1024"]),
+        ({"suffix": "end"}, "suffix", ["not supported"]),
+        ({"temprature": 1}, "temprature", ["unknown", "'temperature'"]),
+        ({"stream_options": {"include_usage": True}}, "stream_options", ["stream to be true"]),
+        ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage", ["'include_usage'"]),
+        ({"prompt": ""}, "prompt", ["empty"]),
+        ({"prompt": []}, "prompt", ["at least 1"]),
+        ({"prompt": [[]]}, "prompt[0]", ["at least 1"]),
+        ({"prompt": None}, "prompt", ["null"]),
+        ({"prompt": {"a": 1}}, "prompt", ["text"]),
+        ({"prompt": ["a", 1]}, "prompt[1]", ["1", "string"]),
+        ({"prompt": [1, "a"]}, "prompt[1]", ['"a"', "integer"]),
+        ({"prompt": [True]}, "prompt[0]", ["true"]),
+        ({"prompt": [-1]}, "prompt[0]", ["-1"]),
+        ({"prompt": ["a"] * 1025}, "prompt", ["1024"]),
+        ({"prompt": "x" * 300}, "prompt", ["301", "256"]),
+        ({"prompt": ["ok", "x" * 300]}, "prompt", ["301", "256"]),
+        ({"model": 5}, "model", ["5"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completion_fields(http, fields, param, words, stream, llm):
+    extra = {} if "stream_options" in fields else {"stream": stream}
+    error = refusal(await complete(http, **extra, **fields), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    for word in words:
+        assert word in error["message"]
+    assert not llm.live
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": []}, "messages", ["at least 1"]),
+        ({"messages": "Hi"}, "messages", ['"Hi"']),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", ["missing"]),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role", ["missing"]),
+        ({"messages": [{"role": "us er", "content": "Hi"}]}, "messages[0].role", ['"us er"']),
+        ({"messages": [{**USER, "content": None}]}, "messages[0].content", ["null"]),
+        ({"messages": [{**USER, "name": "Bo"}]}, "messages[0].name", ["not supported"]),
+        ({"messages": [{**USER, "text": "Bo"}]}, "messages[0].text", ["unknown", "content"]),
+        (
+            {"messages": [{**USER, "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            ["image_url", "'text'"],
+        ),
+        ({"messages": [{"role": "system", "content": "Hi"}]}, "messages", ["template"]),
+        ({"tools": [{"type": "function"}]}, "tools", ["not supported"]),
+        ({"tool_choice": "auto"}, "tool_choice", ["'none'"]),
+        ({"functions": []}, "functions", ["not supported"]),
+        ({"audio": {}}, "audio", ["not supported"]),
+        ({"metadata": {}}, "metadata", ["not supported"]),
+        ({"store": True}, "store", ["True", "False"]),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", ["json_object", "'text'"]),
+        ({"reasoning_effort": "low"}, "reasoning_effort", ["not supported"]),
+        ({"top_logprobs": 2}, "top_logprobs", ["logprobs to be true"]),
+        ({"logprobs": 2}, "logprobs", ["2", "boolean"]),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", ["21", "20"]),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", ["3", "4"]),
+        ({"max_tokens": 0}, "max_tokens", ["0"]),
+        ({"prompt": "x"}, "prompt", ["unknown"]),
+    ],
+)
+async def test_chat_fields(http, fields, param, words):
+    error = refusal(await chat(http, **fields), 400)
+    assert error["param"] == param
+    for word in words:
+        assert word.lower() in error["message"].lower()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b'{"model": "fake", "prompt": "\xff"}', "not valid JSON"),
+        (b'{"model": "fake", "prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"model": "fake", "prompt": "a", "temperature": NaN}', "finite"),
+        (b"[" * 100_000, "recursion"),
+        (b"[]", "object"),
+        (b"null", "object"),
+    ],
+)
+async def test_bodies_that_are_not_json_objects(http, body, words):
+    headers = {"Content-Type": "application/json"}
+    error = refusal(await http.post("/v1/completions", content=body, headers=headers), 400)
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "application/json; charset=latin-1"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ],
+)
+async def test_content_types(http, headers):
+    refusal(await http.post("/v1/completions", content=b"{}", headers=headers), 415)
+
+
+async def test_content_type_with_charset_is_fine(http):
+    body = json.dumps({"model": "fake", "prompt": "Hi"})
+    headers = {"Content-Type": "Application/JSON; charset=UTF-8"}
+    assert (await http.post("/v1/completions", content=body, headers=headers)).status_code == 200
+
+
+async def test_unknown_model_names_the_served_one(http):
+    for response in (await complete(http, model="gpt"), await http.get("/v1/models/org/gpt")):
+        error = refusal(response, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert "'gpt'" in error["message"] or "'org/gpt'" in error["message"]
+        assert "'fake'" in error["message"]
+
+
+async def test_unknown_path_names_the_nearest(http):
+    error = refusal(await http.post("/v1/completion", json={}), 404)
+    assert "'/v1/completions'" in error["message"]
+
+
+async def test_wrong_method(http):
+    response = await http.get("/v1/completions")
+    error = refusal(response, 405)
+    assert "POST" in error["message"]
+    assert response.headers["allow"] == "POST"
+
+
+async def test_duplicate_request_id(http, llm):
+    llm.live.add("cmpl-mine/0")
+    response = await http.post(
+        "/v1/completions", json={"model": "fake", "prompt": "Hi"}, headers={"X-Request-Id": "mine"}
+    )
+    error = refusal(response, 400)
+    assert error["code"] == "duplicate_request_id"
+    assert response.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("request_id", ["x" * 129, "a b", "\xe9", ""])
+async def test_request_ids_that_cannot_be_echoed(http, request_id):
+    headers = {"X-Request-Id": request_id.encode("latin-1")}
+    response = await http.get("/version", headers=headers)
+    assert "X-Request-Id" in refusal(response, 400)["message"]
+
+
+async def test_request_id_is_echoed_and_used(http, llm):
+    response = await http.post(
+        "/v1/chat/completions", json={"model": "fake", "messages": [USER]}, headers={"X-Request-Id": "abc-1"}
+    )
+    assert response.headers["x-request-id"] == "abc-1"
+    assert response.json()["id"] == "chatcmpl-abc-1" == llm.seen[0].request_id
+
+
+async def test_full_queue(http):
+    response = await complete(http, prompt="queue")
+    error = refusal(response, 429)
+    assert response.headers["retry-after"] == "3"
+    assert "max_num_queued_reqs" in error["message"]
+
+
+async def test_one_refused_prompt_ends_the_others(http, llm):
+    refusal(await complete(http, prompt=["hold", "queue"]), 429)
+    assert not llm.live
+
+
+async def test_body_over_the_limit_declared(http):
+    error = refusal(await complete(http, prompt="x" * MAX_BODY_BYTES), 413)
+    assert str(MAX_BODY_BYTES) in error["message"]
+    assert "max_body_bytes" in error["message"]
+
+
+async def test_body_over_the_limit_undeclared_is_not_read_to_its_end(http):
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        while True:
+            sent += 65536
+            yield b" " * 65536
+
+    response = await http.post(
+        "/v1/completions", content=endless(), headers={"Content-Type": "application/json"}
+    )
+    refusal(response, 413)
+    assert sent < MAX_BODY_BYTES + 3 * 65536
+
+
+def test_ten_megabytes_over_a_socket(live):
+    for headers in ({}, {"Connection": "close"}):
+        response = httpx.post(
+            f"{live}/v1/completions", json={"model": "fake", "prompt": "x" * 10_000_000}, headers=headers
+        )
+        refusal(response, 413)
+
+
+@pytest.fixture
+async def locked(llm):
+    app = create_app(llm, ServerConfig(api_key="söcret"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+        yield client
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic söcret", "söcret", "Bearer "])
+async def test_api_key_missing_or_wrong(locked, header):
+    headers = {} if header is None else {"Authorization": header.encode()}
+    for path in ("/v1/models", "/version", "/openapi.json", "/nowhere"):
+        response = await locked.get(path, headers=headers)
+        assert refusal(response, 401)["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+async def test_api_key_right_and_open_paths(locked):
+    assert (await locked.get("/v1/models", headers={"Authorization": "Bearer söcret".encode()})).is_success
+    assert (await locked.get("/health")).is_success
+    assert (await locked.get("/metrics")).is_success

@@ -1,0 +1,232 @@
+"""`serve` as a process of its own, with the real engine and the built-in model."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from quire.config import EngineConfig, ServerConfig
+from quire.errors import ConfigError, ModelNotFoundError
+from quire.server.listening import bound_socket
+from quire.server.run import serve
+
+PROGRAM = """
+import sys
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+from quire.server.run import serve
+
+serve(
+    EngineConfig(num_threads=1, scheduler=SchedulerConfig(num_kv_blocks=256)),
+    ServerConfig(port=int(sys.argv[1]), drain_timeout=float(sys.argv[2])),
+)
+print("torch" in sys.modules)
+"""
+QUESTION = [{"role": "user", "content": "What is a KV block?"}]
+
+
+class ServerProcess:
+    def __init__(self, *, port=0, drain_timeout=20, wait=True):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.ready_line = self.process.stdout.readline() if wait else ""
+        self.try_line = self.process.stdout.readline() if wait else ""
+        self.url = self.ready_line.split()[1] if self.ready_line else ""
+        self.children = psutil.Process(self.process.pid).children(recursive=True) if self.url else []
+
+    def client(self):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def stop(self, number=signal.SIGTERM):
+        """Send a signal, wait for the end; return exit status, rest of stdout, stderr."""
+        self.process.send_signal(number)
+        return self.ended()
+
+    def ended(self):
+        out, err = self.process.communicate(timeout=30)
+        _, alive = psutil.wait_procs(self.children, timeout=10)
+        assert not alive
+        return self.process.returncode, out, err
+
+    def close(self):
+        for process in (*self.children, self.process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def started():
+    with contextlib.ExitStack() as stack:
+
+        def start(**options):
+            server = ServerProcess(**options)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """One server for the tests that leave it running."""
+    with contextlib.closing(ServerProcess()) as server:
+        yield server
+
+
+def slow_stream(client):
+    """Start a stream that goes on for hundreds of steps; return it after its first event."""
+    stream = client.completions.create(
+        model="mini", prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    return stream
+
+
+def test_answers_and_ends_cleanly(started):
+    server = started()
+    assert server.ready_line.startswith("Ready: http://127.0.0.1:")
+    assert f"curl {server.url}/v1/chat/completions" in server.try_line
+    client = server.client()
+    plain = client.chat.completions.create(model="mini", messages=QUESTION, temperature=0, max_tokens=24)
+    stream = client.chat.completions.create(
+        model="mini", messages=QUESTION, temperature=0, max_tokens=24, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == plain.choices[0].message.content != ""
+    assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens
+    status, rest, _ = server.stop()
+    assert (status, rest) == (0, "False\n")
+
+
+def test_completions_agree_with_themselves(shared):
+    client = shared.client()
+
+    def create(**fields):
+        return client.completions.create(model="mini", prompt="KV blocks are", max_tokens=12, **fields)
+
+    first, second = (create(seed=11, n=2, logprobs=3) for _ in range(2))
+    assert [choice.text for choice in first.choices] == [choice.text for choice in second.choices]
+    assert first.choices[0].logprobs == second.choices[0].logprobs
+    assert second.usage.prompt_tokens == first.usage.prompt_tokens
+    scored = create(echo=True, logprobs=1, temperature=0).choices[0]
+    assert scored.text.startswith("KV blocks are")
+    for token, offset in zip(scored.logprobs.tokens, scored.logprobs.text_offset, strict=True):
+        if "\N{REPLACEMENT CHARACTER}" not in token and offset < len(scored.text):
+            assert scored.text[offset:].startswith(token)
+
+
+def test_bad_requests_leave_it_serving(shared):
+    url = f"{shared.url}/v1/completions"
+    for fields, status in [
+        ({"prompt": ""}, 400),
+        ({"prompt": "word " * 20_000}, 400),
+        ({"prompt": [10**9]}, 400),
+        ({"prompt": "a", "logit_bias": {"999999": 1}}, 400),
+        ({"prompt": "a", "stop_token_ids": [10**8]}, 400),
+        ({"prompt": "x" * 10_000_000}, 413),
+    ]:
+        response = httpx.post(url, json={"model": "mini", **fields}, timeout=30)
+        assert response.status_code == status, response.text
+        assert response.json()["error"]["message"]
+    long = httpx.post(url, json={"model": "mini", "prompt": [5] * 5000})
+    assert "5000" in long.json()["error"]["message"]
+    assert "max_model_len" in long.json()["error"]["message"]
+    assert httpx.get(f"{shared.url}/health").status_code == 200
+    metrics = httpx.get(f"{shared.url}/metrics").text
+    assert "quire_requests_running 0.0" in metrics
+    assert "quire_kv_cache_usage_ratio 0.0" in metrics
+
+
+def test_sigterm_lets_running_requests_finish(started):
+    server = started()
+    stream = slow_stream(server.client())
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.stderr.readline().startswith("Loading")
+    assert server.process.stderr.readline().startswith("Stopping: 1")
+    health = httpx.get(f"{server.url}/health")
+    assert (health.status_code, health.json()["status"]) == (503, "draining")
+    refused = httpx.post(f"{server.url}/v1/completions", json={"model": "mini", "prompt": "a"})
+    assert refused.status_code == 503
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"
+    assert server.ended()[0] == 0
+
+
+@pytest.mark.parametrize("patience", [0, 600])
+def test_what_does_not_finish_in_time_is_told_so(started, patience):
+    server = started(drain_timeout=patience)
+    stream = slow_stream(server.client())
+    server.process.send_signal(signal.SIGINT)
+    if patience:
+        assert server.process.stderr.readline().startswith("Loading")
+        assert server.process.stderr.readline().startswith("Stopping: 1")
+        server.process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError):
+        list(stream)
+    assert server.ended()[0] == 0
+
+
+def test_engine_that_dies_is_reported_and_leaves_no_orphan(started):
+    server = started()
+    stream = slow_stream(server.client())
+    [engine] = server.children
+    engine.kill()
+    with pytest.raises(openai.APIError, match="engine"):
+        list(stream)
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": "mini", "prompt": "a"})
+    assert answer.status_code == 503
+    assert server.stop()[0] == 0
+
+
+def test_a_port_that_is_taken(started):
+    first = started()
+    port = first.url.rsplit(":", 1)[1]
+    second = started(port=port)
+    assert second.ready_line == ""
+    _, err = second.process.communicate(timeout=30)
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+
+
+def test_a_host_that_is_not_ours():
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0"):
+        bound_socket(ServerConfig(host="192.0.2.1", port=0))
+
+
+def test_sigterm_while_loading(started):
+    server = started(wait=False)
+    assert server.process.stderr.readline().startswith("Loading")
+    status, out, _ = server.stop()
+    assert status in (0, -signal.SIGTERM)  # before or after the handlers are in place
+    assert "Ready" not in out
+
+
+def test_a_model_that_does_not_exist():
+    with pytest.raises(ModelNotFoundError):
+        serve(EngineConfig(model="./nowhere"), ServerConfig(port=0))
+
+
+def test_clients_that_leave_free_their_blocks(shared):
+    client = shared.client()
+    streams = [slow_stream(client) for _ in range(4)]
+    threads = [threading.Thread(target=stream.close) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    client.completions.create(model="mini", prompt="after", max_tokens=1)
+    values = httpx.get(f"{shared.url}/metrics").text
+    assert "quire_requests_running 0.0" in values
+    assert "quire_kv_cache_usage_ratio 0.0" in values
