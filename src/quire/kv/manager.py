@@ -86,7 +86,8 @@ class KVCacheManager:
     def missing_blocks(self, slots: IntArray, num_tokens: IntArray) -> IntArray:
         """Return how many blocks each slot lacks to hold `num_tokens` tokens: [slots]."""
         wanted = -(-num_tokens // self.block_size)
-        return np.maximum(wanted - self.num_blocks[slots], 0)
+        missing: IntArray = np.maximum(wanted - self.num_blocks[slots], 0)
+        return missing
 
     def grow(self, slots: IntArray, missing: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Append `missing` new blocks to each slot's table.

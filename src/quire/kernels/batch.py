@@ -1,0 +1,94 @@
+"""The ragged batch of one step: which tokens of which sequences are computed, and where their KV lives.
+
+Everything that depends on the step but not on the layer is computed once here and shared by all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.tiles import AttentionPlan, HeadLayout, plan_attention
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class AttentionBatch:
+    """One step's tokens, sequence after sequence: prefill chunks and decodes alike.
+
+    S sequences, T tokens. Sequence s computes tokens `query_start[s]` to `query_start[s + 1]` of the batch,
+    at the last positions of its `kv_lens[s]` tokens.
+    """
+
+    positions: torch.Tensor  # [T] int64, absolute
+    slot_mapping: torch.Tensor  # [T] int64, block_id * block_size + offset
+    query_start: torch.Tensor  # [S + 1] int32
+    kv_lens: torch.Tensor  # [S] int32, tokens in the cache after this step
+    block_tables: torch.Tensor  # [S, max_blocks] int32
+    block_size: int  # tokens
+    slot_blocks: torch.Tensor  # [T] int64, block of each token
+    slot_offsets: torch.Tensor  # [T] int64, place of each token in its block
+    num_computed_tokens: Int64Array  # [S], before this step
+    num_tokens: Int64Array  # [S], in this step, each at least 1
+    host_block_tables: Int64Array  # [S, max_blocks]
+    _plans: dict[tuple[HeadLayout, int], AttentionPlan] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        num_computed_tokens: npt.NDArray[Any],
+        num_tokens: npt.NDArray[Any],
+        block_tables: npt.NDArray[Any],
+        block_size: int,
+    ) -> Self:
+        """Return the batch of one step.
+
+        Args:
+            num_computed_tokens: [S] tokens whose KV is already in the cache.
+            num_tokens: [S] tokens to compute now, each at least 1.
+            block_tables: [S, B] block ids; entries past a sequence's last block are never read.
+            block_size: tokens per block.
+        """
+        computed = np.asarray(num_computed_tokens, dtype=np.int64)
+        counts = np.asarray(num_tokens, dtype=np.int64)
+        tables = np.asarray(block_tables, dtype=np.int64)
+        query_start = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_start[1:])
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(query_start[-1]) + (computed - query_start[:-1])[sequence]
+        blocks = tables[sequence, positions // block_size]
+        offsets = positions % block_size
+        return cls(
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(blocks * block_size + offsets),
+            query_start=torch.from_numpy(query_start.astype(np.int32)),
+            kv_lens=torch.from_numpy((computed + counts).astype(np.int32)),
+            block_tables=torch.from_numpy(tables.astype(np.int32)),
+            block_size=block_size,
+            slot_blocks=torch.from_numpy(blocks),
+            slot_offsets=torch.from_numpy(offsets),
+            num_computed_tokens=computed,
+            num_tokens=counts,
+            host_block_tables=tables,
+        )
+
+    def plan(self, heads: HeadLayout, window: int) -> AttentionPlan:
+        """Return the attention work of this step for layers of this shape and window (0: full), made once."""
+        key = (heads, window)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = plan_attention(
+                self.num_computed_tokens,
+                self.num_tokens,
+                self.host_block_tables,
+                block_size=self.block_size,
+                heads=heads,
+                window=window,
+            )
+            self._plans[key] = plan
+        return plan

@@ -1,0 +1,57 @@
+"""Finding a model's directory by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.config import BUILT_IN_MODEL
+from quire.errors import ModelNotFoundError
+
+_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_DESCRIPTION_FILES = ["*.json", "*.jinja"]
+_BUILT_IN_DIRECTORY = Path(__file__).resolve().parent.parent / BUILT_IN_MODEL
+
+
+def resolve_model(name: str, *, weights: bool = True) -> Path:
+    """Return the directory of the model `name`, downloading it from the Hugging Face hub if need be.
+
+    Args:
+        name: "mini" for the built-in model, the path of a directory, or a hub name such as "Qwen/Qwen3-0.6B".
+        weights: download the weights too; without them only what describes the model.
+
+    Raises:
+        ModelNotFoundError: says what was tried.
+    """
+    if name == BUILT_IN_MODEL:
+        return _built_in()
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise ModelNotFoundError(f"{name!r} is a file; give the directory that holds config.json")
+    return _download(name, _WANTED_FILES if weights else _DESCRIPTION_FILES)
+
+
+def _built_in() -> Path:
+    if not (_BUILT_IN_DIRECTORY / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"the built-in model is not in {_BUILT_IN_DIRECTORY}; this installation of Quire is incomplete"
+        )
+    return _BUILT_IN_DIRECTORY
+
+
+def _download(name: str, wanted: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    tried = f"no model {name!r}: it is not {BUILT_IN_MODEL!r} (built in), there is no directory of that name"
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except HFValidationError as error:
+        raise ModelNotFoundError(f"{tried}, and it is not a valid hub name") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()
+        raise ModelNotFoundError(
+            f"{tried}, and the Hugging Face hub did not give it: {type(error).__name__}: "
+            f"{reason[0] if reason else 'no reason given'}"
+        ) from error

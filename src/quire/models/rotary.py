@@ -1,0 +1,101 @@
+"""Cosines and sines of rotary position embeddings, from tables that grow with the positions asked for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quire.models.config import RopeConfig
+
+CHUNK = 2048  # positions computed at once; a fixed size, so that growing the table changes no bit of it
+
+
+class RotaryTable:
+    """Angles of every position under one set of frequencies.
+
+    Frequencies that depend on the sequence's length (dynamic, longrope) are those of `max_model_len` for
+    every position, so that a token's key does not depend on how long its sequence was or will be.
+
+    Args:
+        rope: the frequencies.
+        max_model_len: longest sequence that will be served, in tokens.
+    """
+
+    def __init__(self, rope: RopeConfig, max_model_len: int) -> None:
+        self._frequencies = inverse_frequencies(rope, max_model_len)
+        self._attention_factor = rope.attention_factor
+        self._cos = torch.empty(0, len(self._frequencies))
+        self._sin = torch.empty(0, len(self._frequencies))
+
+    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cos, sin), each [T, rotary_dim / 2] float32, of int64 positions [T]."""
+        highest = int(positions.max()) if len(positions) else -1
+        if highest >= len(self._cos):
+            self._grow(highest + 1)
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _grow(self, needed: int) -> None:
+        starts = range(len(self._cos), max(needed, len(self._cos) * 2), CHUNK)
+        angles = [
+            torch.arange(start, start + CHUNK, dtype=torch.float32)[:, None] * self._frequencies
+            for start in starts
+        ]
+        scale = self._attention_factor
+        self._cos = torch.cat([self._cos] + [chunk.cos() * scale for chunk in angles])
+        self._sin = torch.cat([self._sin] + [chunk.sin() * scale for chunk in angles])
+
+
+def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
+    """Return the angle per position of each pair of features, [rotary_dim / 2] float32.
+
+    Sources: RoPE (Su et al. 2021), position interpolation (Chen et al. 2023), dynamic NTK scaling (the
+    LocalLLaMA forum, 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), Llama 3.1's model card.
+    """
+    if rope.kind == "dynamic":
+        return _powers(_dynamic_theta(rope, max_model_len), rope.rotary_dim)
+    plain = _powers(rope.theta, rope.rotary_dim)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        return _yarn(plain, rope)
+    if rope.kind == "longrope":
+        is_long = max_model_len > rope.original_max_len
+        return plain / torch.tensor(rope.long_factors if is_long else rope.short_factors)
+    return plain
+
+
+def _powers(theta: float, rotary_dim: int) -> torch.Tensor:
+    return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+
+
+def _dynamic_theta(rope: RopeConfig, max_model_len: int) -> float:
+    length = max(max_model_len, rope.original_max_len)
+    stretch = rope.factor * length / rope.original_max_len - (rope.factor - 1)
+    return float(rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)))
+
+
+def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Slow down long waves, keep short ones, and blend in between by the turns in the original context."""
+    turns = rope.original_max_len * plain / (2 * math.pi)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return blend * plain + (1 - blend) * plain / rope.factor
+
+
+def _yarn(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Slow down features by a linear ramp between those that turn `beta_fast` and `beta_slow` times."""
+
+    def feature_with(turns: float) -> float:
+        wave = rope.original_max_len / (turns * 2 * math.pi)
+        return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
+
+    low, high = feature_with(rope.beta_fast), feature_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    width = high - low or 0.001
+    slowed = ((torch.arange(len(plain), dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return plain * (1 - slowed) + plain / rope.factor * slowed

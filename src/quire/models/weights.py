@@ -1,0 +1,118 @@
+"""The weights of a model: what each of the decoder's tensors is made of, by name and shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from quire.models.config import ModelConfig
+from quire.models.families import FAMILIES
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class WeightSource:
+    """One tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class WeightSpec:
+    """One tensor of the decoder: the sources one after the other along the first dimension.
+
+    `layer` is the layer's index, or -1; `field` names the tensor in the decoder or in its layer.
+    """
+
+    layer: int
+    field: str
+    sources: tuple[WeightSource, ...]
+
+
+def weight_specs(config: ModelConfig) -> Iterator[WeightSpec]:
+    """Yield every tensor of the decoder that a checkpoint must hold."""
+    names = FAMILIES[config.family].weight_names
+    embedding_shape = (config.vocab_size, config.hidden_size)
+    yield _single(-1, "embedding", names["embedding"], embedding_shape)
+    for layer in range(config.num_layers):
+        prefix = names["layer"].format(layer)
+        for field, parts in _layer_parts(config, layer):
+            sources = tuple(WeightSource(prefix + _weight_name(names, part), shape) for part, shape in parts)
+            yield WeightSpec(layer, field, sources)
+    yield _single(-1, "norm", names["norm"], (config.hidden_size,))
+    if not config.tie_word_embeddings:
+        yield _single(-1, "output", names["output"], embedding_shape)
+
+
+def _single(layer: int, field: str, name: str, shape: tuple[int, ...]) -> WeightSpec:
+    return WeightSpec(layer, field, (WeightSource(name, shape),))
+
+
+def _weight_name(names: dict[str, str], part: str) -> str:
+    """Return the checkpoint's name for a part such as "q.weight" or "expert.3.gate.weight"."""
+    *path, kind = part.split(".")
+    if path[0] == "expert":
+        return f"{names['expert_' + path[2]].format(path[1])}.{kind}"
+    return f"{names[path[0]]}.{kind}"
+
+
+Parts = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def _layer_parts(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parts]]:
+    yield from _norm_parts(config)
+    yield from _attention_parts(config)
+    if config.moe_layers[layer]:
+        yield from _expert_parts(config)
+    else:
+        yield from _mlp_parts(config)
+
+
+def _norm_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
+    names = ["attention_norm", "mlp_norm"] if config.pre_norm else []
+    names += ["attention_post_norm", "mlp_post_norm"] if config.post_norm else []
+    for name in names:
+        yield name, ((f"{name}.weight", (config.hidden_size,)),)
+    if config.qk_norm:
+        heads = (config.num_heads, config.num_kv_heads) if config.qk_norm == "full" else (1, 1)
+        for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
+            yield name, ((f"{name}.weight", (count * config.head_dim,)),)
+
+
+def _attention_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if "qkv" in FAMILIES[config.family].weight_names:
+        sizes = [("qkv", q_size + 2 * kv_size)]
+    else:
+        sizes = [("q", q_size), ("k", kv_size), ("v", kv_size)]
+    yield "qkv", tuple((f"{part}.weight", (size, config.hidden_size)) for part, size in sizes)
+    if config.attention_bias:
+        yield "qkv_bias", tuple((f"{part}.bias", (size,)) for part, size in sizes)
+    yield "attention_output", (("o.weight", (config.hidden_size, q_size)),)
+    if config.output_bias:
+        yield "attention_output_bias", (("o.bias", (config.hidden_size,)),)
+
+
+def _mlp_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
+    size = config.intermediate_size
+    if "gate_up" in FAMILIES[config.family].weight_names:
+        sizes = [("gate_up", 2 * size)]
+    else:
+        sizes = [("gate", size), ("up", size)]
+    yield "gate_up", tuple((f"{part}.weight", (rows, config.hidden_size)) for part, rows in sizes)
+    yield "down", (("down.weight", (config.hidden_size, size)),)
+    if config.mlp_bias:
+        yield "gate_up_bias", tuple((f"{part}.bias", (rows,)) for part, rows in sizes)
+        yield "down_bias", (("down.bias", (config.hidden_size,)),)
+
+
+def _expert_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
+    """Experts lie one below another: gate_up [experts * 2 * size, hidden], down [experts * hidden, size]."""
+    size, hidden = config.moe_intermediate_size, config.hidden_size
+    experts = range(config.num_experts)
+    yield "router", (("router.weight", (config.num_experts, hidden)),)
+    yield (
+        "expert_gate_up",
+        tuple((f"expert.{e}.{part}.weight", (size, hidden)) for e in experts for part in ("gate", "up")),
+    )
+    yield "expert_down", tuple((f"expert.{e}.down.weight", (hidden, size)) for e in experts)

@@ -1,0 +1,217 @@
+"""Small random checkpoints of every family, written by `transformers`, with a tokenizer beside them.
+
+Norm weights, biases and router weights are randomized too, so that a wrong mapping cannot pass unseen.
+Sliding windows are shorter than the sequences that tests run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = 384
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+# family: (config class, what differs from the common shape)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama-3.1": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": 12, "head_dim": 24}),
+    "qwen2": ("Qwen2Config", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gemma": ("GemmaConfig", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 10,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": (
+        "Phi3Config",
+        {
+            "sliding_window": 14,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "smollm2": ("LlamaConfig", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 72}),
+    "smollm3": (
+        "SmolLM3Config",
+        {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 11,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "head_dim": 16,
+        },
+    ),
+}
+
+
+def make_tokenizer(
+    directory: Path, *, vocab_size: int = VOCAB_SIZE, chat_template: str | None = None
+) -> None:
+    """Write a small byte-level BPE tokenizer with a chat template into `directory`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    corpus = ["the cache holds keys and values of the tokens that were computed before " * 4]
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab_size, 300),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHAT_TEMPLATE if chat_template is None else chat_template,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def _randomize(model: torch.nn.Module, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        if "norm" in name:
+            values = parameter.detach().float() + 0.2 * noise
+        elif parameter.ndim == 1:
+            values = 0.2 * noise
+        elif "embed" in name:
+            values = 0.5 * noise
+        else:
+            values = 1.5 * noise / parameter.shape[-1] ** 0.5
+        with torch.no_grad():
+            parameter.copy_(values)
+
+
+def make_model(family: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Any:
+    """Return a random `transformers` model of `family`; `overrides` replace fields of its config."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    class_name, differences = FAMILIES[family]
+    config = getattr(transformers, class_name)(**{**_COMMON, **differences, **overrides})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    _randomize(model, seed=seed)
+    model.generation_config.eos_token_id = config.eos_token_id
+    # Not model.to(dtype): that would round the rotary frequencies too, which loading a checkpoint does not.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    return model.eval()
+
+
+def save_checkpoint(model: Any, directory: Path, *, max_shard_size: str | int = "5GB") -> Path:
+    """Write a model and a tokenizer into `directory`; a `max_shard_size` such as "60KB" makes shards."""
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    make_tokenizer(directory)
+    return directory
+
+
+def make_checkpoint(
+    family: str,
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str | int = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of `family` with a tokenizer into `directory` and return `directory`."""
+    model = make_model(family, seed=seed, dtype=dtype, **overrides)
+    return save_checkpoint(model, directory, max_shard_size=max_shard_size)

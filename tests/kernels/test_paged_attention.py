@@ -1,0 +1,123 @@
+"""Paged attention against a textbook attention in float64, and its bits against themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_harness import Sequences, naive_attention, run_paged
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels import tiles
+from quire.kernels.batch import AttentionBatch
+
+SHAPES = [(4, 4, 16), (4, 2, 24), (3, 1, 32), (8, 1, 64), (14, 2, 64), (6, 6, 80), (2, 1, 128)]
+LENGTHS = [1, 5, 64, 65, 200]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    shape=st.sampled_from(SHAPES),
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
+    chunk=st.sampled_from([1, 3, 8, 9, 50, 10_000]),
+    block_size=st.sampled_from([1, 4, 7, 16, 32, 64, 128]),
+    window=st.sampled_from([0, 0, 1, 2, 33, 64, 100]),
+    softcap=st.sampled_from([0.0, 0.0, 1.5]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_textbook_attention(
+    shape: tuple[int, int, int],
+    lengths: list[int],
+    chunk: int,
+    block_size: int,
+    window: int,
+    softcap: float,
+    seed: int,
+) -> None:
+    if chunk == 1:
+        lengths = [min(length, 40) for length in lengths]
+    sequences = Sequences.random(lengths, *shape, seed=seed)
+    outputs = run_paged(
+        sequences, chunks=chunk, block_size=block_size, window=window, softcap=softcap, seed=seed
+    )
+    for index, output in enumerate(outputs):
+        one = sequences.pick(index)
+        expected = naive_attention(one.query[0], one.key[0], one.value[0], window=window, softcap=softcap)
+        torch.testing.assert_close(output.double(), expected, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [0, 70])
+def test_bits_do_not_depend_on_chunks_blocks_or_company(shape: tuple[int, int, int], window: int) -> None:
+    sequences = Sequences.random(LENGTHS, *shape)
+    alone = [run_paged(sequences.pick(i), window=window)[0] for i in range(len(LENGTHS))]
+    settings_to_try = [
+        {"chunks": 10_000, "block_size": 4},
+        {"chunks": 7, "block_size": 16},
+        {"chunks": [1, 5, 2, 64, 33], "block_size": 128},
+        {"chunks": [1, 1, 64, 1, 3], "block_size": 10},
+    ]
+    for seed, setting in enumerate(settings_to_try):
+        outputs = run_paged(sequences, window=window, seed=seed, **setting)
+        assert all(torch.equal(output, one) for output, one in zip(outputs, alone, strict=True)), setting
+
+
+def test_bits_do_not_depend_on_the_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = Sequences.random(LENGTHS, 4, 2, 32)
+    expected = run_paged(sequences, chunks=100)
+    monkeypatch.setattr(tiles, "SCRATCH_FLOATS", 1)
+    assert all(torch.equal(*pair) for pair in zip(run_paged(sequences, chunks=100), expected, strict=True))
+
+
+@pytest.mark.parametrize("chunk", [1, 20])
+def test_keys_left_of_every_window_are_never_read(chunk: int) -> None:
+    sequences = Sequences.random([150, 90], 4, 2, 16)
+    expected = run_paged(sequences, chunks=chunk, window=30)
+    poisoned = run_paged(sequences, chunks=chunk, window=30, poison_left_of_window=True)
+    assert all(torch.equal(*pair) for pair in zip(poisoned, expected, strict=True))
+
+
+def test_a_broken_sequence_does_not_touch_its_company() -> None:
+    sequences = Sequences.random([70, 70, 70], 4, 2, 16)
+    expected = run_paged(sequences, chunks=[1, 9, 70])
+    sequences.value[1][3:] = float("nan")
+    sequences.key[1][5:] = float("inf")
+    outputs = run_paged(sequences, chunks=[1, 9, 70])
+    assert torch.equal(outputs[0], expected[0])
+    assert torch.equal(outputs[2], expected[2])
+    assert outputs[1][3:].isnan().all()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    sequences = Sequences.random([130], 2, 2, 16)
+    for query in sequences.query:
+        query.mul_(1000)
+    output = run_paged(sequences)[0]
+    expected = naive_attention(
+        sequences.query[0], sequences.key[0], sequences.value[0], window=0, softcap=0.0
+    )
+    torch.testing.assert_close(output.double(), expected, atol=2e-3, rtol=0)
+
+
+def test_batch_places_tokens_as_a_loop_would() -> None:
+    rng = np.random.default_rng(3)
+    computed, counts = rng.integers(0, 60, 9), rng.integers(1, 30, 9)
+    tables = rng.permutation(200)[: 9 * 20].reshape(9, 20)
+    batch = AttentionBatch.build(computed, counts, tables, 5)
+    expected = [
+        (position, tables[s, position // 5] * 5 + position % 5)
+        for s in range(9)
+        for position in range(computed[s], computed[s] + counts[s])
+    ]
+    assert list(zip(batch.positions.tolist(), batch.slot_mapping.tolist(), strict=True)) == expected
+    assert batch.query_start.tolist() == [0, *np.cumsum(counts).tolist()]
+    assert batch.kv_lens.tolist() == (computed + counts).tolist()
+    assert (batch.slot_blocks * 5 + batch.slot_offsets).tolist() == batch.slot_mapping.tolist()
+
+
+def test_plan_is_shared_between_layers_of_one_shape() -> None:
+    batch = AttentionBatch.build(np.array([3]), np.array([1]), np.array([[0]]), 16)
+    heads = tiles.HeadLayout(4, 2, 16)
+    assert batch.plan(heads, 0) is batch.plan(tiles.HeadLayout(4, 2, 16), 0)
+    assert batch.plan(heads, 0) is not batch.plan(heads, 8)

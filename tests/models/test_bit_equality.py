@@ -1,0 +1,66 @@
+"""The same request has the same logits, bit for bit, whatever the batch, the chunking and the blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_harness import Generated, PagedHarness, generate, random_prompts
+
+from checkpoints import make_checkpoint
+from quire.models.config import ModelConfig
+from quire.models.decoder import Decoder
+from quire.models.loading import load_decoder
+
+FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe"]
+PROMPT_LENGTHS = [1, 7, 66, 131]
+NUM_NEW = 6
+
+
+@pytest.fixture(
+    scope="module", params=[(f, d) for f in FAMILIES for d in ("float32", "bfloat16")], ids="-".join
+)
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    family, dtype = request.param
+    path = make_checkpoint(family, tmp_path_factory.mktemp(family), dtype=dtype)
+    return load_decoder(path, ModelConfig.from_directory(path), dtype)
+
+
+@pytest.fixture(scope="module")
+def prompts(decoder: Decoder) -> list[list[int]]:
+    return random_prompts(PROMPT_LENGTHS, vocab_size=decoder.config.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def alone(decoder: Decoder, prompts: list[list[int]]) -> list[Generated]:
+    return [generate(decoder, [prompt], num_new=NUM_NEW)[0] for prompt in prompts]
+
+
+def _assert_same_bits(generated: list[Generated], expected: list[Generated]) -> None:
+    for one, other in zip(generated, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert torch.equal(one.logits, other.logits)
+
+
+@pytest.mark.parametrize(("chunk", "block_size"), [(10_000, 8), (64, 16), (7, 5), (1, 64)])
+def test_together_and_chunked(
+    decoder: Decoder, prompts: list[list[int]], alone: list[Generated], chunk: int, block_size: int
+) -> None:
+    together = generate(decoder, prompts, num_new=NUM_NEW, chunk=chunk, block_size=block_size, seed=chunk)
+    _assert_same_bits(together, alone)
+
+
+def test_in_a_batch_of_32(decoder: Decoder, prompts: list[list[int]], alone: list[Generated]) -> None:
+    companions = random_prompts([3 + 4 * i for i in range(28)], vocab_size=decoder.config.vocab_size, seed=9)
+    crowd = generate(decoder, companions[:9] + prompts + companions[9:], num_new=NUM_NEW, chunk=50)
+    _assert_same_bits(crowd[9:13], alone)
+
+
+def test_all_prompt_logits_whatever_the_chunk(decoder: Decoder, prompts: list[list[int]]) -> None:
+    prompt = prompts[-1]
+    whole = decoder.logits(PagedHarness(decoder, [len(prompt)]).step([0], [0], [prompt]))
+    harness = PagedHarness(decoder, [len(prompt)], seed=4)
+    parts = [
+        decoder.logits(harness.step([0], [start], [prompt[start : start + 13]]))
+        for start in range(0, len(prompt), 13)
+    ]
+    assert torch.equal(torch.cat(parts), whole)

@@ -1,0 +1,163 @@
+"""Every family against `transformers` on random checkpoints: greedy tokens and logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_harness import PagedHarness, generate, random_prompts
+
+from checkpoints import FAMILIES, make_model, save_checkpoint
+from quire.models.config import ModelConfig
+from quire.models.loading import load_decoder
+
+NUM_NEW = 48
+PROMPT_LENGTHS = [1, 5, 40, 83]
+LONG_FACTORS = [1.0 + 0.3 * i for i in range(8)]
+SHORT_FACTORS = [1.0 + 0.05 * i for i in range(8)]
+
+
+def _longrope(original: int) -> dict[str, Any]:
+    return {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "long_factor": LONG_FACTORS,
+            "short_factor": SHORT_FACTORS,
+            "original_max_position_embeddings": original,
+        },
+        "original_max_position_embeddings": original,
+        "sliding_window": None,
+    }
+
+
+# What families allow beyond their usual shape: (name, family, overrides of the config).
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    *((family, family, {}) for family in FAMILIES),
+    ("llama-linear", "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    (
+        "llama-dynamic",
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    (
+        "qwen3-yarn",
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    ("phi3-longrope-short", "phi3", _longrope(512)),
+    ("mistral-full", "mistral", {"sliding_window": None}),
+    (
+        "qwen2-windows",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    (
+        "smollm3-windows",
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 13, "attention_bias": True, "mlp_bias": True},
+    ),
+    ("gemma3-default-layers", "gemma3", {"layer_types": None, "num_hidden_layers": 7}),
+    ("mixtral-window", "mixtral", {"sliding_window": 15}),
+    (
+        "qwen3_moe-sparse-step",
+        "qwen3_moe",
+        {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "num_hidden_layers": 2},
+    ),
+    ("olmo2-bias", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+]
+
+
+def _load(model: Any, directory: Path, dtype: str = "auto") -> Any:
+    save_checkpoint(model, directory)
+    return load_decoder(directory, ModelConfig.from_directory(directory), dtype)
+
+
+def _reference_logits(model: Any, prompt: list[int], new: list[int]) -> torch.Tensor:
+    """Return transformers' logits at each position from which a token of `new` came."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + new[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :].float()
+
+
+@pytest.mark.parametrize(("family", "overrides"), [v[1:] for v in VARIANTS], ids=[v[0] for v in VARIANTS])
+def test_greedy_tokens_and_logits_equal_transformers(
+    family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_model(family, **overrides)
+    decoder = _load(model, tmp_path)
+    assert decoder.config.num_parameters == sum(p.numel() for p in model.parameters())
+    prompts = random_prompts(PROMPT_LENGTHS, vocab_size=decoder.config.vocab_size)
+    whole = generate(decoder, prompts, num_new=NUM_NEW)
+    chunked = generate(decoder, prompts, num_new=NUM_NEW, chunk=11, seed=1)
+    for prompt, one, other in zip(prompts, whole, chunked, strict=True):
+        expected = _reference_logits(model, prompt, one.token_ids)
+        # Equal at each position given equal tokens before it: the greedy continuations are the same.
+        assert one.token_ids == expected.argmax(-1).tolist()
+        assert other.token_ids == one.token_ids
+        torch.testing.assert_close(one.logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "qwen3_moe"])
+def test_greedy_tokens_equal_generate_with_a_cache(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    prompt = random_prompts([30], vocab_size=model.config.vocab_size)[0]
+    with torch.no_grad():
+        expected = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0
+        )
+    decoder = _load(model, tmp_path)
+    assert generate(decoder, [prompt], num_new=NUM_NEW)[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_longrope_takes_the_long_factors_for_a_longer_model(tmp_path: Path) -> None:
+    # transformers picks the long factors once a sequence passes the original length; Quire for every
+    # sequence of a model that may, so compare where both take them: prompts longer than that.
+    model = make_model("phi3", **_longrope(32))
+    decoder = _load(model, tmp_path)
+    prompts = random_prompts([40, 100], vocab_size=decoder.config.vocab_size)
+    for prompt, generated in zip(prompts, generate(decoder, prompts, num_new=NUM_NEW, chunk=13), strict=True):
+        expected = _reference_logits(model, prompt, generated.token_ids)
+        torch.testing.assert_close(generated.logits, expected, atol=1e-4, rtol=0)
+
+
+# The stated bound for bfloat16: at the median position, the root-mean-square error against float32
+# arithmetic over the same weights is at most this share of the logits' root mean square. (The median, because
+# a mixture of experts may send a token elsewhere after a rounding.) Dense families also stay below the error
+# of transformers' own bfloat16.
+BFLOAT16_BOUND = 0.025
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_bfloat16_logits_are_within_the_stated_bound(family: str, tmp_path: Path) -> None:
+    model = make_model(family, dtype="bfloat16")
+    decoder = _load(model, tmp_path)
+    assert decoder.dtype == torch.bfloat16
+    prompt = random_prompts([150], vocab_size=decoder.config.vocab_size)[0]
+    ours = decoder.logits(PagedHarness(decoder, [150]).step([0], [0], [prompt]))
+    theirs = _reference_logits(model, prompt[:1], [*prompt[1:], 0])
+    exact = _reference_logits(model.float(), prompt[:1], [*prompt[1:], 0])
+    assert _median_error(ours, exact) < BFLOAT16_BOUND
+    if not any(decoder.config.moe_layers):
+        assert _median_error(ours, exact) < _median_error(theirs, exact)
+
+
+def _median_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((logits - exact).square().mean(-1).sqrt() / exact.square().mean().sqrt()).median().item()
+
+
+def test_float16_runs(tmp_path: Path) -> None:
+    model = make_model("llama")
+    decoder = _load(model, tmp_path, dtype="float16")
+    prompt = random_prompts([20], vocab_size=decoder.config.vocab_size)[0]
+    ours = decoder.logits(PagedHarness(decoder, [20]).step([0], [0], [prompt]))
+    assert _median_error(ours, _reference_logits(model, prompt[:1], [*prompt[1:], 0])) < BFLOAT16_BOUND

@@ -1,0 +1,134 @@
+"""Reading config.json: the old and the new form, the defaults, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import make_model
+from quire.errors import ModelError, UnknownArchitectureError
+from quire.models.config import ModelConfig
+from quire.models.families import ARCHITECTURES, FAMILIES
+
+QWEN3_0_6B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def _read(directory: Path, values: dict[str, Any]) -> ModelConfig:
+    (directory / "config.json").write_text(json.dumps(values))
+    return ModelConfig.from_directory(directory)
+
+
+def test_a_published_model(tmp_path: Path) -> None:
+    config = _read(tmp_path, QWEN3_0_6B)
+    assert config.num_parameters == 596_049_920  # as the model's card says: 0.6 B, 0.44 B without embeddings
+    assert config.kv_bytes_per_token("bfloat16") == 2 * 28 * 8 * 128 * 2 == 114_688
+    assert config.kv_bytes_per_token("float32") == 2 * 114_688
+    assert (config.dtype, config.max_model_len, config.qk_norm) == ("bfloat16", 40960, "head")
+    assert config.ropes[0].theta == 1e6
+
+
+def _old_form(new: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite a config as files on the hub were written before `rope_parameters`."""
+    old = {**new, "torch_dtype": new["dtype"]}
+    del old["dtype"]
+    parameters = old.pop("rope_parameters")
+    if "full_attention" in parameters:
+        full, sliding = parameters["full_attention"], parameters["sliding_attention"]
+        old["rope_local_base_freq"] = sliding["rope_theta"]
+        parameters = full
+        if new["architectures"] == ["Gemma3ForCausalLM"]:
+            del old["layer_types"]
+            old["sliding_window_pattern"] = 3
+    old["rope_theta"] = parameters.pop("rope_theta")
+    if "partial_rotary_factor" in parameters:
+        old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
+    kind = parameters.pop("rope_type")
+    old["rope_scaling"] = None if kind == "default" else {"type": kind, **parameters}
+    return old
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-3.1", "phi3", "gemma3", "olmo3", "qwen3"])
+def test_old_and_new_form_read_the_same(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    new = json.loads(model.config.to_json_string(use_diff=False))
+    new["architectures"] = [type(model).__name__]
+    new["dtype"] = "float32"
+    assert _read(tmp_path, _old_form(json.loads(json.dumps(new)))) == _read(tmp_path, new)
+
+
+def test_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UnknownArchitectureError, match="did you mean 'Qwen3ForCausalLM'"):
+        _read(tmp_path, QWEN3_0_6B | {"architectures": ["Qwen3ForCausalLn"]})
+
+
+def test_far_off_architecture_lists_all(tmp_path: Path) -> None:
+    with pytest.raises(UnknownArchitectureError) as caught:
+        _read(tmp_path, QWEN3_0_6B | {"architectures": ["xyz"]})
+    assert all(name in str(caught.value) for name in ARCHITECTURES)
+
+
+def test_every_architecture_has_a_family() -> None:
+    assert set(ARCHITECTURES.values()) == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu2"}, "activation 'relu2'"),
+        ({"torch_dtype": "int4"}, "dtype 'int4'"),
+        ({"num_key_value_heads": 3}, "16 attention heads cannot share 3"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "rope type 'spiral'"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "1 short_factors; it needs 64"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers -1"),
+        ({"layer_types": ["linear_attention"] * 28}, "layer type 'linear_attention'"),
+        ({"layer_types": ["full_attention"], "use_sliding_window": True}, "cannot be understood"),
+        ({"rope_scaling": ["linear"]}, "cannot be understood"),
+        ({"use_bidirectional_attention": True}, "bidirectional"),
+    ],
+)
+def test_unusable_values_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        _read(tmp_path, QWEN3_0_6B | changes)
+
+
+def test_missing_entry_is_named(tmp_path: Path) -> None:
+    values = {key: value for key, value in QWEN3_0_6B.items() if key != "vocab_size"}
+    with pytest.raises(ModelError, match="vocab_size"):
+        _read(tmp_path, values)
+
+
+def test_missing_or_broken_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="holds list, not an object"):
+        ModelConfig.from_directory(tmp_path)

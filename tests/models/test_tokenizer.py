@@ -1,0 +1,199 @@
+"""The tokenizer and chat templates against `transformers` on generated tokenizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, processors
+from transformers import AutoTokenizer
+
+from checkpoints import CHAT_TEMPLATE, make_tokenizer
+from quire.errors import InvalidRequestError, ModelError
+from quire.models.tokenizer import Tokenizer
+
+TEXTS = [
+    "",
+    "the cache holds keys and values",
+    "  two  spaces\n\n\tand a tab ",
+    "naïve café — 中文, emoji 🙂👩‍👩‍👧, and ﬁ",
+    "<|im_start|>user\nhi<|im_end|>",
+    "a\u0000b\u200d",
+]
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": 'What is a "KV block"? <b>é</b>'},
+    {"role": "assistant", "content": "A fixed number of tokens."},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+def _make_sentencepiece_like(directory: Path) -> None:
+    """Write a tokenizer in Llama 2's manner: "▁" for spaces, byte fallback, a bos token put in front."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "t", "h", "e", "c", "a", "▁t", "▁th", "▁the", "ca"]
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("c", "a")]
+    model = models.BPE(
+        vocab={piece: i for i, piece in enumerate(pieces)},
+        merges=merges,
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(params=["byte-level", "sentencepiece-like"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "byte-level":
+        make_tokenizer(tmp_path)
+    else:
+        _make_sentencepiece_like(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_ids_and_text_equal_transformers(directory: Path, text: str, add_special_tokens: bool) -> None:
+    ours, theirs = Tokenizer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    ids = ours.encode(text, add_special_tokens=add_special_tokens)
+    assert ids == theirs.encode(text, add_special_tokens=add_special_tokens)
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_facts_equal_transformers(directory: Path) -> None:
+    ours, theirs = Tokenizer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    assert ours.vocab_size == len(theirs)
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert set(theirs.all_special_ids) <= ours.special_token_ids
+
+
+def test_token_texts_join_to_the_text(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    ids = tokenizer.encode("the cat", add_special_tokens=False)
+    assert "".join(map(tokenizer.token_text, ids)).lstrip() == "the cat"
+    assert tokenizer.token_text(ids[-1])
+    assert tokenizer.token_text(tokenizer.encode("é", add_special_tokens=False)[-1]) == "\ufffd"
+
+
+def test_eos_ids_of_all_files_are_merged(directory: Path) -> None:
+    named = Tokenizer.from_directory(directory).eos_token_ids
+    (directory / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    (directory / "config.json").write_text('{"eos_token_id": 9}')
+    assert Tokenizer.from_directory(directory).eos_token_ids == (7, 9, *named)
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert len(tokenizer.encode("a")) == 1
+    assert tokenizer.decode(tokenizer.encode("the cache holds")) == "the cache holds"
+
+
+@pytest.mark.parametrize("text", ["\ud800", "ab\udfff", "\ud83d\ude42"])
+def test_lone_surrogates_are_refused(directory: Path, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
+        Tokenizer.from_directory(directory).encode(text)
+
+
+def test_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be read"):
+        Tokenizer.from_directory(tmp_path)
+
+
+TEMPLATES = {
+    "chatml": CHAT_TEMPLATE,
+    "blocks": """
+    {%- for message in messages %}
+        {%- if loop.first and message.role == 'system' %}
+            {{- bos_token + message.content | trim + '\\n' }}
+            {%- continue %}
+        {%- endif %}
+        {% if message['role'] == 'assistant' %}
+            {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+        {% else %}
+            {{ message | tojson }} {{ [1, 'é<'] | tojson(indent=2) }}
+        {% endif %}
+    {%- endfor %}
+    {% if add_generation_prompt %}go{% endif %}
+    {% if tools %}tools{% endif %}""",
+    "namespaces": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+    "{% if ns.n == 3 %}{% break %}{% endif %}{% endfor %}{{ messages[-1]['content'].split('a')[0] }}",
+    "refuses": "{{ raise_exception('roles must alternate') }}",
+}
+
+
+@pytest.mark.parametrize("name", ["chatml", "blocks", "namespaces"])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chat_template_equals_transformers(tmp_path: Path, name: str, add_generation_prompt: bool) -> None:
+    make_tokenizer(tmp_path, chat_template=TEMPLATES[name])
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.has_chat_template
+    assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=add_generation_prompt) == expected
+
+
+def _set_template(directory: Path, template: Any) -> Tokenizer:
+    make_tokenizer(directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    return Tokenizer.from_directory(directory)
+
+
+def test_the_default_of_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    assert _set_template(tmp_path, named).apply_chat_template(MESSAGES) == "yes"
+
+
+def test_a_template_file_wins(tmp_path: Path) -> None:
+    _set_template(tmp_path, "from the settings")
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert Tokenizer.from_directory(tmp_path).apply_chat_template(MESSAGES) == "from the file"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template"),
+        ("{% if %}", "not valid jinja2"),
+        (TEMPLATES["refuses"], "roles must alternate"),
+        ("{{ messages[0]['content'] + 1 }}", "refuses these messages"),
+        ("{{ messages[9]['content'].x }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses these messages"),
+        ("{{ cycler.__init__.__globals__.os.popen('id') }}", "refuses these messages"),
+    ],
+)
+def test_refusals_belong_to_the_request(tmp_path: Path, template: str | None, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        _set_template(tmp_path, template).apply_chat_template(MESSAGES)
+    assert caught.value.param == "messages"
+
+
+def test_strftime_now(tmp_path: Path) -> None:
+    assert len(_set_template(tmp_path, "{{ strftime_now('%Y') }}").apply_chat_template(MESSAGES)) == 4
