@@ -6,9 +6,12 @@ The public names are imported when first used, so that `import quire` costs mill
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # what type checkers take for true; importing `typing` would cost milliseconds
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from quire.config import EngineConfig, SchedulerConfig, ServerConfig
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.generation_config import GenerationConfig

@@ -1,0 +1,198 @@
+"""Token ids to text, one at a time, never splitting a character, at constant cost per token.
+
+Byte-level vocabularies (GPT-2's and its heirs) are decoded as the byte stream they are. For others the
+tokenizer's own decoder is asked about each token with the one before it as context, because such decoders
+treat the first token differently; their byte tokens (`<0xE2>`) are decoded as a byte stream too.
+The result equals decoding all ids at once, with one exception: where byte tokens do not form UTF-8, only the
+faulty bytes become U+FFFD here, while the `tokenizers` library replaces the whole run of byte tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_MAX_HELD_TOKENS = 8
+"""Tokens that an unknown kind of decoder may need to complete a character."""
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenDecoder(Protocol):
+    """Text of a growing sequence of tokens."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is certain now and was not before; "" while a character is unfinished."""
+
+    def flush(self) -> str:
+        """Return what is left at the end; unfinished characters become U+FFFD."""
+
+
+class DecoderFactory:
+    """Makes token decoders for one tokenizer, and keeps what they share."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        kinds = set(_decoder_kinds(tokenizer))
+        self._is_byte_level = kinds == {"ByteLevel"}
+        self._has_byte_tokens = "ByteFallback" in kinds
+        self._id_to_token = tokenizer.backend.id_to_token
+        self._bytes: dict[int, bytes] = {}
+
+    def make(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> TokenDecoder:
+        """Return a decoder for what follows `prompt_token_ids`."""
+        if self._is_byte_level:
+            return ByteLevelDecoder(self, skip_special_tokens)
+        context = [] if self.is_special(prompt_token_ids[-1]) else [prompt_token_ids[-1]]
+        return ContextDecoder(self, skip_special_tokens, context)
+
+    @property
+    def may_split_characters(self) -> bool:
+        """Whether a character may be spread over tokens that are not byte tokens."""
+        return not self._has_byte_tokens
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a control token that text leaves out."""
+        return token_id in self._tokenizer.special_token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, special ones included, as a whole sequence."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token of a byte-level vocabulary stands for."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = _byte_level_bytes(self._id_to_token(token_id) or "")
+        return known
+
+    def byte_token(self, token_id: int) -> bytes | None:
+        """Return the byte of a byte token such as `<0xE2>`, or None for any other token."""
+        if not self._has_byte_tokens:
+            return None
+        match = _BYTE_TOKEN.fullmatch(self._id_to_token(token_id) or "")
+        return bytes.fromhex(match[1]) if match else None
+
+
+class ByteLevelDecoder:
+    """Decodes tokens that are pieces of a UTF-8 byte stream."""
+
+    def __init__(self, factory: DecoderFactory, skip_special_tokens: bool) -> None:
+        self._factory = factory
+        self._skips = skip_special_tokens
+        self._utf8 = _new_utf8_decoder(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """See `TokenDecoder.push`."""
+        if self._skips and self._factory.is_special(token_id):
+            return ""
+        return self._utf8.decode(self._factory.bytes_of(token_id))
+
+    def flush(self) -> str:
+        """See `TokenDecoder.flush`."""
+        return self._utf8.decode(b"", final=True)
+
+
+class ContextDecoder:
+    """Asks the tokenizer's decoder for each token's text after the tokens before it."""
+
+    def __init__(self, factory: DecoderFactory, skip_special_tokens: bool, context: list[int]) -> None:
+        self._factory = factory
+        self._skips = skip_special_tokens
+        self._context = context
+        self._held: list[int] = []
+        self._utf8 = _new_utf8_decoder(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """See `TokenDecoder.push`."""
+        if self._skips and self._factory.is_special(token_id):
+            return ""
+        byte = self._factory.byte_token(token_id)
+        if byte is not None:
+            return self._push_byte(token_id, byte)
+        unfinished = self._end_bytes()
+        self._held.append(token_id)
+        text = self._text_of_held()
+        if self._factory.may_split_characters and _is_unfinished(text, len(self._held)):
+            return unfinished
+        self._move_on(text)
+        return unfinished + text
+
+    def flush(self) -> str:
+        """See `TokenDecoder.flush`."""
+        return self._end_bytes() + self._text_of_held()
+
+    def _push_byte(self, token_id: int, byte: bytes) -> str:
+        self._held.append(token_id)
+        text = self._utf8.decode(byte)
+        if not text:
+            return ""
+        if not self._context and "\ufffd" not in text:
+            text = self._text_of_held()  # a decoder may strip the space that begins a sequence
+        self._move_on(text)
+        return text
+
+    def _end_bytes(self) -> str:
+        """Return U+FFFD for bytes that form no character, now that none follow."""
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        if text:
+            self._move_on(text)
+        return text
+
+    def _text_of_held(self) -> str:
+        if not self._held:
+            return ""
+        before = self._factory.decode(self._context)
+        return self._factory.decode(self._context + self._held)[len(before) :]
+
+    def _move_on(self, text: str) -> None:
+        """Make the held tokens, which gave `text`, the context of the next."""
+        self._context = self._held if text and self._held else self._context + self._held
+        self._held = []
+
+
+def _is_unfinished(text: str, num_tokens: int) -> bool:
+    return text.endswith("\ufffd") and num_tokens < _MAX_HELD_TOKENS
+
+
+def _decoder_kinds(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the kinds of the tokenizer's decoder, of each part if it is a sequence."""
+    decoder = tokenizer.backend.decoder
+    if decoder is not None:
+        yield from _kinds_in(json.loads(decoder.__getstate__()))
+
+
+def _kinds_in(state: dict[str, Any]) -> Iterator[str]:
+    if state["type"] == "Sequence":
+        for part in state["decoders"]:
+            yield from _kinds_in(part)
+    else:
+        yield state["type"]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return GPT-2's mapping of characters to bytes: printable ones are themselves, others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(0x100) if byte not in set(printable))
+    alphabet.update((chr(0x100 + index), byte) for index, byte in enumerate(others))
+    return alphabet
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """Return a byte-level token's bytes; one with characters outside the alphabet is plain text."""
+    try:
+        return bytes(_ALPHABET[character] for character in token)
+    except KeyError:
+        return token.encode()

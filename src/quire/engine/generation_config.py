@@ -1,0 +1,86 @@
+"""`GenerationConfig`: sampling parameters under the names that OpenVINO GenAI users know."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from quire.config import knob, refuse_unknown_names, require_at_least, settable_config
+from quire.errors import ConfigError
+from quire.request import SamplingParams
+
+
+@settable_config
+class GenerationConfig:
+    """How to generate. Fields may be set as attributes or given as keyword arguments.
+
+    `max_new_tokens` wins over `max_length`. Without `do_sample` the likeliest token is always taken.
+    """
+
+    max_new_tokens: int | None = knob(
+        default=None, help="Most tokens to generate. None: what max_length or the model's length leaves."
+    )
+    max_length: int | None = knob(default=None, help="Most tokens, prompt and output together.")
+    min_new_tokens: int = knob(default=0, help="Fewest tokens before end-of-sequence may end the output.")
+    ignore_eos: bool = knob(default=False, help="Go on after end-of-sequence.")
+    eos_token_id: int | None = knob(default=None, help="End-of-sequence token id. None: the model's own ids.")
+    stop_strings: tuple[str, ...] = knob(default=(), help="Strings that end the output.")
+    include_stop_str_in_output: bool = knob(default=False, help="Keep the stop string in the text.")
+    stop_token_ids: tuple[int, ...] = knob(default=(), help="Token ids that end the output.")
+    repetition_penalty: float = knob(default=1.0, help="Above 1 makes tokens seen so far less likely.")
+    presence_penalty: float = knob(default=0.0, help="Subtracted from the logit of each token in the output.")
+    frequency_penalty: float = knob(default=0.0, help="Subtracted per occurrence in the output.")
+    do_sample: bool = knob(default=False, help="Draw tokens at random instead of taking the likeliest.")
+    temperature: float = knob(default=1.0, help="Divides the logits.")
+    top_p: float = knob(default=1.0, help="Sample among the fewest tokens whose probabilities sum to this.")
+    top_k: int = knob(default=0, help="Sample among the k likeliest tokens. 0: all.")
+    min_p: float = knob(default=0.0, help="Drop tokens less likely than this times the likeliest one.")
+    rng_seed: int = knob(default=0, help="Same seed, same tokens.")
+    num_return_sequences: int = knob(default=1, help="Completions per prompt; more than 1 needs do_sample.")
+    logprobs: int = knob(
+        default=0,
+        help="Above 0: return the log-probabilities of the generated tokens. 0: do not.",
+    )
+    echo: bool = knob(default=False, help="Put the prompt in front of the output.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_unknown_names(GenerationConfig, {name: value})
+        object.__setattr__(self, name, value)
+
+    def validate(self) -> Self:
+        """Return self if every value is usable.
+
+        Raises:
+            ConfigError: fields contradict each other.
+            InvalidRequestError: a value is out of its range.
+        """
+        if self.num_return_sequences > 1 and not self.do_sample:
+            raise ConfigError(
+                f"num_return_sequences is {self.num_return_sequences}, but without do_sample all completions "
+                "would be the same; set do_sample=True, or num_return_sequences=1"
+            )
+        if self.max_new_tokens is not None:
+            require_at_least(self, 1, "max_new_tokens")
+        self.sampling_params(self.max_new_tokens)
+        return self
+
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+        """Return the same as `SamplingParams`, with at most `max_tokens` tokens of output."""
+        replaces_eos = self.eos_token_id is not None and not self.ignore_eos
+        return SamplingParams(
+            n=self.num_return_sequences,
+            max_tokens=max_tokens,
+            min_tokens=self.min_new_tokens,
+            temperature=self.temperature if self.do_sample else 0.0,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            stop=self.stop_strings,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            stop_token_ids=(*self.stop_token_ids, *((self.eos_token_id,) if replaces_eos else ())),
+            ignore_eos=self.ignore_eos or replaces_eos,
+            seed=self.rng_seed,
+            logprobs=self.logprobs or None,
+        )

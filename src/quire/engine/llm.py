@@ -1,0 +1,139 @@
+"""`LLM`: whole batches of prompts, in the caller's process unless asked otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from quire.config import BUILT_IN_MODEL
+from quire.engine.arguments import engine_config, is_one_prompt, one_for_each
+from quire.engine.batch import Batch
+from quire.engine.input_processor import ProcessedRequest
+from quire.engine.messages import EngineInfo
+from quire.engine.progress import batch_progress
+from quire.engine.session import Session
+from quire.request import RequestOutput, SamplingParams
+from quire.scheduling.outputs import SchedulerStats
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[dict[str, Any]]
+
+
+class LLM:
+    """A model and its engine, for batches.
+
+    Args:
+        model: the built-in "mini", a local directory, or a name on the Hugging Face hub.
+        engine_process: run the engine in a process of its own. It is started at once and first waited for
+            when it is needed; `wait_until_ready` waits for nothing else.
+        on_load_progress: called while weights load with (bytes done, bytes in all).
+        **options: fields of `EngineConfig` and `SchedulerConfig` by name; `scheduler=SchedulerConfig(...)`
+            sets all of the latter.
+
+    Raises:
+        ConfigError: an option is unknown or unusable; the message names the nearest known one.
+        ModelError: the model cannot be found, read or understood.
+    """
+
+    def __init__(
+        self,
+        model: str = BUILT_IN_MODEL,
+        *,
+        engine_process: bool = False,
+        on_load_progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = engine_config(model, options)
+        self._session = Session(self.config, engine_process=engine_process, on_progress=on_load_progress)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine is; waits until it is ready."""
+        return self.wait_until_ready()
+
+    def wait_until_ready(self) -> EngineInfo:
+        """Return once the engine takes requests.
+
+        Raises:
+            QuireError: why it could not be built.
+        """
+        return self._session.wait_until_ready()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer."""
+        return self._session.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts and return their outputs in the same order.
+
+        A request that fails while it runs has finish reason "error". Ctrl-C aborts all of them, and so does
+        any exception; the engine stays usable.
+
+        Args:
+            prompts: one prompt or several; each is text, or token ids.
+            sampling_params: for all prompts, or one for each; the defaults if None.
+            progress: show a progress bar on standard error.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters can never be served; nothing was run.
+            EngineDeadError: the engine process has ended.
+        """
+        self.wait_until_ready()
+        batch: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
+        params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
+        prepare = self._session.front.prepare
+        return self._run([prepare(*request) for request in zip(batch, params, strict=True)], progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one conversation or several, as the model's chat template writes them."""
+        self.wait_until_ready()
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        batch: list[Any] = [messages] if is_one else list(messages)
+        params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
+        prepare = self._session.front.prepare_chat
+        return self._run([prepare(*request) for request in zip(batch, params, strict=True)], progress)
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's state as it is now."""
+        return self._session.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False, and nothing happens, while any block is in use."""
+        return self._session.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End the engine; the object is not usable afterwards."""
+        self._session.close()
+
+    def _run(self, requests: list[ProcessedRequest], progress: bool) -> list[RequestOutput]:
+        batch = Batch(self._session.front, requests, 2 * self.config.scheduler.max_num_seqs)
+        with batch_progress(len(requests), shown=progress) as report:
+
+            def advance() -> None:
+                self._session.advance()
+                report(len(batch.results), batch.num_generated_tokens)
+
+            outputs = batch.run(advance)
+            report(len(outputs), batch.num_generated_tokens)
+        return outputs

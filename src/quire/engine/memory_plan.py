@@ -1,0 +1,227 @@
+"""Where an engine's memory goes, worked out from the configuration before anything is allocated."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from typing import TYPE_CHECKING
+
+from quire.engine.memory_limits import available_memory
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig, SchedulerConfig
+    from quire.models.config import ModelConfig
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FLOAT32_BYTES = 4
+INT64_BYTES = 8
+GB = 10**9
+
+# As in quire.kernels.tiles, which needs torch and so cannot be imported here.
+ATTENTION_TILE = 64
+ATTENTION_SCRATCH_FLOATS = 1_048_576
+ATTENTION_INTERMEDIATES = 4  # queries, keys or values, scores, sums
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """An engine's memory: what is fixed, and how many KV blocks the rest gives.
+
+    Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the largest step's
+    temporary tensors; the other sizes are exact. `max_model_len` is what requests are held to: the
+    configured length, or the model's own, lowered to what the KV cache holds.
+    """
+
+    dtype: str
+    num_parameters: int
+    weight_bytes: int
+    activation_bytes: int
+    available_bytes: int
+    kv_bytes_per_token: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    model_max_len: int
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one KV block over all layers."""
+        return self.kv_bytes_per_token * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the whole KV cache."""
+        return self.kv_bytes_per_block * self.num_blocks
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens whose KV the cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights, activations and KV cache together."""
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes
+
+    def max_sequences_at(self, length: int) -> int:
+        """Return how many sequences of `length` tokens can run at once, none sharing a prefix."""
+        return min(self.max_num_seqs, self.num_blocks // _blocks_for(length, self.block_size))
+
+
+def plan_memory(
+    config: EngineConfig, model: ModelConfig, *, available_bytes: int | None = None
+) -> MemoryPlan:
+    """Plan an engine's memory.
+
+    The KV cache gets `num_kv_blocks` blocks if that is set, else `cache_size`, else `memory_fraction` of
+    what weights and activations leave, and then never more than `max_num_seqs` sequences of the longest
+    length could use. Where the model's own length does not fit, the longest that does is found.
+
+    Args:
+        config: the engine's configuration.
+        model: the shape of its model.
+        available_bytes: memory to plan for; by default what this process can still take here.
+
+    Raises:
+        ConfigError: if weights and KV cache do not fit, or the cache cannot hold one sequence of the
+            configured length; with the numbers, the knob, and the largest value that works.
+    """
+    available = available_memory() if available_bytes is None else available_bytes
+    wanted = config.max_model_len or model.max_model_len
+    if wanted > model.max_model_len:
+        raise ConfigError(
+            f"EngineConfig.max_model_len is {wanted}; this model was made for at most {model.max_model_len}"
+        )
+    parameters = model.num_parameters
+
+    def plan_at(length: int) -> MemoryPlan:
+        return _plan_at(length, config, model, num_parameters=parameters, available_bytes=available)
+
+    plan = plan_at(wanted)
+    if plan.num_kv_tokens < wanted:
+        # A shorter longest sequence needs less for activations too, so the cache grows as it shrinks.
+        fitting = bisect.bisect(range(2, wanted), False, key=lambda n: plan_at(n).num_kv_tokens < n)
+        plan = plan_at(fitting + 1)
+    _check_fits(config, plan)
+    return plan
+
+
+def _plan_at(
+    length: int, config: EngineConfig, model: ModelConfig, *, num_parameters: int, available_bytes: int
+) -> MemoryPlan:
+    """Return the plan with `length` as the longest sequence, whether or not that fits."""
+    scheduler = config.scheduler
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    empty = MemoryPlan(
+        dtype=dtype,
+        num_parameters=num_parameters,
+        weight_bytes=num_parameters * DTYPE_BYTES[dtype],
+        activation_bytes=activation_bytes(scheduler, model, dtype, max_model_len=length),
+        available_bytes=available_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        block_size=scheduler.block_size,
+        num_blocks=0,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=length,
+        model_max_len=model.max_model_len,
+    )
+    return dataclasses.replace(empty, num_blocks=_num_blocks(config, empty))
+
+
+def activation_bytes(
+    scheduler: SchedulerConfig, model: ModelConfig, dtype: str, *, max_model_len: int
+) -> int:
+    """Estimate the temporary tensors of the largest step in bytes.
+
+    Counts what is alive at the widest point of a step of `max_num_batched_tokens` tokens: inside attention,
+    inside the feed-forward layer, or in the sampler with `max_num_seqs` rows, whichever is most.
+    """
+    tokens = scheduler.max_num_batched_tokens
+    rows = min(scheduler.max_num_seqs, tokens)
+    item = DTYPE_BYTES[dtype]
+    stream = tokens * model.hidden_size * (2 * item + 2 * FLOAT32_BYTES)  # residual, normed; norms in float32
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads  # queries, attention output, keys, values
+    attention = tokens * heads * model.head_dim * (item + FLOAT32_BYTES)
+    attention += _attention_scratch_bytes(model, rows, max_model_len)
+    experts_width = model.num_experts_per_token * model.moe_intermediate_size
+    feed_forward = tokens * 3 * max(model.intermediate_size, experts_width) * item  # gate, up, their product
+    sampler = rows * model.vocab_size * (3 * FLOAT32_BYTES + INT64_BYTES)  # logits, sorted, sums, and order
+    return max(stream + max(attention, feed_forward), sampler)
+
+
+def _attention_scratch_bytes(model: ModelConfig, num_seqs: int, max_model_len: int) -> int:
+    """Return the bytes of the float32 intermediates of `quire.kernels.attention` at their bound.
+
+    One query block against all tiles of the longest sequence always runs in one go; more run together as
+    long as each intermediate stays within the bound.
+    """
+    tiles = -(-max_model_len // ATTENTION_TILE)
+    block_rows = ATTENTION_TILE * model.num_heads // model.num_kv_heads
+    width = max(ATTENTION_TILE, model.head_dim)
+    one_block = tiles * model.num_kv_heads * block_rows * width
+    floats = max(one_block, min(ATTENTION_SCRATCH_FLOATS, num_seqs * one_block))
+    return ATTENTION_INTERMEDIATES * floats * FLOAT32_BYTES
+
+
+def _num_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
+    scheduler = config.scheduler
+    if scheduler.num_kv_blocks:
+        return scheduler.num_kv_blocks
+    if scheduler.cache_size:
+        return int(scheduler.cache_size * GB) // plan.kv_bytes_per_block
+    free = plan.available_bytes - plan.weight_bytes - plan.activation_bytes
+    affordable = int(free * config.memory_fraction) // plan.kv_bytes_per_block
+    usable = plan.max_num_seqs * _blocks_for(plan.max_model_len, plan.block_size)
+    return max(0, min(affordable, usable))
+
+
+def _check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
+    knob = _size_knob(config)
+    free = plan.available_bytes - plan.weight_bytes
+    if free < 0:
+        raise ConfigError(
+            f"the weights take {format_bytes(plan.weight_bytes)} as {plan.dtype}, but only "
+            f"{format_bytes(plan.available_bytes)} of memory is available; "
+            "use a smaller model, or a narrower EngineConfig.dtype"
+        )
+    if plan.kv_bytes > free:
+        raise ConfigError(
+            f"{knob} asks for a KV cache of {format_bytes(plan.kv_bytes)}, but the weights leave "
+            f"{format_bytes(free)}; the largest that fits is {free // plan.kv_bytes_per_block} blocks "
+            f"({free / GB:.2f} GB)"
+        )
+    if not plan.num_blocks:
+        raise ConfigError(
+            f"no KV block of {format_bytes(plan.kv_bytes_per_block)} fits: of "
+            f"{format_bytes(plan.available_bytes)} available, weights take "
+            f"{format_bytes(plan.weight_bytes)} and activations {format_bytes(plan.activation_bytes)}; "
+            f"raise {knob}, or lower SchedulerConfig.max_num_batched_tokens or SchedulerConfig.max_num_seqs"
+        )
+    if config.max_model_len > plan.max_model_len:
+        raise ConfigError(
+            f"EngineConfig.max_model_len is {config.max_model_len}, but the KV cache holds no sequence of "
+            f"more than {plan.max_model_len} tokens ({plan.num_blocks} blocks of {plan.block_size}); "
+            f"lower it to that or raise {knob}"
+        )
+
+
+def _size_knob(config: EngineConfig) -> str:
+    """Name the field that decided the cache's size."""
+    if config.scheduler.num_kv_blocks:
+        return "SchedulerConfig.num_kv_blocks"
+    return "SchedulerConfig.cache_size" if config.scheduler.cache_size else "EngineConfig.memory_fraction"
+
+
+def _blocks_for(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def format_bytes(size: float) -> str:
+    """Return a size for people, in powers of 1000 like the GB of `cache_size`: 1234567 -> '1.23 MB'."""
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    index = 0
+    while abs(size) >= 999.5 and index < len(units) - 1:
+        size, index = size / 1000, index + 1
+    return f"{size:.0f} B" if not index else f"{size:.3g} {units[index]}"

@@ -1,0 +1,222 @@
+"""What passes between a front process and an engine, as msgpack through `msgspec`, both ways.
+
+The same messages go through a plain list when the engine runs in the caller's process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire import errors
+from quire.config import EngineConfig
+from quire.errors import InvalidRequestError, QueueFullError, QuireError
+from quire.request import SamplingParams
+from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
+
+
+class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
+    """An exception in a form that crosses processes; `kind` is the name of its class."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after: float = 1.0
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorInfo:
+        """Describe `error`."""
+        return cls(
+            kind=type(error).__name__,
+            message=str(error) or repr(error),
+            param=getattr(error, "param", None),
+            retry_after=getattr(error, "retry_after", 1.0),
+        )
+
+    def to_exception(self) -> QuireError:
+        """Return the same `QuireError`; for any other class a plain one that names it."""
+        known = getattr(errors, self.kind, None)
+        if not (isinstance(known, type) and issubclass(known, QuireError)):
+            return QuireError(f"{self.kind}: {self.message}")
+        if issubclass(known, InvalidRequestError):
+            return known(self.message, param=self.param)
+        if issubclass(known, QueueFullError):
+            return known(self.message, retry_after=self.retry_after)
+        return known(self.message)
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What a ready engine is: lengths in tokens, sizes in bytes, times in seconds."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    kv_cache_bytes: int
+    dtype: str
+    load_seconds: float
+
+
+class EngineStart(msgspec.Struct):
+    """The first thing an engine process reads, from its standard input, as one line of JSON.
+
+    `module_path` is where the front finds modules, so that a scheduler class of the user's is found too.
+    """
+
+    config: EngineConfig
+    model_path: str
+    module_path: list[str]
+
+
+# From the front to the engine.
+
+
+class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
+    """A prompt and the `n` sequences to grow from it, admitted all or none.
+
+    `sequences` holds (request id, seed) for each; ids are unique for the life of the engine.
+    `sampling_params` is resolved: `max_tokens` and the bad words' token ids are filled in.
+    """
+
+    sequences: list[tuple[str, int]]
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def sequence_ids(self) -> list[str]:
+        """Ids of the sequences, in the order of the completions."""
+        return [sequence_id for sequence_id, _ in self.sequences]
+
+
+class AbortRequests(msgspec.Struct, tag=2, array_like=True, gc=False):
+    """End these sequences; each that is still alive answers with finish reason "abort"."""
+
+    sequence_ids: list[str]
+
+
+class StopRequests(msgspec.Struct, tag=3, array_like=True, gc=False):
+    """End these sequences, whose stop string the front has found; they do not answer."""
+
+    sequence_ids: list[str]
+
+
+class GetStats(msgspec.Struct, tag=4, array_like=True, gc=False):
+    """Answered with `Reply` holding `SchedulerStats`."""
+
+    call_id: int
+
+
+class ResetPrefixCache(msgspec.Struct, tag=5, array_like=True, gc=False):
+    """Answered with `Reply` holding whether the prefix cache was cleared."""
+
+    call_id: int
+
+
+class Shutdown(msgspec.Struct, tag=6, array_like=True, gc=False):
+    """Abort what is left, answer it, and end."""
+
+
+ToEngine = EngineCoreRequest | AbortRequests | StopRequests | GetStats | ResetPrefixCache | Shutdown
+
+
+# From the engine to the front.
+
+
+class Starting(msgspec.Struct, tag=1, array_like=True, gc=False):
+    """The engine process is connected; its socket files are no longer needed."""
+
+
+class LoadProgress(msgspec.Struct, tag=2, array_like=True, gc=False):
+    """Weights read so far, in bytes."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag=3, array_like=True):
+    """The engine takes requests."""
+
+    info: EngineInfo
+
+
+class StartupFailed(msgspec.Struct, tag=4, array_like=True, gc=False):
+    """The engine could not be built; its process ends."""
+
+    error: ErrorInfo
+
+
+class StepOutputs(msgspec.Struct, tag=5, array_like=True, gc=False):
+    """What one step produced; also proof of life."""
+
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats | None = None
+
+
+class RequestRefused(msgspec.Struct, tag=6, array_like=True, gc=False):
+    """None of these sequences was admitted."""
+
+    sequence_ids: list[str]
+    error: ErrorInfo
+
+
+class Reply(msgspec.Struct, tag=7, array_like=True, gc=False):
+    """The answer to the call with the same id."""
+
+    call_id: int
+    stats: SchedulerStats | None = None
+    done: bool = True
+
+
+FromEngine = Starting | LoadProgress | Ready | StartupFailed | StepOutputs | RequestRefused | Reply
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_decode_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def decode_to_engine(data: bytes | memoryview) -> ToEngine:
+    """Return the message that the front encoded."""
+    message: ToEngine = _decode_to_engine.decode(data)
+    return message
+
+
+def decode_from_engine(data: bytes | memoryview) -> FromEngine:
+    """Return the message that the engine encoded."""
+    message: FromEngine = _decode_from_engine.decode(data)
+    return message
+
+
+def input_address(directory: Path) -> str:
+    """Return where the front sends, given the private directory of the sockets."""
+    return f"ipc://{directory}/in"
+
+
+def output_address(directory: Path) -> str:
+    """Return where the engine sends, given the private directory of the sockets."""
+    return f"ipc://{directory}/out"
+
+
+def encode_start(start: EngineStart) -> bytes:
+    """Return `start` as one line."""
+    return msgspec.json.encode(start) + b"\n"
+
+
+def decode_start(line: bytes) -> EngineStart:
+    """Return what `encode_start` was given."""
+    return msgspec.json.decode(line, type=EngineStart)
+
+
+def check_types(value: Any) -> None:
+    """Check the types of a dataclass's fields as deeply as the wire does.
+
+    Raises:
+        msgspec.ValidationError, TypeError, OverflowError: names the field at fault.
+    """
+    msgspec.convert(msgspec.to_builtins(value), type(value), strict=True)

@@ -1,0 +1,183 @@
+"""The engine process: `python -m quire.engine.process DIRECTORY`, started by `quire.engine.process_client`.
+
+DIRECTORY is the private one of the sockets.
+
+Standard input carries one line that says what to build and stays open as the *lifeline*: when it closes,
+the front is gone and this process ends at once, even in the middle of a step. Standard output is only held
+open, so that the front learns of this process's end from its closing; what is printed goes to standard
+error. SIGINT and SIGTERM are left to the front, which gets them too and decides between draining and
+stopping.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import zmq
+
+from quire.engine.messages import (
+    EngineStart,
+    ErrorInfo,
+    FromEngine,
+    LoadProgress,
+    Ready,
+    Starting,
+    StartupFailed,
+    decode_start,
+    decode_to_engine,
+    encode,
+    input_address,
+    output_address,
+)
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+    from quire.engine.loop import EngineLoop
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL = 0.05
+"""Seconds between progress messages while weights load."""
+
+STALL_WAIT = 100
+"""Milliseconds to wait for a message when requests are unfinished but none could be scheduled."""
+
+
+FRONT_CHECK_INTERVAL = 1.0
+"""Seconds between looks at whether the front is still this process's parent."""
+
+
+class Connection:
+    """The two sockets to the front: requests come in, outputs go out."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._input = self._context.socket(zmq.PULL)
+        self._output = self._context.socket(zmq.PUSH)
+        for socket in (self._input, self._output):
+            socket.set_hwm(0)
+        self._input.connect(input_address(directory))
+        self._output.connect(output_address(directory))
+
+    def send(self, message: FromEngine) -> None:
+        """Queue `message` for the front; never blocks."""
+        self._output.send(encode(message))
+
+    def deliver(self, loop: EngineLoop, *, wait: int | None) -> None:
+        """Hand all messages that have come to `loop`, waiting at most `wait` milliseconds for the first."""
+        self._input.poll(wait)
+        while not loop.stopped:
+            try:
+                data = self._input.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            loop.handle(decode_to_engine(data))
+
+    def close(self) -> None:
+        """Send what is queued and close."""
+        self._context.destroy(linger=1000)
+
+
+def main() -> None:
+    """Run an engine until the front shuts it down or goes away."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _set_standard_output_aside()
+    logging.basicConfig(format="%(asctime)s engine[%(process)d] %(levelname)s %(message)s")
+    directory = Path(sys.argv[1])
+    front = os.getppid()
+    first_line = sys.stdin.buffer.readline()
+    if not first_line:  # the front has died in the meantime
+        _remove_and_exit(directory)
+    lifeline = threading.Thread(target=_end_with_the_front, args=(directory, front), daemon=True)
+    lifeline.start()
+    start = decode_start(first_line)
+    sys.path.extend(entry for entry in start.module_path if entry not in sys.path)
+    connection = Connection(directory)
+    connection.send(Starting())
+    try:
+        exit_code = _serve(start, connection)
+    except Exception:
+        logger.exception("the engine process ends")
+        exit_code = 1
+    connection.close()
+    sys.stderr.flush()
+    os._exit(exit_code)  # tearing down torch would only take time
+
+
+def _set_standard_output_aside() -> None:
+    """Keep the pipe to the front open, out of reach of anything that prints."""
+    os.dup(1)
+    os.dup2(2, 1)
+
+
+def _remove_and_exit(directory: Path) -> NoReturn:
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+def _end_with_the_front(directory: Path, front: int) -> None:
+    """End this process as soon as the lifeline closes, or the front has gone but a fork of it holds on."""
+    lifeline = sys.stdin.fileno()
+    while os.getppid() == front:
+        readable, _, _ = select.select([lifeline], [], [], FRONT_CHECK_INTERVAL)
+        if readable and not os.read(lifeline, 1):
+            break
+    _remove_and_exit(directory)
+
+
+def _serve(start: EngineStart, connection: Connection) -> int:
+    try:
+        core = _build_core(start, connection)
+    except Exception as error:
+        if not isinstance(error, (ValueError, OSError)):
+            logger.exception("the engine could not be built")
+        connection.send(StartupFailed(ErrorInfo.of(error)))
+        return 1
+    from quire.engine.loop import EngineLoop
+
+    loop = EngineLoop(core, connection.send)
+    gc.freeze()  # what is alive now stays: later collections need not look at it
+    connection.send(Ready(core.info))
+    run(loop, connection)
+    return 0
+
+
+def _build_core(start: EngineStart, connection: Connection) -> EngineCore:
+    """Import torch and everything that needs it, and build the engine."""
+    from quire.engine.core import EngineCore
+
+    next_report = 0.0
+
+    def report(done: int, total: int) -> None:
+        nonlocal next_report
+        now = time.monotonic()
+        if now >= next_report or done == total:
+            next_report = now + PROGRESS_INTERVAL
+            connection.send(LoadProgress(done, total))
+
+    return EngineCore(start.config, Path(start.model_path), on_progress=report)
+
+
+def run(loop: EngineLoop, connection: Connection) -> None:
+    """Alternate between taking messages and steps until told to stop; sleep only with nothing to do."""
+    wait: int | None = None
+    while not loop.stopped:
+        connection.deliver(loop, wait=wait)
+        wait = None
+        if not loop.stopped and loop.core.has_requests():
+            wait = 0 if loop.step() else STALL_WAIT
+
+
+if __name__ == "__main__":
+    main()

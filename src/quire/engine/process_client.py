@@ -1,0 +1,184 @@
+"""The front's side of an engine process: start it, talk to it, and see to it that it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+import zmq
+
+from quire.config import EngineConfig
+from quire.engine.messages import (
+    EngineStart,
+    FromEngine,
+    Ready,
+    Shutdown,
+    Starting,
+    ToEngine,
+    decode_from_engine,
+    encode,
+    encode_start,
+    input_address,
+    output_address,
+)
+from quire.errors import EngineDeadError
+
+LAST_WORDS = 200
+"""Milliseconds to wait for what an engine process that ended before it was ready has to say."""
+
+SHUTDOWN_TIMEOUT = 5.0
+"""Seconds that an engine process gets to end by itself before it is killed."""
+
+
+class EngineProcess:
+    """An engine in a process of its own, which dies when this one does.
+
+    Not to be used from two threads at once.
+
+    Args:
+        config: of the engine.
+        model_path: directory of the model that `config.model` names.
+    """
+
+    def __init__(self, config: EngineConfig, model_path: Path) -> None:
+        self._ready = False
+        context = zmq.Context(io_threads=1)
+        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
+        self._process = _start_process(self._directory)
+        self._finalizer = weakref.finalize(
+            self, _clean_up, os.getpid(), self._process, context, self._directory
+        )
+        self._input = context.socket(zmq.PUSH)
+        self._output = context.socket(zmq.PULL)
+        self._bind()
+        self._write_start(EngineStart(config=config, model_path=str(model_path), module_path=list(sys.path)))
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    @property
+    def message_fd(self) -> int:
+        """Becomes readable when messages may have come; drain them with `receive(0)` each time."""
+        return int(self._output.getsockopt(zmq.FD))
+
+    @property
+    def death_fd(self) -> int:
+        """Becomes readable when the process has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def send(self, message: ToEngine) -> None:
+        """Queue `message` for the engine; never blocks, and is lost if the engine is dead."""
+        if self._finalizer.alive:
+            with contextlib.suppress(zmq.Again):
+                self._input.send(encode(message), zmq.NOBLOCK)
+
+    def receive(self, timeout: float | None) -> list[FromEngine]:
+        """Return all messages that have come; wait at most `timeout` seconds for the first (None: for ever).
+
+        Raises:
+            EngineDeadError: the process has ended, and there is nothing left to read.
+        """
+        if not self._finalizer.alive:
+            raise EngineDeadError("the engine has been shut down")
+        messages = self._drain()
+        if messages:
+            return messages
+        poller = zmq.Poller()
+        poller.register(self._output, zmq.POLLIN)
+        poller.register(self.death_fd, zmq.POLLIN)
+        ready = dict(poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
+        if self.death_fd in ready and not self._ready:
+            self._output.poll(LAST_WORDS)
+        messages = self._drain()
+        if self.death_fd in ready and not messages:
+            raise EngineDeadError(self._obituary())
+        return messages
+
+    def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+        """Tell the engine to end, kill it after `timeout` seconds, and leave nothing behind."""
+        if self._ready and self._finalizer.alive:
+            self.send(Shutdown())
+            select.select([self.death_fd], [], [], timeout)
+        self._finalizer()
+
+    def _bind(self) -> None:
+        for socket in (self._input, self._output):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._input.bind(input_address(self._directory))
+        self._output.bind(output_address(self._directory))
+
+    def _write_start(self, start: EngineStart) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died already; receive() will say so
+            self._process.stdin.write(encode_start(start))
+            self._process.stdin.flush()
+
+    def _drain(self) -> list[FromEngine]:
+        messages: list[FromEngine] = []
+        while True:
+            try:
+                message = decode_from_engine(self._output.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return messages
+            if isinstance(message, Starting):
+                shutil.rmtree(self._directory, ignore_errors=True)  # both sockets are connected
+            self._ready = self._ready or isinstance(message, Ready)
+            messages.append(message)
+
+    def _obituary(self) -> str:
+        try:
+            code = self._process.wait(SHUTDOWN_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return f"the engine process {self.pid} has closed its output; its log is on standard error"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"the engine process {self.pid} {how}; its log is on standard error"
+
+
+def _start_process(directory: Path) -> subprocess.Popen[bytes]:
+    """Start the engine process; from then on it removes `directory` if this process dies."""
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "quire.engine.process", str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _clean_up(
+    owner: int,
+    process: subprocess.Popen[bytes],
+    context: zmq.Context[zmq.Socket[bytes]],
+    directory: Path,
+) -> None:
+    """End the process if it still lives, reap it, and remove sockets, pipes and files."""
+    if os.getpid() != owner:
+        return  # a fork of the front: the engine is not its to end
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+    context.destroy(linger=0)
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,52 @@
+"""What importing costs: the front never imports torch, and `import quire` next to nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import quire
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_imports_nothing_else():
+    heavy = ["numpy", "torch", "zmq", "msgspec", "asyncio", "dataclasses", "quire.config"]
+    assert run(f"import sys, quire; print([name for name in {heavy} if name in sys.modules])") == "[]\n"
+
+
+def test_the_front_does_without_torch():
+    code = """
+import sys
+from quire import *
+import quire.engine.process
+from quire.models.tokenizer import Tokenizer
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    assert run(code) == "[]\n"
+
+
+def test_the_engine_does_without_slow_modules(checkpoint):
+    code = f"""
+import sys
+from quire import LLM, SamplingParams
+llm = LLM({checkpoint!r}, num_kv_blocks=32, num_threads=1)
+llm.generate("the", SamplingParams(max_tokens=2))
+slow = ["transformers", "torch._dynamo", "torchvision", "torch._inductor", "rich"]
+print([name for name in slow if name in sys.modules])
+"""
+    assert run(code) == "[]\n"
+
+
+def test_public_names():
+    for name in quire.__all__:
+        assert getattr(quire, name).__name__ == name
+        assert name in dir(quire)
+    with pytest.raises(AttributeError, match="LLMM"):
+        _ = quire.LLMM

@@ -1,0 +1,250 @@
+"""The memory plan, against numbers published for a model and against torch's own count."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.config import EngineConfig, SchedulerConfig
+from quire.engine import memory_plan
+from quire.engine.memory_limits import available_memory, cgroup_headroom
+from quire.engine.memory_plan import GB, MemoryPlan, activation_bytes, format_bytes, plan_memory
+from quire.errors import ConfigError
+from quire.models.config import ModelConfig
+
+# https://huggingface.co/Qwen/Qwen3-0.6B: 0.6B parameters, 0.44B without embeddings, 28 layers, 16 / 8 heads.
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_06B_PARAMETERS = 596_049_920
+QWEN3_06B_KV_BYTES_PER_TOKEN = 114_688  # 2 x 28 layers x 8 heads x 128 x 2 bytes
+
+
+@pytest.fixture(scope="module")
+def qwen_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen3-0.6b")
+    (directory / "config.json").write_text(json.dumps(QWEN3_06B))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def qwen(qwen_directory: Path) -> ModelConfig:
+    return ModelConfig.from_directory(qwen_directory)
+
+
+def plan(model: ModelConfig, *, gigabytes: float = 16, engine: dict | None = None, **scheduler) -> MemoryPlan:
+    config = EngineConfig(**(engine or {}), scheduler=SchedulerConfig(**scheduler))
+    return plan_memory(config, model, available_bytes=int(gigabytes * GB))
+
+
+def test_parameters_are_those_published(qwen: ModelConfig):
+    assert qwen.num_parameters == QWEN3_06B_PARAMETERS
+
+
+def test_parameters_are_those_torch_counts(qwen_directory: Path, qwen: ModelConfig):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(qwen_directory))
+    assert qwen.num_parameters == model.num_parameters()
+
+
+def test_sizes_of_a_known_model(qwen: ModelConfig):
+    result = plan(qwen, num_kv_blocks=1000)
+    assert result.weight_bytes == QWEN3_06B_PARAMETERS * 2
+    assert result.kv_bytes_per_token == QWEN3_06B_KV_BYTES_PER_TOKEN
+    assert result.kv_bytes_per_block == QWEN3_06B_KV_BYTES_PER_TOKEN * 16
+    assert result.kv_bytes == QWEN3_06B_KV_BYTES_PER_TOKEN * 16_000
+    assert result.total_bytes == result.weight_bytes + result.activation_bytes + result.kv_bytes
+
+
+def test_the_data_type_decides_the_sizes(qwen: ModelConfig):
+    narrow = plan(qwen, num_kv_blocks=1000)
+    wide = plan(qwen, engine={"dtype": "float32"}, num_kv_blocks=1000)
+    assert narrow.dtype == "bfloat16"
+    assert (wide.weight_bytes, wide.kv_bytes) == (narrow.weight_bytes * 2, narrow.kv_bytes * 2)
+
+
+def test_num_kv_blocks_wins_over_cache_size(qwen: ModelConfig):
+    assert plan(qwen, num_kv_blocks=77, cache_size=4.0).num_blocks == 77
+
+
+def test_cache_size_is_never_exceeded(qwen: ModelConfig):
+    result = plan(qwen, cache_size=4.0)
+    assert result.kv_bytes <= 4 * GB < result.kv_bytes + result.kv_bytes_per_block
+
+
+def test_memory_fraction_shares_what_weights_and_activations_leave(qwen: ModelConfig):
+    result = plan(qwen, engine={"memory_fraction": 0.25})
+    left = 16 * GB - result.weight_bytes - result.activation_bytes
+    assert result.kv_bytes <= left * 0.25 < result.kv_bytes + result.kv_bytes_per_block
+
+
+def test_no_more_blocks_than_can_be_used(qwen: ModelConfig):
+    result = plan(qwen, gigabytes=1000, engine={"max_model_len": 1000}, max_num_seqs=3)
+    assert result.num_blocks == 3 * 63  # ceil(1000 / 16) = 63
+    assert result.max_sequences_at(1000) == 3
+
+
+def test_sequences_at_a_length_take_whole_blocks(qwen: ModelConfig):
+    result = plan(qwen, num_kv_blocks=100, max_num_seqs=60)
+    assert [result.max_sequences_at(length) for length in (1, 16, 17, 1600, 1601)] == [60, 60, 50, 1, 0]
+
+
+def test_the_default_length_is_lowered_to_what_the_cache_holds(qwen: ModelConfig):
+    assert plan(qwen, num_kv_blocks=100).max_model_len == 1600
+    assert plan(qwen, num_kv_blocks=100).model_max_len == 40960
+    assert plan(qwen, num_kv_blocks=4000).max_model_len == 40960
+
+
+def test_the_default_length_is_lowered_until_its_activations_fit_too(qwen: ModelConfig):
+    small = {"gigabytes": 2, "max_num_seqs": 8}
+    result = plan(qwen, **small)
+    longest = result.max_model_len
+    assert longest > 1024
+    assert result.max_sequences_at(longest) >= 1
+    assert result.total_bytes <= 2 * GB
+    assert result.activation_bytes < plan(qwen, max_num_seqs=8).activation_bytes
+    assert plan(qwen, **small, engine={"max_model_len": longest}).max_model_len == longest
+    with pytest.raises(ConfigError, match=rf"no sequence of more than {longest} .*memory_fraction"):
+        plan(qwen, **small, engine={"max_model_len": longest + 1})
+
+
+def test_activations_grow_with_the_step(qwen: ModelConfig):
+    def activations(tokens: int, seqs: int) -> int:
+        scheduler = SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+        return activation_bytes(scheduler, qwen, "bfloat16", max_model_len=4096)
+
+    # 7,680 more tokens: residual stream and projections in bfloat16 and float32.
+    assert activations(8192, 1) - activations(512, 1) == 7680 * (1024 * 12 + 48 * 128 * 6)
+    assert activations(512, 512) > 512 * 151_936 * 4  # float32 logits, at the least
+
+
+def test_the_bounds_of_attention_are_the_kernels_own():
+    from quire.kernels import tiles
+
+    assert tiles.TILE == memory_plan.ATTENTION_TILE
+    assert tiles.SCRATCH_FLOATS == memory_plan.ATTENTION_SCRATCH_FLOATS
+
+
+def test_a_configured_length_that_does_not_fit_is_refused(qwen: ModelConfig):
+    with pytest.raises(
+        ConfigError, match=r"max_model_len is 2000.*no sequence of more than 1600 .*num_kv_blocks"
+    ):
+        plan(qwen, engine={"max_model_len": 2000}, num_kv_blocks=100)
+
+
+def test_a_length_beyond_the_model_is_refused(qwen: ModelConfig):
+    with pytest.raises(ConfigError, match=r"max_model_len is 50000; .* at most 40960"):
+        plan(qwen, engine={"max_model_len": 50_000})
+
+
+def test_weights_that_do_not_fit_are_refused(qwen: ModelConfig):
+    with pytest.raises(ConfigError, match=r"weights take 1\.19 GB as bfloat16, but only 1 GB"):
+        plan(qwen, gigabytes=1)
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_largest_that_does(qwen: ModelConfig):
+    largest = (2 * GB - QWEN3_06B_PARAMETERS * 2) // (QWEN3_06B_KV_BYTES_PER_TOKEN * 16)
+    with pytest.raises(ConfigError, match=rf"num_kv_blocks asks for .* {largest} blocks"):
+        plan(qwen, gigabytes=2, num_kv_blocks=1000)
+    assert plan(qwen, gigabytes=2, num_kv_blocks=largest).num_blocks == largest
+
+
+def test_no_room_for_a_block_is_refused_with_the_knobs(qwen: ModelConfig):
+    with pytest.raises(
+        ConfigError, match=r"no KV block of 1\.84 MB fits.*raise EngineConfig\.memory_fraction"
+    ):
+        plan(qwen, gigabytes=1.2)
+    with pytest.raises(ConfigError, match=r"raise SchedulerConfig\.cache_size"):
+        plan(qwen, cache_size=0.001)
+
+
+def test_planning_does_not_import_torch():
+    code = (
+        "import sys; from quire.engine.memory_plan import plan_memory; from quire.config import EngineConfig;"
+        "from quire.models.hub import resolve_model; from quire.models.config import ModelConfig;"
+        "plan_memory(EngineConfig(), ModelConfig.from_directory(resolve_model('mini')));"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_234_567, "1.23 MB"), (999_600, "1 MB"), (16e9, "16 GB")],
+)
+def test_sizes_for_people(size: float, text: str):
+    assert format_bytes(size) == text
+
+
+def write_group(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def write_membership(root: Path, text: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(text)
+
+
+def test_cgroup_v2_limits_of_the_group_and_its_parent(tmp_path: Path):
+    write_membership(tmp_path, "0::/service/worker\n")
+    mount = tmp_path / "sys/fs/cgroup"
+    write_group(mount, memory__stat="inactive_file 0\n")  # the root has no memory.max
+    write_group(
+        mount / "service", memory__max="1000\n", memory__current="900\n", memory__stat="inactive_file 50\n"
+    )
+    write_group(
+        mount / "service/worker", memory__max="max\n", memory__current="9\n", memory__stat="inactive_file 1\n"
+    )
+    assert cgroup_headroom(tmp_path) == [150]
+
+
+def test_cgroup_v1_counts_page_cache_as_free(tmp_path: Path):
+    write_membership(tmp_path, "7:blkio:/\n4:cpu,memory:/jobs/a\n0::/\n")
+    write_group(
+        tmp_path / "sys/fs/cgroup/memory/jobs/a",
+        memory__limit_in_bytes="5000\n",
+        memory__usage_in_bytes="4000\n",
+        memory__stat="cache 300\ntotal_inactive_file 200\n",
+    )
+    assert cgroup_headroom(tmp_path) == [1200]
+
+
+def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path):
+    write_membership(tmp_path, "4:memory:/docker/0123\n")
+    write_group(
+        tmp_path / "sys/fs/cgroup/memory",
+        memory__limit_in_bytes="700\n",
+        memory__usage_in_bytes="800\n",
+        memory__stat="total_inactive_file 0\n",
+    )
+    assert cgroup_headroom(tmp_path) == [0]
+
+
+def test_no_cgroups_means_no_limit(tmp_path: Path):
+    assert cgroup_headroom(tmp_path) == []
+    assert available_memory() > 0
