@@ -154,6 +154,12 @@ def test_priority_serves_the_lower_value_first_and_preempts_the_worst():
     assert scene.outputs["idle"] == naive_generation(list(range(40, 48)), 12, set())
 
 
+def test_a_priority_that_the_policy_would_ignore_is_refused():
+    scene = Scene(policy="fcfs")
+    with pytest.raises(InvalidRequestError, match="priority is 1, but the scheduler's policy is 'fcfs'"):
+        scene.add("urgent", [1], priority=1)
+
+
 def test_nobody_overtakes_a_head_that_waits_for_blocks():
     scene = Scene(num_blocks=8)
     scene.add("running", range(16), max_tokens=8)

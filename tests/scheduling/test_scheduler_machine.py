@@ -76,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, pieces, max_tokens, priority, stops, salt):
         prompt = [token for piece in pieces for token in piece]
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_ID,) if stops else ())
+        priority = priority if self.config.policy == "priority" else 0
         request_id = f"r{self.count}"
         self.count += 1
         request = Request(request_id, prompt, params, priority=priority, cache_salt=salt)
@@ -96,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             self.outputs[request_id] = []
             self.never_ran.add(request_id)
-            self.order[request_id] = (priority if self.config.policy == "priority" else 0, self.count)
+            self.order[request_id] = (priority, self.count)
             with pytest.raises(DuplicateRequestError):
                 self.scheduler.add_request(Request(request_id, [1], params))
 

@@ -11,6 +11,16 @@ from quire.scheduling.slots import token_limit
 RETRY_AFTER_SECONDS = 1.0
 
 
+def refuse_priority_without_policy(request: Request, config: SchedulerConfig) -> None:
+    """Raise `InvalidRequestError` for a priority that the policy would not look at."""
+    if request.priority and config.policy != "priority":
+        raise InvalidRequestError(
+            f"priority is {request.priority}, but the scheduler's policy is {config.policy!r}, which has no "
+            "priorities; leave it out, or start the engine with policy 'priority'",
+            param="priority",
+        )
+
+
 def refuse_if_never_fits(
     request: Request, config: SchedulerConfig, num_blocks: int, max_model_len: int
 ) -> None:

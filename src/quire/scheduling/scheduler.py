@@ -20,7 +20,11 @@ from quire.config import SchedulerConfig
 from quire.errors import DuplicateRequestError
 from quire.kv.manager import KVCacheManager
 from quire.request import Request, RequestStatus
-from quire.scheduling.admission import refuse_if_never_fits, refuse_if_queue_is_full
+from quire.scheduling.admission import (
+    refuse_if_never_fits,
+    refuse_if_queue_is_full,
+    refuse_priority_without_policy,
+)
 from quire.scheduling.interface import PauseState, SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats, output_of
 from quire.scheduling.queue import ORDERS, OrderKey, WaitingQueue
@@ -296,6 +300,7 @@ class Scheduler(SchedulerInterface):
                 f"request id {request.request_id!r} is in use by a request that has not ended",
                 param="request_id",
             )
+        refuse_priority_without_policy(request, self._config)
         refuse_if_never_fits(request, self._config, self._stats.num_blocks, self._max_model_len)
         refuse_if_queue_is_full(request, self._config, self._waiting)
         request.arrival = next(self._arrivals)

@@ -1,0 +1,67 @@
+"""What all commands share at the terminal: errors in one line, and where progress may be shown."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+
+import typer
+
+from quire.errors import ConfigError, InvalidRequestError, QuireError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+_FIELD = re.compile(r"\b[A-Z]\w*(?:Config|Params)\.(\w+)")
+
+
+def flag_name(field_name: str) -> str:
+    """Return the flag of a configuration field: max_num_seqs -> --max-num-seqs."""
+    return "--" + field_name.replace("_", "-")
+
+
+def in_flags(message: str, param: str | None = None) -> str:
+    """Return an error message with the names of fields written as flags.
+
+    Args:
+        message: names fields as `SchedulerConfig.max_num_seqs`.
+        param: a field that the message may begin with by its bare name.
+    """
+    if param and message.split(" ", 1)[0] == param:
+        message = flag_name(param) + message.removeprefix(param)
+    return _FIELD.sub(lambda match: flag_name(match[1]), message)
+
+
+def print_error(message: str) -> None:
+    """Write `error: message` to stderr as one line."""
+    typer.echo(f"{typer.style('error:', fg='red', bold=True)} {' '.join(message.split())}", err=True)
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """End the command with status 2 when the given values are refused."""
+    try:
+        yield
+    except (ConfigError, InvalidRequestError) as error:
+        print_error(in_flags(str(error), getattr(error, "param", None)))
+        raise typer.Exit(EXIT_USAGE) from None
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the command with one line and a status: 2 for a configuration, 1 for any other error of Quire."""
+    try:
+        yield
+    except QuireError as error:
+        print_error(in_flags(str(error)))
+        raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def stderr_is_terminal() -> bool:
+    """Whether progress can be shown without spoiling a log or a pipe."""
+    return sys.stderr.isatty()

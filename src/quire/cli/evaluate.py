@@ -1,0 +1,213 @@
+"""`quire eval`: exact match per task over the questions that come with a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli.console import stderr_is_terminal
+from quire.cli.options import config_options
+from quire.cli.progress import LoadingBar
+from quire.config import EngineConfig
+from quire.errors import ModelError
+from quire.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EVAL_FILE = "eval.jsonl"
+SPARE_TOKENS = 8  # beyond the longest answer: room to end, and to be seen going on when it should not
+
+
+@config_options(positional=("model",), engine=EngineConfig)
+def evaluate(
+    engine: EngineConfig,
+    *,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TASK", help="Run only this task; may be given more than once."),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(metavar="INT", min=0, help="Run at most this many prompts of each task. 0: all.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Ask MODEL the questions in its eval.jsonl and report how many answers match exactly.
+
+    Each line of that file is an object with "task", "messages" and "answer". All prompts run greedily in
+    one offline batch, in this process; a match is equality with surrounding white space left out.
+
+    Examples:
+      quire eval
+      quire eval --task add --task reverse --limit 50
+      quire eval ./my-model --dtype float32 --json
+    """
+    from quire.models.hub import resolve_model
+
+    cases = select(read_cases(resolve_model(engine.model) / EVAL_FILE), task or [], limit)
+    report = run_cases(engine, cases)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        Console(highlight=False).print(report_table(engine.model, report))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One question: the task it belongs to, the chat to complete, and the right answer."""
+
+    task: str
+    messages: list[dict[str, Any]]
+    answer: str
+
+
+@dataclasses.dataclass(slots=True)
+class Score:
+    """What is known of one task, or of all together; token counts are of prompts."""
+
+    prompts: int = 0
+    matches: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, case: Case, output: RequestOutput) -> None:
+        """Count one answered case."""
+        self.prompts += 1
+        self.matches += output.outputs[0].text.strip() == case.answer.strip()
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.cached_tokens += output.num_cached_tokens
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the shares and means that the table shows."""
+        return {
+            "prompts": self.prompts,
+            "exact_match": self.matches / self.prompts,
+            "mean_prompt_tokens": self.prompt_tokens / self.prompts,
+            "prefix_cache_hit_share": self.cached_tokens / self.prompt_tokens,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """Scores by task in the file's order, their sum, and how long it took (seconds)."""
+
+    tasks: dict[str, Score]
+    total: Score
+    output_tokens: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return {
+            "tasks": {name: score.as_dict() for name, score in self.tasks.items()},
+            "total": self.total.as_dict(),
+            "seconds": self.seconds,
+            "output_tokens": self.output_tokens,
+            "output_tokens_per_second": self.output_tokens / self.seconds,
+            "prompt_tokens_per_second": self.total.prompt_tokens / self.seconds,
+        }
+
+
+def read_cases(path: Path) -> list[Case]:
+    """Read an evaluation file.
+
+    Raises:
+        ModelError: if there is none, or a line is not an object with task, messages and answer.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        raise ModelError(
+            f"{path.parent} has no {EVAL_FILE}; put one there with lines of "
+            '{"task": ..., "messages": [...], "answer": ...}'
+        ) from None
+    cases = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            cases.append(Case(record["task"], record["messages"], record["answer"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"line {number} of {path} is not a case: {error!r}") from None
+    return cases
+
+
+def select(cases: Iterable[Case], tasks: list[str], limit: int) -> list[Case]:
+    """Return the cases of `tasks` (all if empty), at most `limit` of each (0: no limit).
+
+    Raises:
+        ModelError: if a task is unknown, or nothing is left.
+    """
+    by_task: dict[str, list[Case]] = {}
+    for case in cases:
+        by_task.setdefault(case.task, []).append(case)
+    unknown = [task for task in tasks if task not in by_task]
+    if unknown or not by_task:
+        known = ", ".join(by_task) or "none"
+        raise ModelError(f"no cases for {', '.join(unknown) or 'any task'}; tasks in {EVAL_FILE}: {known}")
+    return [case for task in by_task if not tasks or task in tasks for case in by_task[task][: limit or None]]
+
+
+def run_cases(engine: EngineConfig, cases: list[Case]) -> Report:
+    """Answer all cases greedily in one batch and score them."""
+    from quire.engine.llm import LLM
+
+    options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
+    with LoadingBar(engine.model) as on_progress:
+        llm = LLM(**options, on_load_progress=on_progress)
+        llm.wait_until_ready()
+    with llm:
+        tokenizer = llm.get_tokenizer()
+        longest = max(len(tokenizer.encode(case.answer, add_special_tokens=False)) for case in cases)
+        sampling = SamplingParams(temperature=0.0, max_tokens=longest + SPARE_TOKENS)
+        started = time.perf_counter()
+        outputs = llm.chat([case.messages for case in cases], sampling, progress=stderr_is_terminal())
+        seconds = time.perf_counter() - started
+    return scored(cases, outputs, seconds)
+
+
+def scored(cases: list[Case], outputs: list[RequestOutput], seconds: float) -> Report:
+    """Compare answers with what they should be."""
+    tasks: dict[str, Score] = {}
+    total = Score()
+    for case, output in zip(cases, outputs, strict=True):
+        tasks.setdefault(case.task, Score()).add(case, output)
+        total.add(case, output)
+    output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return Report(tasks=tasks, total=total, output_tokens=output_tokens, seconds=seconds)
+
+
+def report_table(model: str, report: Report) -> Table:
+    """Return the table of tasks with their total."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=f"Exact match of {model}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("task")
+    for column in ("prompts", "exact match", "mean prompt tokens", "prefix-cache hits"):
+        table.add_column(column, justify="right")
+    for name, score in [*report.tasks.items(), ("all", report.total)]:
+        if score is report.total:
+            table.add_section()
+        values = score.as_dict()
+        table.add_row(
+            name,
+            f"{score.prompts:,}",
+            f"{values['exact_match']:.1%}",
+            f"{values['mean_prompt_tokens']:,.0f}",
+            f"{values['prefix_cache_hit_share']:.1%}",
+        )
+    speed = report.as_dict()
+    table.caption = (
+        f"{report.seconds:.1f} s: {speed['prompt_tokens_per_second']:,.0f} prompt and "
+        f"{speed['output_tokens_per_second']:,.0f} output tokens/s"
+    )
+    table.caption_justify = "left"
+    return table

@@ -1,0 +1,174 @@
+"""`quire generate`: prompts in, answers out, streamed to the terminal or written as JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from quire.cli.answers import Answers, JsonAnswers, TextAnswers
+from quire.cli.console import EXIT_FAILURE, in_flags, print_error, stderr_is_terminal, usage_errors
+from quire.cli.options import config_options
+from quire.cli.progress import LoadingBar
+from quire.cli.prompts import STDIN, Prompt, read_prompts
+from quire.config import EngineConfig
+from quire.errors import EngineDeadError, InvalidRequestError, QuireError
+from quire.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+
+SUBMITTED_PER_RUNNING = 2  # requests handed to the engine for each that can run: enough to keep it busy
+
+
+@config_options(defaults={"temperature": 0.0}, engine=EngineConfig, sampling=SamplingParams)
+def generate(
+    engine: EngineConfig,
+    sampling: SamplingParams,
+    *,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="One or more prompts.", show_default=False),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="FILE",
+            help="Read prompts from this file, one per line; - is stdin.",
+        ),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write JSON lines to this file; - is stdout."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send the text as it is, without the model's chat template.")
+    ] = False,
+) -> None:
+    """Answer each PROMPT, streaming to the terminal.
+
+    Prompts come from the arguments, from --input, or from a pipe: one per line, and a line that begins
+    with a brace is a JSON object with a "prompt" or with "messages". They run side by side and are
+    answered in their order. The default temperature is 0 here: the same prompt gives the same answer.
+
+    Examples:
+      quire generate "What is a KV block?"
+      quire generate "Once upon a time" --raw --temperature 0.8 --seed 7 --max-tokens 200
+      quire generate --input prompts.jsonl --output answers.jsonl
+      echo "12 + 34" | quire generate --output -
+    """
+    with usage_errors():
+        asked = read_prompts(prompts or [], source)
+    with _answers(target, asked, sampling) as answers:
+        errors = asyncio.run(_answer_all(engine, asked, _sender(sampling, raw=raw), answers))
+    for error in errors:
+        print_error(error)
+    if errors:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+Sender = Callable[["AsyncLLM", Prompt], AsyncIterator[RequestOutput]]
+OnAnswered = Callable[[int, int], None]
+
+
+def _sender(sampling: SamplingParams, *, raw: bool) -> Sender:
+    """Return what sends a prompt to the engine: through the chat template if there is one, unless `raw`."""
+
+    def send(llm: AsyncLLM, prompt: Prompt) -> AsyncIterator[RequestOutput]:
+        if prompt.messages is not None:
+            return llm.chat(prompt.messages, sampling)
+        if raw or not llm.tokenizer.has_chat_template:
+            return llm.generate(prompt.text, sampling)
+        return llm.chat([{"role": "user", "content": prompt.text}], sampling)
+
+    return send
+
+
+@contextlib.contextmanager
+def _answers(target: Path | None, prompts: list[Prompt], sampling: SamplingParams) -> Iterator[Answers]:
+    if target is None:
+        yield TextAnswers(sys.stdout, prompts, completions=sampling.n)
+    elif target == STDIN:
+        yield JsonAnswers(sys.stdout, prompts)
+    else:
+        with usage_errors():
+            file = _open_for_writing(target)
+        with file:
+            yield JsonAnswers(file, prompts)
+
+
+def _open_for_writing(target: Path) -> TextIO:
+    try:
+        return target.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"cannot write --output {target}: {error.strerror}") from None
+
+
+async def _answer_all(
+    engine: EngineConfig, prompts: list[Prompt], send: Sender, answers: Answers
+) -> list[str]:
+    """Start an engine, answer every prompt, stop the engine; return the errors of single prompts."""
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.progress import batch_progress
+
+    llm = AsyncLLM(engine)
+    try:
+        with LoadingBar(engine.model) as on_progress:
+            await llm.wait_until_ready(on_progress)
+        with batch_progress(len(prompts), shown=_progress_fits(prompts, answers)) as on_answered:
+            errors = await _answer_each(llm, prompts, send, answers, on_answered)
+    finally:
+        await llm.shutdown()
+    place = "prompt {}: {}" if len(prompts) > 1 else "{1}"
+    return [place.format(number, error) for number, error in enumerate(errors, start=1) if error]
+
+
+async def _answer_each(
+    llm: AsyncLLM, prompts: list[Prompt], send: Sender, answers: Answers, on_answered: OnAnswered
+) -> list[str | None]:
+    """Answer the prompts side by side; return each one's error. `on_answered` gets (prompts, tokens) done."""
+    gate = asyncio.Semaphore(SUBMITTED_PER_RUNNING * llm.config.scheduler.max_num_seqs)
+    done = tokens = 0
+
+    async def answer(index: int) -> str | None:
+        nonlocal done, tokens
+        async with gate:
+            num_tokens, error = await _answer_one(send(llm, prompts[index]), index, answers)
+        done += 1
+        tokens += num_tokens
+        on_answered(done, tokens)
+        return error
+
+    return await asyncio.gather(*map(answer, range(len(prompts))))
+
+
+async def _answer_one(
+    outputs: AsyncIterator[RequestOutput], index: int, answers: Answers
+) -> tuple[int, str | None]:
+    """Pass on the outputs of one prompt; return its tokens, and what went wrong with it if anything did."""
+    num_tokens = 0
+    error: str | None = None
+    try:
+        async for output in outputs:
+            answers.update(index, output)
+            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+            error = next((completion.error for completion in output.outputs if completion.error), error)
+    except EngineDeadError:
+        raise
+    except QuireError as failure:
+        error = in_flags(str(failure))
+        answers.fail(index, error)
+    return num_tokens, error
+
+
+def _progress_fits(prompts: list[Prompt], answers: Answers) -> bool:
+    """Whether a bar is of use, and does not mix with answers that stream to the same terminal."""
+    streams_to_terminal = isinstance(answers, TextAnswers) and sys.stdout.isatty()
+    return len(prompts) > 1 and stderr_is_terminal() and not streams_to_terminal

@@ -1,0 +1,54 @@
+"""Several growing texts on one stream, each whole before the next begins."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+
+class InOrder:
+    """Writes texts that grow side by side as if they had been made one after the other.
+
+    The first unfinished text is written as it grows; those behind it are kept back until their turn.
+
+    Args:
+        stream: where to write; flushed after every write.
+        headings: what to write before each text; one entry per text, "" for none.
+    """
+
+    def __init__(self, stream: TextIO, headings: list[str]) -> None:
+        self._stream = stream
+        self._headings = headings
+        self._texts = [""] * len(headings)
+        self._finished = [False] * len(headings)
+        self._current = 0
+        self._written: int | None = None  # characters of the current text; None before its heading
+
+    def update(self, index: int, text: str, *, finished: bool) -> None:
+        """Set text `index` to `text`, which begins with what it was before, and write what can be written."""
+        self._texts[index] = text
+        self._finished[index] = finished
+        if index == self._current:
+            self._write()
+
+    def finish(self, index: int) -> None:
+        """Take text `index` as complete as it is."""
+        self.update(index, self._texts[index], finished=True)
+
+    def _write(self) -> None:
+        while self._current < len(self._texts):
+            text = self._texts[self._current]
+            finished = self._finished[self._current]
+            if not text and not finished:
+                break
+            if self._written is None:
+                self._stream.write(self._headings[self._current])
+                self._written = 0
+            self._stream.write(text[self._written :])
+            self._written = len(text)
+            if not finished:
+                break
+            if text or self._headings[self._current]:
+                self._stream.write("\n")
+            self._current += 1
+            self._written = None
+        self._stream.flush()

@@ -1,0 +1,72 @@
+"""The `quire` command: its subcommands and its manual page."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quire.cli import chat, evaluate, generate, plan, serve
+from quire.cli.manual import ManualCommand, ManualGroup
+
+MANUAL = """
+Quire serves large language models: paged KV cache, continuous batching, one command.
+
+Wherever a MODEL is asked for, it is the built-in model "mini" (the default), a local directory with a
+checkpoint in Hugging Face's format, or a name on the Hugging Face hub.
+
+Examples:
+  quire generate "What is a KV block?"    one answer, streamed
+  quire chat                              a conversation in the terminal
+  quire serve                             an OpenAI-compatible server on 127.0.0.1:8000
+  quire plan Qwen/Qwen3-0.6B              what fits into this machine's memory
+  quire eval                              how well the built-in model answers
+
+"quire COMMAND --help" explains a command and all of its knobs.
+"""
+
+app = typer.Typer(
+    name="quire",
+    help=MANUAL,
+    no_args_is_help=True,
+    add_completion=False,
+    cls=ManualGroup,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _name, _command in (
+    ("serve", serve.serve),
+    ("generate", generate.generate),
+    ("chat", chat.chat),
+    ("plan", plan.plan),
+    ("eval", evaluate.evaluate),
+):
+    app.command(_name, cls=ManualCommand)(_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"quire {version('quire')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+def run() -> None:
+    """Run the command line; the entry point of the `quire` script."""
+    app(prog_name="quire")
+
+
+if __name__ == "__main__":
+    run()

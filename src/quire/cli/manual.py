@@ -1,0 +1,78 @@
+"""Help that reads like a manual page: prose, examples, then every flag in full, grouped.
+
+Docstrings are plain text: paragraphs, and indented lines that are kept as they are (examples).
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+MAX_WIDTH = 100
+FLAG_INDENT = 2
+HELP_COLUMN = 28  # where the explanation of a flag begins; a longer flag gets a line of its own
+
+
+class ManualCommand(TyperCommand):
+    """A command whose --help is a manual page."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the page."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is None:
+                continue
+            if param.param_type_name == "argument":
+                groups["Arguments"].append((param.metavar or param.name or "", record[1]))
+            else:
+                groups.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
+        return _page(self.get_usage(ctx), self.help, [group for group in groups.items() if group[1]])
+
+
+class ManualGroup(TyperGroup):
+    """The command that holds the others; its --help is the manual's first page."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the page."""
+        names = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        commands = [
+            (name, (command.help or "").partition("\n\n")[0].replace("\n", " "))
+            for name, command in names.items()
+            if command is not None
+        ]
+        records = [param.get_help_record(ctx) for param in self.get_params(ctx)]
+        options = [record for record in records if record is not None]
+        return _page(self.get_usage(ctx), self.help, [("Commands", commands), ("Options", options)])
+
+
+def _page(usage: str, text: str | None, groups: list[tuple[str, list[tuple[str, str]]]]) -> str:
+    width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
+    parts = [usage, _prose(text or "", width)]
+    for title, records in groups:
+        entries = "\n".join(_entry(names, text, width) for names, text in records)
+        parts.append(f"{typer.style(title, bold=True)}\n{entries}")
+    return "\n\n".join(parts)
+
+
+def _prose(text: str, width: int) -> str:
+    """Wrap the paragraphs of a docstring; a paragraph with an indented line stays as it is."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(
+        paragraph if "\n " in paragraph else textwrap.fill(paragraph, width) for paragraph in paragraphs
+    )
+
+
+def _entry(names: str, text: str, width: int) -> str:
+    flags = " " * FLAG_INDENT + names
+    lines = textwrap.wrap(" ".join(text.split()), max(20, width - HELP_COLUMN), break_on_hyphens=False)
+    if len(flags) + 2 > HELP_COLUMN:
+        first, rest = flags, lines
+    else:
+        first, rest = flags.ljust(HELP_COLUMN) + (lines[0] if lines else ""), lines[1:]
+    return "\n".join([first.rstrip(), *(" " * HELP_COLUMN + line for line in rest)])

@@ -1,0 +1,193 @@
+"""Command-line flags derived from the fields of configuration classes.
+
+A command asks for a whole configuration object; `config_options` gives it one flag per field, with the
+field's name, type, default and help, in a help panel per class. A knob added to a class is a flag at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import typer
+
+from quire.cli.console import flag_name, one_line_errors, usage_errors
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+from quire.request import SamplingParams
+
+PANELS: dict[type, str] = {
+    EngineConfig: "Engine",
+    SchedulerConfig: "Scheduling and KV cache",
+    SamplingParams: "Sampling",
+    ServerConfig: "HTTP server",
+}
+SHORT_FLAGS = {"model": "-m", "n": "-n"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlagType:
+    """How a field's value is written on the command line.
+
+    Args:
+        annotation: the type that typer parses.
+        convert: turns what typer parsed into the field's value; raises ValueError.
+        metavar: placeholder in the help, None for typer's own.
+    """
+
+    annotation: Any
+    convert: Callable[[Any], Any] = lambda value: value
+    metavar: str | None = None
+
+
+def _id_sequences(texts: list[str]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(token) for token in text.split(",")) for text in texts)
+
+
+def _biases(texts: list[str]) -> dict[int, float]:
+    pairs = (text.split("=", 1) for text in texts)
+    return {int(token): float(bias) for token, bias in pairs}
+
+
+FLAG_TYPES: dict[Any, FlagType] = {
+    bool: FlagType(bool),
+    int: FlagType(int, metavar="INT"),
+    float: FlagType(float, metavar="NUMBER"),
+    str: FlagType(str, metavar="TEXT"),
+    tuple[str, ...]: FlagType(list[str], tuple, "TEXT"),
+    tuple[int, ...]: FlagType(list[int], tuple, "INT"),
+    tuple[tuple[int, ...], ...]: FlagType(list[str], _id_sequences, "ID,ID,..."),
+    Mapping[int, float]: FlagType(list[str], _biases, "ID=BIAS"),
+}
+
+
+def config_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field[Any], Any]]:
+    """Yield (owner, field, type) of every field of `cls`, those of nested configurations in their place."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from config_fields(typing.cast(type, hint))
+        else:
+            yield cls, field, hint
+
+
+def config_options(
+    *, positional: tuple[str, ...] = (), defaults: Mapping[str, Any] | None = None, **configs: type
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command flags for the configurations it takes.
+
+    Args:
+        positional: fields that are arguments instead of flags.
+        defaults: defaults of this command where they differ from the fields' own.
+        configs: for each such parameter of the command, the class to build from the flags.
+    """
+    changed = defaults or {}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        derived = [
+            _parameter(owner, field, hint, positional, changed)
+            for cls in configs.values()
+            for owner, field, hint in config_fields(cls)
+        ]
+        signature = inspect.signature(command, eval_str=True)
+        own = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in signature.parameters.values()
+            if parameter.name not in configs
+        ]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            with usage_errors():
+                built = {name: _build(cls, values) for name, cls in configs.items()}
+            rest = {parameter.name: values[parameter.name] for parameter in own}
+            with one_line_errors():
+                command(**built, **rest)
+
+        arguments = [parameter for parameter in derived if parameter.name in positional]
+        parameters = [*arguments, *own, *(flag for flag in derived if flag not in arguments)]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(
+    owner: type,
+    field: dataclasses.Field[Any],
+    hint: Any,
+    positional: tuple[str, ...],
+    changed: Mapping[str, Any],
+) -> inspect.Parameter:
+    default = changed.get(field.name, _default_of(field))
+    flag = FLAG_TYPES[_without_none(hint)]
+    described: dict[str, Any] = {
+        "help": field.metadata["help"],
+        "metavar": flag.metavar,
+        "show_default": _shown(default),
+        "rich_help_panel": PANELS[owner],
+    }
+    info: Any
+    if field.name in positional:
+        info = typer.Argument(**{**described, "rich_help_panel": None, "metavar": field.name.upper()})
+    elif field.name in SHORT_FLAGS:
+        info = typer.Option(flag_name(field.name), SHORT_FLAGS[field.name], **described)
+    else:
+        info = typer.Option(**described)
+    annotation = flag.annotation if hint == _without_none(hint) else flag.annotation | None
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=list(default) if isinstance(default, tuple | dict) else default,
+        annotation=typing.Annotated[annotation, info],
+    )
+
+
+def _shown(default: Any) -> bool | str:
+    """Return how the help shows a default: not at all where there is none."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return default not in (None, "")
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
+    return hint
+
+
+def _build(cls: type, values: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            given[field.name] = _build(typing.cast(type, hint), values)
+        else:
+            given[field.name] = _converted(field.name, hint, values[field.name])
+    return cls(**given)
+
+
+def _converted(name: str, hint: Any, value: Any) -> Any:
+    flag = FLAG_TYPES[_without_none(hint)]
+    if value is None:
+        return value
+    try:
+        return flag.convert(value)
+    except ValueError:
+        given = ", ".join(map(repr, value))
+        raise typer.BadParameter(
+            f"{given} is not of the form {flag.metavar}", param_hint=flag_name(name)
+        ) from None

@@ -1,0 +1,125 @@
+"""`quire plan`: the memory plan of a model, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli.options import config_options
+from quire.config import EngineConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from quire.engine.memory_plan import MemoryPlan
+
+SHORT_LENGTHS = (512, 2048, 8192, 32768, 131072)
+
+
+@config_options(positional=("model",), engine=EngineConfig)
+def plan(
+    engine: EngineConfig,
+    *,
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GB", help="Plan for this much available memory instead of this machine's."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show where the memory would go if MODEL were served with these options.
+
+    Weights, activations, KV cache: how many blocks, and how many sequences of what length run at once.
+    Nothing is allocated and no weights are read: a directory that holds only config.json will do.
+
+    Examples:
+      quire plan
+      quire plan ./Qwen3-0.6B --cache-size 2
+      quire plan Qwen/Qwen3-0.6B --memory 16 --dtype bfloat16 --json
+    """
+    from quire.engine.memory_plan import GB, plan_memory
+    from quire.models.config import ModelConfig
+    from quire.models.hub import resolve_model
+
+    model = ModelConfig.from_directory(resolve_model(engine.model, weights=False))
+    available = None if memory is None else int(memory * GB)
+    result = plan_memory(engine, model, available_bytes=available)
+    if as_json:
+        typer.echo(json.dumps(as_dict(engine.model, model.architecture, result), indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(memory_table(engine.model, model.architecture, result))
+    console.print(sequence_table(result))
+
+
+def lengths_of_interest(plan: MemoryPlan) -> list[int]:
+    """Return the sequence lengths to show, in tokens: round ones below the longest, and the longest."""
+    return [*(length for length in SHORT_LENGTHS if length < plan.max_model_len), plan.max_model_len]
+
+
+def as_dict(name: str, architecture: str, plan: MemoryPlan) -> dict[str, Any]:
+    """Return the plan as plain data: the fields of `MemoryPlan`, and what follows from them."""
+    return {
+        "model": name,
+        "architecture": architecture,
+        **dataclasses.asdict(plan),
+        "kv_bytes_per_block": plan.kv_bytes_per_block,
+        "kv_bytes": plan.kv_bytes,
+        "num_kv_tokens": plan.num_kv_tokens,
+        "total_bytes": plan.total_bytes,
+        "max_sequences": {str(length): plan.max_sequences_at(length) for length in lengths_of_interest(plan)},
+    }
+
+
+def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
+    """Return the table of what takes how much memory."""
+    from quire.engine.memory_plan import format_bytes
+
+    title = f"Memory plan of {name} ({architecture}, {plan.dtype})"
+    table = _table(title, "", "size", "how it comes about", right=("size",))
+    rows = (
+        ("Weights", plan.weight_bytes, f"{plan.num_parameters:,} parameters"),
+        ("Activations", plan.activation_bytes, "temporary tensors of the largest step, estimated"),
+        ("KV cache", plan.kv_bytes, f"{plan.num_blocks:,} blocks, {plan.num_kv_tokens:,} tokens"),
+    )
+    for label, size, explanation in rows:
+        table.add_row(label, format_bytes(size), explanation)
+    table.add_section()
+    table.add_row("Total", format_bytes(plan.total_bytes), f"{_share(plan)} of what is available")
+    table.add_row("Available", format_bytes(plan.available_bytes), "free memory, or what a cgroup leaves")
+    table.add_section()
+    table.add_row("KV per token", format_bytes(plan.kv_bytes_per_token), "keys and values of all layers")
+    table.add_row("KV per block", format_bytes(plan.kv_bytes_per_block), f"{plan.block_size} tokens")
+    return table
+
+
+def sequence_table(plan: MemoryPlan) -> Table:
+    """Return the table of how many sequences of which length run at once."""
+    table = _table(
+        "Sequences at once", "tokens each", "sequences", "limited by", right=("tokens each", "sequences")
+    )
+    for length in lengths_of_interest(plan):
+        count = plan.max_sequences_at(length)
+        limit = "--max-num-seqs" if count == plan.max_num_seqs else "KV blocks"
+        table.add_row(f"{length:,}", f"{count:,}", limit)
+    if plan.max_model_len < plan.model_max_len:
+        table.caption = f"made for {plan.model_max_len:,} tokens"
+    return table
+
+
+def _share(plan: MemoryPlan) -> str:
+    return f"{plan.total_bytes / plan.available_bytes:.0%}" if plan.available_bytes else "all"
+
+
+def _table(title: str, *columns: str, right: tuple[str, ...]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left")
+    return table

@@ -1,0 +1,77 @@
+"""Where `quire generate` gets its prompts: arguments, a file, or standard input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from quire.errors import InvalidRequestError
+
+STDIN = Path("-")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: a text, or the messages of a chat."""
+
+    text: str
+    messages: list[dict[str, Any]] | None = None
+
+
+def read_prompts(arguments: list[str], source: Path | None) -> list[Prompt]:
+    """Return the prompts given as arguments and those of `source`; without either, those of a piped stdin.
+
+    Raises:
+        InvalidRequestError: if there is none, the file cannot be read, or a line is malformed.
+    """
+    prompts = [Prompt(text) for text in arguments]
+    if source is None and not arguments and not sys.stdin.isatty():
+        source = STDIN
+    if source == STDIN:
+        prompts += parse_lines(sys.stdin, "standard input")
+    elif source is not None:
+        prompts += _parse_file(source)
+    if not prompts:
+        raise InvalidRequestError(
+            "no prompt; give one as an argument, with --input FILE, or on standard input"
+        )
+    return prompts
+
+
+def parse_lines(lines: Iterable[str], name: str) -> list[Prompt]:
+    """Return one prompt per line that is not blank.
+
+    A line that begins with "{" is a JSON object with a `prompt` (text) or `messages` (a chat).
+    """
+    return [
+        _parse_json(line, f"line {number} of {name}") if line.startswith("{") else Prompt(line.rstrip("\r\n"))
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+
+
+def _parse_file(path: Path) -> list[Prompt]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return parse_lines(file, str(path))
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read --input {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"--input {path} is not UTF-8: {error}") from None
+
+
+def _parse_json(line: str, place: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(f"{place} is not valid JSON: {error}") from None
+    text, messages = record.get("prompt"), record.get("messages")
+    if isinstance(text, str) and messages is None:
+        return Prompt(text)
+    if isinstance(messages, list) and text is None and all(isinstance(m, dict) for m in messages):
+        return Prompt(text=str(messages[-1].get("content", "")) if messages else "", messages=messages)
+    raise InvalidRequestError(f"{place} must have either a prompt (a string) or messages (a list of objects)")

@@ -1,0 +1,24 @@
+"""`quire serve`: the OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+from quire.cli.options import config_options
+from quire.config import EngineConfig, ServerConfig
+
+
+@config_options(positional=("model",), engine=EngineConfig, server=ServerConfig)
+def serve(engine: EngineConfig, server: ServerConfig) -> None:
+    """Serve MODEL over HTTP, in OpenAI's API.
+
+    Answers /v1/chat/completions, /v1/completions and /v1/models, streaming or not, with /health and
+    Prometheus /metrics beside them. Ctrl-C or SIGTERM lets running requests finish (see --drain-timeout);
+    a second one stops at once.
+
+    Examples:
+      quire serve
+      quire serve Qwen/Qwen3-0.6B --port 9000 --cache-size 4
+      quire serve ./my-model --api-key "$KEY" --policy priority
+    """
+    from quire.server.run import serve as run_server
+
+    run_server(engine, server)

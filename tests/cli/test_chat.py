@@ -1,0 +1,95 @@
+"""`quire chat` over an engine that repeats the question in upper case."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+from fake_engine import FakeAsyncLLM, install_fake_async_llm
+from typer.testing import CliRunner, Result
+
+from quire.cli.chat import Conversation, obey
+from quire.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeAsyncLLM]:
+    return install_fake_async_llm(monkeypatch)
+
+
+def chat(*lines: str, arguments: tuple[str, ...] = ()) -> Result:
+    return CliRunner().invoke(app, ["chat", *arguments], input="".join(f"{line}\n" for line in lines))
+
+
+def seen_messages(engine: type[FakeAsyncLLM]) -> list[list[tuple[str, str]]]:
+    (llm,) = engine.instances
+    assert llm.is_shut_down
+    return [[(message["role"], message["content"]) for message in messages] for messages, _ in llm.seen]
+
+
+def test_each_turn_sees_the_ones_before(engine: type[FakeAsyncLLM]):
+    result = chat("hello", "", "and more", "/quit", "never")
+    assert result.exit_code == 0
+    assert result.stdout == "HELLO\nAND MORE\n"
+    assert seen_messages(engine) == [
+        [("user", "hello")],
+        [("user", "hello"), ("assistant", "HELLO"), ("user", "and more")],
+    ]
+
+
+def test_system_prompt_from_the_command_line_survives_a_reset(engine: type[FakeAsyncLLM]):
+    chat("a", "/reset", "b", arguments=("--system", "be brief"))
+    system = ("system", "be brief")
+    assert seen_messages(engine) == [[system, ("user", "a")], [system, ("user", "b")]]
+
+
+def test_system_prompt_may_be_set_and_cleared(engine: type[FakeAsyncLLM]):
+    chat("a", "/system be kind", "b", "/system", "c")
+    assert seen_messages(engine) == [
+        [("user", "a")],
+        [("system", "be kind"), ("user", "b")],
+        [("user", "c")],
+    ]
+
+
+def test_a_refused_turn_is_taken_back(engine: type[FakeAsyncLLM]):
+    result = chat("a", "refuse", "b")
+    assert result.exit_code == 0
+    assert "9 tokens; the limit is 8; /reset starts a new conversation" in result.stderr
+    assert seen_messages(engine)[-1] == [("user", "a"), ("assistant", "A"), ("user", "b")]
+
+
+def test_unknown_commands_and_help(capsys: pytest.CaptureFixture[str]):
+    conversation = Conversation("s")
+    obey("/help", conversation)
+    obey("/rest", conversation)
+    captured = capsys.readouterr()
+    assert "/reset" in captured.out
+    assert captured.err == "error: there is no command /rest; /help lists those there are\n"
+    assert conversation.messages == [{"role": "system", "content": "s"}]
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
+):
+    answer = FakeAsyncLLM._answer
+
+    async def interrupted(self, text, params):
+        async for output in answer(self, text, params):
+            yield output
+            if text.startswith("LONG"):
+                signal.raise_signal(signal.SIGINT)
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(FakeAsyncLLM, "_answer", interrupted)
+    result = chat("long story", "next")
+    assert result.exit_code == 0
+    assert result.stdout == "LONG [stopped]\nNEXT\n"
+    assert seen_messages(engine)[-1] == [("user", "long story"), ("assistant", "LONG"), ("user", "next")]
+
+
+def test_the_model_is_an_argument(engine: type[FakeAsyncLLM]):
+    chat("a", arguments=("some-model", "--max-num-seqs", "2"))
+    assert engine.instances[0].config.model == "some-model"
+    assert engine.instances[0].config.scheduler.max_num_seqs == 2

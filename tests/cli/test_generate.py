@@ -1,0 +1,222 @@
+"""`quire generate` over an engine that repeats its prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeAsyncLLM, finished_output, install_fake_async_llm
+from typer.testing import CliRunner, Result
+
+from quire.cli.answers import JsonAnswers, TextAnswers, answer_record
+from quire.cli.in_order import InOrder
+from quire.cli.main import app
+from quire.cli.prompts import Prompt, parse_lines
+from quire.errors import EngineDeadError, InvalidRequestError
+from quire.request import Logprob
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeAsyncLLM]:
+    return install_fake_async_llm(monkeypatch)
+
+
+def generate(*arguments: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, ["generate", *arguments], input=stdin)
+
+
+def test_one_prompt_is_answered_as_plain_text(engine: type[FakeAsyncLLM]):
+    result = generate("hello there")
+    assert (result.exit_code, result.stdout) == (0, "HELLO THERE\n")
+    assert engine.instances[0].seen[0][0] == [{"role": "user", "content": "hello there"}]
+    assert engine.instances[0].is_shut_down
+
+
+def test_raw_leaves_out_the_chat_template(engine: type[FakeAsyncLLM]):
+    assert generate("hello there", "--raw").stdout == "hello there\n"
+    assert engine.instances[0].seen[0][0] == "hello there"
+
+
+def test_a_model_without_a_chat_template_gets_the_text(
+    engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fake_engine.FakeTokenizer.has_chat_template", False)
+    assert generate("hello there").stdout == "hello there\n"
+
+
+def test_it_is_greedy_unless_told(engine: type[FakeAsyncLLM]):
+    generate("a")
+    generate("a", "--temperature", "0.5", "--max-tokens", "3", "--model", "other")
+    greedy, sampled = engine.instances
+    assert greedy.seen[0][1].temperature == 0
+    assert (sampled.seen[0][1].temperature, sampled.seen[0][1].max_tokens) == (0.5, 3)
+    assert sampled.config.model == "other"
+
+
+def test_several_prompts_are_answered_in_order():
+    assert generate("one two", "three").stdout == "> one two\nONE TWO\n\n> three\nTHREE\n"
+
+
+def test_several_completions_are_labelled():
+    assert generate("one two", "-n", "2").stdout == "[0] ONE TWO\n[1] ONE TWO\n"
+
+
+def test_prompts_from_a_pipe_one_per_line():
+    assert generate(stdin="one\n\ntwo\n").stdout == "> one\nONE\n\n> two\nTWO\n"
+
+
+def test_prompts_from_a_file_and_answers_to_a_file(tmp_path: Path, engine: type[FakeAsyncLLM]):
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "b c"}]
+    source.write_text('{"prompt": "a"}\n' + json.dumps({"messages": chat}) + "\nplain\n")
+    result = generate("first", "--input", str(source), "--output", str(target))
+    assert (result.exit_code, result.stdout) == (0, "")
+    records = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [record["index"] for record in records] == [0, 1, 2, 3]
+    assert [record["outputs"][0]["text"] for record in records] == ["FIRST", "A", "B C", "PLAIN"]
+    assert records[2]["messages"] == chat
+    assert records[2]["outputs"][0] == {
+        "text": "B C",
+        "num_tokens": 2,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
+    assert engine.instances[0].seen[2][0] == chat
+
+
+def test_json_lines_to_standard_output():
+    records = [json.loads(line) for line in generate("a", "b", "-o", "-").stdout.splitlines()]
+    assert [(record["prompt"], record["num_prompt_tokens"]) for record in records] == [("a", 4), ("b", 4)]
+
+
+def test_a_refused_prompt_does_not_stop_the_others():
+    result = generate("a", "refuse", "b")
+    assert result.exit_code == 1
+    assert "> a\nA\n" in result.stdout
+    assert result.stdout.endswith("> b\nB\n")
+    assert result.stderr == "error: prompt 2: prompt has 9 tokens; the limit is 8\n"
+
+
+def test_a_lone_refused_prompt_leaves_standard_output_empty():
+    result = generate("refuse")
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_a_refused_prompt_has_its_line_of_json():
+    result = generate("a", "refuse", "-o", "-")
+    assert result.exit_code == 1
+    assert "9 tokens" in json.loads(result.stdout.splitlines()[1])["error"]
+
+
+def test_a_dead_engine_ends_the_command_with_one_line(
+    engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
+):
+    async def die(self, on_progress=None):
+        raise EngineDeadError("the engine process ended with code 9")
+
+    monkeypatch.setattr(engine, "wait_until_ready", die)
+    result = generate("a")
+    assert (result.exit_code, result.stderr) == (1, "error: the engine process ended with code 9\n")
+    assert engine.instances[0].is_shut_down
+
+
+def test_ctrl_c_stops_the_engine(engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch):
+    async def interrupted(self, on_progress=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "wait_until_ready", interrupted)
+    assert generate("a").exit_code == 130
+    assert engine.instances[0].is_shut_down
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "message"),
+    [
+        ([], "", "error: no prompt;"),
+        ([], "\n \n", "error: no prompt;"),
+        (["--input", "/no/such/file"], "", "error: cannot read --input /no/such/file"),
+        (["a", "--output", "/no/such/folder/file"], "", "error: cannot write --output"),
+        ([], "{bad\n", "error: line 1 of standard input is not valid JSON"),
+        ([], 'ok\n{"text": "a"}\n', "error: line 2 of standard input must have either a prompt"),
+    ],
+)
+def test_unusable_input_is_one_line(arguments: list[str], stdin: str, message: str):
+    result = generate(*arguments, stdin=stdin)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_lines_keep_their_text():
+    assert parse_lines(["  two words \n", "\n", '{"prompt": "a\\nb"}\n'], "x") == [
+        Prompt("  two words "),
+        Prompt("a\nb"),
+    ]
+    with pytest.raises(InvalidRequestError, match="line 1 of x"):
+        parse_lines(['{"messages": "hello"}'], "x")
+
+
+def test_texts_that_grow_together_are_written_one_after_the_other():
+    stream = io.StringIO()
+    lanes = InOrder(stream, ["a: ", "b: ", "c: "])
+    lanes.update(1, "second", finished=True)
+    lanes.update(2, "thi", finished=False)
+    assert stream.getvalue() == ""
+    lanes.update(0, "fir", finished=False)
+    assert stream.getvalue() == "a: fir"
+    lanes.update(0, "first", finished=True)
+    assert stream.getvalue() == "a: first\nb: second\nc: thi"
+    lanes.update(2, "third", finished=False)
+    lanes.finish(2)
+    assert stream.getvalue() == "a: first\nb: second\nc: third\n"
+
+
+def test_text_is_flushed_as_it_comes():
+    class Stream(io.StringIO):
+        flushed = ""
+
+        def flush(self) -> None:
+            self.flushed = self.getvalue()
+
+    stream = Stream()
+    answers = TextAnswers(stream, [Prompt("a")], completions=1)
+    for text in ("on", "one", "one two"):
+        output = finished_output(text)
+        output.finished, output.outputs[0].finish_reason = False, None
+        answers.update(0, output)
+        assert stream.flushed == text
+
+
+def test_logprobs_are_in_the_json():
+    output = finished_output("a")
+    output.outputs[0].logprobs = [{7: Logprob(-2.0, 2, "b"), 5: Logprob(-0.5, 1, "a")}]
+    output.prompt_logprobs = [None, {3: Logprob(-1.0, 1, "p")}]
+    record = answer_record(output)
+    assert [entry["token_id"] for entry in record["outputs"][0]["logprobs"][0]] == [5, 7]
+    assert record["prompt_logprobs"][0] is None
+    stream = io.StringIO()
+    JsonAnswers(stream, [Prompt("p")]).update(0, output)
+    assert json.loads(stream.getvalue())["prompt_logprobs"][1][0]["token"] == "p"
+
+
+def test_no_more_requests_are_in_the_engine_than_it_can_use(
+    engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
+):
+    inside = peak = 0
+    answer = FakeAsyncLLM._answer
+
+    async def counted(self, text, params):
+        nonlocal inside, peak
+        inside += 1
+        peak = max(peak, inside)
+        await asyncio.sleep(0)
+        async for output in answer(self, text, params):
+            yield output
+        inside -= 1
+
+    monkeypatch.setattr(FakeAsyncLLM, "_answer", counted)
+    assert generate("--max-num-seqs", "2", stdin="word\n" * 20).exit_code == 0
+    assert peak == 4

@@ -1,0 +1,82 @@
+"""The help pages: complete, readable at any width, and quick to get."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli.console import flag_name
+from quire.cli.main import app
+from quire.cli.options import config_fields
+from quire.config import EngineConfig, ServerConfig
+from quire.request import SamplingParams
+
+COMMANDS = ("serve", "generate", "chat", "plan", "eval")
+
+
+def help_of(*arguments: str, columns: int = 80) -> str:
+    result = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_the_first_page_lists_every_command_with_examples():
+    page = help_of()
+    assert all(f"\n  {command} " in page for command in COMMANDS)
+    assert 'quire generate "What is a KV block?"' in page
+
+
+def test_no_arguments_show_the_first_page():
+    result = CliRunner().invoke(app, [])
+    assert "Commands" in result.output
+    assert "quire serve" in result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_page_has_a_purpose_examples_and_groups(command: str):
+    page = help_of(command)
+    assert page.startswith("Usage: ")
+    assert f"Examples:\n  quire {command}" in page
+    for title in ("Options", "Engine", "Scheduling and KV cache"):
+        assert f"\n{title}\n" in page
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_flag_is_cut_off(columns: int):
+    pages = help_of("serve", columns=columns) + help_of("generate", columns=columns)
+    for cls in (EngineConfig, ServerConfig, SamplingParams):
+        for _, field, _ in config_fields(cls):
+            assert f"{flag_name(field.name)} " in pages or field.name == "model"
+
+
+def test_text_keeps_to_the_width():
+    for command in COMMANDS:
+        lines = help_of(command).splitlines()
+        assert all(len(line) <= 80 for line in lines if not line.startswith("  quire"))
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("quire 0.")
+
+
+def test_the_command_line_imports_nothing_slow():
+    code = (
+        "import sys, quire.cli.main;"
+        "print([name for name in ('torch', 'numpy', 'rich', 'fastapi', 'zmq', 'tokenizers', 'pydantic')"
+        " if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_errors_have_no_traceback_in_a_real_process():
+    command = [sys.executable, "-m", "quire.cli.main", "plan", "/no/such/model"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1

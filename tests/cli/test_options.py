@@ -1,0 +1,179 @@
+"""Every configuration field is a flag with help, and values arrive as the classes want them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from quire.cli.console import flag_name, in_flags
+from quire.cli.main import app
+from quire.cli.options import FLAG_TYPES, config_fields, config_options
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+from quire.request import SamplingParams
+
+COMMANDS = {
+    "serve": (EngineConfig, ServerConfig),
+    "generate": (EngineConfig, SamplingParams),
+    "chat": (EngineConfig, SamplingParams),
+    "plan": (EngineConfig,),
+    "eval": (EngineConfig,),
+}
+POSITIONAL_MODEL = {"serve", "chat", "plan", "eval"}
+
+
+def params_of(command: str) -> dict[str, Any]:
+    group = typer.main.get_command(app)
+    return {param.name: param for param in group.commands[command].params}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_field_is_a_flag_with_help(command: str):
+    params = params_of(command)
+    for cls in COMMANDS[command]:
+        for _, field, _ in config_fields(cls):
+            param = params[field.name]
+            assert param.help.startswith(field.metadata["help"][:20])
+            if field.name == "model" and command in POSITIONAL_MODEL:
+                assert param.param_type_name == "argument"
+            else:
+                assert flag_name(field.name) in param.opts
+
+
+def test_fields_of_nested_configurations_are_included():
+    owners = {owner for owner, _, _ in config_fields(EngineConfig)}
+    assert owners == {EngineConfig, SchedulerConfig}
+
+
+def test_no_two_fields_of_a_command_share_a_name():
+    for classes in COMMANDS.values():
+        names = [field.name for cls in classes for _, field, _ in config_fields(cls)]
+        assert len(names) == len(set(names))
+
+
+def built(arguments: list[str], cls: type, **options: Any) -> Any:
+    """Run a command that takes a `cls` and return what it was given."""
+    received = []
+    small = typer.Typer()
+
+    @small.command()
+    @config_options(value=cls, **options)
+    def command(value: Any) -> None:
+        received.append(value)
+
+    result = CliRunner().invoke(small, arguments)
+    assert result.exit_code == 0, result.output
+    return received[0]
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, SchedulerConfig, ServerConfig, SamplingParams])
+def test_without_flags_every_field_has_its_default(cls: type):
+    assert built([], cls) == cls()
+
+
+def test_every_kind_of_value_arrives():
+    sampling = built(
+        [
+            *("--temperature", "0.5", "--top-k", "3", "--stop", "a", "--stop", "b c", "--ignore-eos"),
+            *("--logit-bias", "7=-1.5", "--logit-bias", "8=2", "--bad-words-token-ids", "1,2,3"),
+            *("--stop-token-ids", "4", "--seed", "-5", "--no-skip-special-tokens", "-n", "2"),
+        ],
+        SamplingParams,
+    )
+    assert sampling == SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        stop=("a", "b c"),
+        ignore_eos=True,
+        logit_bias={7: -1.5, 8: 2.0},
+        bad_words_token_ids=((1, 2, 3),),
+        stop_token_ids=(4,),
+        seed=-5,
+        skip_special_tokens=False,
+        n=2,
+    )
+
+
+def test_nested_configuration_is_built():
+    engine = built(["--max-num-seqs", "3", "--dtype", "float32", "--policy", "priority"], EngineConfig)
+    assert engine == EngineConfig(
+        dtype="float32", scheduler=SchedulerConfig(max_num_seqs=3, policy="priority")
+    )
+
+
+def test_a_command_may_change_a_default_and_take_an_argument():
+    assert built([], SamplingParams, defaults={"temperature": 0.0}).temperature == 0.0
+    assert built(["a-model"], EngineConfig, positional=("model",)).model == "a-model"
+
+
+def test_every_field_type_has_a_way_to_be_written():
+    for cls in (EngineConfig, ServerConfig, SamplingParams):
+        for _, field, hint in config_fields(cls):
+            members = [member for member in getattr(hint, "__args__", ()) if member is not type(None)]
+            assert hint in FLAG_TYPES or members[0] in FLAG_TYPES, field.name
+    assert Mapping[int, float] in FLAG_TYPES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-num-seqs", "0"], "error: --max-num-seqs is 0; it must be at least 1"),
+        (["--dtype", "float3"], "error: --dtype is 'float3'; did you mean 'float32'?"),
+        (["--memory-fraction", "2"], "error: --memory-fraction is 2.0; it must be above 0 and below 1"),
+        (["--temperature", "900"], "error: --temperature is 900.0; it must be from 0.0 to 100.0"),
+        (["--top-p", "0"], "error: --top-p is 0.0; it must be above 0"),
+        (["--min-tokens", "9", "--max-tokens", "3"], "error: --min-tokens is 9, above max_tokens 3"),
+    ],
+)
+def test_a_refused_value_is_one_line_that_names_the_flag(arguments: list[str], message: str):
+    result = CliRunner().invoke(app, ["generate", "hi", *arguments])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [message]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--max-num-seq", "3"], ["No such option", "--max-num-seqs"]),
+        (["--max-num-seqs", "many"], ["--max-num-seqs", "valid integer"]),
+        (["--logit-bias", "7"], ["--logit-bias", "ID=BIAS"]),
+        (["--bad-words-token-ids", "1,x"], ["--bad-words-token-ids", "ID,ID,..."]),
+    ],
+)
+def test_what_cannot_be_parsed_is_a_usage_error(arguments: list[str], parts: list[str]):
+    result = CliRunner().invoke(app, ["generate", "hi", *arguments])
+    assert result.exit_code == 2
+    assert all(part in result.stderr for part in parts), result.stderr
+
+
+def test_messages_speak_of_flags():
+    assert in_flags("EngineConfig.max_model_len is 9; raise SchedulerConfig.cache_size") == (
+        "--max-model-len is 9; raise --cache-size"
+    )
+    assert in_flags("top_k is -1; it must be from 0", "top_k") == "--top-k is -1; it must be from 0"
+
+
+def config_docs():
+    path = Path(__file__).parents[2] / "tools" / "config_docs.py"
+    spec = importlib.util.spec_from_file_location("config_docs", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_configuration_page_is_current():
+    docs = config_docs()
+    assert docs.page() == docs.PAGE.read_text(encoding="utf-8"), "run: python tools/config_docs.py"
+
+
+def test_the_configuration_page_has_every_field():
+    page = config_docs().page()
+    for cls in (EngineConfig, SchedulerConfig, SamplingParams, ServerConfig):
+        for field in dataclasses.fields(cls):
+            assert f"| `{field.name}` |" in page or field.name == "scheduler"

@@ -1,0 +1,98 @@
+"""The commands in processes of their own, on the built-in model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import psutil
+from typer.testing import CliRunner
+
+from quire.cli.main import app
+
+QUIRE = [sys.executable, "-m", "quire.cli.main"]
+LONG_ANSWER = ["generate", "Hello", "--ignore-eos", "--max-tokens", "4000"]
+
+
+def quire(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*QUIRE, *arguments], input=stdin, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_generate_answers_the_same_every_time_and_as_json():
+    text = quire("generate", "What is a KV block?")
+    lines = quire("generate", "What is a KV block?", "What is a KV block?", "--output", "-")
+    assert (text.returncode, lines.returncode) == (0, 0), text.stderr + lines.stderr
+    records = [json.loads(line) for line in lines.stdout.splitlines()]
+    answers = [record["outputs"][0]["text"] for record in records]
+    assert answers == [text.stdout.removesuffix("\n")] * 2
+    assert text.stderr == ""
+
+
+def test_the_front_process_does_not_import_torch():
+    code = (
+        "import sys, typer; from quire.cli.main import app\n"
+        "app(['generate', 'Hello', '--max-tokens', '2'], standalone_mode=False)\n"
+        "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers', 'rich')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_ctrl_c_ends_the_command_and_its_engine():
+    with subprocess.Popen([*QUIRE, *LONG_ANSWER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr
+    assert children
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly():
+    with subprocess.Popen([*QUIRE, *LONG_ANSWER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+    assert process.returncode == 1
+
+
+def test_chat_over_a_pipe():
+    result = quire("chat", "--max-tokens", "4", stdin="Hello\nAgain\n/reset\nHello\n/quit\n")
+    assert result.returncode == 0, result.stderr
+    first, _, third = result.stdout.splitlines()
+    assert first == third
+
+
+def test_a_configuration_that_the_engine_refuses():
+    result = quire("generate", "Hello", "--num-kv-blocks", "1000000000")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: --num-kv-blocks asks for a KV cache of 32.8 TB")
+
+
+def test_plan_of_the_built_in_model():
+    result = CliRunner().invoke(app, ["plan", "--json", "--memory", "4"])
+    plan = json.loads(result.stdout)
+    assert plan["weight_bytes"] == plan["num_parameters"] * 2
+    assert plan["kv_bytes"] == plan["num_blocks"] * plan["kv_bytes_per_token"] * plan["block_size"]
+    assert plan["max_sequences"][str(plan["max_model_len"])] >= 1
+
+
+def test_plan_as_tables():
+    result = CliRunner().invoke(app, ["plan", "--num-kv-blocks", "100"])
+    assert result.exit_code == 0
+    assert "100 blocks, 1,600 tokens" in result.stdout
+    assert ["512", "3", "KV", "blocks"] in [line.split() for line in result.stdout.splitlines()]
+
+
+def test_eval_of_the_built_in_model():
+    result = CliRunner().invoke(app, ["eval", "--limit", "1", "--task", "add", "--task", "qa", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert {task: score["prompts"] for task, score in report["tasks"].items()} == {"qa": 1, "add": 1}

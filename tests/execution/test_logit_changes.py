@@ -1,0 +1,128 @@
+import numpy as np
+import pytest
+import torch
+from sampling_reference import adjusted
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from quire.execution.constraints import UNTIL_THE_END, Constraints
+from quire.execution.penalties import Penalties, TokenCounts
+from quire.request import SamplingParams
+
+VOCAB_SIZE = 60
+
+
+def ids(tokens):
+    return np.array(tokens, dtype=np.int32)
+
+
+def random_row(seed=0):
+    return (np.random.default_rng(seed).normal(size=VOCAB_SIZE) * 3).astype(np.float32)
+
+
+def penalized(row, params, prompt, output):
+    changed = row.copy()
+    Penalties.of(params, ids(prompt)).apply(changed, ids(prompt + output))
+    return changed
+
+
+def constrained(row, params, output, eos_token_ids=()):
+    changed = row.copy()
+    constraints = Constraints.of(params, eos_token_ids=eos_token_ids, vocab_size=VOCAB_SIZE)
+    constraints.apply(changed, ids(output))
+    return changed
+
+
+def test_token_counts_grow_with_the_output():
+    rng = np.random.default_rng(2)
+    prompt, output = rng.integers(0, 400, 30).tolist(), rng.integers(0, 400, 500).tolist()
+    counts = TokenCounts(ids(prompt))
+    for length in (0, 1, 2, 40, 40, 499, 500):
+        counts.catch_up(ids(prompt + output[:length]))
+        found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
+        assert found == {token: output[:length].count(token) for token in set(prompt + output[:length])}
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 7.0])
+def test_repetition_penalty_is_that_of_transformers(penalty):
+    row, prompt, output = random_row(), [3, 4, 4, 59], [7, 7, 3, 0]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([prompt + output]), torch.from_numpy(row[None].copy())
+    )
+    changed = penalized(row, SamplingParams(repetition_penalty=penalty), prompt, output)
+    np.testing.assert_allclose(changed, expected[0].numpy(), rtol=1e-6)
+
+
+def test_presence_and_frequency_count_the_output_only():
+    row, prompt, output = random_row(), [5, 6, 6], [6, 8, 8, 8]
+    changed = penalized(row, SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), prompt, output)
+    difference = dict(enumerate((row - changed).round(5).tolist()))
+    assert {token: d for token, d in difference.items() if d} == {6: 0.75, 8: 1.25}
+
+
+def test_without_penalties_or_constraints_nothing_is_kept():
+    assert Penalties.of(SamplingParams(), ids([1])) is None
+    assert Constraints.of(SamplingParams(), eos_token_ids=(1,), vocab_size=VOCAB_SIZE) is None
+
+
+def test_constraints_say_until_when_they_matter():
+    for params, until in [
+        (SamplingParams(min_tokens=4), 4),
+        (SamplingParams(min_tokens=4, logit_bias={3: 1.0}), UNTIL_THE_END),
+        (SamplingParams(bad_words_token_ids=((3, 4),)), UNTIL_THE_END),
+    ]:
+        assert Constraints.of(params, eos_token_ids=(1,), vocab_size=VOCAB_SIZE).until == until
+
+
+@pytest.mark.parametrize("output", [[], [9], [1, 9], [9, 9, 8], [8, 9, 9, 8, 7], [7, 8]])
+def test_bad_words_are_those_of_transformers(output):
+    sequences = ((5,), (9, 6), (9, 9, 8, 7), (8, 7, 2), (7, 8, 7))
+    row = random_row()
+    processor = NoBadWordsLogitsProcessor([list(s) for s in sequences], eos_token_id=VOCAB_SIZE - 1)
+    expected = processor(torch.tensor([output], dtype=torch.int64), torch.from_numpy(row[None].copy()))
+    changed = constrained(row, SamplingParams(bad_words_token_ids=sequences), output)
+    assert np.array_equal(changed, expected[0].numpy())
+
+
+def test_bias_is_that_of_transformers():
+    row, bias = random_row(), {3: -100.0, 4: 2.5}
+    processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+    expected = processor(torch.tensor([[1, 2]]), torch.from_numpy(row[None].copy()))
+    np.testing.assert_allclose(
+        constrained(row, SamplingParams(logit_bias=bias), [1, 2]), expected[0].numpy(), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("output", [[], [4, 4], [4, 4, 4]])
+def test_min_tokens_is_that_of_transformers(output):
+    row, prompt = random_row(), [2, 3]
+    processor = MinNewTokensLengthLogitsProcessor(2, 3, [1, 6], device="cpu")
+    expected = processor(torch.tensor([prompt + output]), torch.from_numpy(row[None].copy()))
+    params = SamplingParams(min_tokens=3, stop_token_ids=(6,))
+    assert np.array_equal(constrained(row, params, output, eos_token_ids=(1,)), expected[0].numpy())
+
+
+def test_min_tokens_bans_only_what_could_end_the_request():
+    row = random_row()
+    params = SamplingParams(min_tokens=1, ignore_eos=True, stop_token_ids=(6, VOCAB_SIZE + 5))
+    changed = constrained(row, params, [], eos_token_ids=(1, VOCAB_SIZE + 70))
+    assert np.flatnonzero(changed != row).tolist() == [6]
+
+
+def test_all_changes_together_are_those_of_the_plain_loop():
+    params = SamplingParams(
+        min_tokens=9,
+        stop_token_ids=(4,),
+        logit_bias={4: 5.0, 6: -3.0, 7: 0.5},
+        bad_words_token_ids=((8,), (6, 7), (7, 6)),
+        repetition_penalty=1.4,
+        presence_penalty=-0.3,
+        frequency_penalty=0.7,
+    )
+    row, prompt, output = random_row(4), [1, 6, 8, 30], [6, 6, 7, 2, 6]
+    changed = penalized(constrained(row, params, output, eos_token_ids=(0,)), params, prompt, output)
+    np.testing.assert_allclose(changed, adjusted(row, params, prompt, output, (0,)), rtol=1e-6)

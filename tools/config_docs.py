@@ -1,0 +1,82 @@
+"""Write docs/configuration.md from the fields of the configuration classes.
+
+python tools/config_docs.py            writes the page
+python tools/config_docs.py --check    fails if the page is not current
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from quire.cli.options import PANELS, config_fields
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by tools/config_docs.py from the classes' fields; edit those, then run it. -->
+
+Every knob of Quire is a field of one of these classes. In Python it is a keyword argument, on the command
+line a flag: `SchedulerConfig(max_num_seqs=8)` is `--max-num-seqs 8`. An unknown name is an error that says
+which known one is nearest. Quire has no environment variables.
+
+- `LLM(model, **knobs)` and `AsyncLLM(EngineConfig(...))` take the engine's and the scheduler's knobs.
+- `quire serve` has those and the server's; `quire generate` and `quire chat` have them and the sampling
+  parameters, with temperature 0 as their default.
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    return "\n".join([INTRODUCTION, *(section(cls) for cls in PANELS)])
+
+
+def section(cls: type) -> str:
+    """Return the heading, the description and the table of one class."""
+    rows = [
+        f"| `{field.name}` | `{type_name(hint)}` | {default_of(field)} | {cell(field.metadata['help'])} |"
+        for owner, field, hint in config_fields(cls)
+        if owner is cls
+    ]
+    description = inspect.cleandoc(cls.__doc__ or "")
+    heading = f"## {cls.__name__}"
+    table = ["| field | type | default | meaning |", "|---|---|---|---|", *rows]
+    return "\n".join([heading, "", description, "", *table, ""])
+
+
+def type_name(hint: Any) -> str:
+    """Return a type as it is written in an annotation, without its module."""
+    name = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
+    return cell(name.replace("collections.abc.", ""))
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """Return a field's default as code."""
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return f"`{value!r}`"
+
+
+def cell(text: str) -> str:
+    """Return text that may stand in a table."""
+    return text.replace("|", "\\|")
+
+
+def main() -> int:
+    """Write or check the page; return the exit status."""
+    current = page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(current, encoding="utf-8")
+        return 0
+    if PAGE.read_text(encoding="utf-8") != current:
+        print(f"{PAGE} is not current; run: python tools/config_docs.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
