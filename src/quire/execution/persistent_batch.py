@@ -1,0 +1,248 @@
+"""What the runner keeps between steps: the requests it knows, and for those that run, one row per slot.
+
+Rows hold token ids, block tables and counts as numpy arrays, so that a step's ragged batch is a few vector
+operations. A preempted request leaves its row and keeps its tokens until it is resumed or finished.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from quire.execution.arrays import BoolArray, Int64Array
+from quire.request import SamplingParams
+from quire.step import (
+    CachedRequestData,
+    IntArray,
+    NewRequestData,
+    ResumedRequestData,
+    SchedulerOutput,
+)
+
+_NO_SLOT = -1
+
+
+class InconsistentPlanError(ValueError):
+    """A `SchedulerOutput` that contradicts what the runner was told before."""
+
+
+@dataclasses.dataclass(slots=True)
+class RunnerRequest:
+    """A request that the runner knows. Its tokens are in its row while it has a slot, else in `saved`."""
+
+    request_id: str
+    sampling_params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    saved: IntArray  # prompt and output tokens as of the preemption; empty while it has a slot
+    slot: int = _NO_SLOT
+    num_prompt_logprobs_reported: int = 0
+
+    @property
+    def prompt_logprobs_end(self) -> int:
+        """Number of prompt log-probabilities in all, or 0 if all that were asked for are reported."""
+        if self.sampling_params.prompt_logprobs is None:
+            return 0
+        end = self.num_prompt_tokens - 1
+        return end if self.num_prompt_logprobs_reported < end else 0
+
+
+class PersistentBatch:
+    """Rows of up to `max_num_seqs` running requests, and all requests that are not finished.
+
+    Args:
+        max_num_seqs: number of slots.
+        max_model_len: most tokens of a request.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks in the cache.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._num_kv_blocks = num_blocks
+        self._requests: dict[str, RunnerRequest] = {}
+        self._by_slot: list[RunnerRequest | None] = [None] * max_num_seqs
+        # Zeroed pages are committed when first written; the last column takes the token after the longest.
+        self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        table_length = -(-(max_model_len + 1) // block_size)
+        self._block_tables: IntArray = np.zeros((max_num_seqs, table_length), dtype=np.int32)
+        self._num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_kv_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        # Positions whose following prompt token is to be reported end here; 0 when nothing is left to report.
+        self.prompt_logprobs_end: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of requests known, running or preempted."""
+        return len(self._requests)
+
+    def running(self, slot: int) -> RunnerRequest:
+        """Return the request in `slot`."""
+        request = self._by_slot[slot]
+        if request is None:
+            raise InconsistentPlanError(f"slot {slot} is empty")
+        return request
+
+    # -- requests come and go ------------------------------------------------------------------------------
+
+    def preempt(self, request_id: str) -> int:
+        """Take a running request out of its row, keep its tokens, and return the slot it left."""
+        request = self._known(request_id, "preempted")
+        slot = request.slot
+        if slot == _NO_SLOT:
+            raise InconsistentPlanError(f"request {request_id!r} is preempted, but it is not running")
+        request.saved = self.token_ids[slot, : self.num_tokens[slot]].copy()
+        self._leave(request)
+        return slot
+
+    def finish(self, request_id: str) -> int | None:
+        """Forget a request; return the slot it left, None if it had none or was never started."""
+        request = self._requests.pop(request_id, None)
+        if request is None or request.slot == _NO_SLOT:
+            return None
+        slot = request.slot
+        self._leave(request)
+        return slot
+
+    def admit(self, data: NewRequestData) -> RunnerRequest:
+        """Put a request that is new to the runner into its row."""
+        if data.request_id in self._requests:
+            raise InconsistentPlanError(f"request {data.request_id!r} is sent as new, but it is known")
+        if not 0 < len(data.prompt_token_ids) <= self._max_model_len:
+            raise InconsistentPlanError(
+                f"request {data.request_id!r} has {len(data.prompt_token_ids)} prompt tokens; "
+                f"from 1 to max_model_len {self._max_model_len} fit"
+            )
+        request = RunnerRequest(
+            request_id=data.request_id,
+            sampling_params=data.sampling_params,
+            eos_token_ids=data.eos_token_ids,
+            num_prompt_tokens=len(data.prompt_token_ids),
+            saved=np.array(data.prompt_token_ids, dtype=np.int32),
+        )
+        self._enter(request, data)
+        self._requests[data.request_id] = request
+        return request
+
+    def resume(self, data: ResumedRequestData) -> RunnerRequest:
+        """Put a preempted request into its new row, with the first `num_tokens` of its tokens."""
+        request = self._known(data.request_id, "resumed")
+        if request.slot != _NO_SLOT:
+            raise InconsistentPlanError(
+                f"request {data.request_id!r} is resumed, but it is running in slot {request.slot}"
+            )
+        if not request.num_prompt_tokens <= data.num_tokens <= len(request.saved):
+            raise InconsistentPlanError(
+                f"request {data.request_id!r} is resumed with {data.num_tokens} tokens; "
+                f"its prompt has {request.num_prompt_tokens}, and {len(request.saved)} are known"
+            )
+        request.saved = request.saved[: data.num_tokens]
+        self._enter(request, data)
+        return request
+
+    def _known(self, request_id: str, verb: str) -> RunnerRequest:
+        request = self._requests.get(request_id)
+        if request is None:
+            raise InconsistentPlanError(f"request {request_id!r} is {verb}, but the runner does not know it")
+        return request
+
+    def _enter(self, request: RunnerRequest, data: NewRequestData | ResumedRequestData) -> None:
+        slot = data.slot
+        if not 0 <= slot < len(self._by_slot):
+            raise InconsistentPlanError(
+                f"request {data.request_id!r} is given slot {slot}; there are {len(self._by_slot)}"
+            )
+        occupant = self._by_slot[slot]
+        if occupant is not None:
+            raise InconsistentPlanError(
+                f"request {data.request_id!r} is given slot {slot}, which {occupant.request_id!r} holds"
+            )
+        num_blocks = len(data.block_ids)
+        self._check_blocks(data.block_ids, num_blocks)
+        self.token_ids[slot, : len(request.saved)] = request.saved
+        self.num_tokens[slot] = len(request.saved)
+        self._block_tables[slot, :num_blocks] = data.block_ids
+        self._num_blocks[slot] = num_blocks
+        self._num_kv_tokens[slot] = data.num_computed_tokens
+        self.prompt_logprobs_end[slot] = request.prompt_logprobs_end
+        request.saved = request.saved[:0]
+        request.slot = slot
+        self._by_slot[slot] = request
+
+    def _leave(self, request: RunnerRequest) -> None:
+        self._by_slot[request.slot] = None
+        request.slot = _NO_SLOT
+
+    def extend_block_tables(self, data: CachedRequestData) -> None:
+        """Write newly given blocks into the tables of running requests."""
+        if not len(data.slots):
+            return
+        self._check_blocks(data.block_ids, int(data.block_index.max()) + 1)
+        self._block_tables[data.slots, data.block_index] = data.block_ids
+        np.maximum.at(self._num_blocks, data.slots, data.block_index + 1)
+
+    def _check_blocks(self, block_ids: IntArray, num_blocks: int) -> None:
+        if num_blocks > self._block_tables.shape[1]:
+            raise InconsistentPlanError(
+                f"a block table of {num_blocks} blocks; max_model_len {self._max_model_len} "
+                f"needs at most {self._block_tables.shape[1]}"
+            )
+        if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_kv_blocks:
+            raise InconsistentPlanError(
+                f"block ids from {block_ids.min()} to {block_ids.max()}; "
+                f"the cache has blocks 0 to {self._num_kv_blocks - 1}"
+            )
+
+    # -- one step ------------------------------------------------------------------------------------------
+
+    def check(self, output: SchedulerOutput) -> None:
+        """Raise `InconsistentPlanError` if the step's counts contradict the rows."""
+        slots, computed = output.slots, output.num_computed_tokens
+        self._check_slots(output)
+        after = computed + output.num_tokens
+        limit = np.minimum(self.num_tokens[slots], self._max_model_len)
+        limit = np.minimum(limit, self._num_blocks[slots] * self._block_size)
+        fits = (output.num_tokens > 0) & (after <= limit)
+        fits &= (computed >= 0) & (computed <= self._num_kv_tokens[slots])
+        if not fits.all():
+            row = int(np.argmin(fits))
+            slot = int(slots[row])
+            raise InconsistentPlanError(
+                f"request {output.request_ids[row]!r} is scheduled for {output.num_tokens[row]} tokens after "
+                f"{computed[row]} computed; it has {self.num_tokens[slot]} tokens, "
+                f"{self._num_kv_tokens[slot]} of them in the KV cache, {self._num_blocks[slot]} blocks "
+                f"of {self._block_size}, and max_model_len is {self._max_model_len}"
+            )
+
+    def _check_slots(self, output: SchedulerOutput) -> None:
+        if len(set(output.request_ids)) != len(output.slots):
+            raise InconsistentPlanError(
+                f"{len(output.slots)} slots for the requests {output.request_ids}: each needs one"
+            )
+        for request_id, slot in zip(output.request_ids, output.slots.tolist(), strict=True):
+            request = self._by_slot[slot] if 0 <= slot < len(self._by_slot) else None
+            if request is None or request.request_id != request_id:
+                held_by = "nobody" if request is None else repr(request.request_id)
+                raise InconsistentPlanError(
+                    f"request {request_id!r} is scheduled in slot {slot}, which {held_by} holds"
+                )
+
+    def block_tables(self, slots: IntArray) -> IntArray:
+        """Return the block tables of `slots`, as wide as the longest needs: [S, B]."""
+        return self._block_tables[slots, : self._num_blocks[slots].max()]
+
+    def catches_up(self, output: SchedulerOutput) -> BoolArray:
+        """Return which scheduled requests reach their last known token in this step, [R]."""
+        reaches: BoolArray = output.num_computed_tokens + output.num_tokens == self.num_tokens[output.slots]
+        return reaches
+
+    def note_computed(self, output: SchedulerOutput) -> None:
+        """Remember whose KV the step has written."""
+        self._num_kv_tokens[output.slots] = output.num_computed_tokens + output.num_tokens
+
+    def append(self, slots: Int64Array, token_ids: Int64Array) -> None:
+        """Add one sampled token to each of `slots`."""
+        self.token_ids[slots, self.num_tokens[slots]] = token_ids
+        self.num_tokens[slots] += 1

@@ -1,0 +1,131 @@
+"""Choosing the next token of each row from its logits.
+
+The order of operations is the one vLLM documents: log-probabilities are of the raw distribution; then banned
+words, minimum length, logit bias; then repetition, frequency and presence penalties; then greedy choice, or
+temperature, min-p, top-k, top-p and a draw. A row's result depends on its own logits, parameters, tokens and
+position only: each operation runs along single rows in a fixed order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from quire.execution.arrays import Float32Array, Int64Array, take_rows
+from quire.execution.logprobs import position_logprobs
+from quire.execution.rng import uniforms
+from quire.execution.sampling_table import SamplingTable
+from quire.execution.selection import draw
+from quire.step import NO_TOKEN, IntArray, PositionLogprobs
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class SamplerOutput:
+    """The tokens of one step; `logprobs` and `errors` by row, for the rows that have them."""
+
+    token_ids: Int64Array  # [R], NO_TOKEN for a row with an error
+    logprobs: dict[int, PositionLogprobs]
+    errors: dict[int, str]
+
+
+class Sampler:
+    """Samples with the parameters in its `table`.
+
+    Args:
+        max_num_seqs: number of slots.
+        vocab_size: V.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.table = SamplingTable(max_num_seqs, vocab_size)
+
+    def sample(
+        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array, token_ids: IntArray
+    ) -> SamplerOutput:
+        """Choose one token per row.
+
+        Args:
+            logits: [R, V] float32; overwritten.
+            slots: [R] whose row this is.
+            positions: [R] absolute index of the token to choose, which is the number of tokens known.
+            token_ids: [max_num_seqs, more than the largest position] known tokens by slot.
+        """
+        rows = _Rows(logits.cpu().numpy(), slots, positions)
+        kept_raw = self._adjust(rows, token_ids)
+        self._draw(rows)
+        return SamplerOutput(rows.chosen, self._logprobs(rows, kept_raw), rows.errors)
+
+    def _adjust(self, rows: _Rows, token_ids: IntArray) -> dict[int, Float32Array]:
+        """Apply constraints and penalties; return the raw logits of rows that still need them, by row."""
+        adjusted = np.flatnonzero(self.table.is_adjusted(rows.slots, rows.positions) & rows.sound)
+        kept_raw = {}
+        for row in adjusted.tolist():
+            slot, position = int(rows.slots[row]), int(rows.positions[row])
+            if self.table.num_logprobs[slot] >= 0:
+                kept_raw[row] = rows.logits[row].copy()
+            constraints, penalties = self.table.constraints[slot], self.table.penalties[slot]
+            known = token_ids[slot, :position]
+            if constraints is not None:
+                constraints.apply(rows.logits[row], known[self.table.num_prompt_tokens[slot] :])
+            if penalties is not None:
+                penalties.apply(rows.logits[row], known)
+        rows.choose_likeliest_again(adjusted)
+        return kept_raw
+
+    def _draw(self, rows: _Rows) -> None:
+        # A row in which everything is banned keeps its likeliest token.
+        drawn = np.flatnonzero(self.table.is_random(rows.slots) & rows.sound & np.isfinite(rows.maxima))
+        if drawn.size:
+            slots = rows.slots[drawn]
+            rows.chosen[drawn] = draw(
+                take_rows(rows.logits, drawn),
+                rows.maxima[drawn],
+                self.table.filters(slots),
+                uniforms(self.table.seeds(slots), rows.positions[drawn]),
+            )
+
+    def _logprobs(self, rows: _Rows, kept_raw: dict[int, Float32Array]) -> dict[int, PositionLogprobs]:
+        num_logprobs = self.table.num_logprobs[rows.slots]
+        wanted = np.flatnonzero((num_logprobs >= 0) & rows.sound)
+        if not wanted.size:
+            return {}
+        raw = take_rows(rows.logits, wanted)
+        for index, row in enumerate(wanted.tolist()):
+            if row in kept_raw:
+                raw[index] = kept_raw[row]
+        found = position_logprobs(raw, rows.chosen[wanted], num_logprobs[wanted])
+        return dict(zip(wanted.tolist(), found, strict=True))
+
+
+class _Rows:
+    """The rows of one call: logits, whose they are, and the choice so far, which is the likeliest token."""
+
+    def __init__(self, logits: Float32Array, slots: Int64Array, positions: Int64Array) -> None:
+        self.logits = logits
+        self.slots = slots
+        self.positions = positions
+        self.chosen: Int64Array = logits.argmax(axis=1)
+        self.maxima = logits[np.arange(len(logits)), self.chosen]
+        self.sound = np.isfinite(self.maxima)
+        self.errors = {row: nonfinite_error(self.maxima[row]) for row in np.flatnonzero(~self.sound).tolist()}
+        self.chosen[~self.sound] = NO_TOKEN
+
+    def choose_likeliest_again(self, rows: Int64Array) -> None:
+        """Update the choice in `rows`, whose logits have changed; those with no token left keep theirs."""
+        if not rows.size:
+            return
+        changed = take_rows(self.logits, rows)
+        likeliest = changed.argmax(axis=1)
+        self.maxima[rows] = changed[np.arange(len(rows)), likeliest]
+        self.chosen[rows] = np.where(np.isfinite(self.maxima[rows]), likeliest, self.chosen[rows])
+
+
+def nonfinite_error(largest_logit: float | np.float32) -> str:
+    """Return the error of a row whose largest logit is not a finite number."""
+    kind = "NaN" if np.isnan(largest_logit) else "infinite"
+    return (
+        f"the model produced {kind} logits for this request; the weights may be damaged, "
+        "or EngineConfig.dtype too narrow for this model: try bfloat16 or float32"
+    )
