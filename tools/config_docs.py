@@ -26,8 +26,8 @@ line a flag: `SchedulerConfig(max_num_seqs=8)` is `--max-num-seqs 8`. An unknown
 which known one is nearest. Quire has no environment variables.
 
 - `LLM(model, **knobs)` and `AsyncLLM(EngineConfig(...))` take the engine's and the scheduler's knobs.
-- `quire serve` has those and the server's; `quire generate` and `quire chat` have them and the sampling
-  parameters, with temperature 0 as their default.
+- Every command has those as flags; `quire serve` adds the server's, `quire generate` and `quire chat` add the
+  sampling parameters, with temperature 0 as their default.
 """
 
 

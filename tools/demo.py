@@ -47,7 +47,7 @@ so that its cache can be reused. Numbers are written with digits. Prefer short w
 LISTING = """\
 {lines}
 The river was low that summer and the boats stayed in the harbour.
-What is the value of zute?"""
+"""
 VALUES = {"runala": 922, "naba": 3390, "sige": 2108, "zute": 5392, "kere": 8072, "posa": 3947, "godita": 7094}
 
 
@@ -60,6 +60,7 @@ class Job:
     """One request: what is asked, and what has come back so far. Times in seconds on one clock."""
 
     label: str
+    question: str
     kind: str  # "chat" or "completion"
     body: dict[str, Any]
     stream: bool = True
@@ -89,17 +90,21 @@ class Job:
         self.cached_tokens = (details and details.cached_tokens) or 0
 
 
-def chat(label: str, question: str, *, system: str = "", stream: bool = True, **body: Any) -> Job:
-    """Return a chat request."""
+def chat(
+    label: str, question: str, *, system: str = "", context: str = "", stream: bool = True, **body: Any
+) -> Job:
+    """Return a chat request; `context` goes above the question."""
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": question})
-    return Job(label, "chat", {"messages": messages, "max_tokens": 80, "temperature": 0, **body}, stream)
+    messages.append({"role": "user", "content": context + question})
+    body = {"messages": messages, "max_tokens": 80, "temperature": 0, **body}
+    return Job(label, question, "chat", body, stream)
 
 
 def completion(label: str, question: str, *, stream: bool = True, **body: Any) -> Job:
     """Return a completion request, with the turns of the model's template written out."""
     prompt = f"<|user|>{question}<|end|><|assistant|>"
-    return Job(label, "completion", {"prompt": prompt, "max_tokens": 80, "temperature": 0, **body}, stream)
+    body = {"prompt": prompt, "max_tokens": 80, "temperature": 0, **body}
+    return Job(label, question, "completion", body, stream)
 
 
 def jobs() -> list[Job]:
@@ -113,7 +118,7 @@ def jobs() -> list[Job]:
         second,
         chat("question", "What is continuous batching?"),
         chat("addition, not streamed", "What is 27 + 58?", stream=False),
-        chat("look-up in a list", listing),
+        chat("look-up in a list", "What is the value of zute?", context=listing),
         completion("reverse, completion", "Reverse: quire"),
         completion("copy, not streamed", "Copy: paged", stream=False),
         chat("sampled, seed 7", "What is a block table?", temperature=0.7, seed=7),
@@ -226,14 +231,21 @@ def shown(all_jobs: list[Job], console: Console) -> Iterator[Callable[[Job], Non
         with Live(get_renderable=lambda: panels(all_jobs), console=console, refresh_per_second=20):
             yield lambda job: None
     else:
-        yield lambda job: console.print(f"{job.label}: {job.text.strip()}", markup=False, soft_wrap=True)
+        yield lambda job: console.print(f"{title(job)}\n  {job.text.strip()}", markup=False, soft_wrap=True)
+
+
+def title(job: Job) -> str:
+    """Return what stands above an answer."""
+    return f"{job.label}: {job.question}"
 
 
 def panels(all_jobs: list[Job]) -> Group:
     """Return what the terminal shows while answers stream."""
     return Group(
         *(
-            Panel(Text(job.text.strip() or "…"), title=job.label, title_align="left", border_style=color)
+            Panel(
+                Text(job.text.strip() or "…"), title=Text(title(job)), title_align="left", border_style=color
+            )
             for job, color in zip(all_jobs, itertools.cycle(COLORS), strict=False)
         )
     )
@@ -308,7 +320,8 @@ def demonstrate(console: Console) -> None:
     with Server() as server:
         console.print(
             f"[bold]quire serve {MODEL}[/] is ready at {server.url} after "
-            f"{time.perf_counter() - started:.1f} s; sending {len(all_jobs)} requests at once"
+            f"{time.perf_counter() - started:.1f} s; sending {len(all_jobs)} requests at once",
+            soft_wrap=True,
         )
         before = engine_counters(server.url)
         asyncio.run(run_jobs(server.url, all_jobs, console))
@@ -328,6 +341,8 @@ def main() -> int:
         demonstrate(console)
     except* (DemoError, OpenAIError, httpx.HTTPError) as group:
         failures.extend(group.exceptions)
+    except* KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     for failure in failures:
         Console(stderr=True).print(f"[red]the demonstration failed:[/] {failure}", highlight=False)
     return 1 if failures else 0

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from quire.cli.chat import Conversation, obey
 from quire.cli.main import app
+from quire.errors import EngineDeadError
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,22 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     assert result.exit_code == 0
     assert result.stdout == "LONG [stopped]\nNEXT\n"
     assert seen_messages(engine)[-1] == [("user", "long story"), ("assistant", "LONG"), ("user", "next")]
+
+
+def test_an_answer_that_the_engines_death_cuts_ends_its_line(
+    engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
+):
+    answer = FakeAsyncLLM._answer
+
+    async def die(self, text, params):
+        async for output in answer(self, text, params):
+            yield output
+            raise EngineDeadError("the engine process ended with code 9")
+
+    monkeypatch.setattr(FakeAsyncLLM, "_answer", die)
+    result = chat("long story", "next")
+    assert (result.exit_code, result.stdout) == (1, "LONG\n")
+    assert result.stderr == "error: the engine process ended with code 9\n"
 
 
 def test_the_model_is_an_argument(engine: type[FakeAsyncLLM]):

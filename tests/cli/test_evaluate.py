@@ -131,6 +131,12 @@ def test_a_malformed_line_is_named(model: Path, line: str):
         read_cases(model / EVAL_FILE)
 
 
+def test_a_file_that_is_not_utf8(model: Path):
+    (model / EVAL_FILE).write_bytes(b"\xff")
+    with pytest.raises(ModelError, match="is not UTF-8"):
+        read_cases(model / EVAL_FILE)
+
+
 def test_surrounding_space_does_not_count_but_case_does():
     outputs = [finished_output(text) for text in ("\n2 ", "AB", "4", "cd  ef gh")]
     report = scored(CASES, outputs, 2.0)

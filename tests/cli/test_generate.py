@@ -24,7 +24,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeAsyncLLM]:
     return install_fake_async_llm(monkeypatch)
 
 
-def generate(*arguments: str, stdin: str = "") -> Result:
+def generate(*arguments: str, stdin: str | bytes = "") -> Result:
     return CliRunner().invoke(app, ["generate", *arguments], input=stdin)
 
 
@@ -123,6 +123,38 @@ def test_a_dead_engine_ends_the_command_with_one_line(
     assert engine.instances[0].is_shut_down
 
 
+def test_an_answer_that_the_engines_death_cuts_ends_its_line(
+    engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
+):
+    answer = FakeAsyncLLM._answer
+
+    async def die(self, text, params):
+        async for output in answer(self, text, params):
+            yield output
+            raise EngineDeadError("the engine process ended with code 9")
+
+    monkeypatch.setattr(FakeAsyncLLM, "_answer", die)
+    result = generate("one two", "three")
+    assert (result.exit_code, result.stdout) == (1, "> one two\nONE\n")
+    assert result.stderr == "error: the engine process ended with code 9\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line():
+    result = generate("a", "--output", "/dev/full")
+    assert result.exit_code == 1
+    assert result.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_messages_of_single_prompts_speak_of_flags(monkeypatch: pytest.MonkeyPatch):
+    async def refuse(self, text, params):
+        raise InvalidRequestError("max_tokens is 9; the limit is max_model_len 8", param="max_tokens")
+        yield
+
+    monkeypatch.setattr(FakeAsyncLLM, "_answer", refuse)
+    assert generate("a").stderr == "error: --max-tokens is 9; the limit is --max-model-len 8\n"
+
+
 def test_ctrl_c_stops_the_engine(engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch):
     async def interrupted(self, on_progress=None):
         raise KeyboardInterrupt
@@ -148,6 +180,24 @@ def test_unusable_input_is_one_line(arguments: list[str], stdin: str, message: s
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_what_is_not_utf8_is_refused_with_its_source(tmp_path: Path):
+    source = tmp_path / "prompts"
+    source.write_bytes(b"fine\n\xff\n")
+    for result, name in (
+        (generate("-i", str(source)), f"--input {source}"),
+        (generate(stdin=b"\xff"), "standard input"),
+    ):
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: {name} is not UTF-8: ")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path):
+    prompts = b'\xef\xbb\xbf{"prompt": "a b"}\n'
+    source = tmp_path / "prompts"
+    source.write_bytes(prompts)
+    assert generate("-i", str(source)).stdout == generate(stdin=prompts).stdout == "A B\n"
 
 
 def test_lines_keep_their_text():

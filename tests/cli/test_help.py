@@ -58,6 +58,11 @@ def test_text_keeps_to_the_width():
         assert all(len(line) <= 80 for line in lines if not line.startswith("  quire"))
 
 
+def test_no_flag_is_broken_over_two_lines():
+    for columns in range(40, 101):
+        assert not any(line.endswith("-") for line in help_of("serve", columns=columns).splitlines())
+
+
 def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0

@@ -39,7 +39,7 @@ def test_every_field_is_a_flag_with_help(command: str):
     for cls in COMMANDS[command]:
         for _, field, _ in config_fields(cls):
             param = params[field.name]
-            assert param.help.startswith(field.metadata["help"][:20])
+            assert param.help.startswith(in_flags(field.metadata["help"]))
             if field.name == "model" and command in POSITIONAL_MODEL:
                 assert param.param_type_name == "argument"
             else:
@@ -128,7 +128,7 @@ def test_every_field_type_has_a_way_to_be_written():
         (["--memory-fraction", "2"], "error: --memory-fraction is 2.0; it must be above 0 and below 1"),
         (["--temperature", "900"], "error: --temperature is 900.0; it must be from 0.0 to 100.0"),
         (["--top-p", "0"], "error: --top-p is 0.0; it must be above 0"),
-        (["--min-tokens", "9", "--max-tokens", "3"], "error: --min-tokens is 9, above max_tokens 3"),
+        (["--min-tokens", "9", "--max-tokens", "3"], "error: --min-tokens is 9, above --max-tokens 3"),
     ],
 )
 def test_a_refused_value_is_one_line_that_names_the_flag(arguments: list[str], message: str):
@@ -155,6 +155,9 @@ def test_what_cannot_be_parsed_is_a_usage_error(arguments: list[str], parts: lis
 def test_messages_speak_of_flags():
     assert in_flags("EngineConfig.max_model_len is 9; raise SchedulerConfig.cache_size") == (
         "--max-model-len is 9; raise --cache-size"
+    )
+    assert in_flags("the limit is max_model_len 9, of /my/max_tokens") == (
+        "the limit is --max-model-len 9, of /my/max_tokens"
     )
     assert in_flags("top_k is -1; it must be from 0", "top_k") == "--top-k is -1; it must be from 0"
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
@@ -82,6 +83,13 @@ def test_plan_of_the_built_in_model():
     assert plan["weight_bytes"] == plan["num_parameters"] * 2
     assert plan["kv_bytes"] == plan["num_blocks"] * plan["kv_bytes_per_token"] * plan["block_size"]
     assert plan["max_sequences"][str(plan["max_model_len"])] >= 1
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "0", "-3"])
+def test_plan_refuses_memory_that_is_no_amount(memory: str):
+    result = quire("plan", "--memory", memory)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: --memory is {float(memory)}; ")
 
 
 def test_plan_as_tables():

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 from types import SimpleNamespace
 
+from quire.config import EngineConfig
 from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, QueueFullError
 from quire.request import CompletionOutput, FinishReason, Logprob, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
@@ -49,6 +50,7 @@ class FakeLLM:
     """Prompts that begin with a fault's name cause it: hold, queue, die, fail, crash, cut, empty."""
 
     def __init__(self):
+        self.config = EngineConfig()
         self.tokenizer = FakeTokenizer()
         self.info = SimpleNamespace(
             model="fake", max_model_len=MAX_MODEL_LEN, vocab_size=0x110000, num_blocks=64, block_size=16,

@@ -1,7 +1,9 @@
 """/metrics against the official parser, and the small endpoints."""
 
+import asyncio
 import importlib.metadata
 
+import httpx
 from fake_llm import REPLY
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -45,11 +47,21 @@ async def test_request_figures(client, http):
 
 
 async def test_failures_count_by_reason(http):
-    for prompt in ("fail", "die"):
+    for prompt in ("", "queue", ["Hi", ""], "fail", "die"):
         await http.post("/v1/completions", json={"model": "fake", "prompt": prompt, "n": 2})
     values = await samples(http)
-    assert values["quire_requests_finished_total", "error"] == 2
-    assert values["quire_requests_finished_total", "abort"] == 2
+    assert values["quire_requests_finished_total", "refused"] == 2 + 2 + 4
+    assert values["quire_requests_finished_total", "error"] == 2 + 2
+    assert values["quire_requests_finished_total", "abort"] == 0
+
+
+async def test_a_client_that_leaves_counts_as_an_abort(live, llm):
+    async with httpx.AsyncClient(base_url=live) as http:
+        body = {"model": "fake", "prompt": "hold", "stream": True, "n": 3}
+        async with http.stream("POST", "/v1/completions", json=body):
+            assert await asyncio.to_thread(llm.held_seen.wait, 10)
+        assert await asyncio.to_thread(llm.abort_seen.wait, 10)
+        assert (await samples(http))["quire_requests_finished_total", "abort"] == 3
 
 
 async def test_an_engine_that_does_not_answer_keeps_the_last_figures(http, llm):

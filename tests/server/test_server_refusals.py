@@ -65,7 +65,8 @@ async def chat(http, **fields):
         ({"prompt": [-1]}, "prompt[0]", ["-1"]),
         ({"prompt": ["a"] * 1025}, "prompt", ["1024"]),
         ({"prompt": "x" * 300}, "prompt", ["301", "256"]),
-        ({"prompt": ["ok", "x" * 300]}, "prompt", ["301", "256"]),
+        ({"prompt": ["ok", "x" * 300]}, "prompt[1]", ["prompt[1]: ", "301", "256"]),
+        ({"prompt": ["ok"] * 33, "n": 128}, "n", ["4224", "4096", "max_num_queued_reqs"]),
         ({"model": 5}, "model", ["5"]),
     ],
 )
@@ -97,6 +98,7 @@ async def test_completion_fields(http, fields, param, words, stream, llm):
             ["image_url", "'text'"],
         ),
         ({"messages": [{"role": "system", "content": "Hi"}]}, "messages", ["template"]),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", ["messages: ", "301", "256"]),
         ({"tools": [{"type": "function"}]}, "tools", ["not supported"]),
         ({"tool_choice": "auto"}, "tool_choice", ["'none'"]),
         ({"functions": []}, "functions", ["not supported"]),
@@ -125,8 +127,8 @@ async def test_chat_fields(http, fields, param, words):
     [
         (b"{", "not valid JSON"),
         (b"", "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
-        (b'{"model": "fake", "prompt": "\xff"}', "not valid JSON"),
+        (b"\xff\xfe", "not UTF-8: invalid start byte, 0xff at byte 0"),
+        (b'{"model": "fake", "prompt": "\xff"}', "not UTF-8: invalid start byte, 0xff at byte 29"),
         (b'{"model": "fake", "prompt": "\\ud800"}', "not valid JSON"),
         (b'{"model": "fake", "prompt": "a", "temperature": NaN}', "finite"),
         (b"[" * 100_000, "recursion"),

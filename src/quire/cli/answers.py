@@ -52,6 +52,10 @@ class TextAnswers:
         for lane in range(index * self._completions, (index + 1) * self._completions):
             self._lanes.finish(lane)
 
+    def close(self) -> None:
+        """End the line of an answer that was cut by the end of the engine, or by Ctrl-C."""
+        self._lanes.close()
+
 
 class JsonAnswers:
     """One JSON object per prompt and line, written when it is complete."""

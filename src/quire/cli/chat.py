@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from quire.cli.console import in_flags, print_error
 from quire.cli.options import config_options
 from quire.cli.progress import LoadingBar
 from quire.config import EngineConfig
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, QuireError
 from quire.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ def _talk(
     """Read lines and answer them until the end of the input, Ctrl-C at the prompt, or /quit."""
     interactive = sys.stdin.isatty()
     if interactive:
+        with contextlib.suppress(ImportError):  # not in every build of Python
+            import readline  # noqa: F401  gives input() line editing and a history
         typer.echo(f"{llm.info.model} is ready; /help lists the commands.", err=True)
     while True:
         try:
@@ -139,19 +142,23 @@ def _answer(
 
 async def stream_answer(llm: AsyncLLM, conversation: Conversation, sampling: SamplingParams) -> str:
     """Write the answer to stdout as it grows and return it; a cancellation (Ctrl-C) ends it early."""
-    text = ""
+    text, error = "", None
     outputs = llm.chat(conversation.messages, sampling)
     try:
         async for output in outputs:
             completion = output.outputs[0]
             sys.stdout.write(completion.text[len(text) :])
             sys.stdout.flush()
-            text = completion.text
-            if completion.error:
-                print_error(completion.error)
+            text, error = completion.text, completion.error
     except asyncio.CancelledError:
         sys.stdout.write(" [stopped]")
+    except QuireError:
+        if text:
+            sys.stdout.write("\n")
+        raise
     finally:
         await outputs.aclose()
     sys.stdout.write("\n")
+    if error:
+        print_error(error)
     return text

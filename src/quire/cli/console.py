@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
 
 import typer
 
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig
 from quire.errors import ConfigError, InvalidRequestError, QuireError
+from quire.request import SamplingParams
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
-_FIELD = re.compile(r"\b[A-Z]\w*(?:Config|Params)\.(\w+)")
+_UNMISTAKABLE = "|".join(
+    field.name
+    for cls in (EngineConfig, SchedulerConfig, SamplingParams, ServerConfig)
+    for field in dataclasses.fields(cls)
+    if "_" in field.name
+)
+_FIELD = re.compile(rf"\b[A-Z]\w*(?:Config|Params)\.(\w+)|(?<![\w./-])({_UNMISTAKABLE})\b")
 
 
 def flag_name(field_name: str) -> str:
@@ -27,12 +36,12 @@ def in_flags(message: str, param: str | None = None) -> str:
     """Return an error message with the names of fields written as flags.
 
     Args:
-        message: names fields as `SchedulerConfig.max_num_seqs`.
-        param: a field that the message may begin with by its bare name.
+        message: names fields as `SchedulerConfig.max_num_seqs`, or by a bare name that is no English word.
+        param: a field that the message may begin with by its bare name, whatever that is.
     """
     if param and message.split(" ", 1)[0] == param:
         message = flag_name(param) + message.removeprefix(param)
-    return _FIELD.sub(lambda match: flag_name(match[1]), message)
+    return _FIELD.sub(lambda match: flag_name(match[1] or match[2]), message)
 
 
 def print_error(message: str) -> None:
@@ -52,12 +61,17 @@ def usage_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the command with one line and a status: 2 for a configuration, 1 for any other error of Quire."""
+    """End the command with one line and a status: 2 for a configuration, 1 for any other error."""
     try:
         yield
     except QuireError as error:
         print_error(in_flags(str(error)))
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE) from None
+    except BrokenPipeError:
+        raise  # typer ends the command without a word, as is usual when a reader has seen enough
+    except OSError as error:
+        print_error(str(error))
+        raise typer.Exit(EXIT_FAILURE) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 

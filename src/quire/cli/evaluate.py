@@ -129,6 +129,8 @@ def read_cases(path: Path) -> list[Case]:
             f"{path.parent} has no {EVAL_FILE}; put one there with lines of "
             '{"task": ..., "messages": [...], "answer": ...}'
         ) from None
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8: {error}") from None
     cases = []
     for number, line in enumerate(lines, start=1):
         try:

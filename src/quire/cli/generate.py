@@ -94,7 +94,8 @@ def _sender(sampling: SamplingParams, *, raw: bool) -> Sender:
 @contextlib.contextmanager
 def _answers(target: Path | None, prompts: list[Prompt], sampling: SamplingParams) -> Iterator[Answers]:
     if target is None:
-        yield TextAnswers(sys.stdout, prompts, completions=sampling.n)
+        with contextlib.closing(TextAnswers(sys.stdout, prompts, completions=sampling.n)) as answers:
+            yield answers
     elif target == STDIN:
         yield JsonAnswers(sys.stdout, prompts)
     else:

@@ -34,6 +34,13 @@ class InOrder:
         """Take text `index` as complete as it is."""
         self.update(index, self._texts[index], finished=True)
 
+    def close(self) -> None:
+        """End the line of a text that was cut while it was written."""
+        if self._written is not None:
+            self._written = None
+            self._stream.write("\n")
+            self._stream.flush()
+
     def _write(self) -> None:
         while self._current < len(self._texts):
             text = self._texts[self._current]

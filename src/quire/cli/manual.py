@@ -64,7 +64,8 @@ def _prose(text: str, width: int) -> str:
     """Wrap the paragraphs of a docstring; a paragraph with an indented line stays as it is."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(
-        paragraph if "\n " in paragraph else textwrap.fill(paragraph, width) for paragraph in paragraphs
+        paragraph if "\n " in paragraph else textwrap.fill(paragraph, width, break_on_hyphens=False)
+        for paragraph in paragraphs
     )
 
 

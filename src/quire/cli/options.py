@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from quire.cli.console import flag_name, one_line_errors, usage_errors
+from quire.cli.console import flag_name, in_flags, one_line_errors, usage_errors
 from quire.config import EngineConfig, SchedulerConfig, ServerConfig
 from quire.request import SamplingParams
 
@@ -128,7 +128,7 @@ def _parameter(
     default = changed.get(field.name, _default_of(field))
     flag = FLAG_TYPES[_without_none(hint)]
     described: dict[str, Any] = {
-        "help": field.metadata["help"],
+        "help": in_flags(field.metadata["help"]),
         "metavar": flag.metavar,
         "show_default": _shown(default),
         "rich_help_panel": PANELS[owner],

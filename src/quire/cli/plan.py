@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli.options import config_options
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,6 +45,8 @@ def plan(
     from quire.models.config import ModelConfig
     from quire.models.hub import resolve_model
 
+    if memory is not None and not 0 < memory < math.inf:
+        raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")
     model = ModelConfig.from_directory(resolve_model(engine.model, weights=False))
     available = None if memory is None else int(memory * GB)
     result = plan_memory(engine, model, available_bytes=available)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import Any
 from quire.errors import InvalidRequestError
 
 STDIN = Path("-")
+ENCODING = "utf-8-sig"  # takes UTF-8 with a byte-order mark, as some editors write it, and without
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,10 +33,8 @@ def read_prompts(arguments: list[str], source: Path | None) -> list[Prompt]:
     prompts = [Prompt(text) for text in arguments]
     if source is None and not arguments and not sys.stdin.isatty():
         source = STDIN
-    if source == STDIN:
-        prompts += parse_lines(sys.stdin, "standard input")
-    elif source is not None:
-        prompts += _parse_file(source)
+    if source is not None:
+        prompts += _parse_source(source)
     if not prompts:
         raise InvalidRequestError(
             "no prompt; give one as an argument, with --input FILE, or on standard input"
@@ -54,14 +54,19 @@ def parse_lines(lines: Iterable[str], name: str) -> list[Prompt]:
     ]
 
 
-def _parse_file(path: Path) -> list[Prompt]:
+def _parse_source(source: Path) -> list[Prompt]:
+    name = "standard input" if source == STDIN else f"--input {source}"
     try:
-        with path.open(encoding="utf-8") as file:
-            return parse_lines(file, str(path))
+        if source != STDIN:
+            with source.open(encoding=ENCODING) as file:
+                return parse_lines(file, name)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding=ENCODING, errors="strict")
+        return parse_lines(sys.stdin, name)
     except OSError as error:
-        raise InvalidRequestError(f"cannot read --input {path}: {error.strerror}") from None
+        raise InvalidRequestError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"--input {path} is not UTF-8: {error}") from None
+        raise InvalidRequestError(f"{name} is not UTF-8: {error}") from None
 
 
 def _parse_json(line: str, place: str) -> Prompt:

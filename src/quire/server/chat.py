@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.request import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext, context_of, request_id_of
-from quire.server.generation import SequenceProgress, end_reason, generate, usage_of
+from quire.server.generation import SequenceProgress, end_reason, generate, naming_prompt, usage_of
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import ChatCompletionRequest
 from quire.server.responses import (
@@ -64,7 +64,7 @@ class _ChatCall:
             cache_salt=body.cache_salt or "",
         )
         return generate(
-            [stream],
+            [naming_prompt("messages", stream)],
             request_ids=[self._id],
             num_sequences=self._params.n,
             lifecycle=self._context.lifecycle,

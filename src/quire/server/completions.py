@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.request import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext, context_of, request_id_of
-from quire.server.generation import SequenceProgress, end_reason, generate, usage_of
+from quire.server.generation import SequenceProgress, end_reason, generate, naming_prompt, usage_of
 from quire.server.logprobs import CompletionLogprobsWriter, joined
 from quire.server.protocol import CompletionRequest
 from quire.server.responses import (
@@ -57,6 +57,7 @@ class _CompletionCall:
         self._body = body
         self._request_id = request_id
         self._params = body.sampling_params()
+        context.require_room(len(body.prompts) * self._params.n)
         self._include_usage = body.include_usage
         self._created = int(time.time())
 
@@ -73,6 +74,8 @@ class _CompletionCall:
             )
             for prompt, request_id in zip(body.prompts, request_ids, strict=True)
         ]
+        if len(streams) > 1:
+            streams = [naming_prompt(f"prompt[{index}]", stream) for index, stream in enumerate(streams)]
         return generate(
             streams,
             request_ids=request_ids,

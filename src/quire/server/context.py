@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from quire.config import ServerConfig
-from quire.errors import nearest_name
+from quire.errors import InvalidRequestError, nearest_name
 from quire.server.errors import ApiError
 from quire.server.lifecycle import Lifecycle
 from quire.server.metrics import Metrics
@@ -46,6 +46,16 @@ class ServerContext:
                 f"the model {name!r} is not served here; this server has {self.model_name!r}",
                 param="model",
                 code="model_not_found",
+            )
+
+    def require_room(self, num_sequences: int) -> None:
+        """Raise `InvalidRequestError` for a call of more sequences than the queue takes when it is empty."""
+        limit = self.llm.config.scheduler.max_num_queued_reqs
+        if num_sequences > limit:
+            raise InvalidRequestError(
+                f"the call asks for {num_sequences} sequences, its prompts times n; the limit is {limit} "
+                "(the server's max_num_queued_reqs); send several smaller calls",
+                param="n",
             )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
+from quire.errors import InvalidRequestError
 from quire.request import CompletionOutput, FinishReason, RequestOutput
 from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 from quire.server.lifecycle import Lifecycle
@@ -44,6 +45,18 @@ async def generate(
                 yield index, output
         if unfinished:
             raise ApiError(500, "the engine ended the request without an answer", kind=SERVER_ERROR)
+
+
+async def naming_prompt(field: str, stream: OutputStream) -> OutputStream:
+    """Pass on `stream`; when the engine refuses its prompt, say that it is the request's `field`."""
+    async with contextlib.aclosing(stream) as outputs:
+        try:
+            async for output in outputs:
+                yield output
+        except InvalidRequestError as error:
+            if error.param != "prompt":
+                raise
+            raise InvalidRequestError(f"{field}: {error}", param=field) from None
 
 
 def _require_no_failure(completion: CompletionOutput) -> None:

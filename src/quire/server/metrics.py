@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.errors import InvalidRequestError, QueueFullError
 from quire.request import CompletionOutput, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
 
 _LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
+
+
+EndLabel = Literal["stop", "length", "abort", "error", "refused"]
 
 
 class EngineCollector(Collector):
@@ -72,11 +77,12 @@ class Metrics:
         self.generation_tokens = self._counter("quire_generation_tokens", "Tokens generated.")
         self.finished = Counter(
             "quire_requests_finished",
-            "Sequences ended (each of a request's n counts), by reason: stop, length, abort or error.",
+            "Sequences ended (each of a request's n counts), by reason: stop, length, abort (the client left "
+            "or the server stopped), error, or refused (they never began).",
             ["reason"],
             registry=self.registry,
         )
-        for reason in ("stop", "length", "abort", "error"):
+        for reason in get_args(EndLabel):
             self.finished.labels(reason)
         self.time_to_first_token = self._histogram(
             "quire_time_to_first_token_seconds", "From the request's arrival to its first token."
@@ -102,7 +108,8 @@ class Metrics:
 class RequestTimer:
     """Turns the outputs of one engine request into observations.
 
-    Use as a context manager around the request: sequences that have not ended when it exits count as aborted.
+    Use as a context manager around the request: what it is left with becomes the end of the sequences that
+    have none of their own.
     """
 
     def __init__(self, metrics: Metrics, num_sequences: int) -> None:
@@ -116,9 +123,9 @@ class RequestTimer:
     def __enter__(self) -> RequestTimer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._unfinished:
-            self._metrics.finished.labels("abort").inc(len(self._unfinished))
+            self._metrics.finished.labels(_end_label(error)).inc(len(self._unfinished))
 
     def observe(self, output: RequestOutput) -> None:
         """Account for what is new in a cumulative output."""
@@ -149,3 +156,14 @@ class RequestTimer:
     def _observe_end(self, completion: CompletionOutput) -> None:
         self._unfinished.discard(completion.index)
         self._metrics.finished.labels(str(completion.finish_reason)).inc()
+
+
+def _end_label(error: BaseException | None) -> EndLabel:
+    """Return what `error` means for sequences that have not ended; None: nobody waits for them any more."""
+    match error:
+        case InvalidRequestError() | QueueFullError():
+            return "refused"
+        case Exception():
+            return "error"
+        case _:  # none, a cancellation, or a generator that is closed
+            return "abort"

@@ -28,6 +28,7 @@ MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
+_MOST_LISTED = 1024  # entries of a list before duplicates are merged; SamplingParams has the real bounds
 
 Unsupported: TypeAlias = None
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -140,9 +141,13 @@ class GenerationRequest(StrictModel):
     presence_penalty: float | None = _sampling_field("presence_penalty")
     frequency_penalty: float | None = _sampling_field("frequency_penalty")
     logit_bias: LogitBias | None = _sampling_field("logit_bias")
-    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = _sampling_field("bad_words")
+    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=_MOST_LISTED)] | None = _sampling_field(
+        "bad_words"
+    )
     stop: Stop | None = _sampling_field("stop")
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = _sampling_field("stop_token_ids")
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_LISTED)] | None = (
+        _sampling_field("stop_token_ids")
+    )
     include_stop_str_in_output: bool | None = _sampling_field("include_stop_str_in_output")
     ignore_eos: bool | None = _sampling_field("ignore_eos")
     seed: int | None = _sampling_field("seed")

@@ -99,7 +99,7 @@ async def _stop_gracefully(context: ServerContext, stop: _StopSignals) -> None:
     lifecycle.begin_drain()
     live = len(lifecycle.live_request_ids)
     if live:
-        print(f"Stopping: {live} running requests get up to {patience:g} s.", file=sys.stderr, flush=True)
+        print(f"Stopping: {live} still running, for at most {patience:g} s.", file=sys.stderr, flush=True)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(patience):
             await _finished_unless_set(stop.immediate, lifecycle.wait_idle())

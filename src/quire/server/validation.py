@@ -33,6 +33,7 @@ async def read_model(request: Request, model: type[M], *, max_body_bytes: int) -
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
+        _require_utf8(body)
         details = error.errors(include_url=False)
         raise _explained(details[0]) from None
 
@@ -65,6 +66,15 @@ async def _read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect:
         raise ClientGoneError("the client left while it sent its request") from None
     return b"".join(chunks)
+
+
+def _require_utf8(body: bytes) -> None:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"the body is not UTF-8: {error.reason}, 0x{body[error.start]:02x} at byte {error.start}"
+        ) from None
 
 
 def _body_too_large(size: int, limit: int) -> ApiError:
