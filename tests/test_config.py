@@ -56,6 +56,20 @@ def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
         (EngineConfig, {"scheduler": SchedulerConfig(block_size=0)}, "block_size is 0; it must be at least"),
         (EngineConfig, {"scheduler": SchedulerConfig(policy="fifo")}, "policy is 'fifo'"),
         (EngineConfig, {"scheduler": SchedulerConfig(watermark=1.0)}, "watermark is 1.0"),
+        (EngineConfig, {"scheduler": SchedulerConfig(watermark=float("nan"))}, "watermark is nan"),
+        (EngineConfig, {"scheduler": SchedulerConfig(num_kv_blocks=64.0)}, "64.0; it must be a whole number"),
+        (EngineConfig, {"scheduler": SchedulerConfig(max_num_seqs="8")}, "max_num_seqs is '8'"),
+        (EngineConfig, {"scheduler": SchedulerConfig(block_size=True)}, "block_size is True"),
+        (EngineConfig, {"scheduler": SchedulerConfig(enable_prefix_caching=1)}, "must be True or False"),
+        (EngineConfig, {"scheduler": {"block_size": 8}}, "scheduler must be a SchedulerConfig, not dict"),
+        (EngineConfig, {"memory_fraction": "half"}, "memory_fraction is 'half'; it must be a number"),
+        (EngineConfig, {"model": None}, "model is None; it must be text"),
+        (ServerConfig, {"port": "http"}, "port is 'http'"),
+        (
+            EngineConfig,
+            {"scheduler": SchedulerConfig(cache_size=float("inf"))},
+            "cache_size is inf; .* finite",
+        ),
         (ServerConfig, {"port": -1}, "port is -1"),
         (ServerConfig, {"port": 65536}, "port is 65536; it must be at most 65535"),
     ],
@@ -84,12 +98,46 @@ def test_unusable_values_are_refused_with_value_and_limit(cls, values, message):
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ""}, "stop"),
         ({"bad_words": ("a", "")}, "bad_words"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"stop_token_ids": range(129)}, "stop_token_ids"),
+        ({"bad_words": [str(number) for number in range(257)]}, "bad_words"),
+        ({"bad_words_token_ids": [[number] for number in range(1025)]}, "bad_words_token_ids"),
     ],
 )
 def test_sampling_params_out_of_range_name_the_field(values, param):
     with pytest.raises(InvalidRequestError, match=param) as caught:
         SamplingParams(**values)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", None),
+        ("stop", [["a"]]),
+        ("stop_token_ids", None),
+        ("bad_words", 5),
+        ("bad_words_token_ids", [5]),
+        ("logit_bias", None),
+        ("logit_bias", {1: "much"}),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("max_tokens", "3"),
+    ],
+)
+def test_sampling_params_of_a_wrong_type_name_the_field(name, value):
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_lists_hold_each_entry_once():
+    params = SamplingParams(
+        stop=["b", "a", "b"], stop_token_ids=[7, 3, 7] * 100, bad_words_token_ids=[[1, 2], (1, 2)]
+    )
+    assert params.stop == ("b", "a")
+    assert params.stop_token_ids == (7, 3)
+    assert params.bad_words_token_ids == ((1, 2),)
 
 
 def test_one_stop_string_may_be_given_bare():

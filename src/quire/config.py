@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar, dataclass_transform
 
@@ -57,12 +58,31 @@ def settable_config(cls: type[T]) -> type[T]:
     return _with_checked_names(dataclasses.dataclass(kw_only=True, slots=True)(cls))
 
 
+_TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {  # by annotation, which is text in this module
+    "str": ("text", (str,)),
+    "int": ("a whole number", (int,)),
+    "float": ("a number", (int, float)),
+    "bool": ("True or False", (bool,)),
+}
+
+
+def _require_types(owner: Any) -> None:
+    """Raise `ConfigError` for the first plain field of `owner` whose value is not of the field's type."""
+    for field in dataclasses.fields(owner):
+        words, types = _TYPES.get(field.type, ("", (object,)))
+        value = getattr(owner, field.name)
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise ConfigError(f"{type(owner).__name__}.{field.name} is {value!r}; it must be {words}")
+
+
 def require_at_least(owner: object, minimum: float, *names: str) -> None:
     """Raise `ConfigError` for the first of `names` whose value on `owner` is below `minimum`."""
     for name in names:
         value = getattr(owner, name)
-        if value < minimum:
+        if not value >= minimum:  # also refuses NaN
             raise ConfigError(f"{type(owner).__name__}.{name} is {value}; it must be at least {minimum}")
+        if value == math.inf:
+            raise ConfigError(f"{type(owner).__name__}.{name} is {value}; it must be finite")
 
 
 def require_one_of(owner: object, name: str, choices: tuple[str, ...]) -> None:
@@ -128,6 +148,7 @@ class SchedulerConfig:
         Raises:
             ConfigError: names the first field that is not, its value and its limit.
         """
+        _require_types(self)
         require_at_least(self, 1, "max_num_batched_tokens", "max_num_seqs", "block_size")
         require_at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens")
         require_at_least(self, 0, "num_kv_blocks", "cache_size", "long_prefill_token_threshold", "watermark")
@@ -164,11 +185,16 @@ class EngineConfig:
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
+        _require_types(self)
         require_one_of(self, "dtype", DTYPES)
         require_at_least(self, 0, "max_model_len", "num_threads")
         if not 0 < self.memory_fraction < 1:
             raise ConfigError(
                 f"EngineConfig.memory_fraction is {self.memory_fraction}; it must be above 0 and below 1"
+            )
+        if not isinstance(self.scheduler, SchedulerConfig):
+            raise ConfigError(
+                f"EngineConfig.scheduler must be a SchedulerConfig, not {type(self.scheduler).__name__}"
             )
         object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler).validate())
 
@@ -192,6 +218,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
+        _require_types(self)
         require_at_least(self, 0, "port", "drain_timeout")
         if self.port > MAX_PORT:
             raise ConfigError(f"ServerConfig.port is {self.port}; it must be at most {MAX_PORT}")

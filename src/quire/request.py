@@ -12,6 +12,7 @@ from quire.config import config, knob
 from quire.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
+MAX_INT64 = 2**63 - 1  # larger integers do not fit into the messages to the engine process
 
 
 class RequestStatus(enum.IntEnum):
@@ -27,11 +28,6 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ABORTED = 7
     FINISHED_IGNORED = 8
     FINISHED_ERROR = 9
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the request has had, or is about to have, its one terminal output."""
-        return self >= RequestStatus.FINISHED_STOPPED
 
 
 class FinishReason(enum.StrEnum):
@@ -84,13 +80,15 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(
         default_factory=dict, metadata={"help": "Added to the logits of these token ids, -100 to 100."}
     )
-    bad_words: tuple[str, ...] = knob(default=(), help="Strings that must not appear in the output.")
+    bad_words: tuple[str, ...] = knob(
+        default=(), help="Strings that must not appear in the output, at most 256."
+    )
     bad_words_token_ids: tuple[tuple[int, ...], ...] = knob(
-        default=(), help="Token sequences that must not appear."
+        default=(), help="Token sequences that must not appear, at most 1,024."
     )
     stop: tuple[str, ...] = knob(default=(), help="Strings that end the output; left out of the text.")
     stop_token_ids: tuple[int, ...] = knob(
-        default=(), help="Token ids that end the output, besides end-of-sequence."
+        default=(), help="Token ids that end the output, besides end-of-sequence; at most 128."
     )
     include_stop_str_in_output: bool = knob(
         default=False, help="Keep the stop string at the end of the text."
@@ -106,13 +104,10 @@ class SamplingParams:
     skip_special_tokens: bool = knob(default=True, help="Leave special tokens out of the text.")
 
     def __post_init__(self) -> None:
-        for name in ("bad_words", "stop"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        sequences = tuple(tuple(sequence) for sequence in self.bad_words_token_ids)
-        object.__setattr__(self, "bad_words_token_ids", sequences)
+        for name, (kind, most) in _LISTS.items():
+            object.__setattr__(self, name, self._distinct_entries(name, kind, most))
         self._check_ranges()
+        self._check_logit_bias()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", param="min_tokens"
@@ -126,35 +121,66 @@ class SamplingParams:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0.0
 
+    def _distinct_entries(self, name: str, kind: str, most: float) -> tuple[Any, ...]:
+        """Return a list's entries as a tuple, each once."""
+        value = getattr(self, name)
+        try:
+            entries = [value] if isinstance(value, str) else list(value)
+            if name == "bad_words_token_ids":
+                entries = [tuple(sequence) for sequence in entries]
+            distinct = tuple(dict.fromkeys(entries))
+        except TypeError as error:
+            raise InvalidRequestError(f"{name} is {value!r}; it must hold {kind}", param=name) from error
+        if len(distinct) > most:
+            raise InvalidRequestError(f"{name} holds {len(distinct)} {kind}; at most {most} fit", param=name)
+        return distinct
+
     def _check_ranges(self) -> None:
         for name, low, high in _SAMPLING_RANGES:
             value = getattr(self, name)
-            if value is None:
+            if value is None and name in _MAY_BE_NONE:
                 continue
-            if not low <= value <= high:  # also refuses NaN
-                raise InvalidRequestError(f"{name} is {value}; it must be from {low} to {high}", param=name)
+            if not isinstance(value, (int, float)) or not low <= value <= high:  # also refuses NaN
+                limit = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise InvalidRequestError(f"{name} is {value!r}; it must be {limit}", param=name)
         if self.top_p <= 0 or self.repetition_penalty <= 0:
             name = "top_p" if self.top_p <= 0 else "repetition_penalty"
             raise InvalidRequestError(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
+
+    def _check_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(
+                f"logit_bias is {self.logit_bias!r}; it must be a mapping of token ids to numbers",
+                param="logit_bias",
+            )
         for bias in self.logit_bias.values():
-            if not -100 <= bias <= 100:
+            if not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
                 raise InvalidRequestError(
-                    f"a logit_bias is {bias}; each must be from -100 to 100", param="logit_bias"
+                    f"a logit_bias is {bias!r}; each must be from -100 to 100", param="logit_bias"
                 )
 
+
+_LISTS: dict[str, tuple[str, float]] = {  # what they hold, and how much of it
+    "bad_words": ("strings", 256),
+    "bad_words_token_ids": ("lists of token ids", 1024),  # gone through for every sampled token
+    "stop": ("strings", math.inf),
+    "stop_token_ids": ("token ids", 128),  # the most of all requests is a width of the scheduler's arrays
+}
+
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 _SAMPLING_RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
     ("max_tokens", 1, math.inf),
     ("min_tokens", 0, math.inf),
     ("temperature", 0.0, 100.0),
-    ("top_k", 0, math.inf),
+    ("top_k", 0, MAX_INT64),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
     ("repetition_penalty", 0.0, 100.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("seed", -(2**63), 2**63 - 1),
+    ("seed", -(2**63), MAX_INT64),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
@@ -168,7 +194,6 @@ class Request:
         prompt_token_ids: at least one token id.
         sampling_params: with `seed` and `max_tokens` set (the front end resolves both).
         eos_token_ids: the model's end-of-sequence ids; ignored with `ignore_eos`.
-        arrival_time: seconds on the front end's clock; breaks ties between equal priorities.
         priority: lower is served first under the priority policy.
         client_index: which client the outputs go to.
         cache_salt: requests share prefix-cache blocks only with requests of the same salt.
@@ -178,8 +203,8 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "arrival_time", "cache_salt", "client_index", "eos_token_ids", "max_tokens",
-        "num_cached_tokens", "num_computed_tokens", "num_preemptions", "output_token_ids", "priority",
+        "arrival", "cache_salt", "client_index", "eos_token_ids", "max_tokens",
+        "num_cached_tokens", "num_computed_tokens", "output_token_ids", "priority",
         "prompt_token_ids", "request_id", "sampling_params", "status", "stop_reason",
     )  # fmt: skip
 
@@ -190,7 +215,6 @@ class Request:
         sampling_params: SamplingParams,
         *,
         eos_token_ids: Sequence[int] = (),
-        arrival_time: float = 0.0,
         priority: int = 0,
         client_index: int = 0,
         cache_salt: str = "",
@@ -201,7 +225,6 @@ class Request:
         self.sampling_params = sampling_params
         self.eos_token_ids = tuple(eos_token_ids)
         self.arrival = 0
-        self.arrival_time = arrival_time
         self.priority = priority
         self.client_index = client_index
         self.cache_salt = cache_salt
@@ -209,7 +232,6 @@ class Request:
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.num_preemptions = 0
         self.stop_reason: int | str | None = None
 
     @property
@@ -303,8 +325,14 @@ def prompt_text_or_ids(prompt: Any) -> str | list[int]:
     """
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-        return list(prompt)
-    raise InvalidRequestError(
-        f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}", param="prompt"
-    )
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequestError(
+            f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}", param="prompt"
+        )
+    for token in prompt:
+        if type(token) is not int:
+            raise InvalidRequestError(
+                f"a prompt that is a list must hold token ids, each an int, not {type(token).__name__}",
+                param="prompt",
+            )
+    return list(prompt)

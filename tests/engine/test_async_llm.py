@@ -169,11 +169,17 @@ async def a_full_queue_refuses(llm):
     streams = [llm.generate(f"the {index}", LONG) for index in range(4)]
     for stream in streams:
         await anext(stream)  # all four run, and nothing else can
+    waiting = asyncio.create_task(last_of(llm.generate("the", greedy(2, n=4))))
+    while (await llm.stats()).num_waiting < 4:
+        pass
     with pytest.raises(QueueFullError, match="max_num_queued_reqs 6") as caught:
-        await anext(llm.generate("the", greedy(2, n=7)))
+        await anext(llm.generate("the", greedy(2, n=3)))
     assert caught.value.retry_after > 0
+    with pytest.raises(InvalidRequestError, match=r"n is 7.*max_num_queued_reqs 6"):
+        await anext(llm.generate("the", greedy(2, n=7)))  # trying again would never help
     for stream in streams:
         await stream.aclose()
+    assert len((await waiting).outputs) == 4
     await wait_until_empty(llm)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from engine_checks import check_after_every_step, tiny_config
 
@@ -17,7 +19,7 @@ from quire.engine.messages import (
     StepOutputs,
     StopRequests,
 )
-from quire.errors import QueueFullError
+from quire.errors import InvalidRequestError, QueueFullError
 from quire.request import FinishReason, SamplingParams
 
 
@@ -125,6 +127,28 @@ def test_sequences_are_admitted_all_or_none(checkpoint):
     assert isinstance(refused.error.to_exception(), QueueFullError)
     engine.run()
     assert engine.reasons == {"a": "length", "b": "length"}
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"max_num_queued_reqs": 2}, "n is 3.*max_num_queued_reqs 2.*lower n to that"),
+        ({"max_num_queued_tokens": 50}, "n is 3.*20 tokens.*60.*max_num_queued_tokens 50.*at most 2"),
+        ({"max_num_queued_tokens": 19}, "lower n to at most 1"),
+    ],
+)
+def test_more_sequences_than_can_ever_wait_are_not_told_to_try_again(checkpoint, bounds, words):
+    engine = Engine(checkpoint, **bounds)
+    engine.loop.handle(request("a", "b", "c"))
+    (refused,) = engine.messages
+    error = refused.error.to_exception()
+    assert isinstance(error, InvalidRequestError)
+    assert re.search(words, str(error))
+    assert error.param == "n"
+    engine.loop.handle(request("alone"))
+    engine.run()
+    assert engine.reasons == {"alone": "length"}
     engine.assert_empty()
 
 

@@ -111,6 +111,13 @@ def test_derived_seeds_are_splitmix64():
     assert [derived_seed(1234567, index) for index in range(1, 5)] == [value >> 1 for value in published]
 
 
+def test_a_made_up_id_is_not_one_that_a_caller_would_choose(inputs):
+    """An id that only counts would collide with the ids of a caller who counts too."""
+    other = InputProcessor(TOKENIZER, INFO)
+    made_up = {one.process("a", SamplingParams()).request_id for one in (inputs, inputs, other, other)}
+    assert len(made_up) == 4
+
+
 def test_the_same_request_id_never_gives_the_same_sequence_id(inputs):
     ids = {
         inputs.process("a", SamplingParams(), request_id="x").core_request.sequence_ids[0] for _ in range(3)

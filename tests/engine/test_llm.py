@@ -10,6 +10,7 @@ import pytest
 from engine_checks import TINY, check_after_every_step, core_of
 
 from quire import LLM, SamplingParams, SchedulerConfig
+from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError
 from quire.request import FinishReason
 
@@ -178,6 +179,43 @@ def test_ctrl_c_in_a_step_aborts_all_and_leaves_it_usable(llm, monkeypatch):
     assert finished == [True], "the step was not torn"
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
     assert llm.generate("the cache", GREEDY)[0].outputs == before.outputs
+
+
+def test_ctrl_c_while_a_request_is_queued_leaves_nothing(llm, monkeypatch):
+    scheduler = core_of(llm).scheduler
+    add_request = scheduler.add_request
+
+    def interrupted(request):
+        signal.raise_signal(signal.SIGINT)
+        add_request(request)
+
+    monkeypatch.setattr(scheduler, "add_request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("the cache", GREEDY)
+    assert not llm._session.front.outputs
+    assert not scheduler.has_unfinished_requests()
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing(llm, monkeypatch):
+    send = llm._session.front.client.send
+
+    def lossy(message):
+        if isinstance(message, EngineCoreRequest):
+            raise OverflowError("too large for the wire")
+        send(message)
+
+    monkeypatch.setattr(llm._session.front.client, "send", lossy)
+    with pytest.raises(OverflowError):
+        llm.generate("the cache", GREEDY)
+    assert not llm._session.front.outputs
+
+
+@pytest.mark.parametrize("prompts", [{"prompt_token_ids": [1, 2]}, None, iter(["a"]), 5])
+def test_what_is_neither_a_prompt_nor_prompts_is_refused(llm, prompts):
+    with pytest.raises(InvalidRequestError, match=f"prompts.*{type(prompts).__name__}"):
+        llm.generate(prompts)
+    with pytest.raises(InvalidRequestError, match=f"messages.*{type(prompts).__name__}"):
+        llm.chat(prompts)
 
 
 def test_progress_is_shown_on_standard_error(llm, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from engine_checks import check_after_every_step
 
@@ -101,6 +103,27 @@ def test_ending_a_request_from_outside(pipeline, end, status, kept):
     pipeline.step()
 
 
+def test_ctrl_c_loses_no_token_of_a_handle(pipeline, monkeypatch):
+    apply, interrupted = pipeline._session.front.outputs.apply, []
+
+    def apply_interrupted(outputs):
+        if len(interrupted) < 3 and outputs:
+            interrupted.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return apply(outputs)
+
+    expected = pipeline.generate("the cache", config())[0].texts
+    monkeypatch.setattr(pipeline._session.front.outputs, "apply", apply_interrupted)
+    handle = pipeline.add_request(5, "the cache", config())
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.step()
+    run(pipeline)
+    assert handle.get_status() is GenerationStatus.FINISHED
+    (output,) = handle.read_all()
+    assert [pipeline.get_tokenizer().decode(output.generated_ids)] == expected
+
+
 def test_metrics(pipeline):
     for number in range(3):
         pipeline.add_request(number, "the cache " * 10, config(max_new_tokens=5))
@@ -128,6 +151,18 @@ def test_a_streamer_gets_the_text_and_may_stop_it(pipeline):
     assert part.texts[0].startswith("".join(seen))
     with pytest.raises(InvalidRequestError, match="one prompt and one completion"):
         pipeline.generate(["a", "b"], config(), print)
+
+
+def test_a_streamer_that_stops_is_not_called_again(pipeline):
+    (whole,) = pipeline.generate("the", config())
+    withholding = tuple(character + "\u2603" for character in set(whole.texts[0]))  # each last character
+    calls: list[str] = []
+    (part,) = pipeline.generate(
+        "the", config(stop_strings=withholding), lambda text: calls.append(text) or True
+    )
+    assert len(calls) == 1
+    assert part.texts[0] == whole.texts[0][: len(part.texts[0])]
+    assert len(part.texts[0]) > len(calls[0]), "some text was withheld when it stopped"
 
 
 def test_a_failing_streamer_leaves_nothing(pipeline):

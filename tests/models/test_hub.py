@@ -7,6 +7,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from quire.errors import ModelNotFoundError
 from quire.models import hub
@@ -36,6 +37,12 @@ def test_a_hub_name_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert asked["name"] == "Qwen/Qwen3-0.6B"
     assert "*.safetensors" in asked["allow_patterns"]
     assert not any(pattern.endswith(".bin") for pattern in asked["allow_patterns"])
+    files = ["model-00001-of-00002.safetensors", "consolidated.safetensors", "original/params.json"]
+    assert list(filter_repo_objects(files, **asked_patterns(asked))) == files[:1]
+
+
+def asked_patterns(asked: dict[str, Any]) -> dict[str, Any]:
+    return {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
 
 
 def test_what_was_tried_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,9 +39,31 @@ def _field_names(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def is_one_prompt(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt, text or token ids, rather than a sequence of them."""
-    return isinstance(prompts, str) or bool(len(prompts) and type(prompts[0]) is int)
+def prompts_of(given: Any) -> list[Any]:
+    """Return the prompts in `given`: one, text or token ids, or a sequence of them.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    _require_sequence(given, "prompts", "a string, a list of token ids, or a sequence of these")
+    is_one = isinstance(given, str) or bool(given and type(given[0]) is int)
+    return [given] if is_one else list(given)
+
+
+def conversations_of(given: Any) -> list[Any]:
+    """Return the conversations in `given`: one, a list of messages, or a sequence of them.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    _require_sequence(given, "messages", "a list of messages, or a sequence of such lists")
+    is_one = bool(given) and isinstance(given[0], Mapping)
+    return [given] if is_one else list(given)
+
+
+def _require_sequence(given: Any, name: str, meaning: str) -> None:
+    if not isinstance(given, Sequence):
+        raise InvalidRequestError(f"{name} must be {meaning}, not {type(given).__name__}", param=name)
 
 
 def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type[T], name: str) -> list[T]:

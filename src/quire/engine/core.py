@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.memory_plan import plan_memory
 from quire.engine.messages import EngineCoreRequest, EngineInfo
-from quire.errors import ConfigError
+from quire.errors import ConfigError, InvalidRequestError
 from quire.models.config import ModelConfig
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduling.interface import SchedulerInterface
@@ -53,6 +53,7 @@ class EngineCore:
         plan = plan_memory(config, model_config)
         # Some rotary embeddings depend on the longest sequence that will be served.
         model_config = dataclasses.replace(model_config, max_model_len=plan.max_model_len)
+        self._scheduler_config = config.scheduler
         self.scheduler = _build_scheduler(config, plan)
         self.runner = _build_runner(config, model_path, model_config, plan, on_progress)
         self.info = EngineInfo(
@@ -72,6 +73,7 @@ class EngineCore:
         Raises:
             InvalidRequestError, DuplicateRequestError, QueueFullError: the scheduler refuses one of them.
         """
+        _refuse_if_never_queued(request, self._scheduler_config)
         admitted: list[str] = []
         try:
             for index in range(len(request.sequences)):
@@ -140,6 +142,24 @@ class EngineCore:
         return [output for outputs in by_client.values() for output in outputs.outputs]
 
 
+def _refuse_if_never_queued(request: EngineCoreRequest, config: SchedulerConfig) -> None:
+    """Raise `InvalidRequestError` if even an empty queue has no room for all sequences of `request`."""
+    n, prompt_length = len(request.sequences), len(request.prompt_token_ids)
+    if n > config.max_num_queued_reqs:
+        raise InvalidRequestError(
+            f"n is {n}, but at most max_num_queued_reqs {config.max_num_queued_reqs} sequences can wait; "
+            "lower n to that, or raise max_num_queued_reqs",
+            param="n",
+        )
+    if n > 1 and n * prompt_length > config.max_num_queued_tokens:  # one sequence always has room
+        raise InvalidRequestError(
+            f"n is {n} and the prompt has {prompt_length} tokens, together {n * prompt_length}, but at most "
+            f"max_num_queued_tokens {config.max_num_queued_tokens} can wait; lower n to at most "
+            f"{max(1, config.max_num_queued_tokens // prompt_length)}, or raise max_num_queued_tokens",
+            param="n",
+        )
+
+
 def _sequence(request: EngineCoreRequest, index: int) -> Request:
     sequence_id, seed = request.sequences[index]
     params = request.sampling_params
@@ -151,7 +171,6 @@ def _sequence(request: EngineCoreRequest, index: int) -> Request:
         request.prompt_token_ids,
         params,
         eos_token_ids=request.eos_token_ids,
-        arrival_time=request.arrival_time,
         priority=request.priority,
         cache_salt=request.cache_salt,
     )

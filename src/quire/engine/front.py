@@ -113,7 +113,11 @@ class Front:
         if not self.outputs:
             self.last_step_time = time.monotonic()  # until now there was nothing to do
         state = self.outputs.add(processed, on_update)
-        self.client.send(processed.core_request)
+        try:
+            self.client.send(processed.core_request)
+        except BaseException:  # Ctrl-C too: the caller gets no state that it could discard
+            self.discard(state)
+            raise
         return state
 
     def discard(self, state: RequestState) -> None:

@@ -31,6 +31,7 @@ class ProcessedRequest:
     prompt: str | None
     params: SamplingParams
     core_request: EngineCoreRequest
+    arrival_time: float  # seconds on this process's monotonic clock
 
 
 class InputProcessor:
@@ -71,7 +72,7 @@ class InputProcessor:
         """
         arrival_time = time.monotonic()
         serial = next(self._serial)
-        request_id = f"request-{serial}" if request_id is None else request_id
+        request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
         _check_options(request_id, priority, cache_salt)
         prompt = prompt_text_or_ids(prompt)
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -86,12 +87,15 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             sampling_params=params,
             eos_token_ids=self._tokenizer.eos_token_ids,
-            arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,
         )
         return ProcessedRequest(
-            request_id, prompt if isinstance(prompt, str) else prompt_text, params, core_request
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else prompt_text,
+            params=params,
+            core_request=core_request,
+            arrival_time=arrival_time,
         )
 
     def _check_prompt(self, token_ids: list[int]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.config import BUILT_IN_MODEL
-from quire.engine.arguments import engine_config, is_one_prompt, one_for_each
+from quire.engine.arguments import conversations_of, engine_config, one_for_each, prompts_of
 from quire.engine.batch import Batch
 from quire.engine.input_processor import ProcessedRequest
 from quire.engine.messages import EngineInfo
@@ -94,7 +94,7 @@ class LLM:
             EngineDeadError: the engine process has ended.
         """
         self.wait_until_ready()
-        batch: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
+        batch = prompts_of(prompts)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         prepare = self._session.front.prepare
         return self._run([prepare(*request) for request in zip(batch, params, strict=True)], progress)
@@ -108,8 +108,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or several, as the model's chat template writes them."""
         self.wait_until_ready()
-        is_one = bool(messages) and isinstance(messages[0], dict)
-        batch: list[Any] = [messages] if is_one else list(messages)
+        batch = conversations_of(messages)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         prepare = self._session.front.prepare_chat
         return self._run([prepare(*request) for request in zip(batch, params, strict=True)], progress)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from quire.engine.memory_limits import available_memory
 from quire.errors import ConfigError
+from quire.models.config import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SchedulerConfig
     from quire.models.config import ModelConfig
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
 GB = 10**9

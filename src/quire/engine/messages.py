@@ -85,7 +85,6 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
-    arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str = ""
 

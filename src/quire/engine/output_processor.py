@@ -143,7 +143,7 @@ class RequestState:
         )
 
     def _metrics(self) -> RequestMetrics:
-        start = self.processed.core_request.arrival_time
+        start = self.processed.arrival_time
         end = time.monotonic() if self.finish_time is None else self.finish_time
         first = end if self.first_token_time is None else self.first_token_time
         return RequestMetrics(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config import BUILT_IN_MODEL, EngineConfig, SchedulerConfig, refuse_unknown_names
-from quire.engine.arguments import is_one_prompt, one_for_each
+from quire.engine.arguments import one_for_each, prompts_of
 from quire.engine.batch import Batch
 from quire.engine.generation_config import GenerationConfig
 from quire.engine.generation_handle import (
@@ -19,6 +19,7 @@ from quire.engine.generation_handle import (
     status_of,
 )
 from quire.engine.input_processor import ProcessedRequest
+from quire.engine.interrupt import deferred_interrupt
 from quire.engine.session import Session
 from quire.errors import ConfigError, InvalidRequestError
 from quire.request import RequestOutput
@@ -101,20 +102,23 @@ class ContinuousBatchingPipeline:
         """
         config = GenerationConfig() if generation_config is None else generation_config
         front = self._session.front
-        state = front.submit(self._prepare(request_id, prompt, config))
-        front.receive(0)
+        processed = self._prepare(request_id, prompt, config)
+        with deferred_interrupt():  # outputs for other handles may come in too
+            state = front.submit(processed)
+            front.receive(0)
         if state.failure is not None:
             raise state.failure
         echoed = state.processed.core_request.prompt_token_ids if config.echo else []
         return GenerationHandle(state, front.discard, echoed)
 
     def step(self) -> None:
-        """Advance all requests by one step of the engine."""
+        """Advance all requests by one step of the engine. Ctrl-C takes effect after it."""
         front = self._session.front
-        front.receive(0)
-        front.receive(None)
-        front.raise_failure()
-        self._measure()
+        with deferred_interrupt():  # an output lost on its way to a handle would not come again
+            front.receive(0)
+            front.receive(None)
+            front.raise_failure()
+            self._measure()
 
     def has_non_finished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -138,7 +142,7 @@ class ContinuousBatchingPipeline:
         Raises:
             InvalidRequestError: a prompt can never be served; nothing was run.
         """
-        batch: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
+        batch = prompts_of(prompts)
         configs = one_for_each(batch, generation_configs, GenerationConfig, "generation_configs")
         self._check_batch(batch, configs, streamer)
         requests = [
@@ -232,12 +236,13 @@ class ContinuousBatchingPipeline:
         num_streamed = 0
 
         def advance() -> None:
-            nonlocal num_streamed
+            nonlocal num_streamed, streamer
             self.step()
             for state in batch.live.values() if streamer is not None else ():
                 text = state.completions[0].text
                 if len(text) > num_streamed and streamer is not None and streamer(text[num_streamed:]):
                     front.abort(state.request_id)
+                    streamer = None  # it has had enough: not even text that was withheld
                 num_streamed = len(text)
 
         return batch.run(advance)

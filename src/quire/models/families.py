@@ -84,15 +84,15 @@ def read_config(hf: HFConfig) -> Fields:
     """Return the fields of `ModelConfig` for a parsed `config.json`.
 
     Raises:
-        UnknownArchitectureError: with the nearest known architecture, or all of them.
+        UnknownArchitectureError: lists the architectures that Quire knows.
         ModelError: a needed entry is missing or has a value that Quire does not compute.
     """
     architecture = (hf.get("architectures") or ["(none)"])[0]
     family_name = ARCHITECTURES.get(architecture)
     if family_name is None:
+        known = ", ".join(sorted(ARCHITECTURES))
         raise UnknownArchitectureError(
-            f"config.json names the architecture {architecture}, which Quire does not know; "
-            f"{nearest_name(architecture, ARCHITECTURES)}"
+            f"config.json names the architecture {architecture}; Quire knows {known}"
         )
     _refuse_what_is_not_computed(hf)
     try:

@@ -9,6 +9,7 @@ from quire.errors import ModelNotFoundError
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]
+_SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in the publisher's own format
 _BUILT_IN_DIRECTORY = Path(__file__).resolve().parent.parent / BUILT_IN_MODEL
 
 
@@ -46,7 +47,7 @@ def _download(name: str, wanted: list[str]) -> Path:
 
     tried = f"no model {name!r}: it is not {BUILT_IN_MODEL!r} (built in), there is no directory of that name"
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
     except HFValidationError as error:
         raise ModelNotFoundError(f"{tried}, and it is not a valid hub name") from error
     except (OSError, ValueError, RuntimeError) as error:

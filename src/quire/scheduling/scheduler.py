@@ -351,7 +351,6 @@ class Scheduler(SchedulerInterface):
         request = self._retire(slot)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
         self._waiting.push(self._key_of(request), request)
         self._preempted_req_ids.append(request.request_id)
         self._stats.num_preemptions += 1
