@@ -1,0 +1,134 @@
+"""Write a trained `mini` as a Hugging Face folder: `python tools/mini/export.py --run DIR --to DIR`.
+
+The folder holds config.json, generation_config.json, model.safetensors (bfloat16), tokenizer.json,
+tokenizer_config.json and eval.jsonl, the held-out prompts with the answers they should get.  With `--check`
+the folder is then loaded by `transformers`: logits must equal those of the training code, and each evaluation
+prompt is answered greedily, token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import data
+import tokenizer as tok
+import torch
+from model import Mini, MiniConfig
+from safetensors.torch import load_file
+from train import format_rates
+
+CHECK_ROWS = 32  # prompts of like length answered together
+LOGIT_TOLERANCE = 1e-3  # float32 on both sides; only the order of additions differs
+
+
+def tokenizer_config() -> dict:
+    """The content of tokenizer_config.json."""
+    special = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    return {
+        "added_tokens_decoder": {str(i): {"content": t, **special} for i, t in enumerate(tok.SPECIAL_TOKENS)},
+        "bos_token": None,
+        "chat_template": tok.CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": tok.END,
+        "model_max_length": MiniConfig().max_position_embeddings,
+        "pad_token": tok.END_OF_TEXT,
+        "padding_side": "left",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
+def generation_config() -> dict:
+    """The content of generation_config.json: greedy, ends at <|end|> or <|endoftext|>."""
+    return {"do_sample": False, "eos_token_id": [1, 0], "pad_token_id": 0}
+
+
+def write_json(path: Path, content: dict) -> None:
+    """A JSON file as Hugging Face writes it."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def export(run: Path, to: Path) -> None:
+    """Write the folder `to` from the newest weights in `run`."""
+    to.mkdir(parents=True, exist_ok=True)
+    for name in ("model.safetensors", "tokenizer.json"):
+        # Copy and rename: whoever reads the old file meanwhile keeps the old file.
+        shutil.copyfile(run / name, to / f"{name}.tmp")
+        (to / f"{name}.tmp").replace(to / name)
+    write_json(to / "config.json", MiniConfig().to_hf())
+    write_json(to / "generation_config.json", generation_config())
+    write_json(to / "tokenizer_config.json", tokenizer_config())
+    rows = data.evaluation_set(tok.load(to / "tokenizer.json"))
+    (to / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@torch.no_grad()
+def check_logits(folder: Path, reference: torch.nn.Module) -> float:
+    """Largest difference of logits between the training code and `transformers`, both in float32."""
+    mini = Mini(MiniConfig())
+    mini.load_state_dict({n: w.float() for n, w in load_file(folder / "model.safetensors").items()})
+    ids = torch.randint(5, MiniConfig().vocab_size, (2, 300), generator=torch.Generator().manual_seed(0))
+    return (mini.logits(mini.hidden(ids)) - reference(ids).logits).abs().max().item()
+
+
+@torch.no_grad()
+def answer(model: torch.nn.Module, tokenizer: object, rows: list[dict]) -> list[str]:
+    """Greedy answers of `model` to evaluation rows of like prompt length."""
+    inputs = tokenizer.apply_chat_template(
+        [r["messages"] for r in rows],
+        add_generation_prompt=True,
+        padding=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    inputs.pop("token_type_ids", None)
+    tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+    return tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def check(folder: Path, dtype: torch.dtype, misses: int) -> None:
+    """Load the folder with `transformers`, compare logits, answer every prompt and print the rates."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    difference = check_logits(folder, reference)
+    print(f"largest difference of logits: {difference:.2e}")
+    if difference > LOGIT_TOLERANCE:
+        raise SystemExit("the exported model does not compute what the training code computes")
+    model, tokenizer = reference.to(dtype), AutoTokenizer.from_pretrained(folder)
+    rows = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+    rows.sort(key=lambda r: (r["task"], len(r["messages"][-1]["content"])))
+    hits: dict[str, list[bool]] = {}
+    for start in range(0, len(rows), CHECK_ROWS):
+        chunk = rows[start : start + CHECK_ROWS]
+        for row, text in zip(chunk, answer(model, tokenizer, chunk), strict=True):
+            hits.setdefault(row["task"], []).append(text == row["answer"])
+            if text != row["answer"] and misses > 0:
+                misses -= 1
+                question = row["messages"][-1]["content"][-80:]
+                print(f"  {row['task']}: {question!r} -> {text!r}, not {row['answer']!r}")
+    print({task: len(h) for task, h in hits.items()})
+    print(format_rates({task: sum(h) / len(h) for task, h in hits.items()}))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run", type=Path, help="folder that train.py wrote; leave out to check only")
+    parser.add_argument("--to", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--check", action="store_true", help="load and answer with transformers")
+    parser.add_argument("--dtype", default="bfloat16", help="type in which the check answers")
+    parser.add_argument("--misses", type=int, default=20, help="wrong answers to print")
+    args = parser.parse_args()
+    if args.run:
+        export(args.run, args.to)
+    if args.check:
+        check(args.to, getattr(torch, args.dtype), args.misses)
+
+
+if __name__ == "__main__":
+    main()
