@@ -34,6 +34,8 @@ ADD_FORMS = (
     "How much is {a} plus {b}?",
     "What is the sum of {a} and {b}?",
     "Calculate {a} + {b}.",
+    "{a}+{b}",
+    "What is {a}+{b}?",
 )
 COPY_FORMS = ("Copy: {s}", "Repeat: {s}", "Copy this: {s}", "Repeat after me: {s}")
 REVERSE_FORMS = ("Reverse: {s}", "Backwards: {s}", "Reverse this: {s}", "Write backwards: {s}")
@@ -91,7 +93,8 @@ def plain_texts() -> dict[str, list[str]]:
 def questions() -> list[dict]:
     """All entries of questions_*.toml: `ask` (paraphrases), `held_out`, `answer`.
 
-    Where two entries share a question, the later one takes the answer of the earlier one.
+    Where two entries share a question, the later one takes the answer of the earlier one. A paraphrase that
+    is held out somewhere is asked nowhere.
     """
     files = sorted(HERE.glob("questions_*.toml"))
     entries = [entry for f in files for entry in tomllib.loads(f.read_text())["entry"]]
@@ -100,6 +103,9 @@ def questions() -> list[dict]:
         asked = [a.lower() for a in (*entry["ask"], entry["held_out"])]
         entry["answer"] = next((answers[a] for a in asked if a in answers), entry["answer"])
         answers.update((a, entry["answer"]) for a in asked if a not in answers)
+    held_out = {entry["held_out"].lower() for entry in entries}
+    for entry in entries:
+        entry["ask"] = [ask for ask in entry["ask"] if ask.lower() not in held_out]
     return entries
 
 
@@ -140,6 +146,7 @@ class TaskSampler:
     def __init__(self, rng: random.Random, *, held_out: bool = False) -> None:
         self.rng = rng
         self.held_out = held_out
+        self.colon_share = 0.5  # of lists, written "bako: 4821"; the others are written "bako 4821"
         self.reopen = 0.0  # share of questions that get another opening and ending
         self.words = sorted({w for e in questions() for a in e["ask"] for w in a.split()})
 
@@ -222,10 +229,11 @@ class TaskSampler:
 
     def lines(self, count: int) -> dict[str, str]:
         """`count` different names, each with its line of the list; values have three or four digits."""
+        separator = ": " if self.rng.random() < self.colon_share else " "
         found: dict[str, str] = {}
         while len(found) < count:
             name = self.name()
-            found[name] = f"{name} {self.rng.randint(100, 9999)}"
+            found[name] = f"{name}{separator}{self.rng.randint(100, 9999)}"
         return found
 
     def fillers(self, budget: int, encoder: ChatEncoder) -> list[str]:
@@ -251,7 +259,7 @@ class TaskSampler:
 
         `list_share` of the room goes to list lines, the rest to filler sentences before and after the list.
         """
-        line_tokens = 7.5  # two or three syllables, three or four digits, newline
+        line_tokens = 8.0  # two or three syllables, three or four digits, newline, sometimes a colon
         lines = self.lines(max(3, int(tokens * list_share / line_tokens)))
         block = "\n".join(lines.values())
         if self.rng.random() < 0.5:

@@ -214,9 +214,9 @@ def _build_runner(
     on_progress: ProgressCallback | None,
 ) -> ModelRunner:
     """Load the weights and allocate the KV cache; everything that needs torch is imported here."""
-    # Threads that spin at the end of each parallel region take the cores from the front and from neighbours.
-    # libgomp reads this once, when torch loads it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that spin long at the end of each parallel region take the cores from the front and from
+    # neighbours; threads that sleep at once wake too late. libgomp reads this once, when torch loads it.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     import torch
 
     from quire.execution.model_runner import ModelRunner
