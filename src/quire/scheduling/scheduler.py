@@ -73,9 +73,8 @@ class Scheduler(SchedulerInterface):
         self._waiting = WaitingQueue()
         self._arrivals = itertools.count()
         self._step_in_flight: int | None = None
-        self._fenced_slots: list[
-            int
-        ] = []  # left while a step was in flight that may still write their blocks
+        # Left while a step was in flight, which may still write to their blocks.
+        self._fenced_slots: list[int] = []
         self._finished_req_ids: list[str] = []  # to be told to the runner
         self._preempted_req_ids: list[str] = []
         self._pause_state = PauseState.UNPAUSED
