@@ -119,8 +119,8 @@ def jobs() -> list[Job]:
         chat("question", "What is continuous batching?"),
         chat("addition, not streamed", "What is 27 + 58?", stream=False),
         chat("look-up in a list", "What is the value of zute?", context=listing),
-        completion("reverse, completion", "Reverse: quire"),
-        completion("copy, not streamed", "Copy: paged", stream=False),
+        completion("reverse, completion", "Reverse: q u i r e"),
+        completion("copy, not streamed", "Copy: p a g e d", stream=False),
         chat("sampled, seed 7", "What is a block table?", temperature=0.7, seed=7),
     ]
 
