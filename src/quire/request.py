@@ -203,7 +203,7 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "cache_salt", "client_index", "eos_token_ids", "max_tokens",
+        "arrival", "cache_salt", "client_index", "eos_token_ids",
         "num_cached_tokens", "num_computed_tokens", "output_token_ids", "priority",
         "prompt_token_ids", "request_id", "sampling_params", "status", "stop_reason",
     )  # fmt: skip
@@ -228,7 +228,6 @@ class Request:
         self.priority = priority
         self.client_index = client_index
         self.cache_salt = cache_salt
-        self.max_tokens = sampling_params.max_tokens
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0

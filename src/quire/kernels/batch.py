@@ -21,21 +21,17 @@ Int64Array = npt.NDArray[np.int64]
 class AttentionBatch:
     """One step's tokens, sequence after sequence: prefill chunks and decodes alike.
 
-    S sequences, T tokens. Sequence s computes tokens `query_start[s]` to `query_start[s + 1]` of the batch,
-    at the last positions of its `kv_lens[s]` tokens.
+    S sequences, T tokens. Sequence s computes `num_tokens[s]` tokens, the ones after its first
+    `num_computed_tokens[s]`.
     """
 
     positions: torch.Tensor  # [T] int64, absolute
-    slot_mapping: torch.Tensor  # [T] int64, block_id * block_size + offset
-    query_start: torch.Tensor  # [S + 1] int32
-    kv_lens: torch.Tensor  # [S] int32, tokens in the cache after this step
-    block_tables: torch.Tensor  # [S, max_blocks] int32
     block_size: int  # tokens
     slot_blocks: torch.Tensor  # [T] int64, block of each token
     slot_offsets: torch.Tensor  # [T] int64, place of each token in its block
     num_computed_tokens: Int64Array  # [S], before this step
     num_tokens: Int64Array  # [S], in this step, each at least 1
-    host_block_tables: Int64Array  # [S, max_blocks]
+    block_tables: Int64Array  # [S, max_blocks]
     _plans: dict[tuple[HeadLayout, int], AttentionPlan] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -57,24 +53,19 @@ class AttentionBatch:
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
         counts = np.asarray(num_tokens, dtype=np.int64)
         tables = np.asarray(block_tables, dtype=np.int64)
-        query_start = np.zeros(len(counts) + 1, dtype=np.int64)
-        np.cumsum(counts, out=query_start[1:])
+        first_row = np.cumsum(counts) - counts
         sequence = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(query_start[-1]) + (computed - query_start[:-1])[sequence]
+        positions = np.arange(len(sequence)) + (computed - first_row)[sequence]
         blocks = tables[sequence, positions // block_size]
         offsets = positions % block_size
         return cls(
             positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(blocks * block_size + offsets),
-            query_start=torch.from_numpy(query_start.astype(np.int32)),
-            kv_lens=torch.from_numpy((computed + counts).astype(np.int32)),
-            block_tables=torch.from_numpy(tables.astype(np.int32)),
             block_size=block_size,
             slot_blocks=torch.from_numpy(blocks),
             slot_offsets=torch.from_numpy(offsets),
             num_computed_tokens=computed,
             num_tokens=counts,
-            host_block_tables=tables,
+            block_tables=tables,
         )
 
     def plan(self, heads: HeadLayout, window: int) -> AttentionPlan:
@@ -85,7 +76,7 @@ class AttentionBatch:
             plan = plan_attention(
                 self.num_computed_tokens,
                 self.num_tokens,
-                self.host_block_tables,
+                self.block_tables,
                 block_size=self.block_size,
                 heads=heads,
                 window=window,

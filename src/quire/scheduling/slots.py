@@ -127,6 +127,7 @@ class RunningSlots:
 
 def token_limit(request: Request, max_model_len: int) -> int:
     """Return the tokens, prompt and output, at which a request ends for its length."""
-    if request.max_tokens is None:
+    max_tokens = request.sampling_params.max_tokens
+    if max_tokens is None:
         return max_model_len
-    return min(request.num_prompt_tokens + request.max_tokens, max_model_len)
+    return min(request.num_prompt_tokens + max_tokens, max_model_len)
