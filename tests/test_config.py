@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
 from quire.errors import ConfigError, InvalidRequestError
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
-CONFIGS = [EngineConfig, SchedulerConfig, ServerConfig, SamplingParams]
+CONFIGS = [EngineConfig, SchedulerConfig, SpeculationConfig, ServerConfig, SamplingParams]
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
@@ -25,7 +25,7 @@ def test_fields_are_keyword_only_and_slotted(cls):
     assert not hasattr(cls(), "__dict__")
 
 
-@pytest.mark.parametrize("cls", [EngineConfig, ServerConfig, SamplingParams])
+@pytest.mark.parametrize("cls", [EngineConfig, SpeculationConfig, ServerConfig, SamplingParams])
 def test_configurations_are_frozen(cls):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(cls(), dataclasses.fields(cls)[0].name, 1)
@@ -143,3 +143,35 @@ def test_lists_hold_each_entry_once():
 def test_one_stop_string_may_be_given_bare():
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculative_method": "ngrams"}, "speculative_method is 'ngrams'; did you mean 'ngram'"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be at least 1"),
+        ({"max_num_draft_tokens": 0}, "max_num_draft_tokens is 0; it must be at least 1"),
+        ({"ngram_min": 0}, "ngram_min is 0; it must be at least 1"),
+        ({"ngram_min": 5}, "ngram_max is 4; it must be at least ngram_min, 5"),
+        ({"speculative_method": "draft-model"}, "draft_model is empty; speculative_method draft-model needs"),
+        ({"draft_model": "x"}, "draft_model is 'x', but speculative_method is 'none'"),
+    ],
+)
+def test_unusable_speculation_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculationConfig(**values)
+
+
+def test_an_engine_takes_a_speculation_config_only():
+    with pytest.raises(ConfigError, match="speculation must be a SpeculationConfig, not dict"):
+        EngineConfig(speculation={"speculative_method": "ngram"})
+
+
+def test_drafts_grow_shorter_as_more_requests_run():
+    config = SpeculationConfig(speculative_method="ngram", num_speculative_tokens=5, max_num_draft_tokens=20)
+    lengths = {num_running: config.draft_length(num_running) for num_running in (0, 1, 4, 5, 6, 10, 20, 21)}
+    assert lengths == {0: 5, 1: 5, 4: 5, 5: 4, 6: 3, 10: 2, 20: 1, 21: 0}
+    for num_running in range(1, 30):
+        assert num_running * config.draft_length(num_running) <= config.max_drafts(num_running) <= 20
+    assert config.max_drafts(2) == 10
+    assert SpeculationConfig().draft_length(1) == SpeculationConfig().max_drafts(8) == 0

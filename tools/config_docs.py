@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from quire.cli.options import PANELS, config_fields
+from quire.structured_outputs import StructuredOutputsParams
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -28,12 +30,13 @@ which known one is nearest. Quire has no environment variables.
 - `LLM(model, **knobs)` and `AsyncLLM(EngineConfig(...))` take the engine's and the scheduler's knobs.
 - Every command has those as flags; `quire serve` adds the server's, `quire generate` and `quire chat` add the
   sampling parameters, with temperature 0 as their default.
+- `structured_outputs`, a class of its own, is one flag of JSON: `--structured-outputs '{"regex": "[0-9]+"}'`.
 """
 
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([INTRODUCTION, *(section(cls) for cls in PANELS)])
+    return "\n".join([INTRODUCTION, *(section(cls) for cls in (*PANELS, StructuredOutputsParams))])
 
 
 def section(cls: type) -> str:
@@ -52,7 +55,7 @@ def section(cls: type) -> str:
 def type_name(hint: Any) -> str:
     """Return a type as it is written in an annotation, without its module."""
     name = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
-    return cell(name.replace("collections.abc.", ""))
+    return cell(re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", name))
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
     from quire.config import EngineConfig, SchedulerConfig, ServerConfig
     from quire.engine.async_llm import AsyncLLM
-    from quire.engine.generation_config import GenerationConfig
+    from quire.engine.generation_config import GenerationConfig, StructuredOutputConfig
     from quire.engine.llm import LLM
     from quire.engine.pipeline import ContinuousBatchingPipeline
-    from quire.request import CompletionOutput, RequestOutput, SamplingParams
+    from quire.request_output import CompletionOutput, RequestOutput
+    from quire.sampling_params import SamplingParams
+    from quire.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -32,19 +34,23 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "ServerConfig",
+    "StructuredOutputConfig",
+    "StructuredOutputsParams",
 ]
 
 _HOMES = {
     "LLM": "quire.engine.llm",
     "AsyncLLM": "quire.engine.async_llm",
-    "CompletionOutput": "quire.request",
+    "CompletionOutput": "quire.request_output",
     "ContinuousBatchingPipeline": "quire.engine.pipeline",
     "EngineConfig": "quire.config",
     "GenerationConfig": "quire.engine.generation_config",
-    "RequestOutput": "quire.request",
-    "SamplingParams": "quire.request",
+    "RequestOutput": "quire.request_output",
+    "SamplingParams": "quire.sampling_params",
     "SchedulerConfig": "quire.config",
     "ServerConfig": "quire.config",
+    "StructuredOutputConfig": "quire.engine.generation_config",
+    "StructuredOutputsParams": "quire.structured_outputs",
 }
 
 

@@ -17,6 +17,7 @@ from quire.errors import ConfigError, nearest_name
 T = TypeVar("T")
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+SPECULATIVE_METHODS = ("none", "ngram", "draft-model")
 BUILT_IN_MODEL = "mini"
 MAX_PORT = 65535
 
@@ -92,6 +93,14 @@ def require_one_of(owner: object, name: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{type(owner).__name__}.{name} is {value!r}; {nearest_name(str(value), choices)}")
 
 
+POLICIES: dict[str, tuple[str, ...]] = {  # by field; the classes are in quire.scheduling and quire.kv
+    "policy": ("fcfs", "priority", "fair", "longest-prefix"),
+    "admission": ("reserve", "past-future"),
+    "victim": ("last", "fewest-computed"),
+    "prefix_retention": ("lru", "lfu", "priority"),
+}
+
+
 @settable_config
 class SchedulerConfig:
     """Who runs in a step, and how much KV cache there is.
@@ -116,8 +125,36 @@ class SchedulerConfig:
     enable_prefix_caching: bool = knob(
         default=True, help="Keep computed blocks for later requests with the same prefix."
     )
-    policy: str = knob(
-        default="fcfs", help="Order of service: fcfs, or priority (lower value first, ties by arrival)."
+    dynamic_split_fuse: bool = knob(
+        default=True,
+        help="Split prompts over steps and mix them with decoding. Off: a step computes either whole prompts "
+        "or next tokens, and a prompt that does not fit into one step is refused.",
+    )
+    policy: str | Any = knob(
+        default="fcfs",
+        help="Order of service: fcfs, priority (lower value first, ties by arrival), fair (share among "
+        "tenants), longest-prefix (most cached prompt first), or the dotted name of a QueueOrder.",
+    )
+    priority_ageing: float = knob(
+        default=60.0,
+        help="Seconds of waiting that make up for one level of priority, so that nobody waits for ever. "
+        "0: never.",
+    )
+    admission: str | Any = knob(
+        default="reserve",
+        help="When a request may start: reserve (its prompt fits, see reserve_full_prompt and watermark), "
+        "past-future (the predicted peak of all running requests fits), or the dotted name of an "
+        "AdmissionPolicy.",
+    )
+    victim: str | Any = knob(
+        default="last",
+        help="Whom to preempt: last (in the order of service), fewest-computed (cheapest to compute again), "
+        "or the dotted name of a VictimPolicy.",
+    )
+    prefix_retention: str | Any = knob(
+        default="lru",
+        help="Which cached block is rewritten first: lru (least recently used), lfu (least often found), "
+        "priority (of the least important request), or the dotted name of a RetentionPolicy.",
     )
     long_prefill_token_threshold: int = knob(
         default=0,
@@ -137,6 +174,27 @@ class SchedulerConfig:
         default=True,
         help="Admit a request only if its whole prompt fits in the free KV blocks, not just its first chunk.",
     )
+    request_timeout: float = knob(
+        default=0.0,
+        help="Seconds from arrival after which a request ends with an error, unless it says otherwise. "
+        "0: none.",
+    )
+    queue_timeout: float = knob(
+        default=0.0,
+        help="Seconds that a request may wait before it first runs, unless it says otherwise. 0: no limit.",
+    )
+    overlap_steps: bool = knob(
+        default=False,
+        help="Plan the next step while one runs. Pays where the model runs on a device of its own.",
+    )
+    kv_load_failure: str = knob(
+        default="recompute",
+        help="What a failed load of KV from elsewhere means for its request: recompute, or fail.",
+    )
+    kv_transfer_timeout: float = knob(
+        default=30.0,
+        help="Seconds that KV blocks are held for a transfer without news of it; a heartbeat renews them.",
+    )
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_unknown_names(SchedulerConfig, {name: value})
@@ -152,10 +210,71 @@ class SchedulerConfig:
         require_at_least(self, 1, "max_num_batched_tokens", "max_num_seqs", "block_size")
         require_at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens")
         require_at_least(self, 0, "num_kv_blocks", "cache_size", "long_prefill_token_threshold", "watermark")
-        require_one_of(self, "policy", ("fcfs", "priority"))
+        require_at_least(self, 0, "priority_ageing", "request_timeout", "queue_timeout")
+        require_at_least(self, 0.001, "kv_transfer_timeout")
+        require_one_of(self, "kv_load_failure", ("recompute", "fail"))
+        for name, choices in POLICIES.items():
+            choice = getattr(self, name)
+            if isinstance(choice, str) and "." not in choice:
+                require_one_of(self, name, choices)
         if self.watermark >= 1:
             raise ConfigError(f"SchedulerConfig.watermark is {self.watermark}; it must be below 1")
         return self
+
+
+@config
+class SpeculationConfig:
+    """Drafts: guesses of the next tokens that the model verifies several at a time. No token changes by it.
+
+    The more requests run, the shorter are the drafts of each, because a step that is wide already gains
+    nothing from more places to compute: see `draft_length`.
+    """
+
+    speculative_method: str = knob(
+        default="none",
+        help="Where drafts come from: none, ngram (earlier occurrences of a request's last tokens), or "
+        "draft-model (a smaller model, see draft_model).",
+    )
+    num_speculative_tokens: int = knob(default=4, help="Most drafts of one request in one step.")
+    max_num_draft_tokens: int = knob(
+        default=32, help="Most drafts of all requests in one step; shared evenly among the running ones."
+    )
+    ngram_min: int = knob(default=2, help="Fewest last tokens that must occur earlier for ngram to draft.")
+    ngram_max: int = knob(default=4, help="Most last tokens that ngram looks for.")
+    draft_model: str = knob(
+        default="", help="The model that drafts, named as model is; it must have the same vocabulary."
+    )
+
+    def __post_init__(self) -> None:
+        _require_types(self)
+        require_one_of(self, "speculative_method", SPECULATIVE_METHODS)
+        require_at_least(self, 1, "num_speculative_tokens", "max_num_draft_tokens", "ngram_min")
+        if self.ngram_max < self.ngram_min:
+            raise ConfigError(
+                f"SpeculationConfig.ngram_max is {self.ngram_max}; it must be at least ngram_min, "
+                f"{self.ngram_min}"
+            )
+        if self.speculative_method == "draft-model" and not self.draft_model:
+            raise ConfigError(
+                "SpeculationConfig.draft_model is empty; speculative_method draft-model needs the name of one"
+            )
+        if self.draft_model and self.speculative_method != "draft-model":
+            raise ConfigError(
+                f"SpeculationConfig.draft_model is {self.draft_model!r}, but speculative_method is "
+                f"{self.speculative_method!r}; set it to draft-model to use it"
+            )
+
+    def draft_length(self, num_running: int) -> int:
+        """Return how many tokens to draft for each of `num_running` requests."""
+        if self.speculative_method == "none":
+            return 0
+        return min(self.num_speculative_tokens, self.max_num_draft_tokens // max(1, num_running))
+
+    def max_drafts(self, max_num_seqs: int) -> int:
+        """Return the most drafts that a step of up to `max_num_seqs` requests has."""
+        if self.speculative_method == "none":
+            return 0
+        return min(self.num_speculative_tokens * max_num_seqs, self.max_num_draft_tokens)
 
 
 @config
@@ -182,7 +301,26 @@ class EngineConfig:
     scheduler_cls: str = knob(
         default="quire.scheduling.Scheduler", help="Dotted name of the SchedulerInterface class to use."
     )
+    kv_connector: str = knob(
+        default="",
+        help="Where KV is kept besides the cache: memory (prompts' KV in host memory, for when the cache has "
+        "dropped it), or the dotted name of a KVConnector. Empty: nowhere.",
+    )
+    record_path: str = knob(
+        default="",
+        help="File to record the scheduler's work in, for `quire replay`; overwritten. Empty: none.",
+    )
+    kv_events_endpoint: str = knob(
+        default="",
+        help="ZeroMQ address at which to publish what the prefix cache holds, as tcp://127.0.0.1:5557. "
+        "Empty: none.",
+    )
+    kv_events_replay_endpoint: str = knob(
+        default="",
+        help="ZeroMQ address that gives subscribers the KV events they have missed. Empty: none.",
+    )
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
         _require_types(self)
@@ -195,6 +333,15 @@ class EngineConfig:
         if not isinstance(self.scheduler, SchedulerConfig):
             raise ConfigError(
                 f"EngineConfig.scheduler must be a SchedulerConfig, not {type(self.scheduler).__name__}"
+            )
+        if not isinstance(self.speculation, SpeculationConfig):
+            raise ConfigError(
+                f"EngineConfig.speculation must be a SpeculationConfig, not {type(self.speculation).__name__}"
+            )
+        if self.kv_events_replay_endpoint and not self.kv_events_endpoint:
+            raise ConfigError(
+                f"EngineConfig.kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r}, but nothing "
+                "is published; set EngineConfig.kv_events_endpoint too"
             )
         object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler).validate())
 

@@ -60,6 +60,10 @@ class QueueFullError(QuireError):
         self.retry_after = retry_after
 
 
+class RequestTimeoutError(QuireError):
+    """A request did not start, or did not end, within its time; what it had generated stays valid."""
+
+
 class EngineDeadError(QuireError):
     """The engine process has ended; requests in flight are answered with this."""
 

@@ -8,31 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
+NO_TOKEN = -1
 
-@dataclasses.dataclass(slots=True, frozen=True)
-class NewRequestData:
+
+class NewRequestData(NamedTuple):
     """A request that the runner has not seen: everything about it, sent once."""
 
     request_id: str
     slot: int
-    prompt_token_ids: list[int]
+    prompt_token_ids: IntArray  # [tokens]
+    output_token_ids: list[int]  # what it has generated elsewhere; empty for nearly all
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...]
     block_ids: IntArray  # [number of blocks]
     num_computed_tokens: int
 
 
-@dataclasses.dataclass(slots=True, frozen=True)
-class ResumedRequestData:
+class ResumedRequestData(NamedTuple):
     """A request that was preempted and runs again: new slot and blocks; the runner still has its tokens.
 
     Of those it keeps the first `num_tokens`: a token sampled in a step that was preempted meanwhile is void.
@@ -56,6 +58,29 @@ class CachedRequestData:
     block_index: IntArray  # [new blocks]
     block_ids: IntArray  # [new blocks]
     resumed: list[ResumedRequestData]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ForkData:
+    """A running request that goes on from another's tokens: a beam that takes a dead one's slot.
+
+    The runner copies the known tokens of `parent_slot`, as they are before this step, to `slot`; the last of
+    them is then overwritten by `SchedulerOutput.chosen_tokens`.
+    """
+
+    slot: int
+    parent_slot: int
+    block_ids: IntArray  # [number of blocks]
+    num_tokens: int  # prompt and output, with the last one
+    num_computed_tokens: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ChosenTokens:
+    """Last known tokens that the scheduler chose itself, in place of what the runner sampled."""
+
+    slots: IntArray  # [N]
+    token_ids: IntArray  # [N]
 
 
 class NumScheduledTokens(Mapping[str, int]):
@@ -88,8 +113,11 @@ class NumScheduledTokens(Mapping[str, int]):
 class SchedulerOutput:
     """One step's plan, as the runner needs it.
 
-    The three arrays have one entry per scheduled request. `num_computed_tokens` is the count before this
-    step. A request samples a token exactly if `num_computed_tokens + num_tokens` reaches its known tokens.
+    The arrays have one row per scheduled request. `num_computed_tokens` is the count before this step.
+    `num_known_tokens` counts prompt and output: what the runner has beyond it was never applied and is void.
+    The tokens of a row end with its drafts: a request with d drafts is scheduled up to token
+    `num_known_tokens + d` and samples 1 to d + 1 tokens; one that does not reach `num_known_tokens` samples
+    none. The runner applies the lists in the order of the fields below, before it computes anything.
     """
 
     step: int
@@ -97,20 +125,59 @@ class SchedulerOutput:
     slots: IntArray  # [R]
     num_tokens: IntArray  # [R], each at least 1
     num_computed_tokens: IntArray  # [R]
-    scheduled_new_reqs: list[NewRequestData]
-    scheduled_cached_reqs: CachedRequestData
+    num_known_tokens: IntArray  # [R]
+    draft_token_ids: IntArray  # [R, K] right-padded with NO_TOKEN; K is 0 without speculation
     finished_req_ids: list[str]
     preempted_req_ids: list[str]
+    scheduled_new_reqs: list[NewRequestData]
+    forks: list[ForkData]
+    scheduled_cached_reqs: CachedRequestData
+    chosen_tokens: ChosenTokens
+    block_copies: IntArray  # [copies, 2] (from, to): copy on write, before any KV of this step is written
+    num_drafts_wanted: int = 0  # most tokens to propose for each request after this step
+    kv_connector_metadata: object | None = None  # from the connector's scheduler side to its worker side
 
     @property
     def num_scheduled_tokens(self) -> NumScheduledTokens:
-        """Tokens of each scheduled request in this step, by request id."""
+        """Tokens of each scheduled request in this step, drafts included, by request id."""
         return NumScheduledTokens(self.request_ids, self.num_tokens)
 
     @property
     def total_num_scheduled_tokens(self) -> int:
         """Tokens of this step over all requests."""
         return int(self.num_tokens.sum())
+
+    @property
+    def num_drafts(self) -> IntArray:
+        """Drafts of each row, [R]."""
+        count: IntArray = np.count_nonzero(self.draft_token_ids != NO_TOKEN, axis=1).astype(np.int32)
+        return count
+
+    @property
+    def scheduled_spec_decode_tokens(self) -> dict[str, list[int]]:
+        """Drafts to verify in this step, by request id, for the requests that have any."""
+        rows = np.flatnonzero(self.num_drafts)
+        drafts = [row[row != NO_TOKEN].tolist() for row in self.draft_token_ids[rows]]
+        return {self.request_ids[row]: ids for row, ids in zip(rows.tolist(), drafts, strict=True)}
+
+    @property
+    def samples(self) -> BoolArray:
+        """Which rows reach their last known token, and so sample: [R]."""
+        reaches: BoolArray = self.num_computed_tokens + self.num_tokens >= self.num_known_tokens
+        return reaches
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class GrammarOutput:
+    """Which tokens the grammars of a step's structured requests allow.
+
+    Request i has one bitmask row for each token it may sample: its d drafts' places and one more, in order.
+    Bit t % 32 of word t // 32 says whether token t is allowed.
+    """
+
+    request_ids: list[str]
+    num_rows: IntArray  # [requests], d + 1 each
+    bitmask: IntArray  # [sum of num_rows, ceil(vocabulary / 32)]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -122,16 +189,32 @@ class PositionLogprobs:
     ranks: list[int]  # [1 + k], 1 is likeliest
 
 
-NO_TOKEN = -1
+@dataclasses.dataclass(slots=True, frozen=True)
+class DraftTokenIds:
+    """Proposed continuations, by request id; a request may be missing or have none."""
+
+    request_ids: list[str]
+    draft_token_ids: list[list[int]]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class KVConnectorOutput:
+    """What a KV connector's worker side reports after a step."""
+
+    finished_sending: frozenset[str] = frozenset()  # requests whose blocks need not be held any longer
+    finished_receiving: frozenset[str] = frozenset()  # requests whose asynchronous load has ended
+    failed_block_ids: frozenset[int] = frozenset()  # blocks whose load failed: their content is not valid
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class ModelRunnerOutput:
     """What one step computed, in the order of `SchedulerOutput.slots`.
 
-    Row r of `sampled_token_ids` holds the tokens sampled for request r, padded with `NO_TOKEN`; a prefill
-    chunk that does not reach the end of its prompt has none. `errors` names requests whose own data made
-    their computation fail; they end, others go on.
+    Row r of `sampled_token_ids` holds the tokens sampled for request r, padded with `NO_TOKEN`: accepted
+    drafts and one more. A prefill chunk that does not reach the end of its prompt has none.
+    `draft_token_ids` proposes what may follow them, padded likewise; None proposes nothing. `errors` names
+    requests whose own data made their computation fail; they end, others go on. If the whole step failed,
+    `is_applied` is False: the runner may not have taken note of what the plan said of any request.
     """
 
     request_ids: list[str]
@@ -139,3 +222,6 @@ class ModelRunnerOutput:
     logprobs: dict[str, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
     prompt_logprobs: dict[str, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
+    draft_token_ids: IntArray | None = None  # [R, K]
+    kv_connector_output: KVConnectorOutput | None = None
+    is_applied: bool = True

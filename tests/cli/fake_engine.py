@@ -11,7 +11,9 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError
-from quire.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams
+from quire.request_output import CompletionOutput, RequestMetrics, RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.status import FinishReason
 
 
 def finished_output(

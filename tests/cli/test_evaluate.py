@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 from quire.cli.evaluate import EVAL_FILE, SPARE_TOKENS, Case, read_cases, scored, select
 from quire.cli.main import app
 from quire.errors import ModelError
-from quire.request import RequestOutput, SamplingParams
+from quire.request_output import RequestOutput
+from quire.sampling_params import SamplingParams
 
 CASES = [
     Case("add", [{"role": "user", "content": "1 + 1"}], "2"),

@@ -16,7 +16,7 @@ from quire.cli.in_order import InOrder
 from quire.cli.main import app
 from quire.cli.prompts import Prompt, parse_lines
 from quire.errors import EngineDeadError, InvalidRequestError
-from quire.request import Logprob
+from quire.request_output import Logprob
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from quire.cli.console import flag_name
 from quire.cli.main import app
 from quire.cli.options import config_fields
 from quire.config import EngineConfig, ServerConfig
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 COMMANDS = ("serve", "generate", "chat", "plan", "eval")
 

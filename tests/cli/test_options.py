@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from quire.cli.console import flag_name, in_flags
 from quire.cli.main import app
 from quire.cli.options import FLAG_TYPES, config_fields, config_options
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig
-from quire.request import SamplingParams
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
+from quire.sampling_params import SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
 
 COMMANDS = {
     "serve": (EngineConfig, ServerConfig),
@@ -48,7 +49,7 @@ def test_every_field_is_a_flag_with_help(command: str):
 
 def test_fields_of_nested_configurations_are_included():
     owners = {owner for owner, _, _ in config_fields(EngineConfig)}
-    assert owners == {EngineConfig, SchedulerConfig}
+    assert owners == {EngineConfig, SchedulerConfig, SpeculationConfig}
 
 
 def test_no_two_fields_of_a_command_share_a_name():
@@ -100,6 +101,11 @@ def test_every_kind_of_value_arrives():
     )
 
 
+def test_structured_output_is_written_as_json():
+    sampling = built(["--structured-outputs", '{"json": {"type": "object"}}'], SamplingParams)
+    assert sampling.structured_outputs == StructuredOutputsParams(json='{"type": "object"}')
+
+
 def test_nested_configuration_is_built():
     engine = built(["--max-num-seqs", "3", "--dtype", "float32", "--policy", "priority"], EngineConfig)
     assert engine == EngineConfig(
@@ -144,6 +150,9 @@ def test_a_refused_value_is_one_line_that_names_the_flag(arguments: list[str], m
         (["--max-num-seqs", "many"], ["--max-num-seqs", "valid integer"]),
         (["--logit-bias", "7"], ["--logit-bias", "ID=BIAS"]),
         (["--bad-words-token-ids", "1,x"], ["--bad-words-token-ids", "ID,ID,..."]),
+        (["--structured-outputs", "[0-9]+"], ["--structured-outputs", "'[0-9]+'", '{"KIND":...}']),
+        (["--structured-outputs", '{"regexp": "a"}'], ["no field 'regexp'", "'regex'"]),
+        (["--structured-outputs", "{}"], ["--structured-outputs has no field", "exactly one of json"]),
     ],
 )
 def test_what_cannot_be_parsed_is_a_usage_error(arguments: list[str], parts: list[str]):
@@ -179,4 +188,4 @@ def test_the_configuration_page_has_every_field():
     page = config_docs().page()
     for cls in (EngineConfig, SchedulerConfig, SamplingParams, ServerConfig):
         for field in dataclasses.fields(cls):
-            assert f"| `{field.name}` |" in page or field.name == "scheduler"
+            assert f"| `{field.name}` |" in page or field.name in ("scheduler", "speculation")

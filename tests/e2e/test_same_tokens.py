@@ -10,7 +10,7 @@ import functools
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.request import RequestOutput
+from quire.request_output import RequestOutput
 
 QUESTIONS = [
     "What is a KV block?",

@@ -23,7 +23,7 @@ from quire.errors import (
     QuireError,
     UnknownArchitectureError,
 )
-from quire.request import FinishReason
+from quire.status import FinishReason
 
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 

@@ -20,7 +20,8 @@ from quire.engine.messages import (
     StopRequests,
 )
 from quire.errors import InvalidRequestError, QueueFullError
-from quire.request import FinishReason, SamplingParams
+from quire.sampling_params import SamplingParams
+from quire.status import FinishReason
 
 
 def request(*ids: str, length: int = 20, **params) -> EngineCoreRequest:
@@ -74,12 +75,12 @@ def engine(checkpoint) -> Engine:
 def test_a_fault_while_computing_ends_the_requests_of_that_step_only(engine, monkeypatch, caplog, when):
     execute = engine.core.runner.execute
 
-    def faulty(scheduled):
+    def faulty(scheduled, grammar=None):
         if "bad" in scheduled.request_ids:
             if when == "after":
-                execute(scheduled)
+                execute(scheduled, grammar)
             raise ZeroDivisionError("no luck")
-        return execute(scheduled)
+        return execute(scheduled, grammar)
 
     monkeypatch.setattr(engine.core.runner, "execute", faulty)
     engine.loop.handle(request("early", max_tokens=3))

@@ -8,7 +8,7 @@ from tokenizers_for_tests import byte_level
 from quire.engine.input_processor import InputProcessor, derived_seed
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidRequestError
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 TOKENIZER = byte_level(eos_token_ids=(1,))
 INFO = EngineInfo(

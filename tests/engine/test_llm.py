@@ -12,7 +12,7 @@ from engine_checks import TINY, check_after_every_step, core_of
 from quire import LLM, SamplingParams, SchedulerConfig
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError
-from quire.request import FinishReason
+from quire.status import FinishReason
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -166,10 +166,10 @@ def test_ctrl_c_in_a_step_aborts_all_and_leaves_it_usable(llm, monkeypatch):
     runner = core_of(llm).runner
     execute, finished = runner.execute, []
 
-    def interrupted(scheduled):
+    def interrupted(scheduled, grammar=None):
         if not finished:
             signal.raise_signal(signal.SIGINT)
-        output = execute(scheduled)
+        output = execute(scheduled, grammar)
         finished.append(True)
         return output
 

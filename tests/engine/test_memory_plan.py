@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import EngineConfig, SchedulerConfig
+from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from quire.engine import memory_plan
 from quire.engine.memory_limits import available_memory, cgroup_headroom
 from quire.engine.memory_plan import GB, MemoryPlan, activation_bytes, format_bytes, plan_memory
@@ -179,6 +180,36 @@ def test_no_room_for_a_block_is_refused_with_the_knobs(qwen: ModelConfig):
         plan(qwen, gigabytes=1.2)
     with pytest.raises(ConfigError, match=r"raise SchedulerConfig\.cache_size"):
         plan(qwen, cache_size=0.001)
+
+
+def test_a_draft_model_takes_its_share(qwen: ModelConfig):
+    small = dataclasses.replace(qwen, num_layers=7)
+    config = EngineConfig(
+        scheduler=SchedulerConfig(num_kv_blocks=1000, max_num_seqs=4),
+        speculation=SpeculationConfig(speculative_method="draft-model", draft_model="small"),
+    )
+    alone = plan(qwen, num_kv_blocks=1000, max_num_seqs=4)
+    both = plan_memory(config, qwen, draft_model=small, available_bytes=16 * GB)
+    assert both.num_parameters == QWEN3_06B_PARAMETERS + small.num_parameters
+    assert both.weight_bytes == 2 * both.num_parameters
+    assert both.kv_bytes_per_token == QWEN3_06B_KV_BYTES_PER_TOKEN * 5 // 4  # 28 and 7 layers
+    assert both.kv_bytes == both.kv_bytes_per_token * 16_000
+    assert both.num_blocks == 1000
+    assert both.activation_bytes >= alone.activation_bytes
+    shared = dataclasses.replace(config, scheduler=SchedulerConfig(cache_size=4.0))
+    num_blocks = plan_memory(shared, qwen, draft_model=small, available_bytes=16 * GB).num_blocks
+    assert num_blocks == 4 * GB // both.kv_bytes_per_block
+
+
+def test_the_places_of_drafts_need_logits_too(qwen: ModelConfig):
+    scheduler = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=32)
+    sizes = [
+        activation_bytes(scheduler, qwen, "bfloat16", max_model_len=512, num_drafts=num_drafts)
+        for num_drafts in (0, 64, 480, 1000)
+    ]
+    assert sizes[1] - sizes[0] > 0
+    assert sizes[2] - sizes[1] == (480 - 64) * 151_936 * 20  # logits and what sampling makes of them
+    assert sizes[3] == sizes[2]  # a step has no more places than tokens
 
 
 def test_planning_does_not_import_torch():

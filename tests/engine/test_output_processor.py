@@ -8,8 +8,9 @@ from test_input_processor import INFO, TOKENIZER
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_processor import OutputProcessor
 from quire.errors import DuplicateRequestError, EngineDeadError
-from quire.request import FinishReason, SamplingParams
+from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
+from quire.status import FinishReason
 from quire.step import PositionLogprobs
 
 

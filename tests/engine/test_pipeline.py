@@ -10,7 +10,7 @@ from engine_checks import check_after_every_step
 from quire import LLM, ContinuousBatchingPipeline, GenerationConfig, SamplingParams, SchedulerConfig
 from quire.engine.generation_handle import GenerationStatus
 from quire.errors import ConfigError, DuplicateRequestError, InvalidRequestError
-from quire.request import FinishReason
+from quire.status import FinishReason
 
 SCHEDULER = SchedulerConfig(num_kv_blocks=64, max_num_batched_tokens=32, max_num_seqs=8)
 
@@ -234,7 +234,11 @@ def test_refusals_leave_nothing(pipeline):
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("num_beams", ""), ("no_repeat_ngram_size", ""), ("max_new_token", "did you mean 'max_new_tokens'")],
+    [
+        ("num_assistant_tokens", ""),
+        ("no_repeat_ngram_size", ""),
+        ("max_new_token", "did you mean 'max_new_tokens'"),
+    ],
 )
 def test_unknown_generation_fields_are_refused(name, nearest):
     with pytest.raises(ConfigError, match=f"{name}'.*{nearest}"):

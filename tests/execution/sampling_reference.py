@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 
 def adjusted(logits, params: SamplingParams, prompt, output, eos_token_ids=()):

@@ -5,16 +5,21 @@ import dataclasses
 import numpy as np
 import torch
 
-from quire.request import SamplingParams
+from quire.execution.model_runner import ModelRunner
+from quire.kv.tensors import KVCacheTensors
+from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,
     CachedRequestData,
+    ChosenTokens,
     NewRequestData,
     ResumedRequestData,
     SchedulerOutput,
 )
 
 BLOCK_SIZE = 4
+MAX_NUM_SEQS = 8
+MAX_MODEL_LEN = 128
 
 
 @dataclasses.dataclass
@@ -31,25 +36,69 @@ class DrivenRequest:
     error: str | None = None
 
     @property
+    def num_known(self):
+        return len(self.prompt) + len(self.output)
+
+    @property
     def remaining(self):
-        return len(self.prompt) + len(self.output) - self.computed
+        return self.num_known - self.computed
+
+
+def int_array(values):
+    return np.array(values, dtype=np.int32)
+
+
+def padded(rows, width):
+    """A matrix of ragged rows."""
+    matrix = np.full((len(rows), width), NO_TOKEN, dtype=np.int32)
+    for row, values in enumerate(rows):
+        matrix[row, : len(values)] = values
+    return matrix
 
 
 def plan(
-    slots=(), num_tokens=(), computed=(), ids=(), *, new=(), resumed=(), finished=(), preempted=(), blocks=()
+    slots=(),
+    num_tokens=(),
+    computed=(),
+    ids=(),
+    *,
+    known=None,
+    drafts=None,
+    new=(),
+    resumed=(),
+    finished=(),
+    preempted=(),
+    blocks=(),
+    forks=(),
+    chosen=(),
+    copies=(),
+    num_drafts_wanted=0,
+    metadata=None,
 ):
-    """A SchedulerOutput from plain lists; `blocks` holds (slot, index, block id)."""
-    columns = np.array(blocks, dtype=np.int32).reshape(-1, 3).T
+    """A SchedulerOutput from plain lists.
+
+    `blocks` holds (slot, index, block id), `chosen` (slot, token), `copies` (from, to). Without `known` the
+    rows end with their last known token.
+    """
+    after = np.array(num_tokens, dtype=np.int32) + np.array(computed, dtype=np.int32)
+    drafts = drafts or [[]] * len(slots)
     return SchedulerOutput(
         step=0,
         request_ids=list(ids),
-        slots=np.array(slots, dtype=np.int32),
-        num_tokens=np.array(num_tokens, dtype=np.int32),
-        num_computed_tokens=np.array(computed, dtype=np.int32),
-        scheduled_new_reqs=list(new),
-        scheduled_cached_reqs=CachedRequestData(*columns, list(resumed)),
+        slots=int_array(slots),
+        num_tokens=int_array(num_tokens),
+        num_computed_tokens=int_array(computed),
+        num_known_tokens=after if known is None else int_array(known),
+        draft_token_ids=padded(drafts, max(map(len, drafts), default=0)),
         finished_req_ids=list(finished),
         preempted_req_ids=list(preempted),
+        scheduled_new_reqs=list(new),
+        scheduled_cached_reqs=CachedRequestData(*int_array(blocks).reshape(-1, 3).T, list(resumed)),
+        forks=list(forks),
+        chosen_tokens=ChosenTokens(*int_array(chosen).reshape(-1, 2).T),
+        block_copies=int_array(copies).reshape(-1, 2),
+        num_drafts_wanted=num_drafts_wanted,
+        kv_connector_metadata=metadata,
     )
 
 
@@ -93,76 +142,97 @@ class StepDriver:
         if request.slot is not None:
             self._release(request)
 
-    def step(self, num_tokens):
-        """Run one step of {request id: tokens}; those that have no slot are started or resumed."""
+    def step(self, num_tokens, *, drafts=None, num_drafts_wanted=0, grammar=None):
+        """Run one step of {request id: tokens}; those that have no slot are started or resumed.
+
+        `drafts` holds the drafts of some of them, which come on top of their tokens.
+        """
+        drafts = drafts or {}
+        num_drafts = {request_id: len(drafts.get(request_id, ())) for request_id in num_tokens}
+        total = {request_id: count + num_drafts[request_id] for request_id, count in num_tokens.items()}
         new, resumed, grown = [], [], []
-        for request_id, count in num_tokens.items():
-            request = self.requests[request_id]
-            missing = -(-(request.computed + count) // BLOCK_SIZE) - len(request.blocks)
-            fresh = [self._take(self._free_blocks) for _ in range(missing)]
-            if request.slot is not None:
-                first = len(request.blocks)
-                grown += [(request.slot, first + index, block) for index, block in enumerate(fresh)]
-                request.blocks += fresh
-                continue
-            request.slot, request.blocks = self._take(self._free_slots), fresh
-            common = {
-                "request_id": request_id,
-                "slot": request.slot,
-                "block_ids": np.array(fresh, dtype=np.int32),
-                "num_computed_tokens": 0,
-            }
-            if request.started:
-                num_known = len(request.prompt) + len(request.output)
-                resumed.append(ResumedRequestData(**common, num_tokens=num_known))
-            else:
-                request.started = True
-                new.append(
-                    NewRequestData(
-                        **common,
-                        prompt_token_ids=request.prompt,
-                        sampling_params=request.params,
-                        eos_token_ids=(2,),
-                    )
-                )
+        for request_id, count in total.items():
+            self._place(request_id, count, new, resumed, grown)
         scheduled = [self.requests[request_id] for request_id in num_tokens]
         output = plan(
             [request.slot for request in scheduled],
-            list(num_tokens.values()),
+            list(total.values()),
             [request.computed for request in scheduled],
             num_tokens,
+            known=[request.num_known for request in scheduled],
+            drafts=[drafts.get(request_id, []) for request_id in num_tokens],
             new=new,
             resumed=resumed,
             finished=self._finished,
             preempted=self._preempted,
             blocks=grown,
+            num_drafts_wanted=num_drafts_wanted,
         )
         self._finished, self._preempted = [], []
-        result = self.runner.execute(output)
-        self._apply(num_tokens, result)
+        result = self.runner.execute(output, grammar)
+        self._apply(num_tokens, num_drafts, result)
         return result
 
-    def _apply(self, num_tokens, result):
+    def _place(self, request_id, count, new, resumed, grown):
+        """Give a request the slot and blocks that it lacks, and say so in the lists of the plan."""
+        request = self.requests[request_id]
+        missing = max(0, -(-(request.computed + count) // BLOCK_SIZE) - len(request.blocks))
+        fresh = [self._take(self._free_blocks) for _ in range(missing)]
+        if request.slot is not None:
+            first = len(request.blocks)
+            grown += [(request.slot, first + index, block) for index, block in enumerate(fresh)]
+            request.blocks += fresh
+            return
+        request.slot, request.blocks = self._take(self._free_slots), fresh
+        common = {
+            "request_id": request_id,
+            "slot": request.slot,
+            "block_ids": int_array(fresh),
+            "num_computed_tokens": 0,
+        }
+        if request.started:
+            resumed.append(ResumedRequestData(**common, num_tokens=request.num_known))
+            return
+        request.started = True
+        new.append(
+            NewRequestData(
+                **common,
+                prompt_token_ids=int_array(request.prompt),
+                output_token_ids=list(request.output),
+                sampling_params=request.params,
+                eos_token_ids=(2,),
+            )
+        )
+
+    def _apply(self, num_tokens, num_drafts, result):
         assert result.request_ids == list(num_tokens)
-        assert result.sampled_token_ids.shape == (len(num_tokens), 1)
-        for (request_id, count), token in zip(
-            num_tokens.items(), result.sampled_token_ids[:, 0], strict=True
-        ):
+        assert result.sampled_token_ids.shape == (len(num_tokens), 1 + max(num_drafts.values(), default=0))
+        for (request_id, count), row in zip(num_tokens.items(), result.sampled_token_ids, strict=True):
             request = self.requests[request_id]
             catches_up = count == request.remaining
-            request.computed += count
             request.error = result.errors.get(request_id)
+            emitted = row[row != NO_TOKEN].tolist()
+            logprobs = result.logprobs.get(request_id, [])
             if request.error is None:
-                assert (token != NO_TOKEN) == catches_up
-                request.output += [int(token)] if catches_up else []
-            request.logprobs += result.logprobs.get(request_id, [])
+                assert (row[len(emitted) :] == NO_TOKEN).all()
+                assert catches_up <= len(emitted) <= catches_up + num_drafts[request_id]
+                wants_logprobs = request.params.logprobs is not None
+                assert len(logprobs) == (len(emitted) if wants_logprobs else 0)
+            else:
+                assert not emitted
+            request.computed += count + max(0, len(emitted) - 1)
+            request.output += emitted
+            request.logprobs += logprobs
             request.prompt_logprobs += result.prompt_logprobs.get(request_id, [])
 
-    def run(self, num_output, *, chunk=1_000, budget=1_000, on_step=None):
-        """Run all requests to `num_output` tokens: in order, at most `chunk` each and `budget` together."""
+    def run(self, num_output, *, chunk=1_000, budget=1_000, on_step=None, draft=None):
+        """Run all requests to `num_output` tokens: in order, at most `chunk` each and `budget` together.
+
+        `draft(request_id, request)` returns the drafts of a request that samples in the next step.
+        """
         number = 0
         while live := {i: r for i, r in self.requests.items() if len(r.output) < num_output}:
-            left, num_tokens, free_slots = budget, {}, len(self._free_slots)
+            left, num_tokens, drafts, free_slots = budget, {}, {}, len(self._free_slots)
             for request_id, request in live.items():
                 count = min(request.remaining, chunk, left)
                 needs_slot = request.slot is None
@@ -170,10 +240,53 @@ class StepDriver:
                     num_tokens[request_id] = count
                     left -= count
                     free_slots -= needs_slot
-            self.step(num_tokens)
+                    if draft is not None and count == request.remaining:
+                        drafts[request_id] = draft(request_id, request)
+            self.step(num_tokens, drafts=drafts)
             for request_id, request in live.items():
-                if len(request.output) == num_output:
+                if len(request.output) >= num_output:
                     self.finish(request_id)
             number += 1
             if on_step:
                 on_step(number)
+
+
+def make_cache(model, num_blocks=200):
+    config = model.config
+    return KVCacheTensors(
+        num_blocks, config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim, model.dtype
+    )
+
+
+def make_driver(model, *, num_blocks=200, seed=0, max_num_seqs=MAX_NUM_SEQS, **parts):
+    """A driver of a new runner; `parts` are its proposer and connector."""
+    kv_cache = make_cache(model, num_blocks)
+    runner = ModelRunner(
+        model,
+        kv_cache,
+        max_num_seqs=max_num_seqs,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        **parts,
+    )
+    return StepDriver(runner, kv_cache, max_num_seqs=max_num_seqs, seed=seed)
+
+
+def add_all(driver, prompts, params):
+    for index, prompt in enumerate(prompts):
+        driver.add(f"r{index}", prompt, params)
+
+
+def outputs(driver):
+    return [request.output for request in driver.requests.values()]
+
+
+def preempt_now_and_then(driver):
+    """An `on_step` that preempts the newest or the oldest running request every few steps, eight times."""
+
+    def on_step(number):
+        running = [i for i, r in driver.requests.items() if r.slot is not None]
+        if number % 4 == 0 and number <= 32 and running:
+            driver.preempt(running[-1 if number % 8 else 0])
+
+    return on_step

@@ -3,7 +3,7 @@ import pytest
 from sampling_reference import chosen
 
 from quire.execution.histogram import draw_from_histogram
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 
 def draw(row, params, uniform):

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sampling_reference import adjusted
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
@@ -11,7 +13,7 @@ from transformers import (
 
 from quire.execution.constraints import UNTIL_THE_END, Constraints
 from quire.execution.penalties import Penalties, TokenCounts
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 VOCAB_SIZE = 60
 
@@ -42,9 +44,22 @@ def test_token_counts_grow_with_the_output():
     prompt, output = rng.integers(0, 400, 30).tolist(), rng.integers(0, 400, 500).tolist()
     counts = TokenCounts(ids(prompt))
     for length in (0, 1, 2, 40, 40, 499, 500):
-        counts.catch_up(ids(prompt + output[:length]))
+        counts.follow(ids(prompt + output[:length]))
         found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
         assert found == {token: output[:length].count(token) for token in set(prompt + output[:length])}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    outputs=st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=8),
+)
+def test_token_counts_follow_an_output_that_changes(prompt, outputs):
+    counts = TokenCounts(ids(prompt))
+    for output in outputs:
+        counts.follow(ids(prompt + output))
+        found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
+        assert found == {token: output.count(token) for token in set(prompt + output)}
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 7.0])

@@ -1,45 +1,19 @@
 import numpy as np
 import pytest
 import torch
-from step_driver import BLOCK_SIZE, StepDriver, plan
+from step_driver import MAX_MODEL_LEN, add_all, int_array, make_driver, outputs, plan, preempt_now_and_then
 
-from checkpoints import make_checkpoint, make_model
-from quire.execution.model_runner import ModelRunner
-from quire.kv.tensors import KVCacheTensors
-from quire.models.config import ModelConfig
-from quire.models.loading import load_decoder
-from quire.request import SamplingParams
-from quire.step import NO_TOKEN, NewRequestData, ResumedRequestData
+from checkpoints import make_model
+from quire.sampling_params import SamplingParams
+from quire.step import NO_TOKEN, ForkData, NewRequestData, ResumedRequestData
 
 NUM_OUTPUT = 20
-MAX_NUM_SEQS = 8
-MAX_MODEL_LEN = 128
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    root = tmp_path_factory.mktemp("qwen3")
-    return {dtype: make_checkpoint("qwen3", root / dtype, dtype=dtype) for dtype in ("float32", "bfloat16")}
-
-
-@pytest.fixture(scope="module")
-def models(checkpoints):
-    return {
-        dtype: load_decoder(path, ModelConfig.from_directory(path), dtype)
-        for dtype, path in checkpoints.items()
-    }
 
 
 @pytest.fixture(scope="module")
 def reference():
     return make_model("qwen3")
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(3, 380, length).tolist() for length in (1, 3, 17, 40, 61)]
 
 
 @pytest.fixture(scope="module")
@@ -53,37 +27,6 @@ def greedy_tokens(reference, prompts):
         )
         tokens.append(generated[0, len(prompt) :].tolist())
     return tokens
-
-
-def make_driver(model, *, num_blocks=200, seed=0, max_num_seqs=MAX_NUM_SEQS):
-    config = model.config
-    kv_cache = KVCacheTensors(
-        num_blocks, config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim, model.dtype
-    )
-    runner = ModelRunner(
-        model, kv_cache, max_num_seqs=max_num_seqs, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
-    )
-    return StepDriver(runner, kv_cache, max_num_seqs=max_num_seqs, seed=seed)
-
-
-def add_all(driver, prompts, params):
-    for index, prompt in enumerate(prompts):
-        driver.add(f"r{index}", prompt, params)
-
-
-def outputs(driver):
-    return [request.output for request in driver.requests.values()]
-
-
-def preempt_now_and_then(driver):
-    """An `on_step` that preempts the newest or the oldest running request every few steps, eight times."""
-
-    def on_step(number):
-        running = [i for i, r in driver.requests.items() if r.slot is not None]
-        if number % 4 == 0 and number <= 32 and running:
-            driver.preempt(running[-1 if number % 8 else 0])
-
-    return on_step
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -229,6 +172,18 @@ def test_a_damaged_cache_ends_the_requests_that_read_it_and_no_other(models, pro
     assert outputs(driver) == [tokens for index, tokens in enumerate(greedy_tokens) if index != 2]
 
 
+def test_a_step_planned_before_an_error_was_known_still_runs(models):
+    driver = make_driver(models["float32"])
+    driver.add("r", [4, 5, 6], GREEDY)
+    driver.step({"r": 2})
+    request = driver.requests["r"]
+    with torch.inference_mode():
+        driver.kv_cache.tensor[request.blocks[0]] = float("nan")
+    assert list(driver.step({"r": 1}).errors) == ["r"]
+    result = driver.runner.execute(plan([request.slot], [1], [3], ["r"], known=[4]))
+    assert list(result.errors) == ["r"]
+
+
 def test_damage_in_the_prompt_ends_a_request_that_wants_prompt_logprobs(models, prompts):
     driver = make_driver(models["float32"])
     driver.add("r", prompts[4], SamplingParams(temperature=0.0, prompt_logprobs=1))
@@ -296,7 +251,8 @@ def new_request(**changes):
     values = {
         "request_id": "r",
         "slot": 2,
-        "prompt_token_ids": [1, 2, 3, 4, 5],
+        "prompt_token_ids": int_array([1, 2, 3, 4, 5]),
+        "output_token_ids": [],
         "sampling_params": GREEDY,
         "eos_token_ids": (),
         "block_ids": np.array([7, 8], dtype=np.int32),
@@ -309,6 +265,10 @@ def resumed_request(request_id, slot, num_tokens=5):
     return ResumedRequestData(request_id, slot, np.array([9], dtype=np.int32), 0, num_tokens)
 
 
+def fork_of(parent_slot, *, slot=2, num_tokens=5, computed=4):
+    return ForkData(slot, parent_slot, np.array([9, 10], dtype=np.int32), num_tokens, computed)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -316,30 +276,34 @@ def resumed_request(request_id, slot, num_tokens=5):
         (plan([3], [5], [0], ["r"]), "slot 3, which nobody holds"),
         (plan([99], [5], [0], ["r"]), "slot 99, which nobody holds"),
         (plan([2, 2], [1, 1], [0, 1], ["r", "r"]), "each needs one"),
-        (plan([2], [6], [0], ["r"]), "6 tokens after 0 computed; it has 5 tokens"),
-        (plan([2], [1], [4], ["r"]), "1 tokens after 4 computed; it has 5 tokens, 2 of them"),
-        (plan([2], [0], [0], ["r"]), "scheduled for 0 tokens"),
-        (plan([2], [1], [-1], ["r"]), "after -1 computed"),
-        (plan(new=[new_request()]), "'r' is sent as new, but it is known"),
+        (plan([2], [6], [0], ["r"], known=[5]), "6 tokens after 0 computed, 0 drafts among them; it has 5 "),
+        (plan([2], [3], [2], ["r"], known=[6]), "'r' has 5 tokens here, but 6 in the plan"),
+        (plan([2], [1], [4], ["r"], known=[5]), "1 tokens after 4 computed, .* it has 5 tokens, 2 of them"),
+        (plan([2], [0], [0], ["r"], known=[5]), "scheduled for 0 tokens"),
+        (plan([2], [1], [-1], ["r"], known=[5]), "after -1 computed"),
+        (plan([2], [3], [2], ["r"], known=[5], drafts=[[7]]), "3 tokens after 2 computed, 1 drafts"),
+        (plan([2], [5], [2], ["r"], known=[5], drafts=[[7]]), "5 tokens after 2 computed, 1 drafts"),
         (plan(new=[new_request(request_id="x")]), "'x' is given slot 2, which 'r' holds"),
         (plan(new=[new_request(request_id="x", slot=8)]), "given slot 8; there are 8"),
-        (plan(new=[new_request(request_id="x", prompt_token_ids=[])]), "has 0 prompt tokens"),
-        (plan(new=[new_request(request_id="x", prompt_token_ids=[1] * 129)]), "129 prompt tokens"),
+        (plan(new=[new_request(request_id="x", prompt_token_ids=int_array([]))]), "has 0 prompt tokens"),
+        (plan(new=[new_request(request_id="x", prompt_token_ids=int_array([1] * 129))]), "129 prompt tokens"),
+        (plan(new=[new_request(request_id="x", output_token_ids=[1] * 124)]), "5 prompt tokens and 129 in"),
         (plan(new=[new_request(request_id="x", slot=3, block_ids=np.array([50]))]), "has blocks 0 to 49"),
         (plan(new=[new_request(request_id="x", slot=3, block_ids=np.arange(34))]), "a block table of 34"),
         (plan(blocks=[(2, 33, 4)]), "a block table of 34"),
         (plan(blocks=[(2, 2, -1)]), "block ids from -1"),
-        (plan(preempted=["x"]), "'x' is preempted, but the runner does not know it"),
         (plan(resumed=[resumed_request("x", 4)]), "'x' is resumed, but the runner does not know it"),
         (plan(resumed=[resumed_request("r", 4)]), "'r' is resumed, but it is running in slot 2"),
         (plan(preempted=["r"], resumed=[resumed_request("r", 4, num_tokens=4)]), "resumed with 4 tokens"),
         (plan(preempted=["r"], resumed=[resumed_request("r", 4, num_tokens=6)]), "and 5 are known"),
-        (plan(preempted=["r", "r"]), "'r' is preempted, but it is not running"),
+        (plan(forks=[fork_of(2, slot=3)]), "slot 3 is empty"),
+        (plan(forks=[fork_of(2, num_tokens=4)]), "whose prompt has 5 tokens, is to go on from 4 tokens"),
+        (plan(forks=[fork_of(2, num_tokens=6)]), "from 6 tokens of slot 2, which has 5"),
     ],
 )
 def test_a_plan_that_contradicts_the_rows_is_refused(models, wrong, message):
     runner = make_driver(models["float32"], num_blocks=50).runner
-    runner.execute(plan([2], [2], [0], ["r"], new=[new_request()]))
+    runner.execute(plan([2], [2], [0], ["r"], known=[5], new=[new_request()]))
     with pytest.raises(ValueError, match=message):
         runner.execute(wrong)
 
@@ -361,4 +325,4 @@ def test_prompt_logprobs_out_of_a_cache_are_refused(models):
             request_id=str(index), slot=index, sampling_params=params, num_computed_tokens=cached
         )
         with pytest.raises(ValueError, match="its prompt must not come from a cache"):
-            driver.runner.execute(plan([index], [1], [cached], [str(index)], new=[new]))
+            driver.runner.execute(plan([index], [1], [cached], [str(index)], known=[5], new=[new]))

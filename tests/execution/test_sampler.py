@@ -9,7 +9,7 @@ from sampling_reference import adjusted, chosen
 
 from quire.execution.rng import uniforms
 from quire.execution.sampler import Sampler
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN
 
 EOS = (1,)

@@ -7,7 +7,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from quire.execution.rng import uniforms
 from quire.execution.selection import Filters, draw
 from quire.execution.softmax import sum_exp
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 
 def filters_of(params, vocab_size):

@@ -6,15 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.block_hash import BlockKey, extend_keys, root_digest
+from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
 
 
 def keys_of(tokens: list[int], block_size: int, salt: str = "") -> list[BlockKey]:
-    keys: list[BlockKey] = []
-    extend_keys(keys, root_digest(salt=salt), np.array(tokens, np.int32), block_size)
-    return keys
+    keys = SequenceKeys(root_digest(salt=salt), block_size)
+    keys.extend(np.array(tokens, np.int32))
+    return [keys[index] for index in range(len(keys))]
 
 
 @given(TOKENS, TOKENS, st.integers(1, 5))
@@ -29,10 +29,10 @@ def test_keys_are_equal_exactly_where_the_histories_are(left, right, block_size)
 
 @given(TOKENS, st.integers(1, 5), st.integers(0, 24))
 def test_extending_in_two_goes_is_extending_in_one(tokens, block_size, split):
-    keys: list[BlockKey] = []
-    extend_keys(keys, root_digest(), np.array(tokens[:split], np.int32), block_size)
-    extend_keys(keys, root_digest(), np.array(tokens, np.int32), block_size)
-    assert keys == keys_of(tokens, block_size)
+    keys = SequenceKeys(root_digest(), block_size)
+    keys.extend(np.array(tokens[:split], np.int32))
+    keys.extend(np.array(tokens[len(keys) * block_size :], np.int32))
+    assert [keys[index] for index in range(len(keys))] == keys_of(tokens, block_size)
 
 
 def test_extra_keys_separate_and_cannot_imitate_each_other():

@@ -1,16 +1,35 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.kv.block_hash import BlockKey
 from quire.kv.block_pool import BlockPool
 
 
-def key(number: int) -> BlockKey:
-    return BlockKey(b"digest %d" % number, b"parent", b"tokens %d" % number)
+def digest(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+ROOT = digest(99)
+
+
+def cache(pool: BlockPool, block: int, number: int, parent: bytes = ROOT, token: int | None = None) -> None:
+    tokens = np.array([[number if token is None else token]], np.int32)
+    pool.cache(np.array([block], np.int32), [digest(number)], [parent], tokens)
+
+
+def find(pool: BlockPool, numbers: list[int], tokens: list[int] | None = None) -> list[int]:
+    """As if each content followed the root itself: what the pool compares is up to its caller."""
+    found = []
+    for number, token in zip(numbers, numbers if tokens is None else tokens, strict=True):
+        hit = pool.find([ROOT, digest(number)], np.array([[token]], np.int32))
+        if not hit.size:
+            break
+        found += hit.tolist()
+    return found
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -18,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 12))
     def build(self, num_blocks):
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, 1)
         self.tables: list[list[int]] = []
         self.idle: list[int] = []
         self.contents: dict[int, int] = {}
@@ -47,8 +66,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), number=st.integers(0, 8))
     def cache(self, data, number):
         block = data.draw(st.sampled_from(self.held()))
-        self.pool.cache(block, key(number))
-        if block not in self.contents and number not in self.contents.values():
+        if block in self.contents:
+            return
+        cache(self.pool, block, number)
+        if number not in self.contents.values():
             self.contents[block] = number
 
     @rule(numbers=st.lists(st.integers(0, 8), unique=True, max_size=4))
@@ -59,10 +80,10 @@ class PoolMachine(RuleBasedStateMachine):
             if number not in by_content:
                 break
             expected.append(by_content[number])
-        found = self.pool.find([key(number) for number in numbers])
+        found = find(self.pool, numbers)
         assert found == expected
-        assert self.pool.count_idle(found) == len(set(found) & set(self.idle))
-        self.pool.acquire(found)
+        assert self.pool.count_idle(np.array(found, np.int32)) == len(set(found) & set(self.idle))
+        self.pool.acquire(np.array(found, np.int32))
         self.idle = [block for block in self.idle if block not in found]
         self.tables.append(found)
 
@@ -70,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data):
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        self.pool.release(table)
+        self.pool.release(np.array(table, np.int32))
         still_held = set(self.held())
         self.idle += [block for block in table if block not in still_held and block in self.contents]
 
@@ -93,17 +114,27 @@ TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 
 
 def test_a_digest_that_collides_is_a_miss():
-    pool = BlockPool(2)
-    (block,) = pool.allocate(1).tolist()
-    pool.cache(block, BlockKey(b"same", b"parent", b"mine"))
-    assert pool.find([BlockKey(b"same", b"parent", b"yours")]) == []
-    assert pool.find([BlockKey(b"same", b"other parent", b"mine")]) == []
-    assert pool.find([BlockKey(b"same", b"parent", b"mine")]) == [block]
+    pool = BlockPool(2, 1)
+    (block,) = pool.allocate(1)
+    cache(pool, block, 7)
+    assert find(pool, [7], tokens=[8]) == []
+    assert pool.find([digest(1), digest(7)], np.array([[7]], np.int32)).size == 0, "another parent"
+    assert find(pool, [7]) == [block]
+
+
+def test_only_the_run_before_a_collision_is_found():
+    pool = BlockPool(3, 1)
+    blocks = pool.allocate(3)
+    chain = [ROOT, digest(1), digest(2), digest(3)]
+    pool.cache(blocks, chain[1:], chain[:-1], np.array([[1], [2], [3]], np.int32))
+    assert pool.find(chain, np.array([[1], [2], [3]], np.int32)).tolist() == blocks.tolist()
+    assert pool.find(chain, np.array([[1], [5], [3]], np.int32)).tolist() == blocks[:1].tolist()
+    assert pool.find(chain, np.array([[1], [2]], np.int32)).tolist() == blocks[:2].tolist()
 
 
 def test_releasing_too_often_is_an_error():
-    pool = BlockPool(1)
-    block_ids = pool.allocate(1).tolist()
+    pool = BlockPool(1, 1)
+    block_ids = pool.allocate(1)
     pool.release(block_ids)
     with pytest.raises(ValueError, match="more often"):
         pool.release(block_ids)

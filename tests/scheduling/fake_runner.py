@@ -2,8 +2,11 @@
 
 It keeps the token that each place of each KV block was written for. Before it "computes" a token it checks
 that the request's block table really holds the request's own history, so a wrong table, a block given to two
-requests, or a false prefix hit is seen at once. The next token is a hash of the history: any error in the
-scheduling changes the output.
+requests, a false prefix hit, a wrong copy or a load into the wrong block is seen at once. The next token is a
+hash of the history: any error in the scheduling changes the output.
+
+It proposes drafts that are right with a fixed probability, obeys grammar bitmasks, and drives the worker side
+of a KV connector over its own blocks.
 """
 
 from __future__ import annotations
@@ -12,54 +15,117 @@ import hashlib
 
 import numpy as np
 
-from quire.step import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from quire.step import (
+    NO_TOKEN,
+    GrammarOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    PositionLogprobs,
+    SchedulerOutput,
+)
 
 VOCAB = 50
 NEVER_WRITTEN = -7
 
 
-def next_token(history: list[int]) -> int:
-    digest = hashlib.md5(str(history).encode()).digest()
-    return int.from_bytes(digest[:4], "little") % VOCAB
+def scores(history: list[int]) -> np.ndarray:
+    """Made-up log-probabilities of the next token, [VOCAB]."""
+    digest = hashlib.shake_128(str(history).encode()).digest(2 * VOCAB)
+    logits = np.frombuffer(digest, dtype=np.uint16) / 8192.0
+    return logits - np.log(np.exp(logits).sum())
 
 
-def naive_generation(prompt: list[int], max_tokens: int, stop_ids: set[int]) -> list[int]:
+def next_token(history: list[int], allowed: set[int] | None = None) -> int:
+    by_score = np.argsort(-scores(history), kind="stable").tolist()
+    return next(token for token in by_score if allowed is None or token in allowed)
+
+
+def naive_generation(prompt: list[int], max_tokens: int, stop_ids: set[int], grammar=None) -> list[int]:
     """What one request alone, without blocks or steps, generates."""
     output: list[int] = []
     while len(output) < max_tokens:
-        output.append(next_token(prompt + output))
+        output.append(next_token(prompt + output, grammar(output) if grammar else None))
         if output[-1] in stop_ids:
             break
     return output
 
 
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, connector=None, seed: int = 0) -> None:
         self.block_size = block_size
         self.kv = np.full((num_blocks, block_size), NEVER_WRITTEN)
         self.tokens: dict[str, list[int]] = {}
+        self.prompt_length: dict[str, int] = {}
+        self.num_logprobs: dict[str, int] = {}
         self.slot_of: dict[str, int] = {}
         self.tables: dict[int, list[int]] = {}
         self.fail: set[str] = set()
+        self.draft_accuracy = 0.7
+        self.num_executed = 0
+        self._random = np.random.default_rng(seed)
+        self.connector = connector
+        if connector is not None:
+            connector.register_kv_caches(self)
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    # What a connector's worker side reads and writes.
+
+    def read_block(self, block_id: int) -> np.ndarray:
+        return self.kv[block_id].copy()
+
+    def write_block(self, block_id: int, content: np.ndarray) -> None:
+        self.kv[block_id] = content
+
+    def execute(self, plan: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
+        self.num_executed += 1
         self._apply_changes(plan)
-        sampled = []
+        if self.connector is not None:
+            self.connector.start_load_kv(plan.kv_connector_metadata)
+        failed = self._failed_blocks()
+        allowed = self._allowed_tokens(grammar)
+        logprobs: dict[str, list[PositionLogprobs]] = {}
+        sampled: list[list[int]] = []
         for row, request_id in enumerate(plan.request_ids):
-            slot = int(plan.slots[row])
-            assert self.slot_of[request_id] == slot
-            start, count = int(plan.num_computed_tokens[row]), int(plan.num_tokens[row])
-            history = self.tokens[request_id]
-            assert count >= 1
-            assert start + count <= len(history)
-            self._write(slot, start, history[start : start + count])
-            assert self._read(slot, start + count) == history[: start + count], request_id
-            sampled.append(NO_TOKEN)
-            if start + count == len(history):
-                sampled[-1] = next_token(history)
-                history.append(sampled[-1])
-        errors = {request_id: "broken" for request_id in plan.request_ids if request_id in self.fail}
-        return ModelRunnerOutput(plan.request_ids, np.array(sampled, np.int32).reshape(-1, 1), errors=errors)
+            if failed & set(self.tables[int(plan.slots[row])]):
+                sampled.append([])  # computed from garbage
+                continue
+            sampled.append(self._run_row(plan, row, allowed.get(request_id)))
+            if sampled[-1] and self.num_logprobs.get(request_id):
+                history = self.tokens[request_id][:-1]
+                logprobs[request_id] = [self._logprobs(history, self.num_logprobs[request_id])]
+        width = max([1, *map(len, sampled)])
+        padded = [row + [NO_TOKEN] * (width - len(row)) for row in sampled]
+        return ModelRunnerOutput(
+            plan.request_ids,
+            np.array(padded, np.int32).reshape(-1, width),
+            logprobs=logprobs,
+            errors={name: "broken" for name in plan.request_ids if name in self.fail},
+            draft_token_ids=self._drafts(plan, sampled),
+            kv_connector_output=self._connector_output(plan, failed),
+        )
+
+    def _run_row(self, plan: SchedulerOutput, row: int, allowed) -> list[int]:
+        request_id, slot = plan.request_ids[row], int(plan.slots[row])
+        assert self.slot_of[request_id] == slot
+        start, count = int(plan.num_computed_tokens[row]), int(plan.num_tokens[row])
+        known = int(plan.num_known_tokens[row])
+        history = self.tokens[request_id]
+        assert self.prompt_length[request_id] <= known <= len(history)
+        del history[known:]
+        drafts = [token for token in plan.draft_token_ids[row].tolist() if token != NO_TOKEN]
+        assert count >= 1
+        assert start + count <= known + len(drafts)
+        assert not drafts or start + count == known + len(drafts)
+        self._write(slot, start, (history + drafts)[start : start + count])
+        assert self._read(slot, start + count) == (history + drafts)[: start + count], request_id
+        if start + count < known:
+            return []
+        emitted: list[int] = []
+        for place in range(len(drafts) + 1):
+            emitted.append(next_token(history, allowed[place] if allowed else None))
+            history.append(emitted[-1])
+            if place == len(drafts) or emitted[-1] != drafts[place]:
+                break
+        return emitted
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         for request_id in plan.finished_req_ids:
@@ -68,9 +134,12 @@ class FakeRunner:
         for request_id in plan.preempted_req_ids:
             self._forget_slot(request_id)
         for new in plan.scheduled_new_reqs:
-            assert new.request_id not in self.tokens
-            self.tokens[new.request_id] = list(new.prompt_token_ids)
+            self._forget_slot(new.request_id)
+            self.tokens[new.request_id] = [*np.asarray(new.prompt_token_ids).tolist(), *new.output_token_ids]
+            self.prompt_length[new.request_id] = len(new.prompt_token_ids)
+            self.num_logprobs[new.request_id] = new.sampling_params.logprobs or 0
             self._open(new.request_id, new.slot, new.block_ids)
+        self._fork(plan)
         cached = plan.scheduled_cached_reqs
         for resumed in cached.resumed:
             del self.tokens[resumed.request_id][resumed.num_tokens :]
@@ -79,6 +148,27 @@ class FakeRunner:
         for slot, index, block_id in zip(*changes, strict=True):
             assert index == len(self.tables[slot])
             self.tables[slot].append(block_id)
+        self._choose_last_tokens(plan)
+        for source, target in plan.block_copies.tolist():
+            self.kv[target] = self.kv[source]
+
+    def _fork(self, plan: SchedulerOutput) -> None:
+        name_of = {slot: name for name, slot in self.slot_of.items()}
+        copies = {
+            fork.slot: self.tokens[name_of[fork.parent_slot]][: fork.num_tokens - 1] for fork in plan.forks
+        }
+        for fork in plan.forks:
+            self.tokens[name_of[fork.slot]] = [*copies[fork.slot], NEVER_WRITTEN]
+            self.tables[fork.slot] = fork.block_ids.tolist()
+
+    def _choose_last_tokens(self, plan: SchedulerOutput) -> None:
+        name_of = {slot: name for name, slot in self.slot_of.items()}
+        known = dict(zip(plan.slots.tolist(), plan.num_known_tokens.tolist(), strict=True))
+        chosen = plan.chosen_tokens
+        for slot, token in zip(chosen.slots.tolist(), chosen.token_ids.tolist(), strict=True):
+            history = self.tokens[name_of[slot]]
+            assert slot not in known or known[slot] == len(history)
+            history[-1] = token
 
     def _open(self, request_id: str, slot: int, block_ids) -> None:
         assert slot not in self.tables, f"slot {slot} given to two requests"
@@ -96,3 +186,47 @@ class FakeRunner:
 
     def _read(self, slot: int, count: int) -> list[int]:
         return self.kv[self.tables[slot]].reshape(-1)[:count].tolist()
+
+    def _logprobs(self, history: list[int], count: int) -> PositionLogprobs:
+        values = scores(history)
+        ids = np.argsort(-values, kind="stable")[:count].tolist()
+        ids = [ids[0], *ids]
+        return PositionLogprobs(ids, values[ids].tolist(), [1, *range(1, count + 1)])
+
+    def _allowed_tokens(self, grammar: GrammarOutput | None) -> dict[str, list[set[int]]]:
+        if grammar is None:
+            return {}
+        bits = np.unpackbits(grammar.bitmask.view(np.uint8), axis=1, bitorder="little")
+        rows = [set(np.flatnonzero(row).tolist()) for row in bits]
+        starts = np.cumsum(grammar.num_rows) - grammar.num_rows
+        return {
+            name: rows[start : start + count]
+            for name, start, count in zip(
+                grammar.request_ids, starts.tolist(), grammar.num_rows.tolist(), strict=True
+            )
+        }
+
+    def _drafts(self, plan: SchedulerOutput, sampled: list[list[int]]) -> np.ndarray | None:
+        width = plan.num_drafts_wanted
+        if not width:
+            return None
+        drafts = np.full((len(sampled), width), NO_TOKEN, np.int32)
+        for row, tokens in enumerate(sampled):
+            history = list(self.tokens[plan.request_ids[row]])
+            for column in range(int(self._random.integers(width + 1)) if tokens else 0):
+                is_right = self._random.random() < self.draft_accuracy
+                drafts[row, column] = next_token(history) if is_right else self._random.integers(VOCAB)
+                history.append(int(drafts[row, column]))
+        return drafts
+
+    # -- the worker side of a connector ---------------------------------------------------------------------
+
+    def _failed_blocks(self) -> frozenset[int]:
+        return frozenset() if self.connector is None else self.connector.get_block_ids_with_load_errors()
+
+    def _connector_output(self, plan: SchedulerOutput, failed: frozenset[int]) -> KVConnectorOutput | None:
+        if self.connector is None:
+            return None
+        self.connector.wait_for_save()
+        sent, received = self.connector.get_finished(plan.finished_req_ids)
+        return KVConnectorOutput(sent, received, failed | self.connector.get_block_ids_with_load_errors())

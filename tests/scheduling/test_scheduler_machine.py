@@ -10,8 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.config import SchedulerConfig
 from quire.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
-from quire.request import FinishReason, Request, RequestStatus, SamplingParams
+from quire.request import Request
+from quire.sampling_params import SamplingParams
 from quire.scheduling import PauseState, Scheduler
+from quire.status import FinishReason, RequestStatus
 
 MAX_MODEL_LEN = 48
 STOP_ID = 3

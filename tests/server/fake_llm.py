@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 from quire.config import EngineConfig
 from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, QueueFullError
-from quire.request import CompletionOutput, FinishReason, Logprob, RequestOutput
+from quire.request_output import CompletionOutput, Logprob, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
+from quire.status import FinishReason
 
 REPLY = "the quick brown fox jumps over the lazy dog."
 MAX_MODEL_LEN = 256
@@ -42,8 +43,7 @@ class Seen:
     prompt: object
     params: object
     request_id: str
-    priority: int
-    cache_salt: str
+    options: dict[str, object]
 
 
 class FakeLLM:
@@ -66,15 +66,13 @@ class FakeLLM:
         self.dead = None
         self._stop_events = {}
 
-    def chat(self, messages, sampling_params, *, request_id=None, priority=0, cache_salt=""):
+    def chat(self, messages, sampling_params, *, request_id=None, **options):
         if messages[-1]["role"] == "system":
             raise InvalidRequestError("the template wants a user message last", param="messages")
         text = messages[-1]["content"]
-        return self.generate(
-            text, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
-        )
+        return self.generate(text, sampling_params, request_id=request_id, **options)
 
-    async def generate(self, prompt, sampling_params, *, request_id=None, priority=0, cache_salt=""):
+    async def generate(self, prompt, sampling_params, *, request_id=None, **options):
         if self.dead:
             raise EngineDeadError(self.dead)
         ids = [BOS, *map(ord, prompt)] if isinstance(prompt, str) else list(prompt)
@@ -84,7 +82,7 @@ class FakeLLM:
             raise QueueFullError("8 requests wait; the limit is 8 (max_num_queued_reqs)", retry_after=2.3)
         if text.startswith("crash"):
             raise RuntimeError("secret detail")
-        self.seen.append(Seen(prompt, sampling_params, request_id, priority, cache_salt))
+        self.seen.append(Seen(prompt, sampling_params, request_id, options))
         self.live.add(request_id)
         stop = self._stop_events[request_id] = asyncio.Event()
         finished = False

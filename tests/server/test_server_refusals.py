@@ -43,7 +43,13 @@ async def chat(http, **fields):
         ({"max_tokens": 0}, "max_tokens", ["at least 1", "echo"]),
         ({"min_tokens": 20}, "min_tokens", ["20", "16"]),
         ({"logprobs": 21}, "logprobs", ["21", "20"]),
-        ({"best_of": 3}, "best_of", ["3", "equal n"]),
+        ({"n": 3, "best_of": 2}, "best_of", ["2", "at least n", "3"]),
+        ({"best_of": 2, "temperature": 0}, "best_of", ["2", "temperature 0"]),
+        ({"use_beam_search": True}, "use_beam_search", ["1 beams", "2 to 10"]),
+        ({"use_beam_search": True, "best_of": 11}, "use_beam_search", ["11 beams", "2 to 10"]),
+        ({"use_beam_search": False, "beam_width": 4}, "use_beam_search", ["false", "4"]),
+        ({"use_beam_search": True, "n": 2, "top_k": 5}, "top_k", ["5", "beam search"]),
+        ({"length_penalty": 0.5}, "length_penalty", ["0.5", "beam_width"]),
         ({"stop": 5}, "stop", ["5", "string"]),
         ({"stop": ""}, "stop", ["empty"]),
         ({"stop": ["a"] * 17}, "stop", ["at most 16"]),
@@ -82,6 +88,36 @@ async def test_completion_fields(http, fields, param, words, stream, llm):
 
 
 @pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"best_of": 2}, "best_of 2 above n 1"),
+        ({"beam_width": 2}, "beam search"),
+        ({"use_beam_search": True, "n": 2}, "beam search"),
+    ],
+)
+async def test_what_is_ranked_at_the_end_is_not_streamed(http, fields, words):
+    error = refusal(await complete(http, stream=True, **fields), 400)
+    assert error["param"] == "stream"
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"use_beam_search": True, "n": 3}, {"beam_width": 3, "n": 3}),
+        ({"use_beam_search": True, "n": 2, "best_of": 5}, {"beam_width": 5, "n": 2, "best_of": None}),
+        ({"use_beam_search": True, "beam_width": 4, "length_penalty": 0.5}, {"beam_width": 4, "n": 1}),
+        ({"n": 2, "best_of": 5}, {"n": 2, "best_of": 5, "beam_width": 0}),
+    ],
+)
+async def test_beam_search_and_best_of_reach_the_engine(http, llm, fields, expected):
+    response = await complete(http, **fields)
+    assert response.status_code == 200, response.text
+    [seen] = llm.seen
+    assert {name: getattr(seen.params, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
         ({"messages": []}, "messages", ["at least 1"]),
@@ -105,7 +141,7 @@ async def test_completion_fields(http, fields, param, words, stream, llm):
         ({"audio": {}}, "audio", ["not supported"]),
         ({"metadata": {}}, "metadata", ["not supported"]),
         ({"store": True}, "store", ["True", "False"]),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", ["json_object", "'text'"]),
+        ({"response_format": {"type": "grammar"}}, "response_format.type", ["grammar", "'text'"]),
         ({"reasoning_effort": "low"}, "reasoning_effort", ["not supported"]),
         ({"top_logprobs": 2}, "top_logprobs", ["logprobs to be true"]),
         ({"logprobs": 2}, "logprobs", ["2", "boolean"]),

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TextIO
 
 from quire.cli.in_order import InOrder
 from quire.cli.prompts import Prompt
-from quire.request import RequestOutput, TokenLogprobs
+from quire.request_output import RequestOutput, TokenLogprobs
 
 
 class Answers(Protocol):

@@ -14,7 +14,7 @@ from quire.cli.options import config_options
 from quire.cli.progress import LoadingBar
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, QuireError
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM

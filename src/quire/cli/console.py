@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import typer
 
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
 from quire.errors import ConfigError, InvalidRequestError, QuireError
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 _UNMISTAKABLE = "|".join(
     field.name
-    for cls in (EngineConfig, SchedulerConfig, SamplingParams, ServerConfig)
+    for cls in (EngineConfig, SchedulerConfig, SpeculationConfig, SamplingParams, ServerConfig)
     for field in dataclasses.fields(cls)
     if "_" in field.name
 )

@@ -16,7 +16,8 @@ from quire.cli.options import config_options
 from quire.cli.progress import LoadingBar
 from quire.config import EngineConfig
 from quire.errors import ModelError
-from quire.request import RequestOutput, SamplingParams
+from quire.request_output import RequestOutput
+from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,7 +18,8 @@ from quire.cli.progress import LoadingBar
 from quire.cli.prompts import STDIN, Prompt, read_prompts
 from quire.config import EngineConfig
 from quire.errors import EngineDeadError, InvalidRequestError, QuireError
-from quire.request import RequestOutput, SamplingParams
+from quire.request_output import RequestOutput
+from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM

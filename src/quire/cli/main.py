@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli import chat, evaluate, generate, plan, serve
+from quire.cli import chat, evaluate, generate, plan, replay, serve
 from quire.cli.manual import ManualCommand, ManualGroup
 
 MANUAL = """
@@ -21,6 +21,7 @@ Examples:
   quire serve                             an OpenAI-compatible server on 127.0.0.1:8000
   quire plan Qwen/Qwen3-0.6B              what fits into this machine's memory
   quire eval                              how well the built-in model answers
+  quire replay run.quire                  what the scheduler did, once more
 
 "quire COMMAND --help" explains a command and all of its knobs.
 """
@@ -41,6 +42,7 @@ for _name, _command in (
     ("chat", chat.chat),
     ("plan", plan.plan),
     ("eval", evaluate.evaluate),
+    ("replay", replay.replay),
 ):
     app.command(_name, cls=ManualCommand)(_command)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +18,15 @@ from typing import Any
 import typer
 
 from quire.cli.console import flag_name, in_flags, one_line_errors, usage_errors
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig
-from quire.request import SamplingParams
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
+from quire.errors import QuireError
+from quire.sampling_params import SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
 
 PANELS: dict[type, str] = {
     EngineConfig: "Engine",
     SchedulerConfig: "Scheduling and KV cache",
+    SpeculationConfig: "Speculation",
     SamplingParams: "Sampling",
     ServerConfig: "HTTP server",
 }
@@ -53,15 +57,24 @@ def _biases(texts: list[str]) -> dict[int, float]:
     return {int(token): float(bias) for token, bias in pairs}
 
 
+def _structured_outputs(text: str) -> StructuredOutputsParams:
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise ValueError(text)
+    return StructuredOutputsParams(**fields)
+
+
 FLAG_TYPES: dict[Any, FlagType] = {
     bool: FlagType(bool),
     int: FlagType(int, metavar="INT"),
     float: FlagType(float, metavar="NUMBER"),
     str: FlagType(str, metavar="TEXT"),
+    str | Any: FlagType(str, metavar="TEXT"),  # in Python also an object, see quire.config.POLICIES
     tuple[str, ...]: FlagType(list[str], tuple, "TEXT"),
     tuple[int, ...]: FlagType(list[int], tuple, "INT"),
     tuple[tuple[int, ...], ...]: FlagType(list[str], _id_sequences, "ID,ID,..."),
     Mapping[int, float]: FlagType(list[str], _biases, "ID=BIAS"),
+    StructuredOutputsParams: FlagType(str, _structured_outputs, '{"KIND":...}'),
 }
 
 
@@ -163,7 +176,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _without_none(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
+    if isinstance(hint, types.UnionType) and types.NoneType in typing.get_args(hint):
         (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
     return hint
 
@@ -186,8 +199,10 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
         return value
     try:
         return flag.convert(value)
+    except QuireError:
+        raise
     except ValueError:
-        given = ", ".join(map(repr, value))
+        given = repr(value) if isinstance(value, str) else ", ".join(map(repr, value))
         raise typer.BadParameter(
             f"{given} is not of the form {flag.metavar}", param_hint=flag_name(name)
         ) from None

@@ -41,6 +41,7 @@ def plan(
       quire plan ./Qwen3-0.6B --cache-size 2
       quire plan Qwen/Qwen3-0.6B --memory 16 --dtype bfloat16 --json
     """
+    from quire.engine.drafting import find_draft_model
     from quire.engine.memory_plan import GB, plan_memory
     from quire.models.config import ModelConfig
     from quire.models.hub import resolve_model
@@ -49,7 +50,10 @@ def plan(
         raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")
     model = ModelConfig.from_directory(resolve_model(engine.model, weights=False))
     available = None if memory is None else int(memory * GB)
-    result = plan_memory(engine, model, available_bytes=available)
+    draft = find_draft_model(engine, model, weights=False)
+    result = plan_memory(
+        engine, model, draft_model=None if draft is None else draft.config, available_bytes=available
+    )
     if as_json:
         typer.echo(json.dumps(as_dict(engine.model, model.architecture, result), indent=2))
         return

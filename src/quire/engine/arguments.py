@@ -6,32 +6,38 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from quire.config import EngineConfig, SchedulerConfig
+from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from quire.errors import ConfigError, InvalidRequestError, nearest_name
 
 T = TypeVar("T")
 
+_PARTS: dict[str, type[SchedulerConfig] | type[SpeculationConfig]] = {  # by field of EngineConfig
+    "scheduler": SchedulerConfig,
+    "speculation": SpeculationConfig,
+}
+
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration for `model` with fields of `EngineConfig` and `SchedulerConfig` by name.
+    """Return the configuration for `model` with fields of `EngineConfig` and its parts by name.
 
     Raises:
-        ConfigError: a name is neither's field, or a value is unusable.
+        ConfigError: no part has a field of that name, or a value is unusable.
     """
-    scheduler_names = _field_names(SchedulerConfig)
     engine_names = [name for name in _field_names(EngineConfig) if name != "model"]
+    known = [*engine_names, *(name for cls in _PARTS.values() for name in _field_names(cls))]
     for name in options:
-        if name not in scheduler_names and name not in engine_names:
-            known = [*engine_names, *scheduler_names]
+        if name not in known:
+            parts = " nor ".join(cls.__name__ for cls in _PARTS.values())
             raise ConfigError(
-                f"neither EngineConfig nor SchedulerConfig has a field {name!r}; {nearest_name(name, known)}"
+                f"neither EngineConfig nor {parts} has a field {name!r}; {nearest_name(name, known)}"
             )
-    scheduler = options.get("scheduler", SchedulerConfig())
-    if not isinstance(scheduler, SchedulerConfig):
-        raise ConfigError(f"scheduler must be a SchedulerConfig, not {type(scheduler).__name__}")
-    changes = {name: value for name, value in options.items() if name in scheduler_names}
     engine_fields = {name: value for name, value in options.items() if name in engine_names}
-    engine_fields["scheduler"] = dataclasses.replace(scheduler, **changes)
+    for part, cls in _PARTS.items():
+        given = options.get(part, cls())
+        if not isinstance(given, cls):
+            raise ConfigError(f"{part} must be a {cls.__name__}, not {type(given).__name__}")
+        changes = {name: value for name, value in options.items() if name in _field_names(cls)}
+        engine_fields[part] = dataclasses.replace(given, **changes)
     return EngineConfig(model=model, **engine_fields)
 
 
@@ -83,3 +89,24 @@ def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type
             f"there are {len(batch)} prompts but {len(given)} {name}; give one, or one for each", param=name
         )
     return list(given)
+
+
+def prompt_text_or_ids(prompt: Any) -> str | list[int]:
+    """Return a prompt as text or as a list of token ids.
+
+    Raises:
+        InvalidRequestError: if it is neither.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequestError(
+            f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}", param="prompt"
+        )
+    for token in prompt:
+        if type(token) is not int:
+            raise InvalidRequestError(
+                f"a prompt that is a list must hold token ids, each an int, not {type(token).__name__}",
+                param="prompt",
+            )
+    return list(prompt)

@@ -15,7 +15,8 @@ from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache,
 from quire.engine.process_client import SHUTDOWN_TIMEOUT, EngineProcess
 from quire.errors import EngineDeadError
 from quire.models.hub import resolve_model
-from quire.request import RequestOutput, SamplingParams
+from quire.request_output import RequestOutput
+from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield all that is known of a request whenever there is more, the last time with `finished` set.
 
@@ -105,8 +105,7 @@ class AsyncLLM:
             prompt: text, or token ids.
             sampling_params: how to sample and when to stop; the defaults if None.
             request_id: the caller's name for it, unique among live requests; made up if None.
-            priority: lower is served first under the priority policy.
-            cache_salt: shares prefix-cache blocks only with requests of the same salt.
+            options: fields of `RequestOptions`: priority, cache_salt, tenant, timeout, …
 
         Raises (when iterated):
             InvalidRequestError: it can never be served as written.
@@ -119,8 +118,7 @@ class AsyncLLM:
             len(prompt) if isinstance(prompt, str) else 0,
             sampling_params,
             request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
+            **options,
         )
 
     def chat(
@@ -129,8 +127,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, for a conversation as the model's chat template writes it."""
         return self._stream(
@@ -139,8 +136,7 @@ class AsyncLLM:
             sum(len(str(message)) for message in messages),
             sampling_params,
             request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
+            **options,
         )
 
     def abort(self, request_id: str) -> None:

@@ -9,7 +9,7 @@ from quire.engine.front import Front
 from quire.engine.input_processor import ProcessedRequest
 from quire.engine.output_processor import RequestState
 from quire.errors import QueueFullError
-from quire.request import RequestOutput
+from quire.request_output import RequestOutput
 
 
 class Batch:

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from quire.config import EngineConfig, SchedulerConfig
+from quire.engine.assembly import ProgressCallback, build_context, build_runner, build_scheduler
+from quire.engine.drafting import find_draft_model
+from quire.engine.kv_events import KVEventPublisher
 from quire.engine.memory_plan import plan_memory
 from quire.engine.messages import EngineCoreRequest, EngineInfo
-from quire.errors import ConfigError, InvalidRequestError
+from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
+from quire.errors import InvalidRequestError
+from quire.kv.events import KVEventCollector
 from quire.models.config import ModelConfig
-from quire.request import FinishReason, Request, RequestStatus
-from quire.scheduling.interface import SchedulerInterface
+from quire.request import Request
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
-from quire.step import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
-
-if TYPE_CHECKING:
-    from quire.engine.memory_plan import MemoryPlan
-    from quire.execution.model_runner import ModelRunner
+from quire.status import FinishReason, RequestStatus
 
 logger = logging.getLogger(__name__)
-
-ProgressCallback = Callable[[int, int], None]
-"""Called while weights load with (bytes done, bytes in all)."""
 
 
 class EngineCore:
@@ -50,12 +42,28 @@ class EngineCore:
     ) -> None:
         started = time.monotonic()
         model_config = ModelConfig.from_directory(model_path)
-        plan = plan_memory(config, model_config)
+        draft_model = find_draft_model(config, model_config)
+        plan = plan_memory(
+            config, model_config, draft_model=None if draft_model is None else draft_model.config
+        )
         # Some rotary embeddings depend on the longest sequence that will be served.
         model_config = dataclasses.replace(model_config, max_model_len=plan.max_model_len)
         self._scheduler_config = config.scheduler
-        self.scheduler = _build_scheduler(config, plan)
-        self.runner = _build_runner(config, model_path, model_config, plan, on_progress)
+        self._kv_events = KVEventCollector() if config.kv_events_endpoint else None
+        self._publisher = _publisher(config)
+        context = build_context(config, model_path, model_config, plan, self._kv_events)
+        self.scheduler = build_scheduler(config, plan, context)
+        self.runner = build_runner(
+            config,
+            model_path,
+            model_config,
+            plan,
+            draft_model=draft_model,
+            connector=context.connector,
+            on_progress=on_progress,
+        )
+        stepper_cls = OverlappedStepper if config.scheduler.overlap_steps else SerialStepper
+        self._stepper = stepper_cls(self.scheduler, self.runner)
         self.info = EngineInfo(
             model=config.model,
             max_model_len=plan.max_model_len,
@@ -68,7 +76,7 @@ class EngineCore:
         )
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Queue all sequences of `request`, or none.
+        """Queue all sequences of `request`, or none. A beam search is queued as one.
 
         Raises:
             InvalidRequestError, DuplicateRequestError, QueueFullError: the scheduler refuses one of them.
@@ -76,7 +84,7 @@ class EngineCore:
         _refuse_if_never_queued(request, self._scheduler_config)
         admitted: list[str] = []
         try:
-            for index in range(len(request.sequences)):
+            for index in range(_num_queued(request)):
                 sequence = _sequence(request, index)
                 self.scheduler.add_request(sequence)
                 admitted.append(sequence.request_id)
@@ -91,24 +99,24 @@ class EngineCore:
         reason = FinishReason.of(status)
         ended = self.scheduler.finish_requests(sequence_ids, status)
         return [
-            EngineCoreOutput(request.request_id, [], finish_reason=reason, error=error) for request in ended
+            EngineCoreOutput(sequence_id, [], finish_reason=reason, error=error)
+            for request in ended
+            for sequence_id in request.beam_sequence_ids or (request.request_id,)
         ]
 
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
         """Advance every scheduled request; return the outputs, and whether anything was done.
 
-        A failure ends the requests of the step, or all of them if it happened before the step was planned;
-        the engine goes on.
+        A failure to compute ends the requests of the step, a failure to plan or apply it all of them; the
+        engine goes on.
         """
-        scheduled: SchedulerOutput | None = None
         try:
-            scheduled = self.scheduler.schedule()
-            outputs = self._compute(scheduled)
+            return self._stepper.advance()
         except Exception as error:
-            logger.exception("a step failed; its requests end with an error")
-            victims = None if scheduled is None else scheduled.request_ids
-            return self.finish(victims, RequestStatus.FINISHED_ERROR, _describe(error)), True
-        return outputs, bool(outputs or scheduled.request_ids or scheduled.finished_req_ids)
+            logger.exception("a step could not be planned or applied; all requests end with an error")
+            return self.finish(None, RequestStatus.FINISHED_ERROR, describe_failure(error)), True
+        finally:
+            self._publish_kv_events()
 
     def has_requests(self) -> bool:
         """Whether a step has anything to do."""
@@ -120,124 +128,86 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's state and counters."""
-        return self.scheduler.make_stats()
+        return self.scheduler.make_stats() or SchedulerStats()
+
+    def explain(self, sequence_id: str) -> str:
+        """Return, in a sentence, what a sequence does or waits for."""
+        return self.scheduler.explain(sequence_id)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False, and nothing happens, while any block is in use."""
-        return self.scheduler.reset_prefix_cache()
+        is_reset = self.scheduler.reset_prefix_cache()
+        self._publish_kv_events()
+        return is_reset
 
     def shutdown(self) -> list[EngineCoreOutput]:
         """Abort what is left and let go of everything; return the terminal outputs."""
+        self._stepper.close()
         outputs = self.finish(None, RequestStatus.FINISHED_ABORTED)
         self.scheduler.shutdown()
+        if self._publisher is not None:
+            self._publisher.close()
         return outputs
 
-    def _compute(self, scheduled: SchedulerOutput) -> list[EngineCoreOutput]:
-        try:
-            computed = self.runner.execute(scheduled)
-        except Exception as error:
-            logger.exception("computing a step failed; its %d requests end", len(scheduled.request_ids))
-            computed = _all_failed(scheduled, _describe(error))
-        by_client = self.scheduler.update_from_output(scheduled, computed)
-        return [output for outputs in by_client.values() for output in outputs.outputs]
+    def _publish_kv_events(self) -> None:
+        if self._kv_events is not None and self._publisher is not None:
+            events = self._kv_events.take()
+            if events:
+                self._publisher.publish(events)
+
+
+def _publisher(config: EngineConfig) -> KVEventPublisher | None:
+    if not config.kv_events_endpoint:
+        return None
+    return KVEventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint)
+
+
+def _num_queued(request: EngineCoreRequest) -> int:
+    """Return how many sequences the scheduler gets: a beam search is one until its hypotheses are out."""
+    return 1 if request.sampling_params.beam_width else len(request.sequences)
 
 
 def _refuse_if_never_queued(request: EngineCoreRequest, config: SchedulerConfig) -> None:
     """Raise `InvalidRequestError` if even an empty queue has no room for all sequences of `request`."""
-    n, prompt_length = len(request.sequences), len(request.prompt_token_ids)
+    n, prompt_length = _num_queued(request), len(request.prompt_token_ids)
+    param = "n" if request.sampling_params.best_of is None else "best_of"
     if n > config.max_num_queued_reqs:
         raise InvalidRequestError(
-            f"n is {n}, but at most max_num_queued_reqs {config.max_num_queued_reqs} sequences can wait; "
-            "lower n to that, or raise max_num_queued_reqs",
-            param="n",
+            f"{param} is {n}, but at most max_num_queued_reqs {config.max_num_queued_reqs} sequences can "
+            f"wait; lower {param} to that, or raise max_num_queued_reqs",
+            param=param,
         )
     if n > 1 and n * prompt_length > config.max_num_queued_tokens:  # one sequence always has room
         raise InvalidRequestError(
-            f"n is {n} and the prompt has {prompt_length} tokens, together {n * prompt_length}, but at most "
-            f"max_num_queued_tokens {config.max_num_queued_tokens} can wait; lower n to at most "
+            f"{param} is {n} and the prompt has {prompt_length} tokens, together {n * prompt_length}, but at "
+            f"most max_num_queued_tokens {config.max_num_queued_tokens} can wait; lower {param} to at most "
             f"{max(1, config.max_num_queued_tokens // prompt_length)}, or raise max_num_queued_tokens",
-            param="n",
+            param=param,
         )
 
 
 def _sequence(request: EngineCoreRequest, index: int) -> Request:
     sequence_id, seed = request.sequences[index]
-    params = request.sampling_params
+    params, options = request.sampling_params, request.options
+    is_beam_search = params.beam_width > 0
     params = dataclasses.replace(
-        params, n=1, seed=seed, prompt_logprobs=params.prompt_logprobs if index == 0 else None
+        params,
+        n=params.n if is_beam_search else 1,
+        best_of=None,
+        seed=seed,
+        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
     )
     return Request(
         sequence_id,
         request.prompt_token_ids,
         params,
         eos_token_ids=request.eos_token_ids,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-    )
-
-
-def _describe(error: Exception) -> str:
-    return f"the step that computed this request failed: {type(error).__name__}: {error}"
-
-
-def _all_failed(scheduled: SchedulerOutput, error: str) -> ModelRunnerOutput:
-    """Return the output of a step that computed nothing: every request of it is at fault."""
-    request_ids = list(scheduled.request_ids)
-    return ModelRunnerOutput(
-        request_ids=request_ids,
-        sampled_token_ids=np.full((len(request_ids), 1), NO_TOKEN, dtype=np.int32),
-        errors=dict.fromkeys(request_ids, error),
-    )
-
-
-def _build_scheduler(config: EngineConfig, plan: MemoryPlan) -> SchedulerInterface:
-    module_name, _, class_name = config.scheduler_cls.rpartition(".")
-    try:
-        scheduler_cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"EngineConfig.scheduler_cls is {config.scheduler_cls!r}, which cannot be imported: {error}"
-        ) from error
-    if not (isinstance(scheduler_cls, type) and issubclass(scheduler_cls, SchedulerInterface)):
-        raise ConfigError(
-            f"EngineConfig.scheduler_cls is {config.scheduler_cls!r}, which is not a subclass of "
-            "quire.scheduling.SchedulerInterface"
-        )
-    return scheduler_cls(config.scheduler, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)
-
-
-def _build_runner(
-    config: EngineConfig,
-    model_path: Path,
-    model_config: ModelConfig,
-    plan: MemoryPlan,
-    on_progress: ProgressCallback | None,
-) -> ModelRunner:
-    """Load the weights and allocate the KV cache; everything that needs torch is imported here."""
-    # Threads that spin long at the end of each parallel region take the cores from the front and from
-    # neighbours; threads that sleep at once wake too late. libgomp reads this once, when torch loads it.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    import torch
-
-    from quire.execution.model_runner import ModelRunner
-    from quire.kv.tensors import KVCacheTensors
-    from quire.models.loading import load_decoder
-
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    model = load_decoder(model_path, model_config, plan.dtype, on_progress=on_progress)
-    kv_cache = KVCacheTensors(
-        num_blocks=plan.num_blocks,
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        block_size=plan.block_size,
-        head_dim=model_config.head_dim,
-        dtype=getattr(torch, plan.dtype),
-    )
-    return ModelRunner(
-        model,
-        kv_cache,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=plan.max_model_len,
-        block_size=plan.block_size,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+        tenant=options.tenant,
+        timeout=options.timeout,
+        queue_timeout=options.queue_timeout,
+        pin_prefix=options.pin_prefix,
+        shares_prompt_with=request.sequences[0][0] if index else None,
+        beam_sequence_ids=tuple(request.sequence_ids) if is_beam_search else (),
     )

@@ -24,7 +24,7 @@ from quire.engine.messages import (
 )
 from quire.engine.output_processor import OutputProcessor, RequestState
 from quire.errors import EngineDeadError, QuireError
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer

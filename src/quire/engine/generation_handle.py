@@ -7,7 +7,8 @@ import enum
 from collections.abc import Callable, Sequence
 
 from quire.engine.output_processor import CompletionState, RequestState
-from quire.request import FinishReason, TokenLogprobs
+from quire.request_output import TokenLogprobs
+from quire.status import FinishReason
 
 
 class GenerationStatus(enum.Enum):
@@ -24,7 +25,8 @@ class GenerationStatus(enum.Enum):
 class GenerationOutput:
     """Generated tokens of one completion.
 
-    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set; `score` is their sum, in nats.
+    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set. `score` is their sum in nats,
+    which is known of a beam search's hypothesis without them.
     """
 
     generated_ids: list[int]
@@ -36,7 +38,10 @@ class GenerationOutput:
 
 @dataclasses.dataclass(slots=True)
 class GenerationResult:
-    """What `ContinuousBatchingPipeline.generate` returns for one prompt; lists are over its completions."""
+    """What `ContinuousBatchingPipeline.generate` returns for one prompt; lists are over its completions.
+
+    `scores` are cumulative log-probabilities in nats, 0 where they are not known.
+    """
 
     request_id: int
     texts: list[str]
@@ -114,7 +119,7 @@ class GenerationHandle:
         return GenerationOutput(
             generated_ids=token_ids if start else [*self._echoed, *token_ids],
             generated_log_probs=chosen,
-            score=sum(chosen),
+            score=sum(chosen) if chosen else completion.cumulative_logprob or 0.0,
             finish_reason=completion.finish_reason,
             error=completion.error,
         )

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.engine.core import EngineCore, ProgressCallback
+from quire.engine.assembly import ProgressCallback
+from quire.engine.core import EngineCore
 from quire.engine.interrupt import deferred_interrupt
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import FromEngine, Ready, Shutdown, ToEngine

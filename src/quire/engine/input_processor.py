@@ -11,21 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.engine.arguments import prompt_text_or_ids
 from quire.engine.messages import EngineCoreRequest, EngineInfo, check_types
 from quire.errors import InvalidRequestError
-from quire.request import SamplingParams, prompt_text_or_ids
+from quire.request_options import RequestOptions, require_text
+from quire.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.scheduling.beam_search import num_candidates
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
-MAX_PRIORITY = 2**31
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MASK_64 = 2**64 - 1
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class ProcessedRequest:
-    """A request as its caller knows it, and as the engine does."""
+    """A request as its caller knows it, and as the engine does.
+
+    `params` are the caller's, with nothing left open; those of `core_request` may ask for more
+    log-probabilities.
+    """
 
     request_id: str
     prompt: str | None
@@ -53,9 +59,8 @@ class InputProcessor:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
         prompt_text: str | None = None,
+        **options: Any,
     ) -> ProcessedRequest:
         """Check and tokenize one request.
 
@@ -63,17 +68,17 @@ class InputProcessor:
             prompt: text, or token ids.
             params: as the caller gave them.
             request_id: the caller's name for it; one is made up if None.
-            priority: lower is served first under the priority policy.
-            cache_salt: shares prefix-cache blocks only with requests of the same salt.
             prompt_text: what a prompt of token ids was made from, for the output.
+            options: fields of `RequestOptions`.
 
         Raises:
             InvalidRequestError: it can never be served as written.
+            ConfigError: an option has an unknown name.
         """
         arrival_time = time.monotonic()
         serial = next(self._serial)
         request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
-        _check_options(request_id, priority, cache_salt)
+        require_text(request_id, "request_id", allow_empty=False)
         prompt = prompt_text_or_ids(prompt)
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         self._check_prompt(token_ids if prompt else [])
@@ -82,13 +87,12 @@ class InputProcessor:
         core_request = EngineCoreRequest(
             sequences=[
                 (f"{request_id}#{serial}.{index}", derived_seed(params.seed, index))
-                for index in range(params.n)
+                for index in range(params.num_sequences)
             ],
             prompt_token_ids=token_ids,
-            sampling_params=params,
+            sampling_params=self._with_rankable_tokens(params),
             eos_token_ids=self._tokenizer.eos_token_ids,
-            priority=priority,
-            cache_salt=cache_salt,
+            options=RequestOptions(**options),
         )
         return ProcessedRequest(
             request_id=request_id,
@@ -127,13 +131,41 @@ class InputProcessor:
         for sequence in params.bad_words_token_ids:
             self._check_vocabulary(sequence, "bad_words_token_ids")
         for word in params.stop:
-            _require_text(word, "stop")
+            require_text(word, "stop")
         return dataclasses.replace(
             params,
             max_tokens=self._max_tokens(params, prompt_length),
             seed=_random_seed() if params.seed is None else params.seed,
             bad_words_token_ids=self._bad_words(params),
         )
+
+    def _with_rankable_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` as the engine gets them: with the log-probabilities that ranking needs."""
+        if params.beam_width:
+            return dataclasses.replace(params, temperature=0.0, logprobs=self._num_candidates(params))
+        if params.is_ranked and params.logprobs is None:
+            return dataclasses.replace(params, logprobs=0)  # those of the chosen tokens only
+        return params
+
+    def _num_candidates(self, params: SamplingParams) -> int:
+        """Return how many likeliest tokens a beam search needs at each position."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(params, name)}; beam search returns each completion's "
+                    "cumulative_logprob only: leave it out",
+                    param=name,
+                )
+        needed = num_candidates(params, self._tokenizer.eos_token_ids)
+        limit = min(MAX_LOGPROBS, self._info.vocab_size)
+        if needed > limit:
+            raise InvalidRequestError(
+                f"beam_width is {params.beam_width} and {needed - params.beam_width} token ids end the "
+                f"output, together {needed}; the limit is {limit}; lower beam_width, or give fewer "
+                "stop_token_ids",
+                param="beam_width",
+            )
+        return needed
 
     def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int:
         limit = self._info.max_model_len
@@ -182,15 +214,6 @@ def _random_seed() -> int:
     return int.from_bytes(os.urandom(8)) >> 1
 
 
-def _check_options(request_id: str, priority: int, cache_salt: str) -> None:
-    _require_text(request_id, "request_id", allow_empty=False)
-    _require_text(cache_salt, "cache_salt")
-    if type(priority) is not int or not -MAX_PRIORITY <= priority < MAX_PRIORITY:
-        raise InvalidRequestError(
-            f"priority is {priority!r}; it must be an integer from -2^31 to 2^31 - 1", param="priority"
-        )
-
-
 def _check_parameter_types(params: Any) -> None:
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(
@@ -200,17 +223,3 @@ def _check_parameter_types(params: Any) -> None:
         check_types(params)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise InvalidRequestError(f"sampling parameters: {error}") from error
-
-
-def _require_text(text: Any, param: str, *, allow_empty: bool = True) -> None:
-    """Refuse what is not a string, and a string that is not Unicode text (lone surrogates)."""
-    if not isinstance(text, str) or not (text or allow_empty):
-        raise InvalidRequestError(f"{param} must be a non-empty string, not {text!r}", param=param)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{param} holds a lone surrogate (U+{ord(text[error.start]):04X}) at position {error.start}; it "
-            "must be valid Unicode",
-            param=param,
-        ) from error

@@ -12,7 +12,8 @@ from quire.engine.input_processor import ProcessedRequest
 from quire.engine.messages import EngineInfo
 from quire.engine.progress import batch_progress
 from quire.engine.session import Session
-from quire.request import RequestOutput, SamplingParams
+from quire.request_output import RequestOutput
+from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class LLM:
         engine_process: run the engine in a process of its own. It is started at once and first waited for
             when it is needed; `wait_until_ready` waits for nothing else.
         on_load_progress: called while weights load with (bytes done, bytes in all).
-        **options: fields of `EngineConfig` and `SchedulerConfig` by name; `scheduler=SchedulerConfig(...)`
-            sets all of the latter.
+        **options: fields of `EngineConfig`, `SchedulerConfig` and `SpeculationConfig` by name;
+            `scheduler=SchedulerConfig(...)` and `speculation=SpeculationConfig(...)` set all of theirs.
 
     Raises:
         ConfigError: an option is unknown or unusable; the message names the nearest known one.

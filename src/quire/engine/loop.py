@@ -22,8 +22,8 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.errors import QuireError
-from quire.request import RequestStatus
 from quire.scheduling.outputs import EngineCoreOutput
+from quire.status import RequestStatus
 
 logger = logging.getLogger(__name__)
 

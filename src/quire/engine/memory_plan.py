@@ -29,8 +29,9 @@ class MemoryPlan:
     """An engine's memory: what is fixed, and how many KV blocks the rest gives.
 
     Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the largest step's
-    temporary tensors; the other sizes are exact. `max_model_len` is what requests are held to: the
-    configured length, or the model's own, lowered to what the KV cache holds.
+    temporary tensors; the other sizes are exact. `num_parameters`, `weight_bytes` and `kv_bytes_per_token`
+    count the draft model's too, if there is one; `dtype` is that of the model itself. `max_model_len` is what
+    requests are held to: the configured length, or the model's own, lowered to what the KV cache holds.
     """
 
     dtype: str
@@ -71,7 +72,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: EngineConfig, model: ModelConfig, *, available_bytes: int | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    draft_model: ModelConfig | None = None,
+    available_bytes: int | None = None,
 ) -> MemoryPlan:
     """Plan an engine's memory.
 
@@ -82,6 +87,7 @@ def plan_memory(
     Args:
         config: the engine's configuration.
         model: the shape of its model.
+        draft_model: the shape of the model that drafts, if one does.
         available_bytes: memory to plan for; by default what this process can still take here.
 
     Raises:
@@ -94,10 +100,11 @@ def plan_memory(
         raise ConfigError(
             f"EngineConfig.max_model_len is {wanted}; this model was made for at most {model.max_model_len}"
         )
-    parameters = model.num_parameters
+    shapes = [model] if draft_model is None else [model, draft_model]
+    models = [_Shape(each, dtype_of(config, each), each.num_parameters) for each in shapes]
 
     def plan_at(length: int) -> MemoryPlan:
-        return _plan_at(length, config, model, num_parameters=parameters, available_bytes=available)
+        return _plan_at(length, config, models, available_bytes=available)
 
     plan = plan_at(wanted)
     if plan.num_kv_tokens < wanted:
@@ -108,35 +115,64 @@ def plan_memory(
     return plan
 
 
-def _plan_at(
-    length: int, config: EngineConfig, model: ModelConfig, *, num_parameters: int, available_bytes: int
-) -> MemoryPlan:
-    """Return the plan with `length` as the longest sequence, whether or not that fits."""
+def dtype_of(config: EngineConfig, model: ModelConfig) -> str:
+    """Return the type that a model's weights, activations and KV have."""
+    return model.dtype if config.dtype == "auto" else config.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shape:
+    """One of the engine's models."""
+
+    model: ModelConfig
+    dtype: str
+    num_parameters: int  # counted once, a walk over all weights
+
+
+def _plan_at(length: int, config: EngineConfig, models: list[_Shape], *, available_bytes: int) -> MemoryPlan:
+    """Return the plan with `length` as the longest sequence, whether or not that fits.
+
+    Args:
+        length: in tokens.
+        config: the engine's configuration.
+        models: the model itself, and the draft model if there is one.
+        available_bytes: memory to plan for.
+    """
     scheduler = config.scheduler
-    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    num_drafts = config.speculation.max_drafts(scheduler.max_num_seqs)
+    activations = [
+        activation_bytes(scheduler, each.model, each.dtype, max_model_len=length, num_drafts=num_drafts)
+        for each in models
+    ]
     empty = MemoryPlan(
-        dtype=dtype,
-        num_parameters=num_parameters,
-        weight_bytes=num_parameters * DTYPE_BYTES[dtype],
-        activation_bytes=activation_bytes(scheduler, model, dtype, max_model_len=length),
+        dtype=models[0].dtype,
+        num_parameters=sum(each.num_parameters for each in models),
+        weight_bytes=sum(each.num_parameters * DTYPE_BYTES[each.dtype] for each in models),
+        activation_bytes=max(activations),  # one model computes at a time
         available_bytes=available_bytes,
-        kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        kv_bytes_per_token=sum(each.model.kv_bytes_per_token(each.dtype) for each in models),
         block_size=scheduler.block_size,
         num_blocks=0,
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=length,
-        model_max_len=model.max_model_len,
+        model_max_len=models[0].model.max_model_len,
     )
     return dataclasses.replace(empty, num_blocks=_num_blocks(config, empty))
 
 
 def activation_bytes(
-    scheduler: SchedulerConfig, model: ModelConfig, dtype: str, *, max_model_len: int
+    scheduler: SchedulerConfig,
+    model: ModelConfig,
+    dtype: str,
+    *,
+    max_model_len: int,
+    num_drafts: int = 0,
 ) -> int:
     """Estimate the temporary tensors of the largest step in bytes.
 
     Counts what is alive at the widest point of a step of `max_num_batched_tokens` tokens: inside attention,
-    inside the feed-forward layer, or in the sampler with `max_num_seqs` rows, whichever is most.
+    inside the feed-forward layer, or in the sampler with `max_num_seqs` rows and `num_drafts` more,
+    whichever is most.
     """
     tokens = scheduler.max_num_batched_tokens
     rows = min(scheduler.max_num_seqs, tokens)
@@ -147,7 +183,8 @@ def activation_bytes(
     attention += _attention_scratch_bytes(model, rows, max_model_len)
     experts_width = model.num_experts_per_token * model.moe_intermediate_size
     feed_forward = tokens * 3 * max(model.intermediate_size, experts_width) * item  # gate, up, their product
-    sampler = rows * model.vocab_size * (3 * FLOAT32_BYTES + INT64_BYTES)  # logits, sorted, sums, and order
+    places = min(scheduler.max_num_seqs + num_drafts, tokens)
+    sampler = places * model.vocab_size * (3 * FLOAT32_BYTES + INT64_BYTES)  # logits, sorted, sums, and order
     return max(stream + max(attention, feed_forward), sampler)
 
 

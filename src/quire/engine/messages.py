@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from quire import errors
-from quire.config import EngineConfig
-from quire.errors import InvalidRequestError, QueueFullError, QuireError
-from quire.request import SamplingParams
+from quire.config import POLICIES, EngineConfig
+from quire.errors import ConfigError, InvalidRequestError, QueueFullError, QuireError
+from quire.request_options import RequestOptions
+from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 
 
@@ -85,8 +86,7 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
-    priority: int = 0
-    cache_salt: str = ""
+    options: RequestOptions = RequestOptions()
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -203,7 +203,18 @@ def output_address(directory: Path) -> str:
 
 
 def encode_start(start: EngineStart) -> bytes:
-    """Return `start` as one line."""
+    """Return `start` as one line.
+
+    Raises:
+        ConfigError: the configuration holds a policy object, which cannot be sent to another process.
+    """
+    for name in POLICIES:
+        choice = getattr(start.config.scheduler, name)
+        if not isinstance(choice, str):
+            raise ConfigError(
+                f"SchedulerConfig.{name} is {choice!r}, but the engine runs in a process of its own, to "
+                "which only a name can be sent; give the dotted name of a class that it can import"
+            )
     return msgspec.json.encode(start) + b"\n"
 
 

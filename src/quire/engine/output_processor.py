@@ -1,4 +1,4 @@
-"""From what the engine says to what the caller sees: text, stop strings, log-probabilities, `n` merged.
+"""From what the engine says to what the caller sees: text, stop strings, log-probabilities, the `n` best.
 
 The table of live requests keeps each one's prompt, parameters and tokens so far: all that is needed to
 continue it on another engine.
@@ -7,6 +7,7 @@ continue it on another engine.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -16,16 +17,10 @@ from quire.engine.detokenizer import DecoderFactory
 from quire.engine.input_processor import ProcessedRequest
 from quire.engine.stop_strings import StoppableText
 from quire.errors import DuplicateRequestError, QuireError
-from quire.request import (
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
+from quire.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
+from quire.status import FinishReason
 from quire.step import PositionLogprobs
 
 if TYPE_CHECKING:
@@ -46,6 +41,9 @@ class CompletionState:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self._text = text
+        self._sums_logprobs = params.logprobs is not None or params.num_sequences > params.n
+        self._sum_of_logprobs = 0.0
+        self._logprob_of_beam: float | None = None
         self._min_tokens = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
 
@@ -54,15 +52,29 @@ class CompletionState:
         """Text released so far."""
         return self._text.text
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the tokens' log-probabilities in nats, None if they are not known."""
+        return self._sum_of_logprobs if self._sums_logprobs else self._logprob_of_beam
+
     def apply(self, output: EngineCoreOutput, logprobs: list[TokenLogprobs]) -> bool:
-        """Add what the engine produced; return whether a stop string ended it before the engine did."""
+        """Add what the engine produced; return whether a stop string ended it before the engine did.
+
+        Args:
+            output: from the engine.
+            logprobs: of each new token, if the caller asked for them.
+        """
+        self._logprob_of_beam = output.cumulative_logprob
         num_shown = len(output.new_token_ids)
         if output.finish_reason is FinishReason.STOP and not self._shows_stop_token:
             num_shown -= 1  # the end-of-sequence or stop token itself
+        chosen = [entry.logprobs[0] for entry in output.logprobs or ()]
         for position, token_id in enumerate(output.new_token_ids):
             self.token_ids.append(token_id)
             if self.logprobs is not None:
                 self.logprobs.append(logprobs[position])
+            if self._sums_logprobs:
+                self._sum_of_logprobs += chosen[position]
             word = self._text.push(token_id, may_stop=self._may_stop()) if position < num_shown else None
             if word is not None:
                 self._finish(FinishReason.STOP, word)
@@ -86,6 +98,7 @@ class CompletionState:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
+            cumulative_logprob=self.cumulative_logprob,
         )
 
     def _may_stop(self) -> bool:
@@ -135,12 +148,23 @@ class RequestState:
             request_id=self.request_id,
             prompt=self.processed.prompt,
             prompt_token_ids=self.processed.core_request.prompt_token_ids,
-            outputs=[completion.snapshot() for completion in self.completions],
+            outputs=self._outputs(finished=finished),
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.copy(),
             num_cached_tokens=self.num_cached_tokens,
             finished=finished,
             metrics=self._metrics() if finished else None,
         )
+
+    def _outputs(self, *, finished: bool) -> list[CompletionOutput]:
+        """Return the caller's `n` completions: all there are, or once all have ended the best of them."""
+        params = self.processed.params
+        if params.num_sequences == params.n:
+            return [completion.snapshot() for completion in self.completions]
+        if not finished:
+            logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+            return [CompletionOutput(index, "", [], logprobs) for index in range(params.n)]
+        best = sorted(self.completions, key=_rank)[: params.n]
+        return [dataclasses.replace(one.snapshot(), index=index) for index, one in enumerate(best)]
 
     def _metrics(self) -> RequestMetrics:
         start = self.processed.arrival_time
@@ -151,6 +175,11 @@ class RequestState:
             total_time=end - start,
             num_output_tokens=sum(len(completion.token_ids) for completion in self.completions),
         )
+
+
+def _rank(completion: CompletionState) -> tuple[bool, float]:
+    """Return what `best_of` sorts by: what failed comes last, the likeliest first."""
+    return completion.finish_reason is FinishReason.ERROR, -(completion.cumulative_logprob or 0.0)
 
 
 class OutputProcessor:
@@ -260,7 +289,9 @@ class OutputProcessor:
         self, state: RequestState, completion: CompletionState, output: EngineCoreOutput, now: float
     ) -> list[str]:
         """Apply one output; return its sequence if the engine must stop it."""
-        logprobs = [self._logprobs(entry) for entry in output.logprobs or ()]
+        logprobs: list[TokenLogprobs] = []
+        if completion.logprobs is not None:
+            logprobs = [self._logprobs(entry) for entry in output.logprobs or ()]
         stopped_here = completion.apply(output, logprobs)
         if completion.finish_reason is not None:
             del self._sequences[output.request_id]

@@ -15,14 +15,13 @@ from quire.engine.generation_config import GenerationConfig
 from quire.engine.generation_handle import (
     GenerationHandle,
     GenerationResult,
-    chosen_logprobs,
     status_of,
 )
 from quire.engine.input_processor import ProcessedRequest
 from quire.engine.interrupt import deferred_interrupt
 from quire.engine.session import Session
 from quire.errors import ConfigError, InvalidRequestError
-from quire.request import RequestOutput
+from quire.request_output import RequestOutput
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
@@ -271,7 +270,7 @@ def _result(tokenizer: Tokenizer, output: RequestOutput, config: GenerationConfi
     return GenerationResult(
         request_id=int(output.request_id),
         texts=[echoed + completion.text for completion in output.outputs],
-        scores=[sum(chosen_logprobs(one.token_ids, one.logprobs)) for one in output.outputs],
+        scores=[one.cumulative_logprob or 0.0 for one in output.outputs],
         finish_reasons=reasons,
         status=status_of(reasons),
     )

@@ -50,6 +50,10 @@ class EngineProcess:
     """
 
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
+        # Before there is a process: this refuses what cannot be sent to one.
+        start = encode_start(
+            EngineStart(config=config, model_path=str(model_path), module_path=list(sys.path))
+        )
         self._ready = False
         context = zmq.Context(io_threads=1)
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
@@ -60,7 +64,7 @@ class EngineProcess:
         self._input = context.socket(zmq.PUSH)
         self._output = context.socket(zmq.PULL)
         self._bind()
-        self._write_start(EngineStart(config=config, model_path=str(model_path), module_path=list(sys.path)))
+        self._write_start(start)
 
     @property
     def pid(self) -> int:
@@ -125,10 +129,10 @@ class EngineProcess:
         self._input.bind(input_address(self._directory))
         self._output.bind(output_address(self._directory))
 
-    def _write_start(self, start: EngineStart) -> None:
+    def _write_start(self, start: bytes) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died already; receive() will say so
-            self._process.stdin.write(encode_start(start))
+            self._process.stdin.write(start)
             self._process.stdin.flush()
 
     def _drain(self) -> list[FromEngine]:

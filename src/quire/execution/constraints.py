@@ -7,7 +7,7 @@ import sys
 import numpy as np
 
 from quire.execution.arrays import Float32Array, Int64Array
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 from quire.step import IntArray
 
 UNTIL_THE_END = sys.maxsize

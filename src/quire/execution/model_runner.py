@@ -1,22 +1,36 @@
-"""Running one step: the ragged batch of prefill chunks and decodes through the model, and the next tokens."""
+"""Running one step: prefill chunks, decodes and drafts as one ragged batch, and the tokens that follow."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from quire.execution.arrays import Int64Array
+from quire.execution.kv_transfers import KVTransfers
 from quire.execution.logprobs import position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch, RunnerRequest
+from quire.execution.places import Places
+from quire.execution.proposer import Proposer
 from quire.execution.sampler import Sampler, SamplerOutput, nonfinite_error
+from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
+from quire.kv.connector import KVConnector
 from quire.kv.tensors import KVCacheTensors
 from quire.models.decoder import Decoder
-from quire.step import NO_TOKEN, ModelRunnerOutput, PositionLogprobs, SchedulerOutput
+from quire.step import (
+    NO_TOKEN,
+    GrammarOutput,
+    IntArray,
+    ModelRunnerOutput,
+    PositionLogprobs,
+    SchedulerOutput,
+)
 
 _PROMPT_LOGITS_ELEMENTS = 1 << 23  # 32 MiB of float32 at a time
+_PLACEHOLDER = 0
 
 
 class ModelRunner:
@@ -30,6 +44,8 @@ class ModelRunner:
         max_num_seqs: number of slots.
         max_model_len: most tokens of a request, prompt and output.
         block_size: tokens per KV block.
+        proposer: makes the drafts that the scheduler asks for; None: there are none.
+        connector: moves KV in and out of `kv_cache`.
     """
 
     def __init__(
@@ -40,11 +56,15 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
+        proposer: Proposer | None = None,
+        connector: KVConnector | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._block_size = block_size
         self._vocab_size = model.config.vocab_size
+        self._proposer = proposer
+        self._transfers = None if connector is None else KVTransfers(connector, kv_cache)
         self._sampler = Sampler(max_num_seqs, self._vocab_size)
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
@@ -59,36 +79,58 @@ class ModelRunner:
         return len(self._batch)
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step and return its tokens; `sampled_token_ids` is [R, 1].
+    def execute(self, output: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
+        """Run one step and return its tokens.
+
+        Args:
+            output: the plan.
+            grammar: the tokens that requests with a grammar may sample.
 
         Raises:
             InconsistentPlanError: the plan contradicts what the runner knows.
         """
         self._apply_changes(output)
-        sampled_token_ids = np.full((len(output.slots), 1), NO_TOKEN, dtype=np.int32)
+        if self._transfers is not None:
+            self._transfers.begin(output)
+        width = 1 + output.draft_token_ids.shape[1]
+        sampled_token_ids = np.full((len(output.slots), width), NO_TOKEN, dtype=np.int32)
         result = ModelRunnerOutput(output.request_ids, sampled_token_ids)
         if len(output.slots):
             self._batch.check(output)
+            self._batch.write_drafts(output)
             hidden = self._forward(output)
             self._batch.note_computed(output)
             self._report_prompt_logprobs(output, hidden, result)
-            self._sample(output, hidden, result)
-        return result
+            self._sample(output, grammar, hidden, result)
+        return dataclasses.replace(
+            result,
+            draft_token_ids=self._propose(output, sampled_token_ids),
+            kv_connector_output=None if self._transfers is None else self._transfers.end(output),
+        )
 
     def _apply_changes(self, output: SchedulerOutput) -> None:
-        """Bring the rows up to date; rows are left before they are entered."""
-        for request_id in output.preempted_req_ids:
-            self._sampler.table.clear(self._batch.preempt(request_id))
+        """Bring the rows up to date in the order of the plan's fields: left before they are entered."""
         for request_id in output.finished_req_ids:
-            slot = self._batch.finish(request_id)
-            if slot is not None:
-                self._sampler.table.clear(slot)
+            self._clear(self._batch.finish(request_id))
+        for request_id in output.preempted_req_ids:
+            self._clear(self._batch.preempt(request_id))
         for new in output.scheduled_new_reqs:
+            # A plan that was dropped is told again; what came of the first telling is void.
+            self._clear(self._batch.finish(new.request_id))
             self._write_sampling(self._batch.admit(new))
+        self._batch.fork(output.forks)
         for resumed in output.scheduled_cached_reqs.resumed:
             self._write_sampling(self._batch.resume(resumed))
         self._batch.extend_block_tables(output.scheduled_cached_reqs)
+        self._batch.drop_void_tokens(output)
+        self._batch.choose_last_tokens(output.chosen_tokens)
+        self._kv_cache.copy_blocks(output.block_copies)
+        if self._proposer is not None:
+            self._proposer.copy_blocks(output.block_copies)
+
+    def _clear(self, slot: int | None) -> None:
+        if slot is not None:
+            self._sampler.table.clear(slot)
 
     def _write_sampling(self, request: RunnerRequest) -> None:
         self._sampler.table.write(
@@ -107,27 +149,47 @@ class ModelRunner:
             self._block_size,
         )
         rows = np.repeat(output.slots, output.num_tokens)
-        token_ids = self._batch.token_ids[rows, batch.positions.numpy()].astype(np.int64)
-        return self._model.forward(torch.from_numpy(token_ids), self._kv_cache, batch)
+        token_ids = torch.from_numpy(self._batch.token_ids[rows, batch.positions.numpy()].astype(np.int64))
+        if self._proposer is not None:
+            self._proposer.follow(token_ids, batch)
+        return self._model.forward(token_ids, self._kv_cache, batch, hook=self._transfers)
 
     # -- next tokens ---------------------------------------------------------------------------------------
 
-    def _sample(self, output: SchedulerOutput, hidden: torch.Tensor, result: ModelRunnerOutput) -> None:
-        rows = np.flatnonzero(self._batch.catches_up(output))
-        if not rows.size:
+    def _sample(
+        self,
+        output: SchedulerOutput,
+        grammar: GrammarOutput | None,
+        hidden: torch.Tensor,
+        result: ModelRunnerOutput,
+    ) -> None:
+        places = Places.of(output)
+        if not places.rows.size:
             return
-        slots = output.slots[rows].astype(np.int64)
-        last = (np.cumsum(output.num_tokens) - 1)[rows]
         sampled = self._sampler.sample(
-            self._model.logits(hidden[torch.from_numpy(last)]),
-            slots,
-            self._batch.num_tokens[slots],
+            self._model.logits(hidden[torch.from_numpy(places.tokens)]),
+            output.slots[places.rows].astype(np.int64)[places.request],
+            places.positions,
             self._batch.token_ids,
+            None if grammar is None else TokenMasks.of(grammar, output, places),
         )
-        sound = sampled.token_ids != NO_TOKEN
-        self._batch.append(slots[sound], sampled.token_ids[sound])
-        result.sampled_token_ids[rows, 0] = sampled.token_ids
-        _name_rows(sampled, [output.request_ids[row] for row in rows.tolist()], result)
+        emitted = places.accept(sampled.token_ids)
+        result.sampled_token_ids[places.rows] = emitted
+        _name_rows(sampled, places, emitted, result)
+        # A row with an error gets a token all the same: a step planned before that was known still fits it.
+        emitted[emitted[:, 0] == NO_TOKEN, 0] = _PLACEHOLDER
+        self._batch.append(output.slots[places.rows], emitted)
+
+    def _propose(self, output: SchedulerOutput, sampled_token_ids: IntArray) -> IntArray | None:
+        """Return drafts for the rows that have sampled, [R, num_drafts_wanted]; None if none are wanted."""
+        if self._proposer is None or not output.num_drafts_wanted:
+            return None
+        drafts = np.full((len(output.slots), output.num_drafts_wanted), NO_TOKEN, dtype=np.int32)
+        rows = np.flatnonzero((sampled_token_ids != NO_TOKEN).any(axis=1))
+        if rows.size:
+            to_continue = self._batch.to_continue(output.slots[rows], output.num_drafts_wanted)
+            drafts[rows] = self._proposer.propose(to_continue, output.num_drafts_wanted)
+        return drafts
 
     # -- prompt log-probabilities --------------------------------------------------------------------------
 
@@ -181,9 +243,12 @@ def _pieces(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def _name_rows(sampled: SamplerOutput, request_ids: list[str], result: ModelRunnerOutput) -> None:
-    """Put what the sampler says of rows into `result`, by request id."""
-    for row, logprobs in sampled.logprobs.items():
-        result.logprobs[request_ids[row]] = [logprobs]
-    for row, error in sampled.errors.items():
-        result.errors[request_ids[row]] = error
+def _name_rows(sampled: SamplerOutput, places: Places, emitted: IntArray, result: ModelRunnerOutput) -> None:
+    """Put what the sampler says of the places that count into `result`, by request id."""
+    for place, logprobs in sampled.logprobs.items():
+        request = int(places.request[place])
+        if emitted[request, places.offset[place]] != NO_TOKEN:
+            result.logprobs.setdefault(result.request_ids[places.rows[request]], []).append(logprobs)
+    for place, error in sampled.errors.items():
+        if places.offset[place] == 0:
+            result.errors[result.request_ids[places.rows[places.request[place]]]] = error

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.execution.arrays import Float32Array
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 from quire.step import IntArray
 
 
@@ -25,41 +25,63 @@ class TokenCounts:
 
     def __init__(self, prompt_token_ids: IntArray) -> None:
         distinct = np.unique(prompt_token_ids)
-        self._size = len(distinct)
-        self._ids = np.empty(2 * self._size + 64, dtype=np.int64)
-        self._ids[: self._size] = distinct
+        self._num_distinct = self._num_prompt_distinct = len(distinct)
+        self._ids = np.empty(2 * len(distinct) + 64, dtype=np.int64)
+        self._ids[: len(distinct)] = distinct
         self._counts = np.zeros(len(self._ids), dtype=np.int32)
         self._index = {token_id: index for index, token_id in enumerate(distinct.tolist())}
-        self._num_seen = len(prompt_token_ids)
+        self._num_prompt_tokens = len(prompt_token_ids)
+        self._counted: IntArray = np.empty(64, dtype=np.int32)
+        self._num_counted = 0
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
         """Distinct token ids, [D]."""
-        return self._ids[: self._size]
+        return self._ids[: self._num_distinct]
 
     @property
     def counts(self) -> npt.NDArray[np.int32]:
         """Times in the output, [D]."""
-        return self._counts[: self._size]
+        return self._counts[: self._num_distinct]
 
-    def catch_up(self, token_ids: IntArray) -> None:
-        """Count the output tokens that are new in `token_ids`, the whole request so far."""
-        for token_id in token_ids[self._num_seen :].tolist():
-            index = self._index.get(token_id)
-            if index is None:
-                index = self._add(token_id)
-            self._counts[index] += 1
-        self._num_seen = len(token_ids)
+    def follow(self, token_ids: IntArray) -> None:
+        """Count the output tokens of `token_ids`, the whole request so far.
 
-    def _add(self, token_id: int) -> int:
-        index = self._size
-        if index == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
-            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-        self._ids[index] = token_id
-        self._index[token_id] = index
-        self._size += 1
-        return index
+        Costs what differs from the last call: newer tokens are added, and the ones that turned out void (a
+        draft that was not accepted, a beam that was left) are taken back.
+        """
+        output = token_ids[self._num_prompt_tokens :]
+        num_same = min(self._num_counted, len(output))
+        differs = self._counted[:num_same] != output[:num_same]
+        if differs.any():
+            num_same = int(differs.argmax())
+        for token_id in self._counted[num_same : self._num_counted][::-1].tolist():
+            self._take_back(token_id)
+        for token_id in output[num_same:].tolist():
+            self._add(token_id)
+        if len(output) > len(self._counted):
+            self._counted = np.concatenate((self._counted, np.empty(len(output), dtype=np.int32)))
+        self._counted[num_same : len(output)] = output[num_same:]
+        self._num_counted = len(output)
+
+    def _add(self, token_id: int) -> None:
+        index = self._index.get(token_id)
+        if index is None:
+            index = self._index[token_id] = self._num_distinct
+            self._num_distinct += 1
+            if index == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._ids[index] = token_id
+        self._counts[index] += 1
+
+    def _take_back(self, token_id: int) -> None:
+        index = self._index[token_id]
+        self._counts[index] -= 1
+        # Tokens are taken back newest first, so one that is in neither prompt nor output now came in last.
+        if index >= self._num_prompt_distinct and not self._counts[index]:
+            del self._index[token_id]
+            self._num_distinct -= 1
 
 
 class Penalties:
@@ -84,7 +106,7 @@ class Penalties:
             logits: [V].
             token_ids: the request's prompt and output so far.
         """
-        self._token_counts.catch_up(token_ids)
+        self._token_counts.follow(token_ids)
         ids, counts = self._token_counts.ids, self._token_counts.counts
         seen = logits[ids]
         seen = np.where(seen > 0, seen / self._repetition, seen * self._repetition)

@@ -10,10 +10,14 @@ import dataclasses
 
 import numpy as np
 
-from quire.execution.arrays import BoolArray, Int64Array
-from quire.request import SamplingParams
+from quire.execution.arrays import Int64Array
+from quire.execution.proposer import RowsToContinue
+from quire.sampling_params import SamplingParams
 from quire.step import (
+    NO_TOKEN,
     CachedRequestData,
+    ChosenTokens,
+    ForkData,
     IntArray,
     NewRequestData,
     ResumedRequestData,
@@ -87,40 +91,33 @@ class PersistentBatch:
 
     # -- requests come and go ------------------------------------------------------------------------------
 
-    def preempt(self, request_id: str) -> int:
-        """Take a running request out of its row, keep its tokens, and return the slot it left."""
-        request = self._known(request_id, "preempted")
-        slot = request.slot
-        if slot == _NO_SLOT:
-            raise InconsistentPlanError(f"request {request_id!r} is preempted, but it is not running")
-        request.saved = self.token_ids[slot, : self.num_tokens[slot]].copy()
-        self._leave(request)
-        return slot
-
     def finish(self, request_id: str) -> int | None:
-        """Forget a request; return the slot it left, None if it had none or was never started."""
+        """Forget a request; return the slot it left, None if it had none or is not known."""
         request = self._requests.pop(request_id, None)
+        return None if request is None else self._leave(request)
+
+    def preempt(self, request_id: str) -> int | None:
+        """Take a request out of its row and keep its tokens; return the slot it left, None if it had none."""
+        request = self._requests.get(request_id)
         if request is None or request.slot == _NO_SLOT:
             return None
-        slot = request.slot
-        self._leave(request)
-        return slot
+        request.saved = self.token_ids[request.slot, : self.num_tokens[request.slot]].copy()
+        return self._leave(request)
 
     def admit(self, data: NewRequestData) -> RunnerRequest:
         """Put a request that is new to the runner into its row."""
-        if data.request_id in self._requests:
-            raise InconsistentPlanError(f"request {data.request_id!r} is sent as new, but it is known")
-        if not 0 < len(data.prompt_token_ids) <= self._max_model_len:
+        num_tokens = len(data.prompt_token_ids) + len(data.output_token_ids)
+        if not len(data.prompt_token_ids) or num_tokens > self._max_model_len:
             raise InconsistentPlanError(
-                f"request {data.request_id!r} has {len(data.prompt_token_ids)} prompt tokens; "
-                f"from 1 to max_model_len {self._max_model_len} fit"
+                f"request {data.request_id!r} has {len(data.prompt_token_ids)} prompt tokens and "
+                f"{num_tokens} in all; from 1 to max_model_len {self._max_model_len} fit"
             )
         request = RunnerRequest(
             request_id=data.request_id,
             sampling_params=data.sampling_params,
             eos_token_ids=data.eos_token_ids,
             num_prompt_tokens=len(data.prompt_token_ids),
-            saved=np.array(data.prompt_token_ids, dtype=np.int32),
+            saved=np.concatenate((data.prompt_token_ids, np.array(data.output_token_ids, dtype=np.int32))),
         )
         self._enter(request, data)
         self._requests[data.request_id] = request
@@ -128,7 +125,11 @@ class PersistentBatch:
 
     def resume(self, data: ResumedRequestData) -> RunnerRequest:
         """Put a preempted request into its new row, with the first `num_tokens` of its tokens."""
-        request = self._known(data.request_id, "resumed")
+        request = self._requests.get(data.request_id)
+        if request is None:
+            raise InconsistentPlanError(
+                f"request {data.request_id!r} is resumed, but the runner does not know it"
+            )
         if request.slot != _NO_SLOT:
             raise InconsistentPlanError(
                 f"request {data.request_id!r} is resumed, but it is running in slot {request.slot}"
@@ -142,12 +143,6 @@ class PersistentBatch:
         self._enter(request, data)
         return request
 
-    def _known(self, request_id: str, verb: str) -> RunnerRequest:
-        request = self._requests.get(request_id)
-        if request is None:
-            raise InconsistentPlanError(f"request {request_id!r} is {verb}, but the runner does not know it")
-        return request
-
     def _enter(self, request: RunnerRequest, data: NewRequestData | ResumedRequestData) -> None:
         slot = data.slot
         if not 0 <= slot < len(self._by_slot):
@@ -159,21 +154,29 @@ class PersistentBatch:
             raise InconsistentPlanError(
                 f"request {data.request_id!r} is given slot {slot}, which {occupant.request_id!r} holds"
             )
-        num_blocks = len(data.block_ids)
-        self._check_blocks(data.block_ids, num_blocks)
-        self.token_ids[slot, : len(request.saved)] = request.saved
-        self.num_tokens[slot] = len(request.saved)
-        self._block_tables[slot, :num_blocks] = data.block_ids
-        self._num_blocks[slot] = num_blocks
-        self._num_kv_tokens[slot] = data.num_computed_tokens
+        self._write_row(slot, request.saved, data.block_ids, data.num_computed_tokens)
         self.prompt_logprobs_end[slot] = request.prompt_logprobs_end
         request.saved = request.saved[:0]
         request.slot = slot
         self._by_slot[slot] = request
 
-    def _leave(self, request: RunnerRequest) -> None:
-        self._by_slot[request.slot] = None
-        request.slot = _NO_SLOT
+    def _write_row(
+        self, slot: int, token_ids: IntArray, block_ids: IntArray, num_computed_tokens: int
+    ) -> None:
+        num_blocks = len(block_ids)
+        self._check_blocks(block_ids, num_blocks)
+        self.token_ids[slot, : len(token_ids)] = token_ids
+        self.num_tokens[slot] = len(token_ids)
+        self._block_tables[slot, :num_blocks] = block_ids
+        self._num_blocks[slot] = num_blocks
+        self._num_kv_tokens[slot] = num_computed_tokens
+
+    def _leave(self, request: RunnerRequest) -> int | None:
+        slot, request.slot = request.slot, _NO_SLOT
+        if slot == _NO_SLOT:
+            return None
+        self._by_slot[slot] = None
+        return slot
 
     def extend_block_tables(self, data: CachedRequestData) -> None:
         """Write newly given blocks into the tables of running requests."""
@@ -182,6 +185,46 @@ class PersistentBatch:
         self._check_blocks(data.block_ids, int(data.block_index.max()) + 1)
         self._block_tables[data.slots, data.block_index] = data.block_ids
         np.maximum.at(self._num_blocks, data.slots, data.block_index + 1)
+
+    def fork(self, forks: list[ForkData]) -> None:
+        """Let rows go on from the tokens that other rows had before any of these forks."""
+        parents = [self._fork_tokens(fork) for fork in forks]
+        for fork, token_ids in zip(forks, parents, strict=True):
+            self._write_row(fork.slot, token_ids, fork.block_ids, fork.num_computed_tokens)
+
+    def _fork_tokens(self, fork: ForkData) -> IntArray:
+        """Return a copy of the parent's tokens."""
+        num_prompt_tokens = self.running(fork.slot).num_prompt_tokens
+        num_parent_tokens = int(self.num_tokens[fork.parent_slot])
+        if not num_prompt_tokens <= fork.num_tokens <= num_parent_tokens:
+            raise InconsistentPlanError(
+                f"slot {fork.slot}, whose prompt has {num_prompt_tokens} tokens, is to go on from "
+                f"{fork.num_tokens} tokens of slot {fork.parent_slot}, which has {num_parent_tokens}"
+            )
+        return self.token_ids[fork.parent_slot, : fork.num_tokens].copy()
+
+    def drop_void_tokens(self, output: SchedulerOutput) -> None:
+        """Cut the rows of this step to the tokens that the scheduler knows."""
+        self._check_slots(output)
+        slots, known = output.slots, output.num_known_tokens
+        beyond = np.flatnonzero(known > self.num_tokens[slots])
+        if beyond.size:
+            row = int(beyond[0])
+            raise InconsistentPlanError(
+                f"request {output.request_ids[row]!r} has {self.num_tokens[slots[row]]} tokens here, "
+                f"but {known[row]} in the plan"
+            )
+        self.num_tokens[slots] = known
+
+    def choose_last_tokens(self, chosen: ChosenTokens) -> None:
+        """Overwrite the last tokens of some rows."""
+        self.token_ids[chosen.slots, self.num_tokens[chosen.slots] - 1] = chosen.token_ids
+
+    def write_drafts(self, output: SchedulerOutput) -> None:
+        """Write the drafts behind the known tokens of their rows, of which they do not become part."""
+        rows, columns = np.nonzero(output.draft_token_ids != NO_TOKEN)
+        slots = output.slots[rows]
+        self.token_ids[slots, self.num_tokens[slots] + columns] = output.draft_token_ids[rows, columns]
 
     def _check_blocks(self, block_ids: IntArray, num_blocks: int) -> None:
         if num_blocks > self._block_tables.shape[1]:
@@ -200,20 +243,22 @@ class PersistentBatch:
     def check(self, output: SchedulerOutput) -> None:
         """Raise `InconsistentPlanError` if the step's counts contradict the rows."""
         slots, computed = output.slots, output.num_computed_tokens
-        self._check_slots(output)
         after = computed + output.num_tokens
-        limit = np.minimum(self.num_tokens[slots], self._max_model_len)
+        num_drafts = output.num_drafts
+        limit = np.minimum(self.num_tokens[slots] + num_drafts, self._max_model_len)
         limit = np.minimum(limit, self._num_blocks[slots] * self._block_size)
         fits = (output.num_tokens > 0) & (after <= limit)
         fits &= (computed >= 0) & (computed <= self._num_kv_tokens[slots])
+        fits &= (num_drafts == 0) | (after == self.num_tokens[slots] + num_drafts)
         if not fits.all():
             row = int(np.argmin(fits))
             slot = int(slots[row])
             raise InconsistentPlanError(
                 f"request {output.request_ids[row]!r} is scheduled for {output.num_tokens[row]} tokens after "
-                f"{computed[row]} computed; it has {self.num_tokens[slot]} tokens, "
-                f"{self._num_kv_tokens[slot]} of them in the KV cache, {self._num_blocks[slot]} blocks "
-                f"of {self._block_size}, and max_model_len is {self._max_model_len}"
+                f"{computed[row]} computed, {num_drafts[row]} drafts among them; it has "
+                f"{self.num_tokens[slot]} tokens, {self._num_kv_tokens[slot]} of them in the KV cache, "
+                f"{self._num_blocks[slot]} blocks of {self._block_size}, and max_model_len is "
+                f"{self._max_model_len}"
             )
 
     def _check_slots(self, output: SchedulerOutput) -> None:
@@ -233,16 +278,24 @@ class PersistentBatch:
         """Return the block tables of `slots`, as wide as the longest needs: [S, B]."""
         return self._block_tables[slots, : self._num_blocks[slots].max()]
 
-    def catches_up(self, output: SchedulerOutput) -> BoolArray:
-        """Return which scheduled requests reach their last known token in this step, [R]."""
-        reaches: BoolArray = output.num_computed_tokens + output.num_tokens == self.num_tokens[output.slots]
-        return reaches
-
     def note_computed(self, output: SchedulerOutput) -> None:
         """Remember whose KV the step has written."""
         self._num_kv_tokens[output.slots] = output.num_computed_tokens + output.num_tokens
 
-    def append(self, slots: Int64Array, token_ids: Int64Array) -> None:
-        """Add one sampled token to each of `slots`."""
-        self.token_ids[slots, self.num_tokens[slots]] = token_ids
-        self.num_tokens[slots] += 1
+    def append(self, slots: IntArray, token_ids: IntArray) -> None:
+        """Add the sampled tokens [S, any], padded with NO_TOKEN, to `slots`."""
+        rows, columns = np.nonzero(token_ids != NO_TOKEN)
+        self.token_ids[slots[rows], self.num_tokens[slots[rows]] + columns] = token_ids[rows, columns]
+        self.num_tokens[slots] += np.bincount(rows, minlength=len(slots))
+
+    def to_continue(self, slots: IntArray, num_drafts: int) -> RowsToContinue:
+        """Return what a proposer needs to know of `slots` to propose up to `num_drafts` tokens for each."""
+        num_tokens = self.num_tokens[slots]
+        return RowsToContinue(
+            token_ids=self.token_ids,
+            slots=slots.astype(np.int64),
+            num_tokens=num_tokens,
+            block_tables=self.block_tables(slots),
+            num_blocks=self._num_blocks[slots],
+            max_drafts=np.clip(self._max_model_len - num_tokens, 0, num_drafts),
+        )

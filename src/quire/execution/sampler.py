@@ -1,9 +1,9 @@
 """Choosing the next token of each row from its logits.
 
-The order of operations is the one vLLM documents: log-probabilities are of the raw distribution; then banned
-words, minimum length, logit bias; then repetition, frequency and presence penalties; then greedy choice, or
-temperature, min-p, top-k, top-p and a draw. A row's result depends on its own logits, parameters, tokens and
-position only: each operation runs along single rows in a fixed order.
+The order of operations is the one vLLM documents: log-probabilities are of the raw distribution; then the
+grammar's mask, banned words, minimum length, logit bias; then repetition, frequency and presence penalties;
+then greedy choice, or temperature, min-p, top-k, top-p and a draw. A row's result depends on its own logits,
+parameters, tokens and position only: each operation runs along single rows in a fixed order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ import dataclasses
 import numpy as np
 import torch
 
-from quire.execution.arrays import Float32Array, Int64Array, take_rows
+from quire.execution.arrays import BoolArray, Float32Array, Int64Array, take_rows
 from quire.execution.logprobs import position_logprobs
 from quire.execution.rng import uniforms
 from quire.execution.sampling_table import SamplingTable
 from quire.execution.selection import draw
+from quire.execution.token_masks import TokenMasks
 from quire.step import NO_TOKEN, IntArray, PositionLogprobs
+
+_NO_CHOICE = (
+    "the request's grammar (structured_outputs) leaves no token to choose: none that it allows here is left "
+    "by min_tokens, bad_words and logit_bias; relax one of them"
+)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -42,24 +48,32 @@ class Sampler:
         self.table = SamplingTable(max_num_seqs, vocab_size)
 
     def sample(
-        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array, token_ids: IntArray
+        self,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        positions: Int64Array,
+        token_ids: IntArray,
+        masks: TokenMasks | None = None,
     ) -> SamplerOutput:
         """Choose one token per row.
 
         Args:
             logits: [R, V] float32; overwritten.
-            slots: [R] whose row this is.
-            positions: [R] absolute index of the token to choose, which is the number of tokens known.
+            slots: [R] whose row this is; several rows of one slot are at several positions.
+            positions: [R] absolute index of the token to choose; the tokens before it are known.
             token_ids: [max_num_seqs, more than the largest position] known tokens by slot.
+            masks: which tokens the rows' grammars allow.
         """
         rows = _Rows(logits.cpu().numpy(), slots, positions)
-        kept_raw = self._adjust(rows, token_ids)
+        kept_raw = self._adjust(rows, token_ids, masks)
         self._draw(rows)
         return SamplerOutput(rows.chosen, self._logprobs(rows, kept_raw), rows.errors)
 
-    def _adjust(self, rows: _Rows, token_ids: IntArray) -> dict[int, Float32Array]:
-        """Apply constraints and penalties; return the raw logits of rows that still need them, by row."""
-        adjusted = np.flatnonzero(self.table.is_adjusted(rows.slots, rows.positions) & rows.sound)
+    def _adjust(self, rows: _Rows, token_ids: IntArray, masks: TokenMasks | None) -> dict[int, Float32Array]:
+        """Apply masks, constraints and penalties; return the raw logits of rows that still need theirs."""
+        is_masked = np.zeros(len(rows.slots), dtype=np.bool_) if masks is None else masks.is_masked
+        is_adjusted = self.table.is_adjusted(rows.slots, rows.positions) | is_masked
+        adjusted = np.flatnonzero(is_adjusted & rows.sound)
         kept_raw = {}
         for row in adjusted.tolist():
             slot, position = int(rows.slots[row]), int(rows.positions[row])
@@ -67,15 +81,18 @@ class Sampler:
                 kept_raw[row] = rows.logits[row].copy()
             constraints, penalties = self.table.constraints[slot], self.table.penalties[slot]
             known = token_ids[slot, :position]
+            if masks is not None and is_masked[row]:
+                masks.apply(rows.logits[row], row)
             if constraints is not None:
                 constraints.apply(rows.logits[row], known[self.table.num_prompt_tokens[slot] :])
             if penalties is not None:
                 penalties.apply(rows.logits[row], known)
         rows.choose_likeliest_again(adjusted)
+        rows.refuse_without_choice(is_masked)
         return kept_raw
 
     def _draw(self, rows: _Rows) -> None:
-        # A row in which everything is banned keeps its likeliest token.
+        # Without a grammar, a row in which everything is banned keeps its likeliest token.
         drawn = np.flatnonzero(self.table.is_random(rows.slots) & rows.sound & np.isfinite(rows.maxima))
         if drawn.size:
             slots = rows.slots[drawn]
@@ -120,6 +137,13 @@ class _Rows:
         likeliest = changed.argmax(axis=1)
         self.maxima[rows] = changed[np.arange(len(rows)), likeliest]
         self.chosen[rows] = np.where(np.isfinite(self.maxima[rows]), likeliest, self.chosen[rows])
+
+    def refuse_without_choice(self, is_masked: BoolArray) -> None:
+        """Make those rows with a mask errors in which it and the other constraints leave no token."""
+        for row in np.flatnonzero(is_masked & self.sound & ~np.isfinite(self.maxima)).tolist():
+            self.errors[row] = _NO_CHOICE
+            self.chosen[row] = NO_TOKEN
+            self.sound[row] = False
 
 
 def nonfinite_error(largest_logit: float | np.float32) -> str:

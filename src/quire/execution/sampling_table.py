@@ -8,7 +8,7 @@ from quire.execution.arrays import BoolArray, Int64Array, UInt64Array
 from quire.execution.constraints import Constraints
 from quire.execution.penalties import Penalties
 from quire.execution.selection import Filters
-from quire.request import SamplingParams
+from quire.sampling_params import SamplingParams
 from quire.step import IntArray
 
 _NO_LOGPROBS = -1

@@ -1,106 +1,230 @@
 """The one owner of KV blocks: who holds them, which are free, and what idle ones still contain.
 
 A block is in exactly one of three places: *in use* (reference count above 0), *idle* (count 0, content
-cached, reusable by a prefix hit until it is evicted, least recently used first), or *blank* (count 0, no
-content worth keeping). Free means blank or idle. Every operation is O(1) per block.
+cached, reusable by a prefix hit until it is rewritten), or *blank* (count 0, no content worth keeping). Free
+means blank or idle. Which idle block is rewritten first is the retention policy's choice.
+
+The memory of a cache that grows on demand is reserved from the start and committed as blocks are first
+needed; blocks that are not committed are in none of the three places, but count as free as long as there is
+memory for them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from quire.kv.block_hash import BlockKey
+from quire.kv.block_hash import DIGEST_BYTES, BlockKey
+from quire.kv.events import KVEventSink
+from quire.kv.retention import idle_blocks
 from quire.step import IntArray
+
+GROWTH_SHARE = 64
+"""A cache that grows does so by at least one part in this many of its final size."""
+
+
+NO_BLOCKS: IntArray = np.empty(0, dtype=np.int32)
 
 
 class BlockPool:
-    """Reference counts, free blocks and cached contents of `num_blocks` KV blocks."""
+    """Reference counts, free blocks and cached contents of `num_blocks` KV blocks.
 
-    def __init__(self, num_blocks: int) -> None:
+    Args:
+        num_blocks: most blocks there can be.
+        block_size: tokens per block.
+        retention: name of the retention policy, or the policy.
+        commit: asked for so many more blocks, returns how many may be used; None: all may be at once.
+        events: is told what can be found and what no longer can.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        retention: object = "lru",
+        commit: Callable[[int], int] | None = None,
+        events: KVEventSink | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
+        self.num_committed = num_blocks if commit is None else 0
+        self._commit = commit
+        self._may_grow = commit is not None
+        self._events = events
         self._counts = np.zeros(num_blocks, dtype=np.int32)
-        self._blank: deque[int] = deque(range(num_blocks))
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._contents: dict[int, BlockKey] = {}
+        self._num_hits = np.zeros(num_blocks, dtype=np.int32)  # since the content was cached
+        self._blank = np.arange(self.num_committed, dtype=np.int32)[::-1]  # a stack
+        self._idle = idle_blocks(retention, num_blocks)
+        # What cached blocks hold. Zeroed memory is committed when first written.
+        self._is_cached = np.zeros(num_blocks, dtype=np.bool_)
+        self._digests = np.empty(num_blocks, dtype=np.object_)  # of bytes
+        self._parents = np.zeros((num_blocks, DIGEST_BYTES), dtype=np.uint8)
+        self._tokens = np.zeros((num_blocks, block_size), dtype=np.int32)
         self._by_digest: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out: blank and idle ones."""
-        return len(self._blank) + len(self._idle)
+        """Blocks that `allocate` can hand out: blank and idle ones, and those that can be committed."""
+        return len(self._blank) + len(self._idle) + self.num_uncommitted
+
+    @property
+    def num_uncommitted(self) -> int:
+        """Blocks that memory is reserved for and, as far as is known, available."""
+        return self.num_blocks - self.num_committed if self._may_grow else 0
 
     @property
     def num_in_use(self) -> int:
         """Blocks with a reference count above 0."""
-        return self.num_blocks - self.num_free
+        return self.num_committed - len(self._blank) - len(self._idle)
 
     @property
     def num_cached(self) -> int:
         """Blocks whose content a prefix hit can find, in use or idle."""
-        return len(self._contents)
+        return len(self._by_digest)
+
+    def commit_ahead(self, count: int) -> None:
+        """See to it that `count` blocks are blank, as far as the cache can grow.
+
+        Called before a step is planned, so that `num_free` holds good while it is.
+        """
+        left = self.num_blocks - self.num_committed
+        missing = min(count - len(self._blank), left)
+        if self._commit is None or missing <= 0:
+            return
+        asked = min(max(missing, self.num_blocks // GROWTH_SHARE), left)
+        granted = self._commit(asked)
+        self._may_grow = granted == asked
+        fresh = np.arange(self.num_committed, self.num_committed + granted, dtype=np.int32)[::-1]
+        self._blank = np.concatenate((fresh, self._blank))
+        self.num_committed += granted
 
     def allocate(self, count: int) -> IntArray:
-        """Return `count` block ids with reference count 1; blank blocks go first, then idle ones by age.
+        """Return `count` block ids with reference count 1; blank blocks go first, then idle ones.
 
         Raises:
             ValueError: fewer than `count` blocks are free; nothing is taken.
         """
-        if count > self.num_free:
+        if count > len(self._blank):
+            self.commit_ahead(count)
+        if count > len(self._blank) + len(self._idle):
             raise ValueError(f"{count} KV blocks asked for, {self.num_free} of {self.num_blocks} free")
-        taken = [self._blank.popleft() if self._blank else self._evict_oldest() for _ in range(count)]
-        block_ids = np.array(taken, dtype=np.int32)
-        self._counts[block_ids] = 1
-        return block_ids
+        split = max(len(self._blank) - count, 0)
+        taken = self._blank[split:]
+        self._blank = self._blank[:split]
+        if count > len(taken):
+            evicted = self._idle.evict(count - len(taken))
+            self._forget(evicted)
+            taken = np.concatenate((taken, evicted))
+        self._counts[taken] = 1
+        return taken
 
-    def acquire(self, block_ids: list[int]) -> None:
-        """Add one reference to each of `block_ids` (no duplicates), cached blocks found by `find`."""
-        for block_id in block_ids:
-            self._idle.pop(block_id, None)
-        self._counts[block_ids] += 1
+    def acquire(self, block_ids: IntArray) -> None:
+        """Add one reference to each of `block_ids` (no duplicates): cached blocks, or blocks in use."""
+        if len(block_ids):
+            self._idle.take(block_ids[self._counts[block_ids] == 0])
+            self._counts[block_ids] += 1
 
-    def release(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference from each block, in order: of idle blocks, the first given is evicted first."""
-        counts = self._counts
-        for block_id in block_ids:
-            counts[block_id] -= 1
-            if counts[block_id] > 0:
-                continue
-            if counts[block_id] < 0:
-                raise ValueError(f"KV block {block_id} released more often than it was taken")
-            if block_id in self._contents:
-                self._idle[block_id] = None
-            else:
-                self._blank.append(block_id)
+    def count_hit(self, block_ids: IntArray) -> None:
+        """Note that a prefix lookup has found and used these blocks."""
+        self._num_hits[block_ids] += 1
 
-    def cache(self, block_id: int, key: BlockKey) -> None:
-        """Remember that a block in use holds `key`; a second block with the same content stays unknown."""
-        if key.digest not in self._by_digest and block_id not in self._contents:
-            self._by_digest[key.digest] = block_id
-            self._contents[block_id] = key
+    def release(self, block_ids: IntArray, priorities: IntArray | int = 0) -> None:
+        """Drop one reference from each block, or as many as it is named times, in order.
 
-    def find(self, keys: list[BlockKey]) -> list[int]:
-        """Return the block ids of the longest cached run at the start of `keys`. Changes nothing."""
-        found: list[int] = []
-        for key in keys:
-            block_id = self._by_digest.get(key.digest)
-            if block_id is None or self._contents[block_id] != key:
+        Args:
+            block_ids: of idle blocks, the first given is the first to be rewritten, other things being equal.
+            priorities: of the requests that let go, lower being more important.
+
+        Raises:
+            ValueError: a block is released more often than it was taken.
+        """
+        if not len(block_ids):
+            return
+        np.subtract.at(self._counts, block_ids, 1)
+        left = self._counts[block_ids]
+        if left.min() < 0:
+            raise ValueError(f"KV block {block_ids[left.argmin()]} released more often than it was taken")
+        _, first = np.unique(block_ids, return_index=True)
+        first = np.sort(first[left[first] == 0])
+        free = block_ids[first]
+        is_cached = self._is_cached[free]
+        idle = free[is_cached]
+        if isinstance(priorities, np.ndarray):
+            priorities = priorities[first[is_cached]]
+        self._idle.put(idle, self._num_hits[idle], priorities)
+        if len(idle) < len(free):
+            self._blank = np.concatenate((self._blank, free[~is_cached]))
+
+    def cache(
+        self, block_ids: IntArray, digests: list[bytes], parents: list[bytes], tokens: IntArray
+    ) -> None:
+        """Remember what blocks in use hold; a second block with the same content stays unknown.
+
+        Args:
+            block_ids: N blocks, none of which is known to hold anything else.
+            digests: of their contents, see `BlockKey`.
+            parents: digests of the blocks before them.
+            tokens: [N, block_size].
+        """
+        fresh = dict(zip(digests, range(len(digests)), strict=True))
+        if len(fresh) < len(digests) or not self._by_digest.keys().isdisjoint(fresh):
+            kept = [index for digest, index in fresh.items() if digest not in self._by_digest]
+            digests = [digests[index] for index in kept]
+            parents = [parents[index] for index in kept]
+            block_ids, tokens = block_ids[kept], tokens[kept]
+        self._by_digest.update(zip(digests, block_ids.tolist(), strict=True))
+        self._digests[block_ids] = digests
+        self._is_cached[block_ids] = True
+        self._tokens[block_ids] = tokens
+        self._parents[block_ids] = np.frombuffer(b"".join(parents), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        self._num_hits[block_ids] = 0
+        if self._events is not None:
+            for block_id in block_ids.tolist():
+                self._events.stored(block_id, self._key_of(block_id))
+
+    def find(self, chain: list[bytes], tokens: IntArray) -> IntArray:
+        """Return the block ids of the longest cached run at the start of a sequence. Changes nothing.
+
+        Args:
+            chain: digests of the sequence's blocks, after the digest that starts the chain.
+            tokens: of the blocks that may be found, [N, block_size].
+        """
+        hits = []
+        for digest in chain[1 : len(tokens) + 1]:
+            block_id = self._by_digest.get(digest)
+            if block_id is None:
                 break
-            found.append(block_id)
-        return found
+            hits.append(block_id)
+        if not hits:
+            return NO_BLOCKS
+        found = np.array(hits, dtype=np.int32)
+        parents = np.frombuffer(b"".join(chain[: len(hits)]), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        same = (self._tokens[found] == tokens[: len(hits)]).all(axis=1)
+        same &= (self._parents[found] == parents).all(axis=1)
+        return found if same.all() else found[: int(same.argmin())]
 
-    def count_idle(self, block_ids: list[int]) -> int:
+    def count_idle(self, block_ids: IntArray) -> int:
         """Return how many of `block_ids` are idle, that is, how many free blocks acquiring them takes."""
-        return sum(block_id in self._idle for block_id in block_ids)
+        return int(np.count_nonzero(self._counts[block_ids] == 0)) if len(block_ids) else 0
+
+    def reference_counts(self, block_ids: IntArray) -> IntArray:
+        """Return how many hold each of `block_ids`."""
+        counts: IntArray = self._counts[block_ids]
+        return counts
 
     def forget_contents(self) -> None:
         """Empty the prefix cache: no block's content can be found any more. Blocks in use stay in use."""
-        self._blank.extend(self._idle)
-        self._idle.clear()
-        self._contents.clear()
+        self._blank = np.concatenate((self._blank, self._idle.clear()))
+        self._is_cached[:] = False
+        self._digests[:] = None
         self._by_digest.clear()
+        if self._events is not None:
+            self._events.cleared()
+
+    def forget_content(self, block_ids: IntArray) -> None:
+        """Make what blocks in use hold unfindable: it has turned out not to be valid."""
+        self._forget(block_ids[self._is_cached[block_ids]])
 
     def check(self, held: Iterable[int]) -> None:
         """Check invariants 1 and 2 against `held`: every block id of every table, with repetition.
@@ -111,19 +235,30 @@ class BlockPool:
         expected = np.bincount(np.fromiter(held, dtype=np.int64), minlength=self.num_blocks)
         wrong = np.flatnonzero(expected != self._counts)
         assert not wrong.size, f"invariant 2: counts of blocks {wrong[:8].tolist()} differ from the tables"
-        free = set(self._blank) | set(self._idle)
+        idle = set(self._idle)
+        free = set(self._blank.tolist()) | idle
         in_use = set(np.flatnonzero(self._counts > 0).tolist())
-        assert len(free) == self.num_free, "invariant 1: a block is free twice"
+        assert len(free) == len(self._blank) + len(self._idle), "invariant 1: a block is free twice"
         assert not free & in_use, f"invariant 1: blocks {sorted(free & in_use)[:8]} free and in use"
-        assert len(free) + len(in_use) == self.num_blocks, "invariant 1: a block is neither free nor in use"
-        assert set(self._idle) == set(self._contents) - in_use, (
-            "invariant 1: idle blocks are not the cached ones"
+        assert free | in_use == set(range(self.num_committed)), (
+            "invariant 1: a block is neither free nor in use"
         )
-        assert {key.digest: block for block, key in self._contents.items()} == self._by_digest, (
+        cached = {block: self._digests[block] for block in np.flatnonzero(self._is_cached).tolist()}
+        assert idle == set(cached) - in_use, "invariant 1: idle blocks are not the cached ones"
+        assert {digest: block for block, digest in cached.items()} == self._by_digest, (
             "invariant 1: the prefix index and the blocks' contents differ"
         )
 
-    def _evict_oldest(self) -> int:
-        block_id, _ = self._idle.popitem(last=False)
-        del self._by_digest[self._contents.pop(block_id).digest]
-        return block_id
+    def _forget(self, block_ids: IntArray) -> None:
+        """Forget the contents of cached blocks."""
+        if self._events is not None:
+            for block_id in block_ids.tolist():
+                self._events.removed(block_id, self._key_of(block_id))
+        for digest in self._digests[block_ids].tolist():
+            del self._by_digest[digest]
+        self._digests[block_ids] = None
+        self._is_cached[block_ids] = False
+
+    def _key_of(self, block_id: int) -> BlockKey:
+        tokens = self._tokens[block_id].tobytes()
+        return BlockKey(self._digests[block_id], self._parents[block_id].tobytes(), tokens)

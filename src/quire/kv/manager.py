@@ -5,18 +5,40 @@ Only the logical side: block numbers, no tensors. A running request is known by 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 
-from quire.kv.block_hash import BlockKey, extend_keys, root_digest
-from quire.kv.block_pool import BlockPool
+from quire.kv.block_hash import TOKEN_BYTES, extend_chain, root_digest
+from quire.kv.block_pool import NO_BLOCKS, BlockPool
 from quire.step import IntArray
+
+
+@dataclasses.dataclass(slots=True)
+class Prefix:
+    """Computed KV for the first `num_tokens` tokens of a request.
+
+    It is in `block_ids` and, for the tokens beyond their last full one, at the start of `copy_from`: a block
+    that another request writes to and that must be copied. `is_held` says that each of `block_ids` already
+    has a reference for this request.
+    """
+
+    block_ids: IntArray  # [blocks]
+    num_tokens: int
+    copy_from: int | None = None
+    is_held: bool = False
+
+
+NO_PREFIX = Prefix(NO_BLOCKS, 0)
 
 
 class KVCacheManager:
     """Gives slots their blocks, takes them back, and finds cached prefixes.
 
     Args:
-        num_blocks: blocks in the pool.
+        pool: where the blocks come from.
         block_size: tokens per block.
         max_num_seqs: slots.
         max_model_len: longest sequence in tokens.
@@ -25,21 +47,21 @@ class KVCacheManager:
 
     def __init__(
         self,
+        pool: BlockPool,
         *,
-        num_blocks: int,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
         enable_prefix_caching: bool,
     ) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = pool
         self.enable_prefix_caching = enable_prefix_caching
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)  # [slots] blocks in each table
         self._tables = np.zeros((max_num_seqs, self.blocks_for(max_model_len)), dtype=np.int32)
-        self._num_cached = np.zeros(max_num_seqs, dtype=np.int32)  # [slots] leading blocks with a known key
-        self._keys: dict[str, list[BlockKey]] = {}
-        self._roots: dict[str, bytes] = {}
+        self._num_cached = np.zeros(max_num_seqs, dtype=np.int32)  # [slots] leading blocks made findable
+        self._closed: list[tuple[IntArray, int]] | None = None  # see `closing_together`
+        self._chains: dict[str, list[bytes]] = {}  # digests of full blocks, see `extend_chain`
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
@@ -50,38 +72,101 @@ class KVCacheManager:
         table: IntArray = self._tables[slot, : self.num_blocks[slot]].copy()
         return table
 
+    # -- prefixes ------------------------------------------------------------------------------------------
+
     def register(self, request_id: str, token_ids: IntArray, cache_salt: str) -> None:
         """Prepare the prefix keys of a new request from its prompt ([tokens])."""
         if self.enable_prefix_caching:
-            self._roots[request_id] = root_digest(salt=cache_salt)
-            self._keys[request_id] = []
-            extend_keys(self._keys[request_id], self._roots[request_id], token_ids, self.block_size)
+            chain = self._chains[request_id] = [root_digest(salt=cache_salt)]
+            extend_chain(chain, token_ids.tobytes(), self.block_size)
 
     def forget(self, request_id: str) -> None:
         """Drop the prefix keys of a request that has ended."""
-        self._keys.pop(request_id, None)
-        self._roots.pop(request_id, None)
+        self._chains.pop(request_id, None)
 
-    def find_prefix(self, request_id: str, num_tokens: int) -> list[int]:
-        """Return cached blocks that hold the start of a request's tokens. Changes nothing.
+    def find_prefix(self, request_id: str, token_ids: IntArray) -> Prefix:
+        """Return what is cached of the start of a request's tokens ([tokens]). Changes nothing.
 
         At most the blocks before the last token: that one is always computed, for its logits.
         """
-        keys = self._keys.get(request_id, [])
-        return self.pool.find(keys[: (num_tokens - 1) // self.block_size])
+        chain = self._chains.get(request_id)
+        if chain is None:
+            return NO_PREFIX
+        most = min((len(token_ids) - 1) // self.block_size, len(chain) - 1)
+        tokens = token_ids[: most * self.block_size].reshape(-1, self.block_size)
+        block_ids = self.pool.find(chain, tokens)
+        return Prefix(block_ids, len(block_ids) * self.block_size)
 
-    def num_free_after_acquiring(self, block_ids: list[int]) -> int:
+    def prefix_in_slot(self, slot: int, num_tokens: int) -> Prefix:
+        """Return the first `num_tokens` tokens of a running request, all computed, to be shared."""
+        num_shared, num_copied = divmod(num_tokens, self.block_size)
+        copy_from = int(self._tables[slot, num_shared]) if num_copied else None
+        return Prefix(self._tables[slot, :num_shared].copy(), num_tokens, copy_from)
+
+    def last_full_block(self, request_id: str, num_tokens: int) -> bytes:
+        """Return the digest of the last full block of a request's first tokens, b"" if there is none."""
+        chain = self._chains.get(request_id)
+        num_full = num_tokens // self.block_size
+        return chain[num_full] if chain is not None and num_full else b""
+
+    def rows_with_new_full_blocks(self, slots: IntArray, num_computed: IntArray) -> IntArray:
+        """Return the positions in `slots` that hold computed full blocks which cannot be found yet."""
+        if not self.enable_prefix_caching:
+            return np.empty(0, dtype=np.int32)
+        return np.flatnonzero(num_computed // self.block_size > self._num_cached[slots]).astype(np.int32)
+
+    def cache_full_blocks(
+        self, request_ids: list[str], slots: IntArray, num_computed: IntArray, token_ids: IntArray
+    ) -> None:
+        """Make the computed full blocks of `slots` findable.
+
+        Args:
+            request_ids: whose slots they are, [N].
+            slots: [N], each with at least one block that cannot be found yet.
+            num_computed: tokens whose KV is computed, [N].
+            token_ids: known tokens by slot, [max_num_seqs, max_model_len].
+        """
+        size = self.block_size
+        first = self._num_cached[slots]
+        count = num_computed // size - first
+        rows = np.repeat(slots, count)
+        index = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(len(rows))
+        tokens = token_ids[rows[:, None], index[:, None] * size + np.arange(size)]
+        data = tokens.tobytes()
+        digests: list[bytes] = []
+        parents: list[bytes] = []
+        for request_id, start, num_new in zip(request_ids, first.tolist(), count.tolist(), strict=True):
+            chain = self._chains[request_id]
+            end = start + num_new
+            num_unnamed = end + 1 - len(chain)
+            if num_unnamed > 0:
+                stop = (len(digests) + num_new) * size * TOKEN_BYTES
+                extend_chain(chain, data[stop - num_unnamed * size * TOKEN_BYTES : stop], size)
+            parents += chain[start:end]
+            digests += chain[start + 1 : end + 1]
+        self.pool.cache(self._tables[rows, index], digests, parents, tokens)
+        self._num_cached[slots] += count
+
+    # -- tables --------------------------------------------------------------------------------------------
+
+    def num_free_after_acquiring(self, block_ids: IntArray) -> int:
         """Return the free blocks left once the cached blocks `block_ids` are in use."""
         return self.pool.num_free - self.pool.count_idle(block_ids)
 
-    def open(self, slot: int, prefix: list[int], num_blocks: int) -> None:
-        """Give an empty slot a table of `num_blocks` blocks that begins with the cached blocks `prefix`."""
-        self.pool.acquire(prefix)
-        fresh = self.pool.allocate(num_blocks - len(prefix))
-        self._tables[slot, : len(prefix)] = prefix
-        self._tables[slot, len(prefix) : num_blocks] = fresh
+    def open(self, slot: int, held: IntArray, fresh: IntArray, *, num_cached: int) -> None:
+        """Give an empty slot a table.
+
+        Args:
+            slot: whose table.
+            held: blocks that it begins with; their references become the table's, as do those of
+            fresh: newly allocated blocks, which follow.
+            num_cached: how many of `held`, from the start, can be found already.
+        """
+        num_blocks = len(held) + len(fresh)
+        self._tables[slot, : len(held)] = held
+        self._tables[slot, len(held) : num_blocks] = fresh
         self.num_blocks[slot] = num_blocks
-        self._num_cached[slot] = len(prefix)
+        self._num_cached[slot] = num_cached
 
     def missing_blocks(self, slots: IntArray, num_tokens: IntArray) -> IntArray:
         """Return how many blocks each slot lacks to hold `num_tokens` tokens: [slots]."""
@@ -103,32 +188,61 @@ class KVCacheManager:
         self.num_blocks[slots] += missing
         return rows, index, block_ids
 
-    def close(self, slot: int) -> None:
-        """Take back all blocks of `slot`, tail first, so that the start of a prefix is evicted last."""
-        self.pool.release(self._tables[slot, : self.num_blocks[slot]][::-1].tolist())
+    def fork(self, parent: int, slot: int, num_computed: int) -> tuple[int, int] | None:
+        """Give `slot`, whatever it held, the parent's blocks of its first `num_computed` tokens.
+
+        Full blocks are shared; the one that both would write to next is copied.
+
+        Returns:
+            (from, to) of the block to copy, or None if the tokens end at a block's end.
+        """
+        prefix = self.prefix_in_slot(parent, num_computed)
+        self.pool.acquire(prefix.block_ids)
+        self.close(slot)
+        num_cached = min(int(self._num_cached[parent]), len(prefix.block_ids))
+        copied = self.pool.allocate(0 if prefix.copy_from is None else 1)
+        self.open(slot, prefix.block_ids, copied, num_cached=num_cached)
+        return None if prefix.copy_from is None else (prefix.copy_from, int(copied[0]))
+
+    def close(self, slot: int, priority: int = 0) -> None:
+        """Take back all blocks of `slot`, tail first, so that the start of a prefix is rewritten last."""
+        block_ids = self.table(slot)[::-1]
         self.num_blocks[slot] = 0
         self._num_cached[slot] = 0
+        if self._closed is None:
+            self.pool.release(block_ids, priority)
+        else:
+            self._closed.append((block_ids, priority))
 
-    def positions_with_new_full_blocks(self, slots: IntArray, num_computed: IntArray) -> IntArray:
-        """Return the positions in `slots` that hold computed full blocks which are not cached yet."""
-        if not self.enable_prefix_caching:
-            return np.empty(0, dtype=np.int32)
-        return np.flatnonzero(num_computed // self.block_size > self._num_cached[slots]).astype(np.int32)
+    @contextlib.contextmanager
+    def closing_together(self) -> Iterator[None]:
+        """Let the blocks of all slots that are closed meanwhile go at the end, in one operation."""
+        self._closed = []
+        try:
+            yield
+        finally:
+            closed, self._closed = self._closed, None
+            if closed:
+                priorities = [np.full(len(block_ids), priority) for block_ids, priority in closed]
+                block_ids = np.concatenate([block_ids for block_ids, _ in closed])
+                self.pool.release(block_ids, np.concatenate(priorities))
 
-    def cache_full_blocks(self, request_id: str, slot: int, computed_token_ids: IntArray) -> None:
-        """Make the full blocks of `slot`, whose KV is computed for these tokens ([tokens]), findable."""
-        keys = self._keys[request_id]
-        extend_keys(keys, self._roots[request_id], computed_token_ids, self.block_size)
-        num_full = len(computed_token_ids) // self.block_size
-        for index in range(self._num_cached[slot], num_full):
-            self.pool.cache(int(self._tables[slot, index]), keys[index])
-        self._num_cached[slot] = num_full
+    def slots_holding(self, block_ids: frozenset[int], slots: IntArray) -> list[int]:
+        """Return which of `slots` have any of `block_ids` in their tables."""
+        wanted = list(block_ids)
+        return [slot for slot in slots.tolist() if np.isin(self.table(slot), wanted).any()]
 
-    def check(self) -> None:
-        """Check invariants 1 and 2; `AssertionError` names what does not hold."""
+    # -- checks --------------------------------------------------------------------------------------------
+
+    def check(self, held_elsewhere: Iterable[int] = ()) -> None:
+        """Check invariants 1 and 2; `AssertionError` names what does not hold.
+
+        Args:
+            held_elsewhere: blocks with a reference that is no table's, once for each.
+        """
         tables = [self._tables[slot, :count] for slot, count in enumerate(self.num_blocks)]
-        self.pool.check(int(block) for table in tables for block in table)
-        assert self._keys.keys() == self._roots.keys()
+        held = [int(block) for table in tables for block in table]
+        self.pool.check([*held, *held_elsewhere])
 
     @property
     def num_open_slots(self) -> int:
@@ -138,4 +252,4 @@ class KVCacheManager:
     @property
     def num_known_requests(self) -> int:
         """Requests whose prefix keys are kept: for leak checks."""
-        return len(self._keys)
+        return len(self._chains)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -34,6 +36,16 @@ class KVCacheTensors:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's (keys, values), each a view `[num_blocks, kv_heads, block_size, head_dim]`."""
         return self._layers[index]
+
+    def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
+        """Copy whole blocks, each as it was before this call.
+
+        Args:
+            copies: [N, 2] block ids (from, to); no two go to the same block.
+        """
+        if len(copies):
+            source, target = torch.from_numpy(copies.astype(np.int64)).unbind(1)
+            self.tensor[target] = self.tensor[source]
 
     @property
     def nbytes(self) -> int:

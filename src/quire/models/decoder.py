@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,16 @@ class DecoderLayer:
     expert_down: torch.Tensor | None = None  # [experts, hidden, moe_intermediate]
 
 
+class LayerHook(Protocol):
+    """Is told of the layers of a forward pass, one after the other."""
+
+    def before_layer(self, layer: int) -> None:
+        """Nothing of this layer's KV has been read or written yet."""
+
+    def after_attention(self, layer: int) -> None:
+        """The step's KV of this layer is written, and nothing will read it again in this step."""
+
+
 class Decoder:
     """A decoder-only transformer over plain tensors.
 
@@ -76,7 +87,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, kv_cache: KVCacheTensors, batch: AttentionBatch
+        self,
+        token_ids: torch.Tensor,
+        kv_cache: KVCacheTensors,
+        batch: AttentionBatch,
+        *,
+        hook: LayerHook | None = None,
     ) -> torch.Tensor:
         """Compute one step's tokens, writing their keys and values to the cache.
 
@@ -84,6 +100,7 @@ class Decoder:
             token_ids: [T] int64, in the batch's order.
             kv_cache: holds the keys and values of all earlier tokens of these sequences.
             batch: which tokens these are.
+            hook: is told of each layer.
 
         Returns:
             [T, hidden], normalized and ready for `logits`.
@@ -93,7 +110,11 @@ class Decoder:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         angles = [table.rows(batch.positions) for table in self._rotary]
         for index, layer in enumerate(self.layers):
+            if hook is not None:
+                hook.before_layer(index)
             hidden = self._attention(index, layer, hidden, angles=angles, kv_cache=kv_cache, batch=batch)
+            if hook is not None:
+                hook.after_attention(index)
             hidden = self._feed_forward(layer, hidden)
         return self._norm(hidden, self.norm)
 

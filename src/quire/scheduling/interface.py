@@ -7,9 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from quire.config import SchedulerConfig
-from quire.request import Request, RequestStatus
+from quire.kv.connector import KVConnector
+from quire.request import Request
+from quire.scheduling.context import SchedulerContext
 from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats
-from quire.step import ModelRunnerOutput, SchedulerOutput
+from quire.status import RequestStatus
+from quire.step import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 class PauseState(enum.Enum):
@@ -27,10 +30,18 @@ class SchedulerInterface(ABC):
         config: validated.
         num_blocks: KV blocks in the cache.
         max_model_len: longest sequence in tokens.
+        context: the scheduler's surroundings; None: none of its parts.
     """
 
     @abstractmethod
-    def __init__(self, config: SchedulerConfig, *, num_blocks: int, max_model_len: int) -> None: ...
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        context: SchedulerContext | None = None,
+    ) -> None: ...
 
     @abstractmethod
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -91,11 +102,12 @@ class SchedulerInterface(ABC):
         """Return (running, waiting)."""
 
     @abstractmethod
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached prefixes, as is needed when weights change.
 
         Running requests are preempted and recomputed if `reset_running_requests`; otherwise nothing happens
-        and False is returned while any block is in use.
+        and False is returned while any block is in use. With `reset_connector`, what the KV connector has
+        stored is forgotten too; False if it cannot be.
         """
 
     @property
@@ -108,12 +120,47 @@ class SchedulerInterface(ABC):
         """Say which requests may run."""
 
     @abstractmethod
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Return the tokens that grammars allow in this step, or None if no request of it has a grammar.
+
+        To be asked when all steps before this one have been applied.
+        """
+
+    @abstractmethod
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take proposals for running requests, to be verified in the next step that they are scheduled in.
+
+        Requests that do not run are passed over; what a grammar does not allow is cut off.
+        """
+
+    @abstractmethod
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Replace the drafts in the newest plan, in place, before the runner gets it.
+
+        A request keeps at most as many drafts as it was planned with; with fewer, it is scheduled for fewer
+        tokens.
+
+        Raises:
+            ValueError: `scheduler_output` is not the newest step in flight.
+        """
+
+    @abstractmethod
+    def get_kv_connector(self) -> KVConnector | None:
+        """Return the KV connector, if there is one."""
+
+    @abstractmethod
+    def explain(self, request_id: str) -> str:
+        """Return, in a sentence, what a request does or waits for."""
+
+    @abstractmethod
     def get_kv_cache_usage(self) -> float:
         """Share of the KV blocks that running requests hold, 0 to 1."""
 
     @abstractmethod
-    def make_stats(self) -> SchedulerStats:
-        """Return the present state and the counters since the start."""
+    def make_stats(self) -> SchedulerStats | None:
+        """Return the present state and the counters since the start; None if none are kept."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
-from quire.request import FinishReason, Request, RequestStatus
-from quire.step import ModelRunnerOutput, PositionLogprobs
+from quire.status import FinishReason
+from quire.step import PositionLogprobs
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What is new about one request. With a `finish_reason` it is the request's one terminal output.
 
-    `error` tells what was wrong when `finish_reason` is "error". `num_cached_tokens` counts prompt tokens
-    found in the prefix cache when the request was first admitted.
+    `error` tells what was wrong when `finish_reason` is "error", and `error_type` names the class in
+    `quire.errors` it belongs to, if it does. `num_cached_tokens` counts prompt tokens found in the prefix
+    cache, or loaded from elsewhere, when the request was first admitted; it comes with the first output.
     """
 
     request_id: str
@@ -23,6 +27,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: list[PositionLogprobs] | None = None
     error: str | None = None
+    error_type: str = ""
+    cumulative_logprob: float | None = None  # of a beam search's hypothesis, nats
+    kv_transfer_params: Mapping[str, Any] | None = None  # where the request's KV can be had, from a connector
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -38,6 +45,12 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    num_draft_tokens: int = 0  # verified
+    num_accepted_tokens: int = 0  # of those
+    num_timeouts: int = 0
+    num_loaded_tokens: int = 0  # prompt tokens whose KV came from elsewhere
+    num_failed_loads: int = 0
+    num_leased_blocks: int = 0  # held by pins and transfers
 
     @property
     def kv_cache_usage(self) -> float:
@@ -50,24 +63,3 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
-
-
-def output_of(
-    request: Request, new_token_ids: list[int], status: RequestStatus | None, runner: ModelRunnerOutput
-) -> EngineCoreOutput | None:
-    """Return what the front end must hear of a request after a step, or None if nothing is new."""
-    request_id = request.request_id
-    prompt_logprobs = runner.prompt_logprobs.get(request_id)
-    if not new_token_ids and status is None and prompt_logprobs is None:
-        return None
-    logprobs = runner.logprobs.get(request_id)
-    return EngineCoreOutput(
-        request_id=request_id,
-        new_token_ids=new_token_ids,
-        finish_reason=None if status is None else FinishReason.of(status),
-        stop_reason=request.stop_reason,
-        num_cached_tokens=request.num_cached_tokens,
-        logprobs=None if logprobs is None else logprobs[: len(new_token_ids)],
-        prompt_logprobs=prompt_logprobs,
-        error=runner.errors.get(request_id),
-    )

@@ -11,8 +11,10 @@ import bisect
 import numpy as np
 
 from quire.request import Request
-from quire.scheduling.queue import OrderKey
 from quire.step import NO_TOKEN, BoolArray, IntArray
+
+OrderKey = tuple[float, ...]
+"""What requests are sorted by; lower goes first, and no two are equal."""
 
 
 class RunningSlots:
@@ -20,16 +22,27 @@ class RunningSlots:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.requests: list[Request | None] = [None] * max_num_seqs
+        self.request_ids = np.full(max_num_seqs, "", dtype=np.object_)  # of str
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # known: prompt and output
-        self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)  # whose KV is in the cache
+        self.num_pending = np.zeros(max_num_seqs, dtype=np.int32)  # sampled by steps that have not landed
+        self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)  # in the cache once all steps have landed
+        self.num_drafts = np.zeros(max_num_seqs, dtype=np.int32)  # proposed, to be verified
         self.token_limit = np.zeros(max_num_seqs, dtype=np.int32)  # ends when num_tokens reaches it
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # may not stop before num_tokens reaches it
         self.stop_ids = np.full((max_num_seqs, 4), NO_TOKEN, dtype=np.int32)  # widened as needed
+        self.client_index = np.zeros(max_num_seqs, dtype=np.int32)
+        self.is_silent = np.zeros(max_num_seqs, dtype=np.bool_)  # the client has heard nothing of it yet
+        self.is_beam = np.zeros(max_num_seqs, dtype=np.bool_)  # a beam search chooses its tokens
+        self.awaits_tokens = np.zeros(max_num_seqs, dtype=np.bool_)  # no step before its tokens have landed
         # Zeroed memory is committed when first written: a long max_model_len costs address space only.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self.draft_ids = np.full((max_num_seqs, 0), NO_TOKEN, dtype=np.int32)  # widened as needed
         self.occupied = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._has_stop_ids = [False] * max_num_seqs
+        self._max_model_len = max_model_len
         self._slots: dict[str, int] = {}
-        self._keys: list[OrderKey] = [(0, 0)] * max_num_seqs
+        self._keys: list[OrderKey] = [()] * max_num_seqs
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._order: list[tuple[OrderKey, int]] = []
         self._order_array: IntArray | None = None
@@ -38,19 +51,15 @@ class RunningSlots:
         return len(self._order)
 
     @property
-    def has_free_slot(self) -> bool:
-        """Whether another request can run."""
-        return bool(self._free)
+    def num_free(self) -> int:
+        """Slots that are not occupied and may be."""
+        return len(self._free)
 
     def in_order(self) -> IntArray:
         """Return the occupied slots, first to be served first: [running]."""
         if self._order_array is None:
             self._order_array = np.array([slot for _, slot in self._order], dtype=np.int32)
         return self._order_array
-
-    def last(self) -> int:
-        """Return the slot that is served last, the first victim of a preemption."""
-        return self._order[-1][1]
 
     def request_at(self, slot: int) -> Request:
         """Return the request in an occupied slot."""
@@ -63,20 +72,30 @@ class RunningSlots:
         """Return the slot of a request, or None if it does not run."""
         return self._slots.get(request_id)
 
-    def occupy(self, request: Request, key: OrderKey, max_model_len: int) -> int:
+    def key_of(self, slot: int) -> OrderKey:
+        """Return what the request in a slot is sorted by."""
+        return self._keys[slot]
+
+    def occupy(self, request: Request, key: OrderKey) -> int:
         """Put a request into a free slot and return it."""
         slot = self._free.pop()
-        tokens = request.all_token_ids
-        params = request.sampling_params
+        num_prompt, num_tokens = request.num_prompt_tokens, request.num_tokens
         self.requests[slot] = request
+        self.request_ids[slot] = request.request_id
         self._slots[request.request_id] = slot
         self._keys[slot] = key
         self.occupied[slot] = True
-        self.token_ids[slot, : len(tokens)] = tokens
-        self.num_tokens[slot] = len(tokens)
+        self.token_ids[slot, :num_prompt] = request.prompt_array
+        self.token_ids[slot, num_prompt:num_tokens] = request.output_token_ids
+        self.num_prompt[slot] = num_prompt
+        self.num_tokens[slot] = num_tokens
         self.num_computed[slot] = request.num_computed_tokens
-        self.token_limit[slot] = token_limit(request, max_model_len)
-        self.min_tokens[slot] = request.num_prompt_tokens + params.min_tokens
+        self.num_pending[slot] = self.num_drafts[slot] = 0
+        self.token_limit[slot] = token_limit(request, self._max_model_len)
+        self.min_tokens[slot] = num_prompt + request.sampling_params.min_tokens
+        self.client_index[slot] = request.client_index
+        self.is_silent[slot] = not request.output_token_ids
+        self.awaits_tokens[slot] = self.is_beam[slot] = False
         self._set_stop_ids(slot, request)
         bisect.insort(self._order, (key, slot))
         self._order_array = None
@@ -84,15 +103,20 @@ class RunningSlots:
 
     def leave(self, slot: int) -> Request:
         """Take the request out of its slot, up to date; the slot stays unusable until `free` is called."""
-        request = self.request_at(slot)
-        num_prompt = request.num_prompt_tokens
-        request.output_token_ids = self.token_ids[slot, num_prompt : self.num_tokens[slot]].tolist()
-        request.num_computed_tokens = int(self.num_computed[slot])
+        request = self.update_request(slot)
         self.requests[slot] = None
         del self._slots[request.request_id]
         self.occupied[slot] = False
         self._order.pop(bisect.bisect_left(self._order, (self._keys[slot], slot)))
         self._order_array = None
+        return request
+
+    def update_request(self, slot: int) -> Request:
+        """Bring the request in a slot up to date and return it."""
+        request = self.request_at(slot)
+        num_prompt = request.num_prompt_tokens
+        request.output_token_ids = self.token_ids[slot, num_prompt : self.num_tokens[slot]].tolist()
+        request.num_computed_tokens = int(self.num_computed[slot])
         return request
 
     def free(self, slot: int) -> None:
@@ -113,6 +137,30 @@ class RunningSlots:
         """Return which slots have all the tokens they may have: [slots]."""
         return self.num_tokens[slots] >= self.token_limit[slots]
 
+    # -- drafts --------------------------------------------------------------------------------------------
+
+    def propose(self, slots: IntArray, draft_ids: IntArray) -> None:
+        """Take drafts ([slots, K], right-padded with NO_TOKEN), as many as may still become output.
+
+        The last token that a request may have is never a draft: verifying always samples one more.
+        """
+        width = draft_ids.shape[1]
+        if width > self.draft_ids.shape[1]:
+            padding = ((0, 0), (0, width - self.draft_ids.shape[1]))
+            self.draft_ids = np.pad(self.draft_ids, padding, constant_values=NO_TOKEN)
+        room = np.maximum(self.token_limit[slots] - self.num_tokens[slots] - 1, 0)
+        count = np.minimum(np.count_nonzero(draft_ids != NO_TOKEN, axis=1), room)
+        count[self.num_pending[slots] > 0] = 0  # they guess at a place that a step in flight computes
+        self.draft_ids[slots, :width] = draft_ids
+        self.num_drafts[slots] = count
+
+    def drafts_of(self, slots: IntArray, counts: IntArray) -> IntArray:
+        """Return the first `counts` drafts of each slot: [slots, most of them], padded with NO_TOKEN."""
+        width = int(counts.max(initial=0))
+        is_draft = np.arange(width) < counts[:, None]
+        drafts: IntArray = np.where(is_draft, self.draft_ids[slots, :width], np.int32(NO_TOKEN))
+        return drafts
+
     def _set_stop_ids(self, slot: int, request: Request) -> None:
         params = request.sampling_params
         eos_token_ids = () if params.ignore_eos else request.eos_token_ids
@@ -121,8 +169,10 @@ class RunningSlots:
         if len(stop_ids) > width:
             padding = ((0, 0), (0, len(stop_ids) - width))
             self.stop_ids = np.pad(self.stop_ids, padding, constant_values=NO_TOKEN)
-        self.stop_ids[slot] = NO_TOKEN
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+        if stop_ids or self._has_stop_ids[slot]:
+            self.stop_ids[slot] = NO_TOKEN
+            self.stop_ids[slot, : len(stop_ids)] = stop_ids
+            self._has_stop_ids[slot] = bool(stop_ids)
 
 
 def token_limit(request: Request, max_model_len: int) -> int:

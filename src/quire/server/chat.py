@@ -10,7 +10,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.request import CompletionOutput, RequestOutput
+from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext, context_of, request_id_of
 from quire.server.generation import SequenceProgress, end_reason, generate, naming_prompt, usage_of
 from quire.server.logprobs import chat_logprobs
@@ -60,8 +60,7 @@ class _ChatCall:
             [message.for_template() for message in body.messages],
             self._params,
             request_id=self._id,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            **body.request_options(),
         )
         return generate(
             [naming_prompt("messages", stream)],

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.request import CompletionOutput, RequestOutput
+from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext, context_of, request_id_of
 from quire.server.generation import SequenceProgress, end_reason, generate, naming_prompt, usage_of
 from quire.server.logprobs import CompletionLogprobsWriter, joined
@@ -57,7 +57,7 @@ class _CompletionCall:
         self._body = body
         self._request_id = request_id
         self._params = body.sampling_params()
-        context.require_room(len(body.prompts) * self._params.n)
+        context.require_room(len(body.prompts) * self._params.num_sequences)
         self._include_usage = body.include_usage
         self._created = int(time.time())
 
@@ -69,8 +69,7 @@ class _CompletionCall:
                 prompt,
                 self._params,
                 request_id=request_id,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
+                **body.request_options(),
             )
             for prompt, request_id in zip(body.prompts, request_ids, strict=True)
         ]

@@ -53,8 +53,8 @@ class ServerContext:
         limit = self.llm.config.scheduler.max_num_queued_reqs
         if num_sequences > limit:
             raise InvalidRequestError(
-                f"the call asks for {num_sequences} sequences, its prompts times n; the limit is {limit} "
-                "(the server's max_num_queued_reqs); send several smaller calls",
+                f"the call asks for {num_sequences} sequences, its prompts times n or best_of; the limit is "
+                f"{limit} (the server's max_num_queued_reqs); send several smaller calls",
                 param="n",
             )
 

@@ -7,11 +7,12 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from quire.errors import InvalidRequestError
-from quire.request import CompletionOutput, FinishReason, RequestOutput
+from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 from quire.server.lifecycle import Lifecycle
 from quire.server.metrics import Metrics, RequestTimer
 from quire.server.responses import EndReason, PromptTokensDetails, Usage
+from quire.status import FinishReason
 
 OutputStream = AsyncGenerator[RequestOutput, None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from quire.server.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 if TYPE_CHECKING:

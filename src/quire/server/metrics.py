@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.errors import InvalidRequestError, QueueFullError
-from quire.request import CompletionOutput, RequestOutput
+from quire.request_output import CompletionOutput, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
 
 _LATENCY_BUCKETS = (

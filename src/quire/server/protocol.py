@@ -10,19 +10,19 @@ import dataclasses
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     StringConstraints,
     Tag,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from quire.errors import InvalidRequestError, nearest_name
-from quire.request import SamplingParams
+from quire.errors import InvalidRequestError
+from quire.request_options import RequestOptions
+from quire.sampling_params import MAX_BEAM_WIDTH, SamplingParams
+from quire.server.strict_model import StrictModel, optional_field
+from quire.server.structured_outputs import ResponseFormat, StructuredOutputs
 
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 16
@@ -33,13 +33,11 @@ _MOST_LISTED = 1024  # entries of a list before duplicates are merged; SamplingP
 Unsupported: TypeAlias = None
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+ShortText = Annotated[str, Field(max_length=256)]
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 Role = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
-UNKNOWN_NAME = "unknown_name"
-"""Type of the validation error about a name that a model does not have; `name` and `hint` in its context."""
-
-UNION_TAGS = frozenset({"=text", "=texts", "=tokens", "=token_lists", "=parts"})
+UNION_TAGS = frozenset({"=text", "=texts", "=tokens", "=token_lists", "=parts", "=schema"})
 """Names of the forms that a field may take; they are no part of a field's path."""
 
 
@@ -96,23 +94,6 @@ LogitBias = Annotated[
 ]
 
 
-class StrictModel(BaseModel):
-    """No unknown names, no conversion between types, no NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_names(cls, values: Any) -> Any:
-        """Stop at the first unknown name; pydantic's own check would describe every one of a million."""
-        for name in values if isinstance(values, dict) else ():
-            if name not in cls.model_fields:
-                known = [key for key, field in cls.model_fields.items() if field.annotation is not type(None)]
-                context = {"name": name, "hint": nearest_name(name, known)}
-                raise PydanticCustomError(UNKNOWN_NAME, "unknown name", context)
-        return values
-
-
 class StreamOptions(StrictModel):
     """What a stream carries besides the text."""
 
@@ -122,8 +103,12 @@ class StreamOptions(StrictModel):
 
 def _sampling_field(name: str) -> Any:
     """Return an optional field described as in `SamplingParams`."""
-    [field] = [field for field in dataclasses.fields(SamplingParams) if field.name == name]
-    return Field(None, description=field.metadata["help"])
+    return optional_field(SamplingParams, name)
+
+
+def _option_field(name: str) -> Any:
+    """Return an optional field described as in `RequestOptions`."""
+    return optional_field(RequestOptions, name)
 
 
 class GenerationRequest(StrictModel):
@@ -150,15 +135,25 @@ class GenerationRequest(StrictModel):
     )
     include_stop_str_in_output: bool | None = _sampling_field("include_stop_str_in_output")
     ignore_eos: bool | None = _sampling_field("ignore_eos")
+    use_beam_search: bool | None = Field(
+        None, description="Search with beam_width beams; if that is left out, with best_of or n of them."
+    )
+    beam_width: Count | None = _sampling_field("beam_width")
+    num_beam_groups: Count | None = _sampling_field("num_beam_groups")
+    diversity_penalty: float | None = _sampling_field("diversity_penalty")
+    length_penalty: float | None = _sampling_field("length_penalty")
+    stop_criteria: str | None = _sampling_field("stop_criteria")
     seed: int | None = _sampling_field("seed")
     skip_special_tokens: bool | None = _sampling_field("skip_special_tokens")
-    priority: Count | None = Field(None, description="Lower is served first under the priority policy.")
-    cache_salt: str | None = Field(
-        None, max_length=256, description="Share prefix-cache blocks only with requests of the same salt."
-    )
+    structured_outputs: StructuredOutputs | None = _sampling_field("structured_outputs")
+    priority: Count | None = _option_field("priority")
+    cache_salt: ShortText | None = _option_field("cache_salt")
+    timeout: float | None = _option_field("timeout")
+    queue_timeout: float | None = _option_field("queue_timeout")
+    pin_prefix: float | None = _option_field("pin_prefix")
     stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    user: str | None = Field(None, max_length=256, description="A label for the caller's own use; no effect.")
+    user: ShortText | None = _option_field("tenant")
 
     @property
     def include_usage(self) -> bool:
@@ -173,19 +168,56 @@ class GenerationRequest(StrictModel):
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
         return bool(self.stream_options.include_usage)
 
+    def request_options(self) -> dict[str, Any]:
+        """Return the fields of `RequestOptions` that were given."""
+        given = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(RequestOptions)}
+        given["tenant"] = self.user
+        return {name: value for name, value in given.items() if value is not None}
+
     def shared_sampling_fields(self) -> dict[str, Any]:
         """Return those fields that `SamplingParams` has under the same name and that were given."""
         names = _SHARED_SAMPLING_FIELDS
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.params()
         return given
 
+    def checked_params(self, fields: dict[str, Any]) -> SamplingParams:
+        """Return the engine's parameters from those given for this body.
 
+        Raises:
+            InvalidRequestError: a value out of range, two that contradict each other, or a stream of
+                completions that are not known before all have ended.
+        """
+        if self.use_beam_search:
+            fields.setdefault("beam_width", fields.pop("best_of", fields.get("n", 1)))
+            if not 2 <= fields["beam_width"] <= MAX_BEAM_WIDTH:
+                raise InvalidRequestError(
+                    f"use_beam_search with {fields['beam_width']} beams; set beam_width to a number from "
+                    f"2 to {MAX_BEAM_WIDTH}",
+                    param="use_beam_search",
+                )
+        elif self.use_beam_search is False and self.beam_width:
+            raise InvalidRequestError(
+                f"use_beam_search is false, but beam_width is {self.beam_width}", param="use_beam_search"
+            )
+        params = SamplingParams(**fields)
+        if self.stream and params.is_ranked:
+            kind = "beam search" if params.beam_width else f"best_of {params.best_of} above n {params.n}"
+            raise InvalidRequestError(
+                f"stream is true, but with {kind} nothing is known before all is; set stream to false",
+                param="stream",
+            )
+        return params
+
+
+_CONVERTED_FIELDS = ("logit_bias", "structured_outputs")
 _SHARED_SAMPLING_FIELDS = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if field.name in GenerationRequest.model_fields and field.name != "logit_bias"
+    if field.name in GenerationRequest.model_fields and field.name not in _CONVERTED_FIELDS
 )
 
 
@@ -193,7 +225,7 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Prompt = Field(description="Text or token ids to continue, one or several.")
-    best_of: Count | None = Field(None, description="Must equal n: choices are not ranked and dropped.")
+    best_of: Count | None = _sampling_field("best_of")
     echo: bool | None = Field(None, description="Start the text with the prompt; with max_tokens 0, only it.")
     logprobs: Count | None = _sampling_field("logprobs")
     suffix: Unsupported = None
@@ -218,11 +250,9 @@ class CompletionRequest(GenerationRequest):
         Raises:
             InvalidRequestError: a value out of range, or two that contradict each other.
         """
-        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
-            raise InvalidRequestError(
-                f"best_of is {self.best_of}; it must equal n ({self.n or 1}), or be left out", param="best_of"
-            )
         fields = self.shared_sampling_fields()
+        if self.best_of is not None:
+            fields["best_of"] = self.best_of
         fields.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
         if self.only_scores_prompt:
             fields["max_tokens"] = 1  # the engine samples at least one token; it is dropped
@@ -234,7 +264,7 @@ class CompletionRequest(GenerationRequest):
         if self.logprobs is not None:
             fields["logprobs"] = self.logprobs
             fields["prompt_logprobs"] = self.logprobs if self.echo else None
-        return SamplingParams(**fields)
+        return self.checked_params(fields)
 
 
 class TextPart(StrictModel):
@@ -266,12 +296,6 @@ class ChatMessage(StrictModel):
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
-
-
-class ResponseFormat(StrictModel):
-    """The form of the answer: text."""
-
-    type: Literal["text"]
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -309,6 +333,14 @@ class ChatCompletionRequest(GenerationRequest):
             InvalidRequestError: a value out of range, or two that contradict each other.
         """
         fields = self.shared_sampling_fields()
+        structure = None if self.response_format is None else self.response_format.params()
+        if structure is not None:
+            if "structured_outputs" in fields:
+                raise InvalidRequestError(
+                    "response_format and structured_outputs both say what the output is; give one of them",
+                    param="response_format",
+                )
+            fields["structured_outputs"] = structure
         newer = self.max_completion_tokens
         if newer is not None:
             if self.max_tokens is not None and self.max_tokens != newer:
@@ -321,4 +353,4 @@ class ChatCompletionRequest(GenerationRequest):
             fields["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs is not None:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return SamplingParams(**fields)
+        return self.checked_params(fields)

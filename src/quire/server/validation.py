@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 from quire.errors import InvalidRequestError
-from quire.server import protocol
+from quire.server import protocol, strict_model
 from quire.server.errors import ApiError, ClientGoneError
 
 M = TypeVar("M", bound=BaseModel)
@@ -93,7 +93,7 @@ def _explained(error: ErrorDetails) -> InvalidRequestError:
         case "json_invalid":
             reason = error.get("ctx", {}).get("error", error["msg"])
             return InvalidRequestError(f"the body is not valid JSON: {reason}")
-        case protocol.UNKNOWN_NAME:
+        case strict_model.UNKNOWN_NAME:
             context = error["ctx"]
             path = _path_text((*error["loc"], context["name"]))
             return InvalidRequestError(f"unknown parameter {path!r}; {context['hint']}", param=path)

@@ -1,0 +1,135 @@
+"""How an engine is put together from its configuration: model, cache, runner and scheduler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.config import EngineConfig
+from quire.engine.cache_growth import CacheGrowth
+from quire.engine.drafting import build_proposer
+from quire.kv.connector import KVConnector
+from quire.kv.events import KVEventCollector
+from quire.kv.memory_connector import MemoryConnector
+from quire.registry import Registry
+from quire.scheduling.context import SchedulerContext
+from quire.scheduling.interface import SchedulerInterface
+from quire.scheduling.llguidance_backend import LLGuidanceBackend
+
+if TYPE_CHECKING:
+    from quire.engine.drafting import DraftModel
+    from quire.engine.memory_plan import MemoryPlan
+    from quire.execution.model_runner import ModelRunner
+    from quire.models.config import ModelConfig
+
+ProgressCallback = Callable[[int, int], None]
+"""Called while weights load with (bytes done, bytes in all)."""
+
+SPARE_SHARE = 0.05
+"""Of the memory that was available at the start, a growing cache leaves this to everything else."""
+
+SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls", SchedulerInterface, {})
+CONNECTORS: Registry[KVConnector] = Registry(
+    "EngineConfig.kv_connector", KVConnector, {"memory": MemoryConnector}
+)
+
+
+def build_context(
+    config: EngineConfig,
+    model_path: Path,
+    model_config: ModelConfig,
+    plan: MemoryPlan,
+    kv_events: KVEventCollector | None,
+) -> SchedulerContext:
+    """Return the surroundings of the engine's scheduler."""
+    return SchedulerContext(
+        grammars=_grammar_backend(model_path, model_config),
+        connector=_connector(config),
+        kv_events=kv_events,
+        draft_length=config.speculation.draft_length,
+        commit_blocks=_growth(config, plan),
+    )
+
+
+def _grammar_backend(model_path: Path, model_config: ModelConfig) -> LLGuidanceBackend:
+    def eos_token_ids() -> tuple[int, ...]:
+        from quire.models.tokenizer import Tokenizer  # slow, and seldom needed here
+
+        return Tokenizer.from_directory(model_path).eos_token_ids
+
+    return LLGuidanceBackend(model_path / "tokenizer.json", model_config.vocab_size, eos_token_ids)
+
+
+def _connector(config: EngineConfig) -> KVConnector | None:
+    if not config.kv_connector:
+        return None
+    return CONNECTORS.build(config.kv_connector, block_size=config.scheduler.block_size)
+
+
+def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:
+    """Return what lets the cache grow; a cache of a given size has all of its blocks from the start."""
+    if config.scheduler.num_kv_blocks or config.scheduler.cache_size:
+        return None
+    spare_bytes = int(plan.available_bytes * SPARE_SHARE) + plan.activation_bytes
+    return CacheGrowth(plan.kv_bytes_per_block, spare_bytes=spare_bytes)
+
+
+def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerContext) -> SchedulerInterface:
+    """Return the engine's scheduler, within a recorder if its work is to be recorded.
+
+    Raises:
+        ConfigError: its class, a policy or the recording's file cannot be used.
+    """
+    scheduler_cls = SCHEDULERS.class_of(config.scheduler_cls)
+    size = {"num_blocks": plan.num_blocks, "max_model_len": plan.max_model_len}
+    if not config.record_path:
+        return scheduler_cls(config.scheduler, context=context, **size)
+    from quire.scheduling.recorder import RecordingScheduler
+
+    return RecordingScheduler(
+        config.scheduler, context=context, scheduler_cls=scheduler_cls, path=Path(config.record_path), **size
+    )
+
+
+def build_runner(
+    config: EngineConfig,
+    model_path: Path,
+    model_config: ModelConfig,
+    plan: MemoryPlan,
+    *,
+    draft_model: DraftModel | None,
+    connector: KVConnector | None,
+    on_progress: ProgressCallback | None,
+) -> ModelRunner:
+    """Load the weights and allocate the KV cache; everything that needs torch is imported here."""
+    # Threads that spin long at the end of each parallel region take the cores from the front and from
+    # neighbours; threads that sleep at once wake too late. libgomp reads this once, when torch loads it.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    import torch
+
+    from quire.execution.model_runner import ModelRunner
+    from quire.kv.tensors import KVCacheTensors
+    from quire.models.loading import load_decoder
+
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    model = load_decoder(model_path, model_config, plan.dtype, on_progress=on_progress)
+    kv_cache = KVCacheTensors(
+        num_blocks=plan.num_blocks,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        block_size=plan.block_size,
+        head_dim=model_config.head_dim,
+        dtype=getattr(torch, plan.dtype),
+    )
+    return ModelRunner(
+        model,
+        kv_cache,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        proposer=build_proposer(config, draft_model, plan),
+        connector=connector,
+    )

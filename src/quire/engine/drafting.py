@@ -1,0 +1,77 @@
+"""What makes an engine's drafts, built from its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.engine.memory_plan import dtype_of
+from quire.errors import ConfigError
+from quire.models.config import ModelConfig
+from quire.models.hub import resolve_model
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.memory_plan import MemoryPlan
+    from quire.execution.proposer import Proposer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftModel:
+    """Where the draft model is, and its shape."""
+
+    path: Path
+    config: ModelConfig
+
+
+def find_draft_model(config: EngineConfig, model: ModelConfig, *, weights: bool = True) -> DraftModel | None:
+    """Return the configured draft model, None if there is none.
+
+    Args:
+        config: the engine's.
+        model: the model that the drafts are for.
+        weights: download the weights too, if it has to be downloaded.
+
+    Raises:
+        ConfigError: its vocabulary is of another size than the model's.
+        ModelError: it cannot be found, read or understood.
+    """
+    name = config.speculation.draft_model
+    if not name:
+        return None
+    path = resolve_model(name, weights=weights)
+    draft = ModelConfig.from_directory(path)
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"SpeculationConfig.draft_model is {name!r}, with a vocabulary of {draft.vocab_size} tokens; "
+            f"{config.model!r} has {model.vocab_size}, and drafts must be in the same tokens: choose a model "
+            "of the same family"
+        )
+    return DraftModel(path, draft)
+
+
+def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: MemoryPlan) -> Proposer | None:
+    """Return what proposes drafts, None without speculation; loads the draft model's weights."""
+    speculation = config.speculation
+    if speculation.speculative_method == "ngram":
+        from quire.execution.ngram_proposer import NgramProposer
+
+        return NgramProposer(speculation.ngram_min, speculation.ngram_max)
+    if draft_model is None:
+        return None
+    from quire.execution.draft_model_proposer import DraftModelProposer
+    from quire.kv.tensors import KVCacheTensors
+    from quire.models.loading import load_decoder
+
+    shape = dataclasses.replace(draft_model.config, max_model_len=plan.max_model_len)
+    decoder = load_decoder(draft_model.path, shape, dtype_of(config, draft_model.config))
+    kv_cache = KVCacheTensors(
+        num_blocks=plan.num_blocks,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        block_size=plan.block_size,
+        head_dim=shape.head_dim,
+        dtype=decoder.dtype,
+    )
+    return DraftModelProposer(decoder, kv_cache)

@@ -1,0 +1,246 @@
+"""KV events to whoever listens, over ZeroMQ: published live, and again on request for those who missed some.
+
+The messages are vLLM's. The live socket (PUB) sends `[TOPIC, sequence number, batch]`. The replay socket
+(ROUTER) answers `[b"", first sequence number]` with `[b"", sequence number, batch]` for each batch from there
+on that is still in the buffer, and then `[b"", END_OF_REPLAY, b""]`. Sequence numbers count from 0, in 8
+bytes, big-endian; batches are msgpack of `KVEventBatch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from socket import socketpair
+
+import msgspec
+import zmq
+
+from quire.errors import ConfigError
+from quire.kv.events import AllBlocksCleared, KVCacheEvent, KVEventBatch
+
+logger = logging.getLogger(__name__)
+
+TOPIC = b"kv-events"
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+LINGER = 100
+"""Milliseconds that closing waits for batches to leave."""
+
+Socket = zmq.Socket[bytes]
+
+
+class KVEventPublisher:
+    """Publishes batches from a thread of its own; `publish` never waits for anybody.
+
+    The first batch says that nothing is cached: who follows an engine that was started anew learns it so.
+
+    Args:
+        endpoint: ZeroMQ address to bind the live socket to, as `tcp://127.0.0.1:5557`.
+        replay_endpoint: likewise for replay; empty: none.
+        buffer_steps: batches kept for replay; also the most that wait to be sent, in all and for one slow
+            subscriber, who misses the others.
+        clock: seconds since 1970.
+
+    Raises:
+        ConfigError: an address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str = "",
+        *,
+        buffer_steps: int = 10_000,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.num_dropped = 0  # batches that did not fit into the queue
+        self._clock = clock
+        self._next_number = 0
+        self._queue: deque[tuple[int, KVEventBatch]] = deque()
+        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)  # (number, batch), encoded
+        self._buffer_steps = buffer_steps
+        self._is_closing = False
+        self._context: zmq.Context[Socket] = zmq.Context()
+        try:
+            self._live = self._bound(zmq.PUB, endpoint, "kv_events_endpoint")
+            self._replay = (
+                self._bound(zmq.ROUTER, replay_endpoint, "kv_events_replay_endpoint")
+                if replay_endpoint
+                else None
+            )
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self.endpoint = _address(self._live)
+        self.replay_endpoint = _address(self._replay) if self._replay else ""
+        # Not a ZeroMQ socket: those may report that they are full when they no longer are.
+        self._wake, self._woken = socketpair()
+        self._wake.setblocking(False)
+        self.publish([AllBlocksCleared()])
+        # From here on, all sockets but `_wake` are the thread's.
+        self._thread = threading.Thread(target=self._run, name="quire-kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[KVCacheEvent]) -> None:
+        """Send one step's events, if there are any. A batch that the queue has no room for is lost.
+
+        Subscribers notice a lost batch by its number, which no other batch gets.
+        """
+        if not events or self._is_closing:
+            return
+        number = self._next_number
+        self._next_number += 1
+        if len(self._queue) >= self._buffer_steps:
+            if not self.num_dropped:
+                logger.warning("KV events come faster than they can be published; some are lost")
+            self.num_dropped += 1
+            return
+        self._queue.append((number, KVEventBatch(self._clock(), list(events))))
+        self._wake_thread()
+
+    def close(self) -> None:
+        """Send what is queued and let go of the sockets; may be called again."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._wake_thread()
+        self._thread.join()
+        self._wake.close()
+        self._woken.close()
+        self._context.term()
+
+    def _wake_thread(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough and has not looked yet
+            self._wake.send(b"x")
+
+    def _bound(self, kind: int, endpoint: str, field: str) -> Socket:
+        socket = self._context.socket(kind)
+        # A whole replay fits into the queue of one peer; a ROUTER drops what does not.
+        socket.sndhwm = self._buffer_steps + 1
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"EngineConfig.{field} is {endpoint!r}, which cannot be bound: {error}; give a free address "
+                "such as tcp://127.0.0.1:5557"
+            ) from error
+        return socket
+
+    def _run(self) -> None:
+        """Be the thread: send what is queued, answer replays, until closed."""
+        poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
+        if self._replay:
+            poller.register(self._replay, zmq.POLLIN)
+        encode = msgspec.msgpack.Encoder().encode
+        is_last = False
+        while not is_last:
+            ready = dict(poller.poll())
+            is_last = self._is_closing
+            if self._woken.fileno() in ready:
+                self._woken.recv(4096)
+            while self._queue:
+                number, batch = self._queue.popleft()
+                message = (number.to_bytes(8, "big"), encode(batch))
+                self._buffer.append(message)
+                self._live.send_multipart((TOPIC, *message))
+            if self._replay and self._replay in ready:
+                self._answer_replay(self._replay)
+        self._live.close(linger=LINGER)
+        if self._replay:
+            self._replay.close(linger=LINGER)
+
+    def _answer_replay(self, replay: Socket) -> None:
+        frames = replay.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning(
+                "a replay request has frames of %s bytes; ignored", [len(frame) for frame in frames]
+            )
+            return
+        peer, empty, first = frames
+        for number, batch in self._buffer:
+            if number >= first:  # big-endian bytes sort as the numbers do
+                replay.send_multipart((peer, empty, number, batch))
+        replay.send_multipart((peer, empty, END_OF_REPLAY, b""))
+
+
+class KVEventSubscriber:
+    """Follows one engine's KV events and asks for those that it missed.
+
+    Apply the batches in order to know what the engine has cached. When batches are lost for good, one with
+    `AllBlocksCleared` comes in their place: what is then known is too little, and never too much.
+
+    Args:
+        endpoint: the publisher's live address.
+        replay_endpoint: its replay address; empty: what is missed is lost.
+        replay_timeout: seconds to wait for each batch of a replay.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str = "", *, replay_timeout: float = 1.0) -> None:
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._live = self._context.socket(zmq.SUB)
+        self._live.subscribe(TOPIC)
+        self._live.connect(endpoint)
+        self._replay_endpoint = replay_endpoint
+        self._replay_timeout = int(replay_timeout * 1000)
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._next_number = 0
+        self._last_ts = 0.0
+
+    def receive(self, timeout: float | None = None) -> list[KVEventBatch]:
+        """Return the next batch, with those missed before it; empty after `timeout` seconds (None: never)."""
+        if not self._live.poll(None if timeout is None else int(timeout * 1000)):
+            return []
+        _, encoded_number, encoded = self._live.recv_multipart()
+        number, batch = int.from_bytes(encoded_number, "big"), self._decoder.decode(encoded)
+        if number < self._next_number:
+            if batch.ts <= self._last_ts:
+                return []  # came by a replay already
+            self._next_number = 0  # the engine was started anew
+        batches = self._missed(number)
+        batches.append(batch)
+        self._next_number = number + 1
+        self._last_ts = batch.ts
+        return batches
+
+    def close(self) -> None:
+        """Let go of the sockets."""
+        self._context.destroy(linger=0)
+
+    def _missed(self, end: int) -> list[KVEventBatch]:
+        """Return the batches from the next one to `end`, exclusive."""
+        if self._next_number == end:
+            return []
+        replayed = [item for item in self._replayed(self._next_number) if item[0] < end]
+        batches = []
+        expected = self._next_number
+        for number, batch in [*replayed, (end, None)]:
+            if number != expected:
+                batches.append(KVEventBatch(batch.ts if batch else self._last_ts, [AllBlocksCleared()]))
+            if batch is not None:
+                batches.append(batch)
+            expected = number + 1
+        return batches
+
+    def _replayed(self, first: int) -> list[tuple[int, KVEventBatch]]:
+        """Return what the publisher still has from number `first` on."""
+        if not self._replay_endpoint:
+            return []
+        batches: list[tuple[int, KVEventBatch]] = []
+        with self._context.socket(zmq.DEALER) as replay:
+            replay.linger = 0
+            replay.connect(self._replay_endpoint)
+            replay.send_multipart((b"", first.to_bytes(8, "big")))
+            while replay.poll(self._replay_timeout):
+                _, number, encoded = replay.recv_multipart()
+                if number == END_OF_REPLAY:
+                    break
+                batches.append((int.from_bytes(number, "big"), self._decoder.decode(encoded)))
+        return batches
+
+
+def _address(socket: Socket) -> str:
+    return socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")

@@ -1,0 +1,122 @@
+"""How an engine advances: one step after the other, or the next one planned while one runs."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from quire.scheduling.interface import SchedulerInterface
+from quire.scheduling.outputs import EngineCoreOutput
+from quire.step import NO_TOKEN, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Computes steps."""
+
+    def execute(self, output: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
+        """Compute one step; steps come one at a time, in the order in which they were planned."""
+
+
+class Stepper(ABC):
+    """Plans, computes and applies.
+
+    Args:
+        scheduler: plans and applies.
+        runner: computes.
+    """
+
+    def __init__(self, scheduler: SchedulerInterface, runner: Runner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+
+    @abstractmethod
+    def advance(self) -> tuple[list[EngineCoreOutput], bool]:
+        """Apply one step; return its outputs, and whether anything was done or is under way."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way; the stepper is not used afterwards."""
+
+    def _plan(self) -> tuple[SchedulerOutput, GrammarOutput | None]:
+        scheduled = self._scheduler.schedule()
+        return scheduled, self._scheduler.get_grammar_bitmask(scheduled)
+
+    def _compute(self, scheduled: SchedulerOutput, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Return what the step computed; if that failed, each of its requests is at fault."""
+        try:
+            return self._runner.execute(scheduled, grammar)
+        except Exception as error:
+            logger.exception("computing a step failed; its %d requests end", len(scheduled.request_ids))
+            return _all_failed(scheduled, describe_failure(error))
+
+    def _apply(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        by_client = self._scheduler.update_from_output(scheduled, computed)
+        return [output for outputs in by_client.values() for output in outputs.outputs]
+
+
+class SerialStepper(Stepper):
+    """Each step is applied before the next is planned."""
+
+    def advance(self) -> tuple[list[EngineCoreOutput], bool]:
+        """See `Stepper.advance`."""
+        scheduled, grammar = self._plan()
+        outputs = self._apply(scheduled, self._compute(scheduled, grammar))
+        return outputs, bool(outputs) or _does_something(scheduled)
+
+    def close(self) -> None:
+        """See `Stepper.close`; nothing is."""
+
+
+class OverlappedStepper(Stepper):
+    """While one step is computed in a thread of its own, the next is planned, without knowing its tokens."""
+
+    def __init__(self, scheduler: SchedulerInterface, runner: Runner) -> None:
+        super().__init__(scheduler, runner)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model-runner")
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+
+    def advance(self) -> tuple[list[EngineCoreOutput], bool]:
+        """See `Stepper.advance`."""
+        if not self._in_flight:
+            self._launch()
+        self._launch()
+        does_something = any(_does_something(scheduled) for scheduled, _ in self._in_flight)
+        scheduled, future = self._in_flight.popleft()
+        outputs = self._apply(scheduled, future.result())
+        return outputs, bool(outputs) or does_something
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+        self._thread.shutdown()
+        self._in_flight.clear()
+
+    def _launch(self) -> None:
+        scheduled, grammar = self._plan()
+        self._in_flight.append((scheduled, self._thread.submit(self._compute, scheduled, grammar)))
+
+
+def describe_failure(error: Exception) -> str:
+    """Return what a client hears when the step of its request has failed."""
+    return f"the step that computed this request failed: {type(error).__name__}: {error}"
+
+
+def _does_something(scheduled: SchedulerOutput) -> bool:
+    return bool(scheduled.request_ids or scheduled.finished_req_ids)
+
+
+def _all_failed(scheduled: SchedulerOutput, error: str) -> ModelRunnerOutput:
+    """Return the output of a step that computed nothing: every request of it is at fault."""
+    request_ids = list(scheduled.request_ids)
+    return ModelRunnerOutput(
+        request_ids=request_ids,
+        sampled_token_ids=np.full((len(request_ids), 1), NO_TOKEN, dtype=np.int32),
+        errors=dict.fromkeys(request_ids, error),
+        is_applied=False,
+    )

@@ -1,0 +1,143 @@
+"""Where KV comes from and goes to besides this engine's own cache: one object with two sides.
+
+The scheduler side decides, in the scheduler's thread, and touches no tensor; the worker side moves data, next
+to the model. Requests, blocks and failures pass between them only through `build_connector_meta` and
+`KVConnectorOutput`, so that the two sides may live in different processes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.kv.tensors import KVCacheTensors
+    from quire.request import Request
+    from quire.step import SchedulerOutput
+
+
+class KVConnector(ABC):
+    """Finds, loads and stores KV outside of this engine's cache.
+
+    A load is *synchronous* if the step that the request is first scheduled in waits for it, and
+    *asynchronous* if the request waits for it in WAITING_FOR_REMOTE_KVS.
+
+    The calls of one step, in order. Scheduler side: the first four methods, any number of times, then
+    `build_connector_meta` once. Worker side: `start_load_kv`; for each layer `wait_for_layer_load` and
+    `save_kv_layer`; `wait_for_save`, `get_finished`, `get_block_ids_with_load_errors`, once each. The worker
+    side takes part in every step, also in one that computes nothing. A plan may be dropped before the worker
+    side sees its metadata: the loads in it then never end, and the scheduler gives them up in time.
+    """
+
+    # -- scheduler side ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the first `num_computed_tokens` can be loaded.
+
+        Has no side effects that could be noticed, and may be asked again. The last token of a request is
+        never offered: it has to be computed, for its logits.
+
+        Returns:
+            The number of tokens, a multiple of the block size; None: not known yet, ask in a later step. And
+            whether the load would be asynchronous, False if there is nothing to load.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Take note that a request has got blocks and that its load may begin with the next metadata.
+
+        Args:
+            request: as in the latest `get_num_new_matched_tokens`.
+            block_ids: its table from the start, at least up to the last token to load.
+            num_external_tokens: tokens to load behind the `num_computed_tokens` last asked about; at most as
+                many as were offered, and 0 if nothing is to be loaded.
+        """
+
+    @abstractmethod
+    def cancel_load(self, request_id: str) -> None:
+        """Give an asynchronous load up; nothing happens if there is none.
+
+        The worker side must not write to the request's blocks once it has seen the metadata of the next step,
+        and need not report the load as ended.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
+        """Return what the worker side must know of this step, as data that can be pickled."""
+
+    @abstractmethod
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        """Take note that a request has ended; called exactly once for each that was accepted.
+
+        Args:
+            request: with its terminal status and its tokens up to date.
+            block_ids: its table; empty if it never got one.
+
+        Returns:
+            Whether its blocks must be held until the worker side reports it as `finished_sending`, and what
+            a client needs to find them. The scheduler lets go by itself when no news comes for too long.
+        """
+
+    @abstractmethod
+    def leases_renewed(self) -> frozenset[str]:
+        """Return the requests whose held blocks a peer has asked to keep since the last call: heartbeats."""
+
+    @abstractmethod
+    def reset(self) -> bool:
+        """Forget everything stored, as is needed when weights change; False if that is not possible.
+
+        What is on its way at that moment must not arrive: such loads fail, such saves are dropped.
+        """
+
+    # -- worker side ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def register_kv_caches(self, kv_caches: KVCacheTensors) -> None:
+        """Take note of the tensors to read from and write to; called once."""
+
+    @abstractmethod
+    def start_load_kv(self, metadata: object | None) -> None:
+        """Begin the loads of a step, before its forward pass."""
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Return once the synchronous loads of this layer have ended, well or badly."""
+
+    @abstractmethod
+    def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Begin to store what the step has written to a layer.
+
+        Args:
+            layer: its number.
+            keys: the whole cache's, [num_blocks, num_kv_heads, block_size, head_dim].
+            values: likewise.
+        """
+
+    @abstractmethod
+    def wait_for_save(self) -> None:
+        """Return once what the step has begun to store may be overwritten."""
+
+    @abstractmethod
+    def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the requests whose (sending, receiving) has ended since the last call, each once.
+
+        A receiving that failed has ended too, see `get_block_ids_with_load_errors`. `finished_ids` have ended
+        in the scheduler.
+        """
+
+    @abstractmethod
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        """Return the blocks whose load has failed since the last call.
+
+        Those of an asynchronous load come together with its end.
+        """

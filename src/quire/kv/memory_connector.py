@@ -1,0 +1,281 @@
+"""A KV connector to a dictionary in host memory: the reference for what `KVConnector` asks of one.
+
+It keeps the full blocks of prompts by their chained keys, so a prompt that comes again is loaded instead of
+computed even after the engine's own cache has dropped it. It can be told to fail, to stay silent, and to lend
+blocks to a peer that never reads them: what a network does, in one process and on demand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.connector import KVConnector
+from quire.kv.host_blocks import BlockStore, HostBlocks, block_store
+from quire.kv.prompt_blocks import PromptBlocks, Save
+from quire.request import Request
+from quire.status import RequestStatus
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.kv.tensors import KVCacheTensors
+    from quire.step import SchedulerOutput
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Load:
+    """Blocks to fill for one request, from what was stored in `generation`."""
+
+    request_id: str
+    blocks: list[tuple[BlockKey, int]]
+    generation: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class MemoryConnectorMetadata:
+    """What one step means for the worker side."""
+
+    generation: int
+    loads: list[Load]
+    cancelled: list[str]  # requests whose load is given up
+    saves: list[Save]
+    sends: list[str]  # requests whose blocks a peer reads from now on
+
+
+@dataclasses.dataclass(slots=True)
+class _PendingLoad:
+    load: Load
+    steps_left: int | None  # None: no answer until `answer()`
+    num_good: int  # leading blocks that load; the others fail
+
+
+class MemoryConnector(KVConnector):
+    """Keeps prompts' KV in host memory.
+
+    Args:
+        block_size: tokens per block.
+        capacity_bytes: most bytes to keep; the least recently used blocks are dropped.
+        load_steps: steps that an asynchronous load takes, at least 1; 0 loads synchronously.
+        send_steps: steps for which a finished request's blocks are held for a peer; None sends nothing.
+        is_peer_alive: a dead peer neither reads what is sent nor asks to keep it.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        capacity_bytes: int = 1 << 30,
+        load_steps: int = 0,
+        send_steps: int | None = None,
+        is_peer_alive: bool = True,
+    ) -> None:
+        self.store = HostBlocks(capacity_bytes)
+        self.is_peer_alive = is_peer_alive
+        self._block_size = block_size
+        self._load_steps = load_steps
+        self._send_steps = send_steps
+        # Scheduler side.
+        self._prompts = PromptBlocks(block_size)
+        self._keys: dict[str, SequenceKeys] = {}
+        self._num_local: dict[str, int] = {}  # tokens that each request had when it was last looked up
+        self._new_loads: list[Load] = []
+        self._cancelled: list[str] = []
+        self._new_sends: list[str] = []
+        # Worker side.
+        self._blocks: BlockStore | None = None
+        self._pending: dict[str, _PendingLoad] = {}
+        self._saves: list[Save] = []
+        self._sending: dict[str, int] = {}  # steps left
+        self._failed_blocks: set[int] = set()  # to be reported
+        self._bad_blocks: set[int] = set()  # not filled since a load of them failed
+        self._failures: list[int] = []  # of the next loads: how many of their blocks load
+        self._num_unanswered = 0
+
+    # -- what a network does -------------------------------------------------------------------------------
+
+    def fail_next_loads(self, count: int, *, num_good_blocks: int = 0) -> None:
+        """Let the next `count` loads fail, each after its first `num_good_blocks` blocks."""
+        self._failures += [num_good_blocks] * count
+
+    def never_answer_next_loads(self, count: int) -> None:
+        """Let the next `count` asynchronous loads stay silent until `answer()`."""
+        self._num_unanswered += count
+
+    def answer(self) -> None:
+        """Let all silent loads end with the next step."""
+        self._num_unanswered = 0
+        for pending in self._pending.values():
+            pending.steps_left = pending.steps_left or 1
+
+    # -- scheduler side ------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See `KVConnector.get_num_new_matched_tokens`."""
+        self._num_local[request.request_id] = num_computed_tokens
+        if num_computed_tokens % self._block_size:
+            return 0, False
+        keys = self._keys_of(request)
+        first = index = num_computed_tokens // self._block_size
+        # The last token is always computed, for its logits.
+        last = min(len(keys), (request.num_tokens - 1) // self._block_size)
+        while index < last and keys[index] in self.store:
+            index += 1
+        return (index - first) * self._block_size, index > first and self._load_steps > 0
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """See `KVConnector.update_state_after_alloc`."""
+        request_id = request.request_id
+        if not num_external_tokens:
+            return
+        first = self._num_local[request_id] // self._block_size
+        keys = self._keys_of(request)
+        indices = range(first, first + num_external_tokens // self._block_size)
+        blocks = [(keys[index], int(block_ids[index])) for index in indices]
+        self._new_loads.append(Load(request_id, blocks, self.store.generation))
+
+    def cancel_load(self, request_id: str) -> None:
+        """See `KVConnector.cancel_load`."""
+        self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
+        self._cancelled.append(request_id)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MemoryConnectorMetadata:
+        """See `KVConnector.build_connector_meta`."""
+        metadata = MemoryConnectorMetadata(
+            self.store.generation,
+            self._new_loads,
+            self._cancelled,
+            self._prompts.completed_by(scheduler_output, self._keys),
+            self._new_sends,
+        )
+        self._new_loads, self._cancelled, self._new_sends = [], [], []
+        return metadata
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        """See `KVConnector.request_finished`."""
+        request_id = request.request_id
+        self._keys.pop(request_id, None)
+        self._num_local.pop(request_id, None)
+        self._prompts.forget(request_id)
+        is_complete = request.status in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
+        if self._send_steps is None or not (is_complete and len(block_ids)):
+            return False, None
+        self._new_sends.append(request_id)
+        return True, {"request_id": request_id, "block_ids": [int(block_id) for block_id in block_ids]}
+
+    def leases_renewed(self) -> frozenset[str]:
+        """See `KVConnector.leases_renewed`; a peer that is alive asks at every opportunity."""
+        return frozenset(self._sending if self.is_peer_alive else ())
+
+    def reset(self) -> bool:
+        """See `KVConnector.reset`. Loads under way fail, saves under way are dropped."""
+        self.store.clear()
+        return True
+
+    def _keys_of(self, request: Request) -> SequenceKeys:
+        keys = self._keys.get(request.request_id)
+        if keys is None:
+            root = root_digest(salt=request.cache_salt)
+            keys = self._keys[request.request_id] = SequenceKeys(root, self._block_size)
+            keys.extend(request.prompt_array)
+        return keys
+
+    # -- worker side ---------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: KVCacheTensors | BlockStore) -> None:
+        """See `KVConnector.register_kv_caches`; anything with `read_block` and `write_block` will do."""
+        self._blocks = block_store(kv_caches)
+
+    def start_load_kv(self, metadata: object | None) -> None:
+        """See `KVConnector.start_load_kv`; a synchronous load has ended when this returns."""
+        if not isinstance(metadata, MemoryConnectorMetadata):
+            return
+        for request_id in metadata.cancelled:
+            self._pending.pop(request_id, None)
+        for load in metadata.loads:
+            num_good = self._failures.pop(0) if self._failures else len(load.blocks)
+            if self._load_steps:
+                self._pending[load.request_id] = _PendingLoad(load, self._steps_of_next_load(), num_good)
+            else:
+                self._complete(load, num_good)
+        if metadata.generation == self.store.generation:
+            self._saves = metadata.saves
+        self._sending.update(dict.fromkeys(metadata.sends, self._send_steps or 0))
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """See `KVConnector.wait_for_layer_load`; all layers are there already."""
+
+    def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `KVConnector.save_kv_layer`; blocks are copied whole by `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        """See `KVConnector.wait_for_save`. What was computed from blocks that failed to load is not kept."""
+        blocks = self._require_blocks()
+        for save in self._saves:
+            block_ids = [block_id for _, block_id in save.blocks]
+            if not self._bad_blocks.isdisjoint(block_ids[: save.num_computed]):
+                continue
+            self._bad_blocks.difference_update(block_ids)
+            for key, block_id in save.blocks:
+                if self.store.get(key) is None:
+                    self.store.put(key, blocks.read_block(block_id))
+        self._saves = []
+
+    def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """See `KVConnector.get_finished`; each call is one step of the loads and sends under way."""
+        received = [request_id for request_id, pending in self._pending.items() if _is_due(pending)]
+        for request_id in received:
+            pending = self._pending.pop(request_id)
+            self._complete(pending.load, pending.num_good)
+        left = {request_id: steps_left - 1 for request_id, steps_left in self._sending.items()}
+        sent = [request_id for request_id, steps_left in left.items() if steps_left <= 0]
+        self._sending = {request_id: steps_left for request_id, steps_left in left.items() if steps_left > 0}
+        if not self.is_peer_alive:  # nobody will ever tell how those ended
+            self._sending, sent = {}, []
+        return frozenset(sent), frozenset(received)
+
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        """See `KVConnector.get_block_ids_with_load_errors`."""
+        failed, self._failed_blocks = frozenset(self._failed_blocks), set()
+        return failed
+
+    def _steps_of_next_load(self) -> int | None:
+        if not self._num_unanswered:
+            return self._load_steps
+        self._num_unanswered -= 1
+        return None
+
+    def _complete(self, load: Load, num_good: int) -> None:
+        """Fill a load's blocks; those that are meant to fail, or no longer stored, are noted as failed."""
+        blocks = self._require_blocks()
+        for index, (key, block_id) in enumerate(load.blocks):
+            is_usable = index < num_good and load.generation == self.store.generation
+            content = self.store.get(key) if is_usable else None
+            if content is None:
+                self._failed_blocks.add(block_id)
+                self._bad_blocks.add(block_id)
+            else:
+                self._bad_blocks.discard(block_id)
+                blocks.write_block(block_id, content)
+
+    def _require_blocks(self) -> BlockStore:
+        if self._blocks is None:
+            raise RuntimeError("register_kv_caches() must be called before KV is loaded or saved")
+        return self._blocks
+
+
+def _is_due(pending: _PendingLoad) -> bool:
+    if pending.steps_left is not None:
+        pending.steps_left -= 1
+    return pending.steps_left == 0

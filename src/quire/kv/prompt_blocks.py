@@ -1,0 +1,87 @@
+"""Which full blocks of prompts each step completes, read off the plans alone: what a KV connector saves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from quire.kv.block_hash import BlockKey, SequenceKeys
+from quire.step import IntArray, SchedulerOutput
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Save:
+    """The full blocks of one prompt after a step, from its start.
+
+    The step computes the KV of all but the first `num_computed`, and trusts those.
+    """
+
+    blocks: list[tuple[BlockKey, int]]
+    num_computed: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Table:
+    slot: int
+    block_ids: list[int]
+    keys: SequenceKeys
+
+
+class PromptBlocks:
+    """Follows the block tables of requests until their prompts are computed.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables: dict[str, _Table] = {}
+        self._by_slot: dict[int, _Table] = {}
+
+    def completed_by(self, plan: SchedulerOutput, keys: Mapping[str, SequenceKeys]) -> list[Save]:
+        """Return what a step makes full; `keys` holds those of the prompts to follow, by request id."""
+        for request_id in (*plan.preempted_req_ids, *plan.finished_req_ids):
+            self.forget(request_id)
+        for new in plan.scheduled_new_reqs:
+            self._open(new.request_id, new.slot, new.block_ids, keys)
+        for resumed in plan.scheduled_cached_reqs.resumed:
+            self._open(resumed.request_id, resumed.slot, resumed.block_ids, keys)
+        self._take_new_blocks(plan)
+        return self._full_blocks(plan) if self._tables else []
+
+    def forget(self, request_id: str) -> None:
+        """Stop following a request."""
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            del self._by_slot[table.slot]
+
+    def _open(
+        self, request_id: str, slot: int, block_ids: IntArray, keys: Mapping[str, SequenceKeys]
+    ) -> None:
+        self.forget(request_id)
+        if keys.get(request_id):
+            table = _Table(slot, block_ids.tolist(), keys[request_id])
+            self._tables[request_id] = self._by_slot[slot] = table
+
+    def _take_new_blocks(self, plan: SchedulerOutput) -> None:
+        changed = plan.scheduled_cached_reqs
+        rows = (changed.slots.tolist(), changed.block_index.tolist(), changed.block_ids.tolist())
+        for slot, index, block_id in zip(*rows, strict=True):
+            table = self._by_slot.get(slot)
+            if table is not None:
+                table.block_ids[index : index + 1] = [block_id]
+
+    def _full_blocks(self, plan: SchedulerOutput) -> list[Save]:
+        saves = []
+        rows = (plan.request_ids, plan.num_computed_tokens.tolist(), plan.num_tokens.tolist())
+        for request_id, num_computed, num_tokens in zip(*rows, strict=True):
+            table = self._tables.get(request_id)
+            if table is None:
+                continue
+            num_full = min(len(table.keys), (num_computed + num_tokens) // self._block_size)
+            blocks = [(table.keys[index], table.block_ids[index]) for index in range(num_full)]
+            saves.append(Save(blocks, num_computed // self._block_size))
+            if num_full == len(table.keys):
+                self.forget(request_id)
+        return saves

@@ -1,0 +1,73 @@
+"""What comes back of a request."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quire.status import FinishReason
+
+
+@dataclasses.dataclass(slots=True)
+class Logprob:
+    """One candidate token at one position: log-probability (nats), rank (1 is likeliest), text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+TokenLogprobs = dict[int, Logprob]
+"""The chosen token and the likeliest ones at one position, by token id."""
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's `n` completions.
+
+    `logprobs` has one entry for each of `token_ids`, or is None if not asked for. `cumulative_logprob` is
+    their sum in nats, known with `logprobs`, `best_of` and beam search. `stop_reason` is the stop string or
+    stop token id that ended it, None for end-of-sequence or any other end.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    cumulative_logprob: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this completion has ended."""
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """All that is known of a request: cumulative, not the difference to the last output.
+
+    `outputs` are the `n` completions; with `best_of` above n and with beam search they are empty until all
+    have ended, and then the best comes first.
+    `prompt_logprobs` has one entry for each prompt token, the first of them None. `num_cached_tokens` counts
+    prompt tokens whose KV came out of the prefix cache. `metrics` is filled when the request has finished.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestMetrics:
+    """A finished request's times in seconds: to the first token, and from arrival to the end."""
+
+    time_to_first_token: float
+    total_time: float
+    num_output_tokens: int

@@ -1,0 +1,157 @@
+"""Beam searches in slots: every beam has one, from admission to the end, whether it is alive or not.
+
+The search itself, who goes on with which token, is in `beam_search`. Here its decisions become shared blocks,
+copied blocks and tokens that the runner is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.request import Request
+from quire.scheduling.beam_search import BeamCandidates, BeamSearch, BeamStep
+from quire.scheduling.outputs import EngineCoreOutput
+from quire.scheduling.plan import Plan
+from quire.status import FinishReason, RequestStatus
+from quire.step import ForkData, IntArray, ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from quire.scheduling.state import SchedulerState
+
+
+@dataclasses.dataclass(slots=True)
+class BeamGroup:
+    """One running search; beam number p is in slot `slots[p]`, and the request itself is in `slots[0]`."""
+
+    request: Request
+    search: BeamSearch
+    slots: list[int]
+    candidates: dict[int, BeamCandidates] = dataclasses.field(default_factory=dict)  # by place
+    step: BeamStep | None = None  # decided, and not yet planned
+
+
+class BeamGroups:
+    """The running searches, by their request and by their slots."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, BeamGroup] = {}
+        self._by_slot: dict[int, BeamGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def __iter__(self) -> Iterator[BeamGroup]:
+        return iter(self._by_request.values())
+
+    def at(self, slot: int) -> BeamGroup | None:
+        """Return the search that has a slot, or None."""
+        return self._by_slot.get(slot)
+
+    def add(self, group: BeamGroup) -> None:
+        """Take a search in."""
+        self._by_request[group.request.request_id] = group
+        self._by_slot.update(dict.fromkeys(group.slots, group))
+
+    def pop(self, request_id: str) -> BeamGroup | None:
+        """Forget a request's search and return it, if it has one that runs."""
+        group = self._by_request.pop(request_id, None)
+        if group is not None:
+            for slot in group.slots:
+                del self._by_slot[slot]
+        return group
+
+
+class BeamPhase:
+    """Carries out what the searches decide."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def place(self, plan: Plan, make_room: Callable[[Plan, int, BeamGroup], bool]) -> None:
+        """Put the beams of searches that have advanced into their slots, with their new tokens.
+
+        Args:
+            plan: takes the forks, the copies and the tokens.
+            make_room: frees so many blocks for a search; False if it cannot, or has preempted the search.
+        """
+        for group in list(self._state.beams):
+            if group.step is None or self._state.beams.at(group.slots[0]) is not group:
+                continue  # nothing to place, or preempted for the search before it
+            most_copies = sum(place != parent for place, parent, _ in group.step.continuations)
+            if make_room(plan, most_copies, group):
+                self._place(plan, group, group.step)
+                group.step = None
+            elif self._state.beams.at(group.slots[0]) is group:
+                plan.has_preempted = True
+                self._state.preempt(group.slots[0])
+
+    def _place(self, plan: Plan, group: BeamGroup, step: BeamStep) -> None:
+        running, kv = self._state.running, self._state.kv
+        for place in step.emptied_places:
+            kv.close(group.slots[place])
+        for place, parent, _ in step.continuations:
+            if place != parent:
+                self._fork(plan, group.slots[parent], group.slots[place])
+        slots = np.array([group.slots[place] for place, _, _ in step.continuations], dtype=np.int32)
+        token_ids = np.array([token_id for _, _, token_id in step.continuations], dtype=np.int32)
+        running.append(slots, token_ids)
+        plan.chosen += zip(slots.tolist(), token_ids.tolist(), strict=True)
+
+    def _fork(self, plan: Plan, parent: int, slot: int) -> None:
+        running, kv = self._state.running, self._state.kv
+        num_tokens = int(running.num_tokens[parent])
+        copied = kv.fork(parent, slot, num_tokens)
+        if copied is not None:
+            plan.block_copies.append(copied)
+        running.token_ids[slot, :num_tokens] = running.token_ids[parent, :num_tokens]
+        running.num_tokens[slot] = running.num_computed[slot] = num_tokens
+        plan.forks.append(ForkData(slot, parent, kv.table(slot), num_tokens + 1, num_tokens))
+
+    def take(self, slots: IntArray, computed: ModelRunnerOutput) -> None:
+        """Take the candidates of a step; a search advances when those of all its beams are there."""
+        running, beams = self._state.running, self._state.beams
+        for slot in slots[running.is_beam[slots]].tolist():
+            group = beams.at(slot)
+            positions = computed.logprobs.get(running.request_at(slot).request_id)
+            if group is None or positions is None:
+                continue
+            group.candidates[group.slots.index(slot)] = BeamCandidates.of(positions[0])
+            if len(group.candidates) == len(group.search.live_places):
+                group.step = group.search.advance(group.candidates)
+                group.candidates = {}
+
+    def fail(self, errors: Mapping[str, str]) -> None:
+        """End the searches of which a beam could not be computed."""
+        for request_id, error in errors.items():
+            slot = self._state.running.slot_of(request_id)
+            group = None if slot is None else self._state.beams.at(slot)
+            if group is not None:
+                self._state.fail(group.request, error)
+
+    def finish_done(self) -> None:
+        """End the requests whose search has ended, with their best hypotheses."""
+        for group in list(self._state.beams):
+            if group.step is not None and group.step.ends_search:
+                self._finish(group)
+
+    def _finish(self, group: BeamGroup) -> None:
+        request = group.request
+        self._state.finish(request, RequestStatus.FINISHED_STOPPED)
+        hypotheses = iter(group.search.hypotheses())
+        for sequence_id in request.beam_sequence_ids or (request.request_id,):
+            output = EngineCoreOutput(sequence_id, [], num_cached_tokens=request.num_cached_tokens)
+            hypothesis = next(hypotheses, None)
+            if hypothesis is None:
+                output.finish_reason = FinishReason.ERROR
+                output.error = "the model gives the probability 0 to every further continuation"
+            else:
+                output.new_token_ids = hypothesis.token_ids
+                output.finish_reason = hypothesis.finish_reason
+                output.stop_reason = hypothesis.stop_reason
+                output.cumulative_logprob = hypothesis.cumulative_logprob
+            output.kv_transfer_params = request.kv_transfer_params
+            self._state.notices.append((request.client_index, output))

@@ -1,0 +1,41 @@
+"""What an engine lends its scheduler besides the configuration; every part may be left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from quire.kv.connector import KVConnector
+from quire.kv.events import KVEventSink
+from quire.scheduling.grammars import GrammarBackend
+
+
+def no_drafts(num_running: int) -> int:
+    """Return 0: nothing is proposed."""
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerContext:
+    """The scheduler's surroundings.
+
+    Args:
+        clock: seconds; deadlines, ageing, leases and drain rates are read off it.
+        grammars: compiles structured-output grammars; without it, requests that have one are refused.
+        executor: compiles the grammars; None: threads of the scheduler's own.
+        connector: finds and stores KV elsewhere.
+        kv_events: is told which blocks become findable and which stop being so.
+        draft_length: tokens to propose per request, given the number of running requests.
+        commit_blocks: asked for so many more blocks of reserved memory, returns how many may be used now;
+            None: the whole cache may be used from the start.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    grammars: GrammarBackend | None = None
+    executor: Executor | None = None
+    connector: KVConnector | None = None
+    kv_events: KVEventSink | None = None
+    draft_length: Callable[[int], int] = no_drafts
+    commit_blocks: Callable[[int], int] | None = None

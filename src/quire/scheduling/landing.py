@@ -1,0 +1,290 @@
+"""What a step computed: tokens are appended, full blocks become findable, and who is done ends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from quire.kv.leases import LeaseKind
+from quire.request import Request
+from quire.scheduling.beams import BeamPhase
+from quire.scheduling.outputs import EngineCoreOutput, EngineCoreOutputs
+from quire.scheduling.state import SchedulerState
+from quire.scheduling.transfers import TransferPhase
+from quire.status import FinishReason, RequestStatus
+from quire.step import (
+    NO_TOKEN,
+    BoolArray,
+    DraftTokenIds,
+    IntArray,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class End:
+    """Why a request ends with this step."""
+
+    status: RequestStatus
+    error: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Landed:
+    """The rows of a step whose requests still run; arrays [R]."""
+
+    slots: IntArray
+    sampled: IntArray  # [R, most sampled tokens]
+    num_computed: IntArray  # by this and all earlier steps, rejected drafts not counted
+    num_new: IntArray  # tokens appended
+    ended: dict[int, End]  # by slot
+
+
+class LandingPhase:
+    """Applies steps in the order in which they were planned."""
+
+    def __init__(self, state: SchedulerState, beams: BeamPhase, transfers: TransferPhase) -> None:
+        self._state = state
+        self._beams = beams
+        self._transfers = transfers
+
+    def land(
+        self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Apply one step and return its outputs by client. Requests that ended meanwhile are passed over."""
+        self._note_what_the_runner_knows(scheduler_output, computed)
+        if computed.kv_connector_output is not None:
+            self._transfers.take(computed.kv_connector_output)
+        self._beams.fail(computed.errors)
+        landed = self._settle(scheduler_output, computed)
+        self._append(landed)
+        self._advance_grammars(landed)
+        self._cache_full_blocks(landed)
+        self._beams.take(landed.slots, computed)
+        self._take_drafts(landed, scheduler_output, computed)
+        outputs = self._outputs(landed, computed)
+        self._beams.finish_done()
+        self._state.lift_fences(scheduler_output.step)
+        self._add_notices(outputs)
+        return outputs
+
+    def propose(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take drafts for running requests, see `SchedulerInterface.update_draft_token_ids`."""
+        running = self._state.running
+        found = zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True)
+        by_slot = {slot: ids for name, ids in found if (slot := running.slot_of(name)) is not None}
+        width = max(map(len, by_slot.values()), default=0)
+        padded = [ids + [NO_TOKEN] * (width - len(ids)) for ids in by_slot.values()]
+        drafts = np.array(padded, np.int32).reshape(len(by_slot), width)
+        self._propose(np.array(list(by_slot), np.int32), drafts)
+
+    def replace_drafts(self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput) -> None:
+        """See `SchedulerInterface.update_draft_token_ids_in_output`; the step is the newest in flight."""
+        state = self._state
+        given = dict(zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True))
+        planned = scheduler_output.num_drafts
+        for row in np.flatnonzero(planned).tolist():
+            request_id = scheduler_output.request_ids[row]
+            drafts = given.get(request_id, [])[: planned[row]]
+            if request_id in state.grammars:
+                drafts = state.grammars.valid_drafts(request_id, drafts)
+            scheduler_output.draft_token_ids[row] = NO_TOKEN
+            scheduler_output.draft_token_ids[row, : len(drafts)] = drafts
+            num_fewer = int(planned[row]) - len(drafts)
+            scheduler_output.num_tokens[row] -= num_fewer
+            state.running.num_computed[scheduler_output.slots[row]] -= num_fewer
+            state.stats.num_scheduled_tokens -= num_fewer
+
+    # -- counts and tokens ---------------------------------------------------------------------------------
+
+    def _note_what_the_runner_knows(
+        self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
+    ) -> None:
+        if not computed.is_applied:
+            self._state.finished_req_ids += scheduler_output.finished_req_ids
+            self._state.preempted_req_ids += scheduler_output.preempted_req_ids
+            self._state.call_off_again(scheduler_output.step)
+            return
+        running = self._state.running
+        for new in scheduler_output.scheduled_new_reqs:
+            # By slot, because its id may be another request's by now. One that was preempted is sent anew.
+            if running.occupied[new.slot]:
+                running.request_at(new.slot).is_known_to_runner = True
+
+    def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _Landed:
+        """Bring the counts of the rows whose requests still run in line with what was computed."""
+        running = self._state.running
+        # A slot that was left is fenced until this step has landed, so it holds no other request yet.
+        rows = np.flatnonzero(running.occupied[scheduler_output.slots])
+        slots = scheduler_output.slots[rows]
+        sampled = computed.sampled_token_ids[rows]
+        num_computed = (scheduler_output.num_computed_tokens + scheduler_output.num_tokens)[rows]
+        running.num_pending[slots] -= scheduler_output.samples[rows]
+        if scheduler_output.draft_token_ids.shape[1]:
+            num_drafts = scheduler_output.num_drafts[rows]
+            num_accepted = np.maximum(np.count_nonzero(sampled != NO_TOKEN, axis=1) - 1, 0)
+            num_rejected = num_drafts - np.minimum(num_accepted, num_drafts)
+            running.num_computed[slots] -= num_rejected
+            num_computed = num_computed - num_rejected
+            self._state.stats.num_draft_tokens += int(num_drafts.sum())
+            self._state.stats.num_accepted_tokens += int((num_drafts - num_rejected).sum())
+        ended = {
+            slot: End(RequestStatus.FINISHED_ERROR, error)
+            for request_id, error in computed.errors.items()
+            if (slot := running.slot_of(request_id)) is not None
+        }
+        return _Landed(slots, sampled, num_computed, np.zeros(len(slots), dtype=np.int32), ended)
+
+    def _append(self, landed: _Landed) -> None:
+        """Append each row's tokens up to the one that ends its request."""
+        running, slots = self._state.running, landed.slots
+        goes_on: BoolArray = ~running.is_beam[slots]
+        if landed.ended:
+            goes_on &= ~np.isin(slots, list(landed.ended))
+        for column in range(landed.sampled.shape[1]):
+            goes_on = goes_on & (landed.sampled[:, column] != NO_TOKEN)
+            rows = np.flatnonzero(goes_on)
+            row_slots, token_ids = slots[rows], landed.sampled[rows, column]
+            running.append(row_slots, token_ids)
+            landed.num_new[rows] += 1
+            stopped, capped = running.hits_stop_id(row_slots, token_ids), running.hits_limit(row_slots)
+            done = stopped | capped
+            for row in np.flatnonzero(done).tolist():
+                slot = int(row_slots[row])
+                if stopped[row]:
+                    _note_stop_token(running.request_at(slot), int(token_ids[row]))
+                    landed.ended[slot] = End(RequestStatus.FINISHED_STOPPED)
+                else:
+                    landed.ended[slot] = End(RequestStatus.FINISHED_LENGTH_CAPPED)
+            goes_on[rows[done]] = False
+
+    def _advance_grammars(self, landed: _Landed) -> None:
+        grammars, running = self._state.grammars, self._state.running
+        structured = running.awaits_tokens[landed.slots] & (landed.num_new > 0)
+        for row in np.flatnonzero(structured).tolist():
+            slot = int(landed.slots[row])
+            request_id = running.request_at(slot).request_id
+            token_ids = landed.sampled[row, : landed.num_new[row]].tolist()
+            if request_id in grammars and not grammars.accept(request_id, token_ids):
+                landed.num_new[row] = 0  # nothing that does not follow the grammar goes to the client
+                landed.ended[slot] = End(RequestStatus.FINISHED_ERROR, grammars.error(request_id))
+
+    def _cache_full_blocks(self, landed: _Landed) -> None:
+        running, kv = self._state.running, self._state.kv
+        num_computed = np.minimum(landed.num_computed, running.num_tokens[landed.slots])
+        if len(self._state.beams):  # a beam's output may be replaced by another's
+            num_prompt = running.num_prompt[landed.slots]
+            is_output = running.is_beam[landed.slots] & (num_computed > num_prompt)
+            num_computed = np.where(is_output, num_prompt, num_computed)
+        rows = kv.rows_with_new_full_blocks(landed.slots, num_computed)
+        if landed.ended:
+            failed = [slot for slot, end in landed.ended.items() if end.error is not None]
+            rows = rows[~np.isin(landed.slots[rows], failed)]
+        if rows.size:
+            slots = landed.slots[rows]
+            kv.cache_full_blocks(
+                running.request_ids[slots].tolist(), slots, num_computed[rows], running.token_ids
+            )
+
+    # -- drafts --------------------------------------------------------------------------------------------
+
+    def _take_drafts(
+        self, landed: _Landed, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
+    ) -> None:
+        if computed.draft_token_ids is None:
+            return
+        occupied = self._state.running.occupied[scheduler_output.slots]
+        goes_on = (landed.num_new > 0) & ~np.isin(landed.slots, list(landed.ended))
+        self._propose(landed.slots[goes_on], computed.draft_token_ids[occupied][goes_on])
+
+    def _propose(self, slots: IntArray, draft_ids: IntArray) -> None:
+        running, grammars = self._state.running, self._state.grammars
+        for row in np.flatnonzero(running.awaits_tokens[slots]).tolist():
+            request_id = running.request_at(int(slots[row])).request_id
+            proposed = draft_ids[row][draft_ids[row] != NO_TOKEN].tolist()
+            valid = grammars.valid_drafts(request_id, proposed) if request_id in grammars else []
+            draft_ids[row, len(valid) :] = NO_TOKEN
+        running.propose(slots, draft_ids)
+
+    # -- what the clients hear -----------------------------------------------------------------------------
+
+    def _outputs(self, landed: _Landed, computed: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """End who is done, and return the outputs by client; most rows have one token and nothing to add."""
+        running = self._state.running
+        rows, is_special = self._speaking_rows(landed, computed)
+        names = running.request_ids[landed.slots[rows]].tolist()
+        outputs = list(map(EngineCoreOutput, names, landed.sampled[rows].tolist()))
+        clients = running.client_index[landed.slots[rows]].tolist()
+        with self._state.kv.closing_together():
+            for position in np.flatnonzero(is_special).tolist():
+                outputs[position] = self._special_output(int(rows[position]), landed, computed)
+        if len(set(clients)) == 1:
+            return {clients[0]: EngineCoreOutputs(outputs)}
+        by_client: dict[int, EngineCoreOutputs] = {}
+        for client, output in zip(clients, outputs, strict=True):
+            by_client.setdefault(client, EngineCoreOutputs([])).outputs.append(output)
+        return by_client
+
+    def _speaking_rows(self, landed: _Landed, computed: ModelRunnerOutput) -> tuple[IntArray, BoolArray]:
+        """Return the rows that a client hears of, and which of them have more to say than one token."""
+        running, slots = self._state.running, landed.slots
+        speaks: BoolArray = landed.num_new > 0
+        special: BoolArray = (landed.num_new != landed.sampled.shape[1]) | running.is_silent[slots]
+        if landed.ended:
+            has_ended = np.isin(slots, list(landed.ended))
+            speaks, special = speaks | has_ended, special | has_ended
+        if computed.prompt_logprobs:
+            has_logprobs = np.isin(running.request_ids[slots], list(computed.prompt_logprobs))
+            speaks, special = speaks | has_logprobs, special | has_logprobs
+        if computed.logprobs:
+            special |= np.isin(running.request_ids[slots], list(computed.logprobs))
+        rows: IntArray = np.flatnonzero(speaks).astype(np.int32)
+        return rows, special[rows]
+
+    def _special_output(self, row: int, landed: _Landed, computed: ModelRunnerOutput) -> EngineCoreOutput:
+        slot, num_new = int(landed.slots[row]), int(landed.num_new[row])
+        request = self._state.running.request_at(slot)
+        end = landed.ended.get(slot)
+        if num_new and self._state.running.is_silent[slot]:
+            self._state.running.is_silent[slot] = False
+            self._prompt_is_computed(request, slot)
+        if end is not None:
+            self._state.finish(request, end.status)
+        logprobs = computed.logprobs.get(request.request_id)
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=landed.sampled[row, :num_new].tolist(),
+            finish_reason=None if end is None else FinishReason.of(end.status),
+            stop_reason=request.stop_reason,
+            num_cached_tokens=request.num_cached_tokens,
+            logprobs=None if logprobs is None else logprobs[:num_new],
+            prompt_logprobs=computed.prompt_logprobs.get(request.request_id),
+            error=None if end is None else end.error,
+            kv_transfer_params=None if end is None else request.kv_transfer_params,
+        )
+
+    def _prompt_is_computed(self, request: Request, slot: int) -> None:
+        """Let those go on who waited for this prompt, and pin it if that was asked for."""
+        state = self._state
+        state.waiting.release_followers(request.request_id)
+        digest = state.kv.last_full_block(request.request_id, request.num_prompt_tokens)
+        if request.pin_prefix and digest:
+            lease_id = f"pin {digest.hex()}"
+            deadline = state.now + request.pin_prefix
+            if not state.leases.renew(lease_id, deadline):
+                block_ids = state.kv.table(slot)[: request.num_prompt_tokens // state.kv.block_size]
+                state.pool.acquire(block_ids)
+                state.leases.grant(lease_id, LeaseKind.PIN, block_ids.tolist(), deadline)
+
+    def _add_notices(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for client, output in self._state.notices:
+            outputs.setdefault(client, EngineCoreOutputs([])).outputs.append(output)
+        self._state.notices.clear()
+
+
+def _note_stop_token(request: Request, token_id: int) -> None:
+    params = request.sampling_params
+    if token_id in params.stop_token_ids and (params.ignore_eos or token_id not in request.eos_token_ids):
+        request.stop_reason = token_id

@@ -1,0 +1,228 @@
+"""Grammars by llguidance: JSON schemas, regular expressions, choices, Lark and GBNF."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.errors import InvalidRequestError
+from quire.step import IntArray
+from quire.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_LEXER_STATES = 50_000  # of one grammar, 1 to 2 kB each
+_LONGEST_SHOWN_ERROR = 600  # characters
+_SAMPLE_TEXT = "A small sample: é, 漢 and\n1 + 1"
+_GBNF_RULE = re.compile(r"[ \t]*[A-Za-z][\w-]*[ \t]*::=")
+
+
+class LLGuidanceBackend:
+    """Compiles grammars for one model's tokens.
+
+    llguidance is imported and the tokenizer read at the first compilation: most engines never need them.
+
+    Args:
+        tokenizer_file: the model's `tokenizer.json`.
+        vocab_size: width of the model's logits; ids from the tokenizer's own size on are never allowed.
+        read_eos_token_ids: called once, at the first compilation, for the ids that end a sequence.
+    """
+
+    def __init__(
+        self, tokenizer_file: Path, vocab_size: int, read_eos_token_ids: Callable[[], Sequence[int]]
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer_file = tokenizer_file
+        self._read_eos_token_ids = read_eos_token_ids
+        self._reading = threading.Lock()
+
+    def compile(self, spec: StructuredOutputsParams) -> LLGuidanceGrammar:
+        """Return the grammar at its start; its first bitmask, the slowest one, has been computed.
+
+        Raises:
+            InvalidRequestError: what is wrong with the specification; or the model's tokenizer is not one
+                that llguidance can work with.
+        """
+        from llguidance import LLMatcher
+
+        with self._reading:
+            tokenizer, eos_token_ids = self._tokenizer
+        num_words = -(-tokenizer.vocab_size // 32)
+        try:
+            matcher = LLMatcher(tokenizer, _definition(spec), log_level=0, limits=_limits())
+            grammar = LLGuidanceGrammar(matcher, eos_token_ids, num_words)
+            grammar.fill_bitmask(np.empty(-(-self.vocab_size // 32), dtype=np.int32))
+        except ValueError as error:
+            raise _refusal(spec, str(error)) from error
+        return grammar
+
+    @functools.cached_property
+    def _tokenizer(self) -> tuple[LLTokenizer, frozenset[int]]:
+        """The tokens' bytes, and the ids that end a sequence."""
+        from llguidance import LLTokenizer
+
+        eos_token_ids = [token for token in self._read_eos_token_ids() if token < self.vocab_size]
+        if not eos_token_ids:
+            raise InvalidRequestError(
+                "structured_outputs needs a model with an end-of-sequence token; this one has none",
+                param="structured_outputs",
+            )
+        try:
+            text = self._tokenizer_file.read_text(encoding="utf-8")
+            tokenizer = LLTokenizer(text, eos_token=eos_token_ids)
+            _require_true_spelling(tokenizer)
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError(
+                f"structured_outputs cannot be used with this model, whose tokenizer llguidance cannot read: "
+                f"{error}",
+                param="structured_outputs",
+            ) from error
+        return tokenizer, frozenset(eos_token_ids)
+
+
+class LLGuidanceGrammar:
+    """Where one request stands in its grammar.
+
+    The end of the sequence is kept here, not by llguidance: it is accepted where the grammar may end, again
+    and again, and nothing else is accepted after it.
+
+    Args:
+        matcher: at the grammar's start.
+        eos_token_ids: end a sequence.
+        num_words: of a bitmask over all tokens of the tokenizer.
+    """
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], num_words: int) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._num_words = num_words
+        self._num_ends = 0  # end-of-sequence tokens accepted
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Advance over these tokens; False, and nothing changes, if they are not allowed."""
+        num_accepted = self._advance(token_ids)
+        if num_accepted == len(token_ids):
+            return True
+        self.rollback(num_accepted)
+        return False
+
+    def rollback(self, num_tokens: int) -> None:
+        """Go back over the last `num_tokens` accepted tokens."""
+        ends = min(num_tokens, self._num_ends)
+        self._num_ends -= ends
+        if num_tokens > ends:
+            self._matcher.rollback(num_tokens - ends)
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens could be accepted, one after the other. Changes nothing."""
+        num_accepted = self._advance(token_ids)
+        self.rollback(num_accepted)
+        return num_accepted
+
+    def fill_bitmask(self, row: IntArray) -> None:
+        """Write which tokens may come next: [ceil(vocabulary / 32)], contiguous."""
+        row[:] = 0
+        if self._num_ends:
+            for token in self._eos_token_ids:
+                row.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+            return
+        words = np.empty(self._num_words, dtype=np.int32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._require_no_error()
+        width = min(len(row), len(words))
+        row[:width] = words[:width]
+        if not row.any():
+            raise InvalidRequestError(
+                "no token of the model's vocabulary can follow", param="structured_outputs"
+            )
+
+    def copy(self) -> LLGuidanceGrammar:
+        """Return another one at the same place, which goes its own way."""
+        other = LLGuidanceGrammar(self._matcher.deep_copy(), self._eos_token_ids, self._num_words)
+        other._num_ends = self._num_ends
+        return other
+
+    def _advance(self, token_ids: Sequence[int]) -> int:
+        """Accept tokens up to the first that is not allowed; return how many."""
+        for count, token in enumerate(token_ids):
+            if token in self._eos_token_ids and (self._num_ends or self._matcher.is_accepting()):
+                self._num_ends += 1
+            elif self._num_ends or not self._matcher.try_consume_tokens([token]):
+                self._require_no_error()
+                return count
+        return len(token_ids)
+
+    def _require_no_error(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidRequestError(_shortened(self._matcher.get_error()), param="structured_outputs")
+
+
+def _require_true_spelling(tokenizer: LLTokenizer) -> None:
+    """Raise `ValueError` if llguidance takes tokens for other text, not knowing their decoder."""
+    spelled = tokenizer.decode_str(tokenizer.tokenize_str(_SAMPLE_TEXT))
+    if spelled.strip() != _SAMPLE_TEXT:  # some tokenizers begin every text with a space
+        raise ValueError(f"it reads {_SAMPLE_TEXT!r} as {spelled!r}")
+
+
+@functools.cache
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+
+def _definition(spec: StructuredOutputsParams) -> str:
+    """Return a specification in llguidance's own form."""
+    from llguidance import LLMatcher
+
+    if spec.json is not None:
+        return LLMatcher.grammar_from_json_schema(spec.json)
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_regex(spec.regex)
+    if spec.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, spec.choice)))
+    assert spec.grammar is not None
+    return LLMatcher.grammar_from_lark(_lark(spec.grammar))
+
+
+def _lark(grammar: str) -> str:
+    """Return a grammar in Lark notation; GBNF is told by its rules, `name ::= ...`."""
+    if not _is_gbnf(grammar):
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_gbnf(grammar: str) -> bool:
+    return any(_GBNF_RULE.match(line) for line in grammar.splitlines())
+
+
+def _refusal(spec: StructuredOutputsParams, reason: str) -> InvalidRequestError:
+    """Return the error about a specification that cannot be compiled."""
+    kind = next(name for name in ("json", "regex", "choice", "grammar") if getattr(spec, name) is not None)
+    hint = ""
+    if spec.grammar is not None:
+        read, other = ("GBNF (root ::= ...)", "Lark (start: ...)")
+        if not _is_gbnf(spec.grammar):
+            read, other = other, read
+        hint = f", read as {read}; {other} is understood too"
+    return InvalidRequestError(
+        f"structured_outputs.{kind} cannot be used{hint}: {_shortened(reason)}", param="structured_outputs"
+    )
+
+
+def _shortened(text: str) -> str:
+    text = text.removesuffix("\n<non-verbose/>").rstrip()
+    return text if len(text) <= _LONGEST_SHOWN_ERROR else text[:_LONGEST_SHOWN_ERROR] + "…"

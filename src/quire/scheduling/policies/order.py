@@ -1,0 +1,168 @@
+"""In which order waiting requests are served: one method to write, `QueueOrder.key`."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+
+from quire.config import SchedulerConfig
+from quire.request import Request
+from quire.scheduling.policies.fair_share import VirtualTokenCounters
+from quire.status import RequestStatus
+
+OrderKey = tuple[float, ...]
+"""What requests are sorted by: lower goes first. It ends with the arrival number, so no two are equal."""
+
+
+class QueueOrder(ABC):
+    """Sorts the waiting requests.
+
+    Requests wait in *lanes*. In a lane they stand by `lane_key`, computed once, when they are queued. Of the
+    requests at the heads of the lanes, the one with the lowest `key` is served next; these keys are computed
+    anew each time. An order whose keys never change needs one lane and only `key`. One whose keys change
+    with what has been served puts requests whose keys change together into one lane.
+
+    Args:
+        config: of the scheduler.
+        find_cached: returns how many tokens of a request's prompt are in the prefix cache now.
+    """
+
+    def __init__(self, *, config: SchedulerConfig, find_cached: Callable[[Request], int]) -> None:
+        self.config = config
+        self.find_cached = find_cached
+
+    @abstractmethod
+    def key(self, request: Request) -> OrderKey:
+        """Return what a waiting request is sorted by, as things stand."""
+
+    def lane(self, request: Request) -> Hashable:
+        """Return the lane that a request is put into when it is queued."""
+        return ""
+
+    def lane_key(self, request: Request) -> OrderKey:
+        """Return what a request is sorted by within its lane."""
+        return self.key(request)
+
+    def running_key(self, request: Request) -> OrderKey:
+        """Return what a request is sorted by while it runs, computed once, when it is admitted.
+
+        The running requests are served in this order, and the last of them is the usual victim.
+        """
+        return self.key(request)
+
+    def queued(self, request: Request) -> None:  # noqa: B027, few orders need it
+        """Take note that a request is about to be queued; its keys are asked for next."""
+
+    def unqueued(self, request: Request) -> None:  # noqa: B027, few orders need it
+        """Take note that a request has left the queue: admitted, or ended while it waited."""
+
+    def admitted(self, request: Request) -> None:  # noqa: B027, few orders need it
+        """Take note that a request enters its slot; its status is still that of a waiting one."""
+
+    def left(self, request: Request) -> None:  # noqa: B027, few orders need it
+        """Take note that a request has left its slot: its status says why, its output is up to date."""
+
+
+class FirstComeFirstServed(QueueOrder):
+    """By arrival."""
+
+    def key(self, request: Request) -> OrderKey:
+        """See `QueueOrder.key`."""
+        return (request.arrival,)
+
+
+class Priority(QueueOrder):
+    """Lower priority value first; `SchedulerConfig.priority_ageing` seconds of waiting make up for one level.
+
+    All requests age at the same speed, so their order never changes: priority minus waited levels compares
+    like arrival time plus priority in seconds.
+    """
+
+    def key(self, request: Request) -> OrderKey:
+        """See `QueueOrder.key`."""
+        ageing = self.config.priority_ageing
+        if ageing > 0:
+            return (request.arrival_time + request.priority * ageing, request.arrival)
+        return (request.priority, request.arrival)
+
+
+class FairShare(QueueOrder):
+    """The tenant that has been served least first; within a tenant, by arrival.
+
+    See `VirtualTokenCounters` for what counts as service. Preempted requests go first: their tenant has paid
+    for them, and what they had computed may still be cached.
+    """
+
+    def __init__(self, *, config: SchedulerConfig, find_cached: Callable[[Request], int]) -> None:
+        super().__init__(config=config, find_cached=find_cached)
+        self._counters = VirtualTokenCounters()
+
+    def key(self, request: Request) -> OrderKey:
+        """See `QueueOrder.key`."""
+        return (_comes_anew(request), self._counters.of(request.tenant), request.arrival)
+
+    def lane(self, request: Request) -> Hashable:
+        """See `QueueOrder.lane`."""
+        return request.tenant
+
+    def lane_key(self, request: Request) -> OrderKey:
+        """See `QueueOrder.lane_key`."""
+        return (_comes_anew(request), request.arrival)
+
+    def running_key(self, request: Request) -> OrderKey:
+        """See `QueueOrder.running_key`."""
+        return (request.arrival,)
+
+    def queued(self, request: Request) -> None:
+        """See `QueueOrder.queued`."""
+        self._counters.queued(request.tenant)
+
+    def unqueued(self, request: Request) -> None:
+        """See `QueueOrder.unqueued`."""
+        self._counters.unqueued(request.tenant)
+
+    def admitted(self, request: Request) -> None:
+        """See `QueueOrder.admitted`."""
+        self._counters.charge(request)
+
+    def left(self, request: Request) -> None:
+        """See `QueueOrder.left`."""
+        self._counters.settle(request)
+
+
+class LongestPrefix(QueueOrder):
+    """The request with the most cached prompt tokens first, among those that arrived at about the same time.
+
+    That computes least and keeps a prefix in the cache while it is in use (RadixAttention's order, Zheng et
+    al. 2024, "SGLang: Efficient Execution of Structured Language Model Programs"). By itself it could let a
+    request with nothing cached wait for ever, so arrivals are cut into windows of `WINDOW`, and nobody is
+    overtaken by a request of a later window.
+
+    Requests with the same first block share a lane. Within it, what was cached when they were queued counts;
+    between lanes, what is cached now.
+    """
+
+    WINDOW = 1024
+    # More lanes would cost time each time the head is asked for: the lookup is made for every lane's head.
+    MOST_LANES = 128
+
+    def key(self, request: Request) -> OrderKey:
+        """See `QueueOrder.key`."""
+        if request.status is RequestStatus.PREEMPTED:
+            return (0, 0, 0, request.arrival)
+        return (1, request.arrival // self.WINDOW, -self.find_cached(request), request.arrival)
+
+    def lane(self, request: Request) -> Hashable:
+        """See `QueueOrder.lane`."""
+        # Not `hash`, which differs from process to process: a recorded run must replay the same.
+        first_block = request.prompt_array[: self.config.block_size].tobytes()
+        return zlib.crc32(first_block, zlib.crc32(request.cache_salt.encode())) % self.MOST_LANES
+
+    def running_key(self, request: Request) -> OrderKey:
+        """See `QueueOrder.running_key`."""
+        return (request.arrival,)
+
+
+def _comes_anew(request: Request) -> bool:
+    return request.status is not RequestStatus.PREEMPTED

@@ -1,0 +1,112 @@
+"""Who is refused at the door: requests that can never be served, and requests beyond the queue's bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.config import SchedulerConfig
+from quire.errors import InvalidRequestError, QueueFullError
+from quire.request import Request
+from quire.scheduling.slots import token_limit
+
+BLIND_ORDERS = ("fcfs", "fair", "longest-prefix")  # to priorities
+BLIND_RETENTIONS = ("lru", "lfu")
+
+
+def refuse_priority_without_policy(request: Request, config: SchedulerConfig) -> None:
+    """Raise `InvalidRequestError` for a priority that the policy would not look at."""
+    is_read = config.policy not in BLIND_ORDERS or config.prefix_retention not in BLIND_RETENTIONS
+    if request.priority and not is_read:
+        raise InvalidRequestError(
+            f"priority is {request.priority}, but the scheduler's policy is {config.policy!r}, which has no "
+            "priorities; leave it out, or start the engine with policy 'priority'",
+            param="priority",
+        )
+
+
+def refuse_if_never_fits(
+    request: Request, config: SchedulerConfig, *, num_blocks: int, max_model_len: int
+) -> None:
+    """Raise `InvalidRequestError` for a request that even an idle engine could not serve to its end."""
+    num_prompt = request.num_prompt_tokens
+    if not num_prompt:
+        raise InvalidRequestError("the prompt is empty; it must have at least 1 token", param="prompt")
+    if num_prompt >= max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt} tokens; at most {max_model_len - 1} leave room for "
+            f"output within max_model_len {max_model_len}",
+            param="prompt",
+        )
+    if not config.dynamic_split_fuse and num_prompt > config.max_num_batched_tokens:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt} tokens, but without dynamic_split_fuse a prompt must fit into one "
+            f"step of max_num_batched_tokens {config.max_num_batched_tokens}; raise that, or turn "
+            "dynamic_split_fuse on",
+            param="prompt",
+        )
+    capacity = num_blocks * config.block_size
+    most_tokens = token_limit(request, max_model_len)
+    if most_tokens > capacity:
+        raise InvalidRequestError(
+            f"prompt ({num_prompt} tokens) and output could reach {most_tokens} tokens, but "
+            f"the whole KV cache holds {capacity}; lower max_tokens to at most "
+            f"{max(capacity - num_prompt, 0)}, or raise num_kv_blocks or cache_size",
+            param="max_tokens",
+        )
+
+
+def refuse_if_beams_never_fit(
+    request: Request, config: SchedulerConfig, *, num_blocks: int, max_model_len: int
+) -> None:
+    """Raise `InvalidRequestError` for a beam search whose beams could not all run at once."""
+    width = request.sampling_params.beam_width
+    if width > config.max_num_seqs:
+        raise InvalidRequestError(
+            f"beam_width is {width}, but at most max_num_seqs {config.max_num_seqs} sequences run at once; "
+            "lower beam_width, or raise max_num_seqs",
+            param="beam_width",
+        )
+    block_size = config.block_size
+    num_shared = request.num_prompt_tokens // block_size
+    num_own = -(-token_limit(request, max_model_len) // block_size) - num_shared
+    if num_shared + width * num_own > num_blocks:
+        raise InvalidRequestError(
+            f"{width} beams could need {num_shared + width * num_own} KV blocks, {num_shared} for the prompt "
+            f"and {num_own} each, but the whole cache has {num_blocks}; lower beam_width or max_tokens, or "
+            "raise num_kv_blocks or cache_size",
+            param="beam_width",
+        )
+
+
+def refuse_if_queue_is_full(
+    request: Request,
+    config: SchedulerConfig,
+    *,
+    num_waiting: int,
+    num_waiting_tokens: int,
+    retry_after: Callable[[int, int], float],
+) -> None:
+    """Raise `QueueFullError` if the queue's bounds leave no room for `request`.
+
+    An empty queue takes any request, so that a prompt longer than max_num_queued_tokens can be served.
+
+    Args:
+        request: the newcomer.
+        config: has the bounds.
+        num_waiting: requests that wait.
+        num_waiting_tokens: their tokens.
+        retry_after: seconds until (requests, tokens) will have left the queue.
+    """
+    excess_requests = num_waiting + 1 - config.max_num_queued_reqs
+    excess_tokens = num_waiting_tokens + request.num_tokens - config.max_num_queued_tokens
+    if excess_requests > 0:
+        raise QueueFullError(
+            f"{num_waiting} requests wait, the bound is max_num_queued_reqs {config.max_num_queued_reqs}",
+            retry_after=retry_after(excess_requests, max(excess_tokens, 0)),
+        )
+    if num_waiting and excess_tokens > 0:
+        raise QueueFullError(
+            f"{num_waiting_tokens} tokens wait and the request has {request.num_tokens}; the bound is "
+            f"max_num_queued_tokens {config.max_num_queued_tokens}",
+            retry_after=retry_after(0, excess_tokens),
+        )

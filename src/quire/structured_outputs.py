@@ -1,0 +1,105 @@
+"""What structured output is asked for: a JSON schema, a regular expression, choices or a grammar."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from quire.config import config, knob
+from quire.errors import InvalidRequestError
+
+MAX_SCHEMA_BYTES = 65_536  # of a JSON schema, or of all choices together, in UTF-8
+MAX_GRAMMAR_BYTES = 16_384  # of a regular expression or a grammar; compiling may cost its length squared
+MAX_CHOICES = 1024
+
+
+@config
+class StructuredOutputsParams:
+    """A grammar that the output must follow: exactly one of the fields.
+
+    A schema given as a dict is kept as text. What is not of its form, or too large, is refused with an
+    `InvalidRequestError`; whether it can be compiled is found out by the engine.
+    """
+
+    json: str | dict[str, Any] | None = knob(
+        default=None,
+        help="JSON schema, as text or as a dict, that the output must be valid against; at most 64 KiB.",
+    )
+    regex: str | None = knob(
+        default=None, help="Regular expression that the whole output must match; at most 16 KiB."
+    )
+    choice: tuple[str, ...] | None = knob(
+        default=None,
+        help="Strings of which the output must be one; at most 1,024, and 64 KiB together.",
+    )
+    grammar: str | None = knob(
+        default=None, help="Context-free grammar, in Lark or GBNF notation; at most 16 KiB."
+    )
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
+        if len(given) != 1:
+            raise _invalid_structure(
+                f"structured_outputs has {', '.join(given) or 'no field'}; it must have exactly one of json, "
+                "regex, choice and grammar"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None:
+                _check_text(f"structured_outputs.{name}", getattr(self, name), MAX_GRAMMAR_BYTES)
+
+
+def _schema_text(schema: Any) -> str:
+    """Return a JSON schema as text."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        _check_text("structured_outputs.json", text, MAX_SCHEMA_BYTES)
+        parsed = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise _invalid_structure(f"structured_outputs.json is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise _invalid_structure(
+            f"structured_outputs.json is {text[:80]}; a JSON schema must be an object, such as "
+            '{"type": "object"}'
+        )
+    return text
+
+
+def _choices(given: Any) -> tuple[str, ...]:
+    """Return the strings to choose from, each once."""
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise _invalid_structure(
+            f"structured_outputs.choice is {given!r:.80}; it must be a list of at least one string"
+        )
+    if len(given) > MAX_CHOICES:
+        raise _invalid_structure(
+            f"structured_outputs.choice holds {len(given)} strings; at most {MAX_CHOICES} fit"
+        )
+    for choice in given:
+        _check_text("a string of structured_outputs.choice", choice, MAX_SCHEMA_BYTES)
+    _check_text("structured_outputs.choice", "".join(given), MAX_SCHEMA_BYTES)
+    return tuple(dict.fromkeys(given))
+
+
+def _check_text(name: str, text: Any, max_bytes: int) -> None:
+    if not isinstance(text, str):
+        raise _invalid_structure(f"{name} is {text!r:.80}; it must be text")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise _invalid_structure(
+            f"{name} holds a lone surrogate at position {error.start}; it must be valid Unicode"
+        ) from error
+    if size > max_bytes:
+        raise _invalid_structure(f"{name} has {size} bytes in UTF-8; the limit is {max_bytes}")
+
+
+def _invalid_structure(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="structured_outputs")

@@ -1,0 +1,76 @@
+"""What makes drafts, built from the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from checkpoints import make_checkpoint
+from quire.config import EngineConfig, SpeculationConfig
+from quire.engine.arguments import engine_config
+from quire.engine.drafting import build_proposer, find_draft_model
+from quire.engine.memory_plan import MemoryPlan, plan_memory
+from quire.errors import ConfigError, ModelNotFoundError
+from quire.execution.draft_model_proposer import DraftModelProposer
+from quire.execution.ngram_proposer import NgramProposer
+from quire.models.config import ModelConfig
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("drafting"), dtype="float32")
+
+
+def with_draft_model(name: str) -> EngineConfig:
+    return EngineConfig(speculation=SpeculationConfig(speculative_method="draft-model", draft_model=name))
+
+
+def plan_of(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
+    return plan_memory(config, model, draft_model=model, available_bytes=10**9)
+
+
+def test_without_speculation_there_is_nothing(checkpoint: Path):
+    model = ModelConfig.from_directory(checkpoint)
+    assert find_draft_model(EngineConfig(), model) is None
+    assert build_proposer(EngineConfig(), None, plan_of(EngineConfig(), model)) is None
+
+
+def test_ngram_needs_no_model(checkpoint: Path):
+    model = ModelConfig.from_directory(checkpoint)
+    config = engine_config("x", {"speculative_method": "ngram", "ngram_max": 3})
+    assert config.speculation == SpeculationConfig(speculative_method="ngram", ngram_max=3)
+    assert find_draft_model(config, model) is None
+    assert isinstance(build_proposer(config, None, plan_of(config, model)), NgramProposer)
+
+
+def test_a_draft_model_is_found_and_loaded(checkpoint: Path):
+    model = ModelConfig.from_directory(checkpoint)
+    config = with_draft_model(str(checkpoint))
+    found = find_draft_model(config, model)
+    assert found is not None
+    assert found.config == model
+    assert isinstance(build_proposer(config, found, plan_of(config, model)), DraftModelProposer)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Path):
+    model = ModelConfig.from_directory(checkpoint)
+    config = dataclasses.replace(with_draft_model(str(checkpoint)), model="big")
+    with pytest.raises(ConfigError, match=r"vocabulary of 384 tokens; 'big' has 500, and drafts must be"):
+        find_draft_model(config, dataclasses.replace(model, vocab_size=500))
+
+
+def test_a_draft_model_that_does_not_exist_is_refused(checkpoint: Path):
+    model = ModelConfig.from_directory(checkpoint)
+    with pytest.raises(ModelNotFoundError, match="not a valid hub name"):
+        find_draft_model(with_draft_model("no/such/model"), model)
+
+
+def test_a_description_is_enough_to_plan(checkpoint: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    found = find_draft_model(
+        with_draft_model(str(tmp_path)), ModelConfig.from_directory(checkpoint), weights=False
+    )
+    assert found is not None
+    assert found.path == tmp_path

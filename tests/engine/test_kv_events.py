@@ -1,0 +1,234 @@
+"""The publisher with real ZeroMQ subscribers: late, slow, and never there."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import zmq
+
+from quire.config import EngineConfig
+from quire.engine.kv_events import END_OF_REPLAY, TOPIC, KVEventPublisher, KVEventSubscriber
+from quire.errors import ConfigError
+from quire.kv.events import AllBlocksCleared, BlockRemoved, KVEventBatch
+
+LOCAL = "tcp://127.0.0.1:*"
+PATIENCE = 10.0  # seconds, for what comes at once
+
+
+def removed(number: int) -> BlockRemoved:
+    return BlockRemoved([number.to_bytes(4, "big")])
+
+
+def numbers(batches: list[KVEventBatch]) -> list[int | None]:
+    """Which `removed(number)` the batches hold; None for a clearing."""
+    events = [event for batch in batches for event in batch.events]
+    return [
+        None if isinstance(event, AllBlocksCleared) else int.from_bytes(event.block_hashes[0], "big")
+        for event in events
+    ]
+
+
+@pytest.fixture
+def publisher():
+    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=100)
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def follow():
+    subscribers = []
+
+    def connect(publisher: KVEventPublisher, **options) -> KVEventSubscriber:
+        subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, **options)
+        subscribers.append(subscriber)
+        return subscriber
+
+    yield connect
+    for subscriber in subscribers:
+        subscriber.close()
+
+
+def publish_until_received(publisher: KVEventPublisher, subscriber: KVEventSubscriber, first: int):
+    """Publish numbered events until the subscription has taken hold; return (batches, next number)."""
+    number = first
+    while True:
+        publisher.publish([removed(number)])
+        number += 1
+        if batches := subscriber.receive(0.02):
+            return batches, number
+
+
+def receive_up_to(subscriber: KVEventSubscriber, last: int) -> list[int | None]:
+    seen: list[int | None] = []
+    while last not in seen:
+        batches = subscriber.receive(PATIENCE)
+        assert batches, f"nothing came, after {seen}"
+        seen += numbers(batches)
+    return seen
+
+
+def test_who_joins_late_gets_all_from_the_start(publisher, follow):
+    for number in range(20):
+        publisher.publish([removed(number)])
+    subscriber = follow(publisher)
+    batches, end = publish_until_received(publisher, subscriber, 20)
+    seen = numbers(batches)
+    publisher.publish([removed(end)])
+    assert seen + receive_up_to(subscriber, end) == [None, *range(end + 1)]
+
+
+def test_without_replay_what_was_missed_is_a_clearing(follow):
+    publisher = KVEventPublisher(LOCAL)
+    for number in range(20):
+        publisher.publish([removed(number)])
+    subscriber = follow(publisher)
+    batches, end = publish_until_received(publisher, subscriber, 20)
+    assert numbers(batches)[0] is None
+    publisher.publish([removed(end)])
+    assert receive_up_to(subscriber, end)[-1] == end
+    publisher.close()
+
+
+def test_the_buffer_is_bounded_and_a_gap_is_a_clearing(follow):
+    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=8)
+    with raw_socket(publisher.endpoint, zmq.SUB) as socket:
+        receive_first(publisher, socket)
+    first = 1000
+    while publisher._buffer[-1][0] < (40).to_bytes(8, "big"):
+        publisher.publish([removed(first)])
+        first += 1
+        replay(publisher, 0)  # in the thread's order: the batch has been taken
+    subscriber = follow(publisher)
+    batches, end = publish_until_received(publisher, subscriber, first)
+    seen = numbers(batches)
+    assert seen[0] is None
+    assert None not in seen[1:]
+    assert len(seen) <= 1 + 8 + 1
+    assert seen[1:] == list(range(end - len(seen) + 1, end))
+    assert len(publisher._buffer) == 8
+    publisher.close()
+
+
+def test_an_engine_started_anew_is_noticed(follow):
+    publisher = KVEventPublisher(LOCAL, clock=lambda: 1.0)
+    subscriber = follow(publisher)
+    publish_until_received(publisher, subscriber, 0)
+    endpoint = publisher.endpoint
+    publisher.close()
+    publisher = KVEventPublisher(endpoint, clock=lambda: 2.0)
+    batches: list[KVEventBatch] = []
+    while not any(batch.ts == 2.0 for batch in batches):
+        publisher.publish([removed(7)])
+        batches += subscriber.receive(0.02)
+    assert None in numbers(batches)
+    publisher.close()
+
+
+def raw_socket(endpoint: str, kind: int) -> zmq.Socket:
+    socket = zmq.Context.instance().socket(kind)
+    socket.linger = 0
+    socket.rcvtimeo = int(PATIENCE * 1000)
+    if kind == zmq.SUB:
+        socket.subscribe(b"")
+    socket.connect(endpoint)
+    return socket
+
+
+def receive_first(publisher: KVEventPublisher, socket: zmq.Socket) -> list[bytes]:
+    """Publish `removed(0)` until one comes; the clearing at the start may come before it."""
+    while True:
+        publisher.publish([removed(0)])
+        while socket.poll(20):
+            frames = socket.recv_multipart()
+            if b"BlockRemoved" in frames[2]:
+                return frames
+
+
+def replay(publisher: KVEventPublisher, first: int) -> list[int]:
+    with raw_socket(publisher.replay_endpoint, zmq.DEALER) as socket:
+        socket.send_multipart((b"", first.to_bytes(8, "big")))
+        found = []
+        while (frames := socket.recv_multipart())[1] != END_OF_REPLAY:
+            found.append(int.from_bytes(frames[1], "big"))
+        return found
+
+
+def test_the_wire_is_topic_number_batch(publisher):
+    with raw_socket(publisher.endpoint, zmq.SUB) as socket:
+        topic, number, batch = receive_first(publisher, socket)
+    assert topic == TOPIC
+    assert len(number) == 8
+    _, events = msgspec.msgpack.decode(batch)
+    assert events == [["BlockRemoved", [bytes(4)]]]
+
+
+def test_a_replay_begins_where_asked(publisher):
+    for number in range(10):
+        publisher.publish([removed(number)])
+    assert replay(publisher, 0)[:1] == [0]
+    while replay(publisher, 0)[-1] < 10:
+        pass
+    assert replay(publisher, 7) == [7, 8, 9, 10]
+    assert replay(publisher, 11) == []
+
+
+def test_a_malformed_replay_request_is_ignored(publisher):
+    with raw_socket(publisher.replay_endpoint, zmq.DEALER) as socket:
+        socket.send_multipart((b"nonsense",))
+        socket.send_multipart((b"", b"short"))
+    assert replay(publisher, 0) == [0]
+
+
+def test_nobody_and_a_slow_subscriber_block_nothing():
+    publisher = KVEventPublisher("inproc://slow", buffer_steps=4)
+    socket = publisher._context.socket(zmq.SUB)  # inproc lives within one context
+    socket.rcvhwm = 1
+    socket.subscribe(b"")
+    socket.connect("inproc://slow")
+    for number in range(5000):
+        publisher.publish([removed(number)])
+    assert len(publisher._queue) <= 4
+    socket.close(linger=0)
+    publisher.close()
+
+
+def test_a_full_queue_drops_whole_batches_with_their_numbers(publisher):
+    count = 0
+    while not publisher.num_dropped:  # handed over far faster than they can be sent
+        publisher.publish([removed(count)])
+        count += 1
+    while publisher._queue:
+        replay(publisher, 10_000)
+    publisher.publish([removed(0)])
+    while (kept := replay(publisher, 0))[-1] != count + 1:  # the clearing at the start has number 0
+        pass
+    assert count not in kept
+    assert kept == sorted(kept)
+
+
+def test_closing_sends_what_is_queued():
+    publisher = KVEventPublisher(LOCAL, LOCAL)
+    with raw_socket(publisher.endpoint, zmq.SUB) as socket:
+        receive_first(publisher, socket)
+        publisher.publish([removed(99)])
+        publisher.close()
+        publisher.close()
+        seen = []
+        while removed(99).block_hashes[0] not in seen:
+            seen += (
+                msgspec.msgpack.decode(socket.recv_multipart()[2], type=KVEventBatch).events[0].block_hashes
+            )
+
+
+def test_an_address_in_use_is_a_config_error(publisher):
+    with pytest.raises(ConfigError, match=r"EngineConfig\.kv_events_endpoint is .* cannot be bound"):
+        KVEventPublisher(publisher.endpoint)
+    with pytest.raises(ConfigError, match=r"kv_events_replay_endpoint is 'nonsense'"):
+        KVEventPublisher(LOCAL, "nonsense")
+
+
+def test_replay_without_publishing_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"set EngineConfig\.kv_events_endpoint too"):
+        EngineConfig(kv_events_replay_endpoint=LOCAL)
+    EngineConfig(kv_events_endpoint=LOCAL, kv_events_replay_endpoint=LOCAL)

@@ -1,0 +1,123 @@
+"""The worker side of a connector is called at the right times with the right things."""
+
+import pytest
+import torch
+from step_driver import make_driver, plan
+
+from quire.kv.connector import KVConnector
+from quire.sampling_params import SamplingParams
+from quire.step import KVConnectorOutput
+
+GREEDY = SamplingParams(temperature=0.0)
+NUM_LAYERS = 2
+
+
+def scheduler_side(self, *_):
+    raise AssertionError("the runner calls the worker side only")
+
+
+class RecordingConnector(KVConnector):
+    """Writes every call down; loads `to_load`, {block: its content}, layer by layer as it is waited for."""
+
+    get_num_new_matched_tokens = update_state_after_alloc = cancel_load = build_connector_meta = (
+        scheduler_side
+    )
+    request_finished = leases_renewed = reset = scheduler_side
+
+    def __init__(self):
+        self.calls = []
+        self.kv_caches = None
+        self.to_load = {}
+        self.saved = {}
+        self.finished = frozenset(), frozenset()
+        self.failed = frozenset()
+
+    def register_kv_caches(self, kv_caches):
+        assert self.kv_caches is None
+        self.kv_caches = kv_caches
+
+    def start_load_kv(self, metadata):
+        self.calls.append(("start", metadata))
+
+    def wait_for_layer_load(self, layer):
+        self.calls.append(("wait", layer))
+        for block, content in self.to_load.items():
+            self.kv_caches.tensor[block, layer] = content[layer]
+
+    def save_kv_layer(self, layer, keys, values):
+        self.calls.append(("save", layer))
+        self.saved[layer] = torch.stack((keys, values), dim=1)
+
+    def wait_for_save(self):
+        self.calls.append(("wait for save",))
+
+    def get_finished(self, finished_ids):
+        self.calls.append(("finished", list(finished_ids)))
+        return self.finished
+
+    def get_block_ids_with_load_errors(self):
+        self.calls.append(("errors",))
+        return self.failed
+
+
+@pytest.fixture
+def connector():
+    return RecordingConnector()
+
+
+def test_a_step_calls_the_connector_in_order(models, prompts, connector):
+    driver = make_driver(models["float32"], connector=connector)
+    assert connector.kv_caches is driver.kv_cache
+    driver.add("r", prompts[2], GREEDY)
+    connector.finished = frozenset({"x"}), frozenset({"y"})
+    connector.failed = frozenset({7})
+    result = driver.step({"r": 17})
+    layers = [(name, layer) for layer in range(NUM_LAYERS) for name in ("wait", "save")]
+    assert connector.calls == [
+        ("start", None), *layers, ("wait for save",), ("finished", []), ("errors",)
+    ]  # fmt: skip
+    assert result.kv_connector_output == KVConnectorOutput(frozenset({"x"}), frozenset({"y"}), frozenset({7}))
+
+
+def test_a_step_without_tokens_moves_kv_all_the_same(models, connector):
+    driver = make_driver(models["float32"], connector=connector)
+    result = driver.runner.execute(plan(finished=["gone"], metadata="plan of the step"))
+    assert connector.calls == [
+        ("start", "plan of the step"), ("wait for save",), ("finished", ["gone"]), ("errors",)
+    ]  # fmt: skip
+    assert result.kv_connector_output == KVConnectorOutput()
+
+
+def test_what_is_loaded_is_read_and_what_is_written_is_saved(models, prompts, connector):
+    """KV of one engine, saved layer by layer, continues its request in another."""
+    model = models["float32"]
+    source = make_driver(model, connector=connector)
+    source.add("r", prompts[2], GREEDY)
+    source.step({"r": 16})
+    blocks = source.requests["r"].blocks
+    saved = {layer: connector.saved[layer][blocks].clone() for layer in range(NUM_LAYERS)}
+    for layer, content in saved.items():
+        assert torch.equal(content, source.kv_cache.tensor[blocks, layer])
+    source.run(5)
+
+    loading = RecordingConnector()
+    target = make_driver(model, connector=loading)
+    target.add("r", prompts[2], GREEDY)
+    request = target.requests["r"]
+    target.step({"r": 16})
+    with torch.inference_mode():
+        target.kv_cache.tensor.fill_(float("nan"))
+    loading.to_load = {
+        block: torch.stack([saved[layer][index] for layer in range(NUM_LAYERS)])
+        for index, block in enumerate(request.blocks)
+    }
+    target.step({"r": 1})
+    loading.to_load = {}
+    target.run(5)
+    assert request.output == source.requests["r"].output
+
+
+def test_without_a_connector_nothing_is_reported(models, prompts):
+    driver = make_driver(models["float32"])
+    driver.add("r", prompts[0], GREEDY)
+    assert driver.step({"r": 1}).kv_connector_output is None

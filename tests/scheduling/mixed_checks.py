@@ -1,0 +1,157 @@
+"""What must hold of every plan and every output, whatever the policies and whatever happened before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mixed_requests import Expected
+
+from quire.request import Request
+from quire.scheduling import PauseState
+from quire.status import FinishReason, RequestStatus
+from quire.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from mixed_driver import MixedDriver
+
+QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def check_plan(driver: MixedDriver, plan: SchedulerOutput, throttles: bool) -> None:
+    """Invariant 5, and that each row is a live request that may run in this step."""
+    config, pause_state = driver.world.config, driver.scheduler.pause_state
+    assert plan.total_num_scheduled_tokens <= config.max_num_batched_tokens
+    assert len(plan.request_ids) <= config.max_num_seqs
+    assert len(set(plan.request_ids)) == len(plan.request_ids)
+    assert (plan.num_tokens > 0).all()
+    for request_id in plan.request_ids:
+        expected = driver.live[request_id.split("/")[0]]
+        assert expected.request.status is RequestStatus.RUNNING
+    admitted = [one.request_id for one in (*plan.scheduled_new_reqs, *plan.scheduled_cached_reqs.resumed)]
+    admitted = [name for name in admitted if "/" not in name]
+    if throttles or pause_state is not PauseState.UNPAUSED:
+        assert not admitted
+    if pause_state is PauseState.PAUSED_ALL:
+        assert not plan.request_ids
+    if throttles:
+        assert (plan.num_computed_tokens + 1 >= plan.num_known_tokens).all()
+    if not config.dynamic_split_fuse and admitted:
+        assert set(plan.request_ids) <= set(admitted), "prompts and decoding share a step"
+    _check_nobody_overdue(driver)
+
+
+def _check_nobody_overdue(driver: MixedDriver) -> None:
+    for request_id, expected in driver.live.items():
+        if driver.scheduler.has_request(request_id):
+            assert not is_overdue(driver, expected), f"{request_id} has run out of time and goes on"
+
+
+def is_overdue(driver: MixedDriver, expected: Expected) -> bool:
+    config, now = driver.world.config, driver.world.now
+    total = expected.deadline("timeout", config.request_timeout)
+    queue = expected.deadline("queue_timeout", config.queue_timeout)
+    return (total is not None and total <= now) or (
+        queue is not None and queue <= now and not expected.has_run
+    )
+
+
+def check_queue_order(driver: MixedDriver, plan: SchedulerOutput) -> None:
+    """Invariant 7: of the requests that stand in the queue, nobody is overtaken."""
+    admitted = [one.request_id for one in (*plan.scheduled_new_reqs, *plan.scheduled_cached_reqs.resumed)]
+    last = [driver.live[name].request for name in admitted if name in driver.live][-1:]
+    if not last or driver.world.config.policy == "longest-prefix":
+        return
+    for request_id, expected in driver.live.items():
+        if stands_in_queue(driver, request_id):
+            assert not _goes_before(driver, expected.request, last[0]), (
+                f"{last[0]} overtook {expected.request}"
+            )
+
+
+def _goes_before(driver: MixedDriver, one: Request, other: Request) -> bool:
+    config = driver.world.config
+    match config.policy:
+        case "priority" if config.priority_ageing:
+            keys = [r.arrival_time + config.priority_ageing * r.priority for r in (one, other)]
+            return (keys[0], one.arrival) < (keys[1], other.arrival)
+        case "priority":
+            return (one.priority, one.arrival) < (other.priority, other.arrival)
+        case "fair" if one.tenant != other.tenant:
+            return False
+    return one.arrival < other.arrival
+
+
+def stands_in_queue(driver: MixedDriver, request_id: str) -> bool:
+    """Whether nothing but its turn keeps a request from running."""
+    expected = driver.live[request_id]
+    request = expected.request
+    if not driver.scheduler.has_request(request_id) or request.status not in QUEUED:
+        return False
+    connector = driver.world.connector
+    if connector is not None and request_id in connector.put_off:
+        return False
+    leader = driver.live.get(request.shares_prompt_with or "")
+    return leader is None or (leader.has_run and bool(leader.got[leader.request.request_id]))
+
+
+def check_progress(driver: MixedDriver, plan: SchedulerOutput, throttles: bool, num_ended: int) -> None:
+    """Invariant 3: if anything could run, something does.
+
+    What may keep everybody waiting: a pause, a step in flight, blocks in a transfer, or that no request is
+    ready to run.
+    """
+    scheduler = driver.scheduler
+    if throttles or scheduler.pause_state is not PauseState.UNPAUSED or driver.in_flight:
+        return
+    if plan.total_num_scheduled_tokens or num_ended or has_transfers(driver):
+        return
+    ready = [
+        request_id
+        for request_id, expected in driver.live.items()
+        if expected.request.status is RequestStatus.RUNNING or stands_in_queue(driver, request_id)
+    ]
+    assert not ready, f"a silent wait: {scheduler.explain(ready[0])}"
+
+
+def has_transfers(driver: MixedDriver) -> bool:
+    """Whether blocks are held that come back by themselves, or by the clock."""
+    state = driver.scheduler._state
+    return state.num_blocks_in_transfer > 0
+
+
+def check_output(driver: MixedDriver, expected: Expected, output) -> None:
+    """Invariant 6, and that an end has the reason that it should have."""
+    name, reason = output.request_id, output.finish_reason
+    got = expected.got[name]
+    got += output.new_token_ids
+    wanted = expected.outputs[name]
+    assert got == wanted[: len(got)], f"{name}: {got} is not the start of {wanted}"
+    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        assert got == wanted, f"{name}: {got}, expected {wanted}"
+        assert reason is expected.reasons[name]
+        assert output.error is None
+    elif reason is not None:
+        assert reason is FinishReason.ERROR
+        assert output.error
+        cause = _cause_of(driver, expected, output.error)
+        assert cause, f"{name}: {output.error}"
+        driver.counts[f"errors: {cause}"] += 1
+
+
+def _cause_of(driver: MixedDriver, expected: Expected, error: str) -> str:
+    """Return why this request may end with this error; empty: it may not."""
+    world = driver.world
+    causes = {
+        "broken": ("runner", expected.may_break),
+        "had not": ("timeout", is_overdue(driver, expected)),
+        "compiled within": ("compilation never ended", bool(expected.grammar_kind)),
+        "the grammar is not one": ("bad grammar", expected.grammar_kind == "bad"),
+        "fell over": ("compiler crashed", expected.grammar_kind == "crashes"),
+        "grammar": ("grammar cannot be followed", expected.grammar_kind == "dies"),
+        "KV of this request": ("failed load", world.config.kv_load_failure == "fail"),
+        "KV blocks that there is memory for": ("memory refused", world.grows),
+    }
+    for text, (cause, may_be) in causes.items():
+        if text in error:
+            return cause if may_be else ""
+    return ""

@@ -1,0 +1,151 @@
+"""Everything around a scheduler that random histories need, drawn at random and under the driver's command."""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+from fake_grammar import CompilerOnCommand, FakeGrammarBackend
+from fake_runner import FakeRunner
+
+from quire.config import SchedulerConfig
+from quire.kv.memory_connector import MemoryConnector
+from quire.scheduling import Scheduler
+from quire.scheduling.context import SchedulerContext
+
+MAX_MODEL_LEN = 48
+
+
+class Chooser(Protocol):
+    """Where choices come from: hypothesis, or a seeded generator."""
+
+    def among(self, options): ...
+
+    def integer(self, low: int, high: int) -> int: ...
+
+    def chance(self, percent: int) -> bool: ...
+
+
+class RandomChooser:
+    def __init__(self, seed: object) -> None:
+        self._random = random.Random(str(seed))
+
+    def among(self, options):
+        return options[self._random.randrange(len(options))]
+
+    def integer(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def chance(self, percent: int) -> bool:
+        return self._random.randrange(100) < percent
+
+
+def draw_config(choose: Chooser) -> SchedulerConfig:
+    splits = choose.chance(80)
+    return SchedulerConfig(
+        block_size=choose.among([1, 2, 4, 4, 16]),
+        max_num_batched_tokens=choose.among([1, 3, 7, 16, 64] if splits else [16, 64]),
+        max_num_seqs=choose.integer(1, 8),
+        dynamic_split_fuse=splits,
+        enable_prefix_caching=choose.chance(80),
+        policy=choose.among(["fcfs", "priority", "fair", "longest-prefix"]),
+        priority_ageing=choose.among([0.0, 5.0]),
+        admission=choose.among(["reserve", "past-future"]),
+        victim=choose.among(["last", "fewest-computed"]),
+        prefix_retention=choose.among(["lru", "lfu", "priority"]),
+        long_prefill_token_threshold=choose.among([0, 0, 2, 5]),
+        reserve_full_prompt=choose.chance(50),
+        watermark=choose.among([0.0, 0.0, 0.1, 0.9]),
+        max_num_queued_reqs=12,
+        max_num_queued_tokens=400,
+        request_timeout=choose.among([0.0, 0.0, 60.0]),
+        queue_timeout=choose.among([0.0, 0.0, 40.0]),
+        overlap_steps=choose.chance(35),
+        kv_load_failure=choose.among(["recompute", "recompute", "fail"]),
+        kv_transfer_timeout=20.0,
+    ).validate()
+
+
+class ReluctantConnector(MemoryConnector):
+    """Says for some requests, as long as it is told to, that it does not know yet."""
+
+    def __init__(self, block_size: int, **options) -> None:
+        super().__init__(block_size, **options)
+        self.is_reluctant = False
+        self.put_off: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if self.is_reluctant and len(request.prompt_token_ids) % 2:
+            self.put_off.add(request.request_id)
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class CacheEvents:
+    """What can be found in the prefix cache, by its events alone."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, bytes] = {}
+
+    def stored(self, block_id, key) -> None:
+        assert block_id not in self.digests
+        assert key.digest not in self.digests.values()
+        self.digests[block_id] = key.digest
+
+    def removed(self, block_id, key) -> None:
+        assert self.digests.pop(block_id) == key.digest
+
+    def cleared(self) -> None:
+        self.digests.clear()
+
+
+class World:
+    """A scheduler in its surroundings: clock, memory, compiler, connector, and the runner."""
+
+    def __init__(self, choose: Chooser, config: SchedulerConfig | None = None) -> None:
+        self.config = config = config or draw_config(choose)
+        self.now = 1000.0
+        self.num_blocks = max(choose.integer(24, 200) // config.block_size, 2)
+        self.grows = choose.chance(30)
+        self.num_blocks_of_memory = choose.integer(1, self.num_blocks) if self.grows else self.num_blocks
+        self.compiler = CompilerOnCommand()
+        self.connector = self._draw_connector(choose)
+        self.events = CacheEvents()
+        self.most_drafts = choose.among([0, 0, 1, 3])
+        self.runner = FakeRunner(
+            self.num_blocks, config.block_size, connector=self.connector, seed=choose.integer(0, 99)
+        )
+        context = SchedulerContext(
+            clock=self.clock,
+            grammars=FakeGrammarBackend(),
+            connector=self.connector,
+            kv_events=self.events,
+            draft_length=self.draft_length,
+            commit_blocks=self.commit_blocks if self.grows else None,
+        )
+        self.scheduler = Scheduler(
+            config, num_blocks=self.num_blocks, max_model_len=MAX_MODEL_LEN, context=context
+        )
+        self.scheduler._state.grammars._pool = self.compiler
+
+    def clock(self) -> float:
+        return self.now
+
+    def draft_length(self, num_running: int) -> int:
+        return self.most_drafts if num_running <= 3 else min(self.most_drafts, 1)
+
+    def commit_blocks(self, count: int) -> int:
+        granted = min(count, self.num_blocks_of_memory)
+        self.num_blocks_of_memory -= granted
+        return granted
+
+    def _draw_connector(self, choose: Chooser) -> ReluctantConnector | None:
+        if choose.chance(45):
+            return None
+        block_bytes = 8 * self.config.block_size
+        return ReluctantConnector(
+            self.config.block_size,
+            load_steps=choose.among([0, 1, 3]),
+            send_steps=choose.among([None, 1, 4]),
+            capacity_bytes=block_bytes * choose.among([5, 1000]),
+        )

@@ -1,0 +1,177 @@
+"""Virtual token counters, against a model that forgets nothing and against the published bound."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_requests import Arrivals, run_to
+
+from quire.config import SchedulerConfig
+from quire.scheduling.policies import ORDERS, fair_share
+from quire.scheduling.policies.fair_share import FIRST_GUESS, VirtualTokenCounters
+from quire.scheduling.waiting_queue import WaitingQueue
+from quire.status import RequestStatus
+
+STOPPED = RequestStatus.FINISHED_STOPPED
+
+
+def build(name="fair"):
+    order = ORDERS.build(name, config=SchedulerConfig(), find_cached=lambda request: 0)
+    return order, WaitingQueue(order)
+
+
+class EverlastingCounters:
+    """The paper's algorithm, tenant by tenant, for outputs that are always as long as was predicted."""
+
+    def __init__(self):
+        self.counters = {}
+        self.waiting = []
+        self.last = None
+
+    def queued(self, tenant):
+        if tenant not in self.waiting:
+            floor = min(
+                (self.counters[other] for other in self.waiting), default=self.counters.get(self.last, 0)
+            )
+            self.counters[tenant] = max(self.counters.get(tenant, 0), floor)
+        self.waiting.append(tenant)
+
+    def unqueued(self, tenant):
+        self.waiting.remove(tenant)
+        if tenant not in self.waiting:
+            self.last = tenant
+
+    def admitted(self, tenant, num_prompt):
+        self.counters[tenant] += num_prompt + 2 * FIRST_GUESS
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("qqqaax"), st.sampled_from("abcd"), st.integers(1, 999)), max_size=60)
+)
+def test_forgetting_idle_tenants_changes_nothing(calls):
+    order, queue = build()
+    model, arrivals, running = EverlastingCounters(), Arrivals(), []
+    for call, tenant, num_prompt in calls:
+        if call == "q":
+            queue.push(arrivals.request(num_prompt, tenant=tenant))
+            model.queued(tenant)
+        elif call == "a" and len(queue):
+            head = queue.head()
+            assert model.counters[head.tenant] == min(model.counters[other] for other in model.waiting)
+            queue.remove(head.request_id)
+            order.admitted(head)
+            model.unqueued(head.tenant)
+            model.admitted(head.tenant, head.num_prompt_tokens)
+            running.append(head)
+        elif call == "x" and running:
+            order.left(run_to(running.pop(0), int(FIRST_GUESS), STOPPED))
+        for waiting in model.waiting:
+            assert order._counters.of(waiting) == model.counters[waiting]
+
+
+def service_gap(name, *, slots, seed):
+    """Serve two tenants that always have requests waiting; return the gap in service and the bound on it."""
+    rng, arrivals = random.Random(seed), Arrivals()
+    order, queue = build(name)
+    served, running, most = {"greedy": 0, "modest": 0}, [], 0
+    for tenant, count, num_prompt, num_output in (("greedy", 900, 400, 200), ("modest", 900, 20, 60)):
+        for _ in range(count):
+            request = arrivals.request(rng.randint(1, num_prompt), tenant=tenant)
+            request.num_cached_tokens = rng.randint(1, num_output)  # the length of its output to be
+            queue.push(request)
+    for _ in range(600):
+        while len(running) < slots:
+            head = queue.head()
+            queue.remove(head.request_id)
+            order.admitted(head)
+            running.append(head)
+        request = running.pop(rng.randrange(slots))
+        order.left(run_to(request, request.num_cached_tokens, STOPPED))
+        cost = request.num_prompt_tokens + 2 * len(request.output_token_ids)
+        served[request.tenant] += cost
+        most = max(most, cost)
+    return abs(served["greedy"] - served["modest"]), 2 * slots * most
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tenants_with_work_waiting_get_the_same_service(seed):
+    # The bound that the paper proves: twice what one batch can hold, in weighted tokens.
+    gap, bound = service_gap("fair", slots=8, seed=seed)
+    assert gap <= bound
+    first_come_gap, _ = service_gap("fcfs", slots=8, seed=seed)
+    assert first_come_gap > 5 * bound
+
+
+def test_who_was_away_has_not_saved_up():
+    order, queue = build()
+    arrivals, counters = Arrivals(), order._counters
+    for _ in range(50):
+        queue.push(arrivals.request(100, tenant="busy"))
+        queue.push(arrivals.request(100, tenant="busy"))
+        head = queue.head()
+        queue.remove(head.request_id)
+        order.admitted(head)
+        order.left(run_to(head, 10, STOPPED))
+    assert counters.of("busy") == 50 * (100 + 2 * 10)
+    queue.push(arrivals.request(tenant="newcomer"))
+    assert counters.of("newcomer") == counters.of("busy")
+
+
+def test_a_preempted_request_is_paid_for_once():
+    order, queue = build()
+    request = Arrivals().request(100, tenant="a", max_tokens=50)
+    for num_output in (7, 7, 30):
+        queue.push(request)
+        queue.remove(request.request_id)
+        order.admitted(request)
+        assert order._counters.of("a") == 100 + 2 * 50
+        order.left(run_to(request, num_output, RequestStatus.PREEMPTED))
+        assert order._counters.of("a") == 100 + 2 * num_output
+    assert not order._counters._charged
+
+
+def test_the_prediction_learns_the_length_of_outputs():
+    order, queue = build()
+    arrivals = Arrivals()
+    for _ in range(40):
+        request = arrivals.request(1, tenant="a")
+        queue.push(request)
+        queue.push(arrivals.request(1, tenant="a"))
+        queue.remove(request.request_id)
+        before = order._counters.of("a")
+        order.admitted(request)
+        predicted = (order._counters.of("a") - before - 1) / 2
+        order.left(run_to(request, 1000, STOPPED))
+    assert predicted == pytest.approx(1000, rel=0.01)
+
+
+def test_counters_of_tenants_without_requests_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(fair_share, "MOST_ACCOUNTS", 50)
+    order, queue = build()
+    arrivals, counters = Arrivals(), order._counters
+    queue.push(arrivals.request(tenant="stays, and keeps the floor low"))
+    for number in range(3000):
+        request = arrivals.request(100, tenant=f"t{number}")
+        queue.push(request)
+        queue.remove(request.request_id)
+        if number % 3:  # the others end while they wait
+            order.admitted(request)
+            order.left(run_to(request, number % 200, STOPPED))
+        assert len(counters) <= 52
+    for heap in (counters._waiting._heap, counters._idle._heap):
+        assert len(heap) <= 3 * 52 + 16
+
+
+def test_a_counter_that_would_be_lifted_anyway_is_dropped_at_once():
+    counters, arrivals = VirtualTokenCounters(), Arrivals()
+    for tenant in "ab":
+        request = arrivals.request(100, tenant=tenant, max_tokens=10)
+        counters.queued(tenant)
+        counters.unqueued(tenant)
+        counters.charge(request)
+        counters.settle(run_to(request, 10, STOPPED))
+    assert len(counters) <= 1

@@ -1,0 +1,346 @@
+"""KV from elsewhere and for others: loads that come, fail and stay away, and blocks lent to a peer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_runner import naive_generation
+from scene import Scene
+
+from quire.errors import DuplicateRequestError
+from quire.kv.memory_connector import MemoryConnector
+from quire.status import FinishReason, RequestStatus
+from quire.step import ModelRunnerOutput
+
+PROMPT = list(range(17))  # four full blocks and the token that is always computed
+
+
+class Witness(MemoryConnector):
+    """Notes what the scheduler tells a connector."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.ended: list[tuple[str, RequestStatus, list[int], int]] = []
+        self.allocated: list[tuple[str, int, int]] = []
+        self.undecided = 0
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if self.undecided:
+            self.undecided -= 1
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        self.allocated.append((request.request_id, len(block_ids), num_external_tokens))
+        super().update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def request_finished(self, request, block_ids):
+        self.ended.append((request.request_id, request.status, request.output_token_ids, len(block_ids)))
+        return super().request_finished(request, block_ids)
+
+
+def scene_with_stored_prompt(*, scene_settings=None, **options) -> Scene:
+    """A scene whose connector has the KV of `PROMPT`, and whose own cache has nothing."""
+    connector = Witness(4, **options)
+    settings = {"enable_prefix_caching": False, "num_blocks": 12, **(scene_settings or {})}
+    scene = Scene(connector=connector, **settings)
+    scene.add("before", PROMPT, max_tokens=1)
+    scene.finish()
+    connector.ended.clear()
+    return scene
+
+
+# -- loads -------------------------------------------------------------------------------------------------
+
+
+def test_a_synchronous_load_takes_part_in_the_step_that_begins_it():
+    scene = scene_with_stored_prompt()
+    scene.add("a", PROMPT)
+    assert scene.step() == {"a": 1}
+    assert scene.connector.allocated[-1] == ("a", 5, 16)
+    scene.finish()
+    scene.check_naive()
+    assert scene.cached["a"] == 16
+    assert scene.scheduler.make_stats().num_loaded_tokens == 16
+
+
+def test_a_request_waits_for_an_asynchronous_load_without_a_slot():
+    scene = scene_with_stored_prompt(load_steps=2, scene_settings={"max_num_seqs": 1})
+    request = scene.add("a", PROMPT)
+    scene.add("b", range(30, 33), max_tokens=2)
+    assert scene.step() == {"b": 3}
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert scene.scheduler.get_request_counts() == (1, 1)
+    assert scene.step() == {"b": 1}
+    assert scene.step() == {"a": 1}
+    scene.finish()
+    scene.check_naive()
+    assert scene.cached["a"] == 16
+
+
+def test_only_what_the_own_cache_does_not_have_is_loaded():
+    scene = scene_with_stored_prompt(scene_settings={"enable_prefix_caching": True})
+    scene.scheduler.reset_prefix_cache()
+    scene.add("half", PROMPT[:9], max_tokens=1)
+    scene.finish()
+    scene.connector.allocated.clear()
+    scene.add("a", PROMPT)
+    scene.step()
+    assert scene.connector.allocated == [("a", 5, 8)]
+    scene.finish()
+    scene.check_naive()
+
+
+def test_the_last_token_is_computed_even_if_all_could_be_loaded():
+    scene = scene_with_stored_prompt()
+    scene.connector.get_num_new_matched_tokens = lambda request, num_computed_tokens: (16, False)
+    scene.connector.update_state_after_alloc = lambda request, block_ids, num_external_tokens: None
+    scene.add("a", PROMPT[:16], max_tokens=1)
+    plan = scene.plan()
+    assert plan.num_computed_tokens.tolist() == [15]
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 3])
+@pytest.mark.parametrize("load_steps", [0, 1])
+def test_what_could_not_be_loaded_is_computed(load_steps, num_good):
+    scene = scene_with_stored_prompt(load_steps=load_steps)
+    scene.connector.fail_next_loads(1, num_good_blocks=num_good)
+    scene.add("a", PROMPT)
+    scene.finish()
+    scene.check_naive()
+    stats = scene.scheduler.make_stats()
+    assert stats.num_failed_loads == 1
+    assert stats.num_loaded_tokens == (4 * num_good if load_steps else 16)
+    assert scene.connector.ended == [("a", RequestStatus.FINISHED_LENGTH_CAPPED, scene.outputs["a"], 5)]
+
+
+@pytest.mark.parametrize("load_steps", [0, 1])
+def test_a_failed_load_ends_its_request_if_so_configured(load_steps):
+    scene = scene_with_stored_prompt(load_steps=load_steps, scene_settings={"kv_load_failure": "fail"})
+    scene.connector.fail_next_loads(1)
+    scene.add("a", PROMPT)
+    scene.add("b", range(30, 33))
+    scene.finish()
+    assert scene.reasons["a"] is FinishReason.ERROR
+    assert "KV of this request could not be loaded" in scene.errors["a"]
+    assert "kv_load_failure" in scene.errors["a"]
+    scene.check_naive("b")
+
+
+def test_a_failed_load_leaves_nothing_wrong_in_the_prefix_cache():
+    scene = scene_with_stored_prompt(scene_settings={"enable_prefix_caching": True})
+    scene.scheduler.reset_prefix_cache()
+    scene.connector.fail_next_loads(1)
+    scene.add("a", PROMPT)
+    scene.step()
+    scene.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    scene.connector.store.clear()
+    scene.add("b", PROMPT)
+    assert scene.step() == {"b": 17}
+    scene.finish()
+    scene.check_naive("b")
+
+
+def test_a_load_that_stays_away_is_given_up_after_kv_transfer_timeout():
+    scene = scene_with_stored_prompt(load_steps=1, scene_settings={"kv_transfer_timeout": 10.0})
+    scene.connector.never_answer_next_loads(1)
+    scene.add("a", PROMPT)
+    scene.step()
+    scene.clock.advance(9.9)
+    assert scene.step() == {}
+    scene.clock.advance(0.2)
+    assert scene.step() == {"a": 17}
+    scene.connector.answer()
+    scene.finish()
+    scene.check_naive()
+
+
+def test_a_load_that_stays_away_ends_its_request_if_so_configured():
+    settings = {"kv_transfer_timeout": 10.0, "kv_load_failure": "fail"}
+    scene = scene_with_stored_prompt(load_steps=1, scene_settings=settings)
+    scene.connector.never_answer_next_loads(1)
+    scene.add("a", PROMPT)
+    scene.step()
+    scene.clock.advance(11)
+    scene.finish()
+    assert "did not arrive within kv_transfer_timeout" in scene.errors["a"]
+
+
+def test_blocks_of_a_load_that_was_called_off_are_fenced_until_the_runner_knows():
+    scene = scene_with_stored_prompt(load_steps=3)
+    scene.add("a", PROMPT)
+    scene.step()
+    scene.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert scene.scheduler.get_kv_cache_usage() == pytest.approx(4 / 12)
+    scene.step()
+    assert scene.scheduler.get_kv_cache_usage() == 0
+    scene.add("b", range(20, 55), max_tokens=4)
+    scene.finish()
+    scene.check_naive("b")
+
+
+@pytest.mark.parametrize("how", ["never applied", "failed in the runner"])
+def test_a_load_is_called_off_again_if_the_step_that_said_so_did_not_reach_the_runner(how):
+    scene = scene_with_stored_prompt(load_steps=1)
+    scene.connector.never_answer_next_loads(1)
+    scene.add("a", PROMPT)
+    scene.step()
+    scene.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    plan = scene.plan()
+    if how == "failed in the runner":
+        scene.scheduler.update_from_output(plan, _nothing_computed())
+    scene.add("b", range(20, 37))
+    assert scene.scheduler.get_kv_cache_usage() > 0
+    scene.step()
+    scene.connector.answer()
+    scene.finish()
+    scene.check_naive("b")
+
+
+def _nothing_computed():
+    return ModelRunnerOutput([], np.empty((0, 1), np.int32), is_applied=False)
+
+
+def test_a_connector_that_does_not_know_yet_is_asked_again_and_others_go_first():
+    scene = scene_with_stored_prompt()
+    scene.connector.undecided = 1
+    scene.add("a", PROMPT)
+    scene.add("b", range(30, 33))
+    assert scene.step() == {"b": 3}
+    assert scene.step() == {"b": 1, "a": 1}
+    scene.finish()
+    scene.check_naive()
+
+
+def test_a_request_whose_load_has_arrived_can_be_aborted():
+    scene = scene_with_stored_prompt(load_steps=2, scene_settings={"max_num_seqs": 1})
+    request = scene.add("a", PROMPT)
+    scene.step()
+    scene.add("b", range(30, 33), max_tokens=6)
+    scene.step()
+    scene.step()
+    assert request.status is RequestStatus.WAITING, "it has arrived, and there is no slot"
+    assert scene.scheduler.get_kv_cache_usage() == pytest.approx((4 + 1) / 12)
+    scene.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert scene.scheduler.get_kv_cache_usage() == pytest.approx(1 / 12)
+    scene.finish()
+    scene.check_naive("b")
+
+
+# -- blocks for others -------------------------------------------------------------------------------------
+
+
+def sending_scene(send_steps=3, **options) -> Scene:
+    scene = Scene(
+        connector=Witness(4, send_steps=send_steps, **options), kv_transfer_timeout=10.0, num_blocks=8
+    )
+    scene.add("a", range(10), max_tokens=1)
+    scene.step()
+    return scene
+
+
+def test_blocks_are_held_until_the_peer_has_read_them():
+    scene = sending_scene()
+    params = scene.ends["a"].kv_transfer_params
+    assert params["request_id"] == "a"
+    assert len(params["block_ids"]) == 3
+    assert scene.scheduler.make_stats().num_leased_blocks == 3
+    assert not scene.scheduler.has_unfinished_requests()
+    assert scene.scheduler.has_requests(), "somebody has to watch them"
+    for _ in range(3):
+        scene.step()
+    assert not scene.scheduler.has_requests()
+    scene.check_nothing_is_held()
+
+
+def test_a_heartbeat_renews_a_lease():
+    scene = sending_scene(send_steps=1000)
+    scene.step()
+    for _ in range(5):
+        scene.clock.advance(9)
+        scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks == 3
+    scene.connector.leases_renewed = frozenset
+    scene.clock.advance(9)
+    scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks == 3
+    scene.clock.advance(2)
+    scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks == 0
+
+
+def test_news_after_the_lease_has_ended_changes_nothing():
+    scene = sending_scene(is_peer_alive=False)
+    scene.clock.advance(11)
+    scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks == 0
+    scene.connector.is_peer_alive = True
+    for _ in range(5):
+        scene.step()
+    scene.check_nothing_is_held()
+
+
+def test_an_id_is_not_given_away_while_a_peer_reads_under_it():
+    scene = sending_scene()
+    with pytest.raises(DuplicateRequestError, match="'a' is in use by a request whose KV a peer still reads"):
+        scene.add("a", range(5))
+    for _ in range(3):
+        scene.step()
+    scene.ends.clear()
+    scene.add("a", range(5), max_tokens=1)
+    scene.step()
+    assert scene.outputs["a"] == naive_generation(list(range(5)), 1, set())
+
+
+def test_an_aborted_request_sends_nothing():
+    scene = Scene(connector=Witness(4, send_steps=3))
+    scene.add("a", range(10))
+    scene.step()
+    scene.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    scene.finish()
+    assert [ended[:2] for ended in scene.connector.ended] == [("a", RequestStatus.FINISHED_ABORTED)]
+
+
+def test_without_a_connector_there_is_nothing_to_find():
+    scene = Scene()
+    scene.add("a", range(10), kv_transfer_params={"peer": "somewhere"})
+    scene.finish()
+    assert scene.ends["a"].kv_transfer_params is None
+
+
+def test_the_hypotheses_of_a_beam_search_say_where_its_kv_is():
+    scene = Scene(connector=Witness(4, send_steps=1), num_blocks=30)
+    names = ("b", "b1")
+    scene.add("b", range(9), beam_width=2, n=2, logprobs=2, max_tokens=3, beam_sequence_ids=names)
+    scene.finish()
+    assert [scene.ends[name].kv_transfer_params["request_id"] for name in names] == ["b", "b"]
+    assert len(scene.connector.ended) == 1
+
+
+# -- ends --------------------------------------------------------------------------------------------------
+
+
+def test_a_connector_sees_the_tokens_of_a_request_that_has_ended():
+    scene = Scene(connector=Witness(4))
+    scene.add("a", range(10), max_tokens=5)
+    scene.finish()
+    expected = naive_generation(list(range(10)), 5, set())
+    assert scene.connector.ended == [("a", RequestStatus.FINISHED_LENGTH_CAPPED, expected, 4)]
+
+
+def test_reset_with_the_connector_forgets_what_it_has_stored_and_calls_loads_off():
+    scene = scene_with_stored_prompt(load_steps=2)
+    scene.add("a", PROMPT)
+    scene.step()
+    assert not scene.scheduler.reset_prefix_cache()
+    assert scene.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert scene.step() == {"a": 17}
+    scene.finish()
+    scene.check_naive()
+
+
+def test_a_connector_that_cannot_be_reset_says_so():
+    scene = scene_with_stored_prompt()
+    scene.connector.reset = lambda: False
+    assert scene.scheduler.reset_prefix_cache()
+    assert not scene.scheduler.reset_prefix_cache(reset_connector=True)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from policy_requests import Arrivals, run_to
+
+from quire.config import SchedulerConfig
+from quire.scheduling.policies import ORDERS
+from quire.scheduling.policies.order import LongestPrefix
+from quire.scheduling.waiting_queue import WaitingQueue
+from quire.status import RequestStatus
+
+
+class SmallWindow(LongestPrefix):
+    WINDOW = 4
+    MOST_LANES = 2
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """The queue against a list that is sorted each time: the best of the lanes' firsts."""
+
+    order_name: object = "fcfs"
+
+    @initialize(ageing=st.sampled_from([0.0, 5.0]))
+    def build(self, ageing):
+        self.cached: dict[str, int] = {}
+        self.order = ORDERS.build(
+            self.order_name,
+            config=SchedulerConfig(priority_ageing=ageing, block_size=2),
+            find_cached=lambda request: self.cached.get(request.request_id, 0),
+        )
+        self.queue = WaitingQueue(self.order)
+        self.arrivals = Arrivals()
+        self.now = 0.0
+        self.waiting: list[tuple] = []  # lane, lane key, request
+        self.running: list = []
+
+    def push(self, request):
+        self.queue.push(request)
+        self.waiting.append((self.order.lane(request), self.order.lane_key(request), request))
+
+    def expected_head(self):
+        firsts = {}
+        for lane, key, request in sorted(self.waiting, key=lambda place: place[1], reverse=True):
+            firsts[lane] = (key, request)
+        return min((request for _, request in firsts.values()), key=self.order.key, default=None)
+
+    def drop(self, request):
+        self.queue.remove(request.request_id)
+        self.waiting = [place for place in self.waiting if place[2] is not request]
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        tenant=st.sampled_from("abc"),
+        priority=st.integers(-1, 2),
+        wait=st.floats(0, 10),
+    )
+    def arrive(self, prompt, tenant, priority, wait):
+        self.now += wait
+        self.push(self.arrivals.request(prompt=prompt, tenant=tenant, priority=priority, at=self.now))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), num_cached=st.integers(0, 4))
+    def cache(self, data, num_cached):
+        request = data.draw(st.sampled_from(self.waiting))[2]
+        self.cached[request.request_id] = min(num_cached, request.num_prompt_tokens - 1)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.drop(data.draw(st.sampled_from(self.waiting))[2])
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def admit(self):
+        request = self.queue.head()
+        self.drop(request)
+        self.order.admitted(request)
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_output=st.integers(0, 300), preempt=st.booleans())
+    def leave(self, data, num_output, preempt):
+        request = data.draw(st.sampled_from(self.running))
+        self.running.remove(request)
+        status = RequestStatus.PREEMPTED if preempt else RequestStatus.FINISHED_STOPPED
+        self.order.left(run_to(request, num_output, status))
+        if preempt:
+            self.push(request)
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "queue"):
+            return
+        requests = [request for _, _, request in self.waiting]
+        assert self.queue.head() is self.expected_head()
+        assert len(self.queue) == len(requests)
+        assert set(self.queue) == set(requests)
+        assert self.queue.num_tokens == sum(request.num_tokens for request in requests)
+        assert all(self.queue.get(request.request_id) is request for request in requests)
+        assert set(self.queue._lanes) == {lane for lane, _, _ in self.waiting}
+
+
+@pytest.mark.parametrize("order", [*ORDERS.known, SmallWindow])
+def test_the_queue_agrees_with_a_sorted_list(order):
+    machine = type("Machine", (QueueMachine,), {"order_name": order})
+    machine.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+    machine.TestCase().runTest()
+
+
+@pytest.mark.parametrize("order", [*ORDERS.known, SmallWindow])
+def test_what_was_preempted_goes_first(order):
+    queue = WaitingQueue(ORDERS.build(order, config=SchedulerConfig(), find_cached=lambda request: 0))
+    arrivals = Arrivals()
+    requests = [arrivals.request(5, tenant=tenant) for tenant in "aabb"]
+    for request in requests:
+        queue.push(request)
+    first = queue.head()
+    queue.remove(first.request_id)
+    queue._order.admitted(first)
+    queue._order.left(run_to(first, 1000, RequestStatus.PREEMPTED))
+    queue.push(first)
+    assert queue.head() is first
+
+
+def test_a_request_that_does_not_wait_is_not_found():
+    queue = WaitingQueue(ORDERS.build("fcfs", config=SchedulerConfig(), find_cached=lambda request: 0))
+    assert queue.head() is None
+    assert queue.get("r0") is None
+    assert "r0" not in queue
+    with pytest.raises(KeyError):
+        queue.remove("r0")
+
+
+@pytest.mark.parametrize("order", ORDERS.known)
+def test_the_queue_does_not_grow_with_what_has_passed_through_it(order):
+    queue = WaitingQueue(ORDERS.build(order, config=SchedulerConfig(), find_cached=lambda request: 0))
+    arrivals = Arrivals()
+    queue.push(arrivals.request(tenant="stays"))
+    for number in range(5000):
+        request = arrivals.request(prompt=[number], tenant=f"t{number % 10}")
+        queue.push(request)
+        queue.remove(request.request_id)
+    assert len(queue) == len(queue._lanes) == 1
+    assert sum(map(len, queue._lanes.values())) <= 2 + 16
