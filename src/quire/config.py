@@ -298,8 +298,9 @@ class EngineConfig:
         help="Share of the memory free after loading the weights that the KV cache may take by itself.",
     )
     num_threads: int = knob(default=0, help="CPU threads for the model's arithmetic. 0: one for each core.")
-    scheduler_cls: str = knob(
-        default="quire.scheduling.Scheduler", help="Dotted name of the SchedulerInterface class to use."
+    scheduler_cls: str | Any = knob(
+        default="quire.scheduling.Scheduler",
+        help="The SchedulerInterface class to use, by its dotted name; in Python also the class itself.",
     )
     kv_connector: str = knob(
         default="",
@@ -323,6 +324,9 @@ class EngineConfig:
     speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
+        if isinstance(self.scheduler_cls, type):  # a name can be sent to the engine process
+            name = f"{self.scheduler_cls.__module__}.{self.scheduler_cls.__qualname__}"
+            object.__setattr__(self, "scheduler_cls", name)
         _require_types(self)
         require_one_of(self, "dtype", DTYPES)
         require_at_least(self, 0, "max_model_len", "num_threads")

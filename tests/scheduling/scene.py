@@ -82,6 +82,7 @@ class Scene:
         self.requests[request_id] = request
         for name in own.get("beam_sequence_ids", (request_id,)):
             self.outputs[name] = []
+            self.ends.pop(name, None)
         return request
 
     def plan(self) -> SchedulerOutput:
@@ -103,7 +104,7 @@ class Scene:
                 assert name not in self.ends, f"{name} had its terminal output already"
                 self.outputs[name] += output.new_token_ids
                 self.clients[name] = client
-                self.cached.setdefault(name, output.num_cached_tokens)
+                self.cached[name] = output.num_cached_tokens
                 if output.finish_reason is not None:
                     self.ends[name] = output
                     self.reasons[name] = output.finish_reason
@@ -117,12 +118,16 @@ class Scene:
 
     def finish(self, max_steps: int = 500) -> None:
         """Step until nothing is left to do; then nothing may be held."""
+        self.finish_but_pins(max_steps)
+        self.check_nothing_is_held()
+
+    def finish_but_pins(self, max_steps: int = 500) -> None:
+        """Step until nothing is left to do; pinned blocks stay."""
         for _ in range(max_steps):
             if not self.scheduler.has_requests():
                 break
             self.step()
         assert not self.scheduler.has_requests(), "it does not end"
-        self.check_nothing_is_held()
 
     def finish_overlapped(self, max_steps: int = 500) -> None:
         """The same with the next step planned before the last one is applied."""

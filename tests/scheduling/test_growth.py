@@ -108,8 +108,6 @@ def test_memory_that_comes_back_is_asked_for_again():
     scene.finish()
     assert scene.reasons["large"] is FinishReason.ERROR
     memory.limit = 100
-    scene.ends.clear()
-    scene.outputs.clear()
     scene.add("large", range(30), max_tokens=3)
     scene.finish()
     scene.check_naive()

@@ -4,56 +4,11 @@ from __future__ import annotations
 
 import pytest
 from fake_runner import FakeRunner, naive_generation
+from scene import BLOCK_SIZE, CLASSES, Scene
 
-from quire.config import SchedulerConfig
 from quire.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
-from quire.request import Request
-from quire.sampling_params import SamplingParams
-from quire.scheduling import PauseState, Scheduler
+from quire.scheduling import PauseState
 from quire.status import FinishReason, RequestStatus
-
-BLOCK_SIZE = 4
-
-
-class Scene:
-    """A scheduler, a fake runner, and what came out."""
-
-    def __init__(self, *, num_blocks: int = 16, max_model_len: int = 64, **config) -> None:
-        config = SchedulerConfig(block_size=BLOCK_SIZE, watermark=0.0, **config).validate()
-        self.scheduler = Scheduler(config, num_blocks=num_blocks, max_model_len=max_model_len)
-        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
-        self.outputs: dict[str, list[int]] = {}
-        self.reasons: dict[str, FinishReason] = {}
-        self.errors: dict[str, str | None] = {}
-        self.cached: dict[str, int] = {}
-
-    def add(
-        self, request_id: str, prompt, *, max_tokens: int = 4, priority: int = 0, salt="", **params
-    ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, **params)
-        self.scheduler.add_request(
-            Request(request_id, list(prompt), params, priority=priority, cache_salt=salt, eos_token_ids=(99,))
-        )
-        self.outputs[request_id] = []
-
-    def step(self) -> dict[str, int]:
-        plan = self.scheduler.schedule()
-        self.apply(plan)
-        return dict(plan.num_scheduled_tokens)
-
-    def apply(self, plan) -> None:
-        for message in self.scheduler.update_from_output(plan, self.runner.execute(plan)).values():
-            for output in message.outputs:
-                self.outputs[output.request_id] += output.new_token_ids
-                self.cached[output.request_id] = output.num_cached_tokens
-                if output.finish_reason:
-                    self.reasons[output.request_id] = output.finish_reason
-                    self.errors[output.request_id] = output.error
-        self.scheduler.check_invariants()
-
-    def finish(self) -> None:
-        while self.scheduler.has_requests():
-            self.step()
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decoding():
@@ -307,3 +262,196 @@ def test_a_new_request_data_is_sent_once_and_then_only_differences():
     assert second.scheduled_cached_reqs.block_index.tolist() == [1]
     third = scene.scheduler.schedule()
     assert third.scheduled_cached_reqs.block_ids.tolist() == []
+
+
+# -- time --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["request", "configuration"])
+def test_a_request_that_does_not_start_in_time_ends_with_the_reason(by):
+    scene = Scene(max_num_seqs=1, queue_timeout=5.0 if by == "configuration" else 0.0)
+    own = {"queue_timeout": 5.0} if by == "request" else {}
+    scene.add("first", range(4), max_tokens=20)
+    scene.step()
+    scene.add("late", range(4), client_index=3, **own)
+    scene.clock.advance(4)
+    scene.step()
+    assert scene.reasons == {}
+    scene.clock.advance(1)
+    scene.step()
+    assert scene.errors == {"late": "the request had not started after 5.0 s; raise its queue_timeout"}
+    assert scene.ends["late"].error_type == "RequestTimeoutError"
+    assert scene.clients["late"] == 3
+    scene.clock.advance(100)
+    scene.finish()
+    assert scene.reasons["first"] is FinishReason.LENGTH, "it has started in time"
+    assert scene.scheduler.make_stats().num_timeouts == 1
+
+
+@pytest.mark.parametrize("by", ["request", "configuration"])
+def test_a_request_that_does_not_end_in_time_ends_with_the_reason_and_keeps_what_it_has(by):
+    scene = Scene(request_timeout=5.0 if by == "configuration" else 0.0)
+    scene.add("slow", range(4), max_tokens=20, **({"timeout": 5.0} if by == "request" else {}))
+    scene.step()
+    scene.step()
+    scene.clock.advance(5)
+    scene.finish()
+    expected = "the request had not ended after 5.0 s; raise its timeout (or request_timeout)"
+    assert scene.errors == {"slow": expected}
+    assert scene.outputs["slow"] == naive_generation(list(range(4)), 2, set())
+
+
+def test_a_request_may_ask_for_no_timeout():
+    scene = Scene(request_timeout=5.0, queue_timeout=5.0)
+    scene.add("patient", range(4), timeout=0.0, queue_timeout=0.0)
+    scene.clock.advance(100)
+    scene.finish()
+    assert scene.reasons == {"patient": FinishReason.LENGTH}
+
+
+def test_time_runs_out_for_preempted_requests_and_with_a_step_in_flight():
+    scene = Scene(num_blocks=6, request_timeout=50.0, enable_prefix_caching=False)
+    scene.add("old", range(8), max_tokens=12, timeout=0.0)
+    scene.add("new", range(20, 28), max_tokens=12)
+    while scene.scheduler.get_request_counts() != (1, 1):
+        scene.step()
+    scene.clock.advance(60)
+    scene.finish()
+    assert scene.reasons == {"old": FinishReason.LENGTH, "new": FinishReason.ERROR}
+
+
+def test_the_retry_hint_is_the_excess_over_the_rate_at_which_the_queue_empties():
+    scene = Scene(max_num_seqs=1, max_num_queued_reqs=10)
+    for number in range(10):
+        scene.add(f"r{number}", range(4), max_tokens=1)
+    for number in range(10, 200):
+        scene.clock.advance(2)
+        scene.step()
+        scene.add(f"r{number}", range(4), max_tokens=1)
+    with pytest.raises(QueueFullError) as refused:
+        scene.add("one more", range(4))
+    assert refused.value.retry_after == pytest.approx(2, rel=0.2)
+
+
+# -- whole prompts apart from decoding ---------------------------------------------------------------------
+
+
+def test_without_split_fuse_prompts_and_decoding_do_not_share_a_step():
+    scene = Scene(dynamic_split_fuse=False, max_num_batched_tokens=12)
+    scene.add("a", range(5), max_tokens=4)
+    scene.add("b", range(5, 11), max_tokens=4)
+    assert scene.step() == {"a": 5, "b": 6}
+    scene.add("c", range(11, 21), max_tokens=4)
+    assert scene.step() == {"c": 10}
+    assert scene.step() == {"a": 1, "b": 1, "c": 1}
+    scene.finish()
+    scene.check_naive()
+
+
+def test_without_split_fuse_a_prompt_that_is_left_no_room_waits_for_the_next_step():
+    scene = Scene(dynamic_split_fuse=False, max_num_batched_tokens=12)
+    scene.add("a", range(8))
+    scene.add("b", range(8, 16))
+    scene.add("c", range(2))
+    assert scene.step() == {"a": 8}
+    assert scene.step() == {"b": 8, "c": 2}
+    scene.finish()
+    scene.check_naive()
+
+
+def test_without_split_fuse_a_prompt_longer_than_a_step_is_refused():
+    scene = Scene(dynamic_split_fuse=False, max_num_batched_tokens=8)
+    with pytest.raises(InvalidRequestError, match=r"9 tokens.*max_num_batched_tokens 8.*dynamic_split_fuse"):
+        scene.add("a", range(9))
+    scene.add("a", range(8))
+    scene.finish()
+
+
+def test_without_split_fuse_what_was_preempted_may_be_longer_than_a_step():
+    scene = Scene(
+        dynamic_split_fuse=False, max_num_batched_tokens=8, num_blocks=6, enable_prefix_caching=False
+    )
+    scene.add("old", range(8), max_tokens=14)
+    scene.add("new", range(20, 28), max_tokens=14)
+    scene.finish()
+    assert scene.scheduler.make_stats().num_preemptions > 0
+    scene.check_naive()
+
+
+# -- who hears what ----------------------------------------------------------------------------------------
+
+
+def test_outputs_and_notices_go_to_the_client_of_each_request():
+    scene = Scene(request_timeout=5.0)
+    scene.add("a", range(4), client_index=0, timeout=0.0)
+    scene.add("b", range(4, 8), client_index=7, timeout=0.0)
+    scene.add("c", range(4), client_index=2)
+    plan = scene.plan()
+    by_client = scene.scheduler.update_from_output(plan, scene.compute(plan))
+    heard = {client: [output.request_id for output in one.outputs] for client, one in by_client.items()}
+    assert heard == {0: ["a"], 7: ["b"], 2: ["c"]}
+    scene.clock.advance(6)
+    plan = scene.plan()
+    by_client = scene.scheduler.update_from_output(plan, scene.compute(plan))
+    (ended,) = by_client[2].outputs
+    assert (ended.request_id, ended.finish_reason) == ("c", FinishReason.ERROR)
+
+
+def test_a_chunk_that_samples_nothing_says_nothing():
+    scene = Scene(max_num_batched_tokens=4)
+    scene.add("a", range(9))
+    plan = scene.plan()
+    messages = scene.scheduler.update_from_output(plan, scene.compute(plan))
+    assert all(not message.outputs for message in messages.values())
+
+
+# -- ids ---------------------------------------------------------------------------------------------------
+
+
+def test_the_same_id_again_while_a_step_of_its_predecessor_is_in_flight():
+    scene = Scene()
+    scene.add("a", range(8))
+    plan = scene.plan()
+    scene.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    scene.add("a", range(20, 30))
+    scene.apply(plan)
+    scene.finish()
+    scene.check_naive()
+
+
+def test_a_refused_request_leaves_nothing():
+    scene = Scene()
+    with pytest.raises(InvalidRequestError, match="no grammar backend"):
+        scene.add("a", range(8), structured_outputs=CLASSES)
+    scene.scheduler.check_invariants()
+    assert not scene.scheduler.has_requests()
+
+
+# -- pins --------------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_prefix_stays_until_its_time_is_over():
+    scene = Scene(num_blocks=8)
+    scene.add("pinned", range(9), max_tokens=1, pin_prefix=10.0)
+    scene.finish_but_pins()
+    assert scene.scheduler.make_stats().num_leased_blocks == 2
+    for number in range(3):
+        scene.add(f"other {number}", range(20 * number + 20, 20 * number + 40), max_tokens=1)
+    scene.finish_but_pins()
+    scene.add("again", range(9), max_tokens=1, pin_prefix=10.0)
+    assert scene.step() == {"again": 1}
+    scene.clock.advance(11)
+    scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks == 0
+
+
+def test_a_prefix_that_is_pinned_again_is_pinned_for_longer_and_held_once():
+    scene = Scene(num_blocks=8)
+    for _ in range(3):
+        scene.add("pinned", range(9), max_tokens=1, pin_prefix=10.0)
+        scene.finish_but_pins()
+        scene.clock.advance(6)
+    assert scene.scheduler.make_stats().num_leased_blocks == 2
+    scene.clock.advance(5)
+    scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks == 0

@@ -47,7 +47,8 @@ async def test_every_sampling_field_reaches_the_engine(client, llm):
         "ignore_eos": True, "bad_words": ["no"], "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }  # fmt: skip
-    await create(client, **sampling, extra_body={**extensions, "priority": 3, "cache_salt": "tenant"})
+    options = {"priority": 3, "cache_salt": "salt", "timeout": 9.5, "queue_timeout": 2.5, "pin_prefix": 60.0}
+    await create(client, **sampling, user="someone", extra_body={**extensions, **options})
     [seen] = llm.seen
     for name, value in {**sampling, **extensions}.items():
         if name == "logit_bias":
@@ -55,7 +56,7 @@ async def test_every_sampling_field_reaches_the_engine(client, llm):
         else:
             expected = tuple(value) if isinstance(value, list) else value
             assert getattr(seen.params, name) == expected, name
-    assert (seen.priority, seen.cache_salt) == (3, "tenant")
+    assert seen.options == {**options, "tenant": "someone"}
 
 
 async def test_null_means_left_out(http, llm):

@@ -11,6 +11,8 @@ memory for them.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -167,13 +169,12 @@ class BlockPool:
             parents: digests of the blocks before them.
             tokens: [N, block_size].
         """
-        fresh = dict(zip(digests, range(len(digests)), strict=True))
-        if len(fresh) < len(digests) or not self._by_digest.keys().isdisjoint(fresh):
-            kept = [index for digest, index in fresh.items() if digest not in self._by_digest]
-            digests = [digests[index] for index in kept]
-            parents = [parents[index] for index in kept]
-            block_ids, tokens = block_ids[kept], tokens[kept]
-        self._by_digest.update(zip(digests, block_ids.tolist(), strict=True))
+        owners = list(map(self._by_digest.setdefault, digests, block_ids.tolist()))
+        fresh = np.array(owners, dtype=np.int32) == block_ids
+        if not fresh.all():
+            digests = list(itertools.compress(digests, fresh))
+            parents = list(itertools.compress(parents, fresh))
+            block_ids, tokens = block_ids[fresh], tokens[fresh]
         self._digests[block_ids] = digests
         self._is_cached[block_ids] = True
         self._tokens[block_ids] = tokens
@@ -254,8 +255,7 @@ class BlockPool:
         if self._events is not None:
             for block_id in block_ids.tolist():
                 self._events.removed(block_id, self._key_of(block_id))
-        for digest in self._digests[block_ids].tolist():
-            del self._by_digest[digest]
+        deque(map(self._by_digest.__delitem__, self._digests[block_ids].tolist()), maxlen=0)
         self._digests[block_ids] = None
         self._is_cached[block_ids] = False
 

@@ -67,6 +67,10 @@ class KVCacheManager:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def capacity(self, slot: int) -> int:
+        """Return how many tokens the blocks of `slot` hold."""
+        return int(self.num_blocks[slot]) * self.block_size
+
     def table(self, slot: int) -> IntArray:
         """Return a copy of the block table of `slot`: [blocks]."""
         table: IntArray = self._tables[slot, : self.num_blocks[slot]].copy()

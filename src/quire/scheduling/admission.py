@@ -88,10 +88,22 @@ class AdmissionPhase:
         # Prompt log-probabilities need every prompt position computed, so nothing may be skipped.
         if request.sampling_params.prompt_logprobs is not None:
             return NO_PREFIX
-        leader = state.running.slot_of(request.shares_prompt_with) if request.shares_prompt_with else None
-        if leader is not None and not request.output_token_ids and not state.running.is_silent[leader]:
+        leader = self._leader_of(request)
+        if leader is not None:
             return state.kv.prefix_in_slot(leader, request.num_prompt_tokens - 1)
         return state.kv.find_prefix(request.request_id, request.all_token_array())
+
+    def _leader_of(self, request: Request) -> int | None:
+        """Return the slot of the request whose prompt this one shares, if the KV of that is there.
+
+        It is not while the other one, having been preempted, computes its prompt again.
+        """
+        running = self._state.running
+        slot = running.slot_of(request.shares_prompt_with) if request.shares_prompt_with else None
+        if slot is None or running.is_silent[slot] or request.output_token_ids:
+            return None
+        num_there = min(int(running.num_computed[slot]), self._state.kv.capacity(slot))
+        return slot if num_there >= request.num_prompt_tokens - 1 else None
 
     def _ask_connector(self, request: Request, prefix: Prefix) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded (None: ask later), and whether they are waited for."""

@@ -145,13 +145,13 @@ class LandingPhase:
             goes_on &= ~np.isin(slots, list(landed.ended))
         for column in range(landed.sampled.shape[1]):
             goes_on = goes_on & (landed.sampled[:, column] != NO_TOKEN)
-            rows = np.flatnonzero(goes_on)
+            rows = goes_on.nonzero()[0]
             row_slots, token_ids = slots[rows], landed.sampled[rows, column]
             running.append(row_slots, token_ids)
             landed.num_new[rows] += 1
             stopped, capped = running.hits_stop_id(row_slots, token_ids), running.hits_limit(row_slots)
             done = stopped | capped
-            for row in np.flatnonzero(done).tolist():
+            for row in done.nonzero()[0].tolist():
                 slot = int(row_slots[row])
                 if stopped[row]:
                     _note_stop_token(running.request_at(slot), int(token_ids[row]))
@@ -163,7 +163,7 @@ class LandingPhase:
     def _advance_grammars(self, landed: _Landed) -> None:
         grammars, running = self._state.grammars, self._state.running
         structured = running.awaits_tokens[landed.slots] & (landed.num_new > 0)
-        for row in np.flatnonzero(structured).tolist():
+        for row in structured.nonzero()[0].tolist():
             slot = int(landed.slots[row])
             request_id = running.request_at(slot).request_id
             token_ids = landed.sampled[row, : landed.num_new[row]].tolist()
@@ -218,7 +218,7 @@ class LandingPhase:
         outputs = list(map(EngineCoreOutput, names, landed.sampled[rows].tolist()))
         clients = running.client_index[landed.slots[rows]].tolist()
         with self._state.kv.closing_together():
-            for position in np.flatnonzero(is_special).tolist():
+            for position in is_special.nonzero()[0].tolist():
                 outputs[position] = self._special_output(int(rows[position]), landed, computed)
         if len(set(clients)) == 1:
             return {clients[0]: EngineCoreOutputs(outputs)}
@@ -240,7 +240,7 @@ class LandingPhase:
             speaks, special = speaks | has_logprobs, special | has_logprobs
         if computed.logprobs:
             special |= np.isin(running.request_ids[slots], list(computed.logprobs))
-        rows: IntArray = np.flatnonzero(speaks).astype(np.int32)
+        rows: IntArray = speaks.nonzero()[0].astype(np.int32)
         return rows, special[rows]
 
     def _special_output(self, row: int, landed: _Landed, computed: ModelRunnerOutput) -> EngineCoreOutput:

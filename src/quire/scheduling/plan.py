@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from quire.step import ForkData, IntArray, NewRequestData, ResumedRequestData
 
-
-def _no_ints() -> IntArray:
-    return np.empty(0, dtype=np.int32)
+NOTHING: IntArray = np.empty(0, dtype=np.int32)
 
 
-@dataclasses.dataclass(slots=True)
 class Plan:
     """Which slots get how many tokens, and what of the budget is left.
 
-    `new_blocks` holds slot, index in the table and block id of every block that a running request is given.
+    Attributes:
+        slots: in order of service, [R].
+        num_tokens: that each gets, 0 where the budget does not reach, [R].
+        new_blocks: slot, index in the table and block id of every block that a running request is given.
+        chosen: (slot, token id) of tokens that the scheduler chose itself.
+        block_copies: (from, to).
     """
 
-    budget: int  # tokens
-    throttles_prefills: bool = False
-    slots: IntArray = dataclasses.field(default_factory=_no_ints)  # [R] in order of service
-    num_tokens: IntArray = dataclasses.field(default_factory=_no_ints)  # [R] 0: the budget does not reach it
-    new_blocks: tuple[IntArray, IntArray, IntArray] = dataclasses.field(
-        default_factory=lambda: (_no_ints(), _no_ints(), _no_ints())
-    )
-    new: list[NewRequestData] = dataclasses.field(default_factory=list)
-    resumed: list[ResumedRequestData] = dataclasses.field(default_factory=list)
-    forks: list[ForkData] = dataclasses.field(default_factory=list)
-    chosen: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # slot, token id
-    block_copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # from, to
-    has_preempted: bool = False
+    def __init__(self, budget: int, throttles_prefills: bool = False) -> None:
+        self.budget = budget  # tokens
+        self.throttles_prefills = throttles_prefills
+        self.slots = self.num_tokens = NOTHING
+        self.new_blocks: tuple[IntArray, IntArray, IntArray] = (NOTHING, NOTHING, NOTHING)
+        self.new: list[NewRequestData] = []
+        self.resumed: list[ResumedRequestData] = []
+        self.forks: list[ForkData] = []
+        self.chosen: list[tuple[int, int]] = []
+        self.block_copies: list[tuple[int, int]] = []
+        self.has_preempted = False
 
     @property
     def has_admitted(self) -> bool:
         """Whether any request starts or resumes in this step."""
         return bool(self.new or self.resumed)
+
+    def scheduled(self) -> tuple[IntArray, IntArray]:
+        """Return the slots that get any tokens, and how many: [S] each."""
+        gets_some = self.num_tokens > 0
+        if gets_some.all():
+            return self.slots, self.num_tokens
+        return self.slots[gets_some], self.num_tokens[gets_some]
 
     def add(self, admitted: list[tuple[int, int]]) -> None:
         """Give more slots their tokens: (slot, tokens) each."""

@@ -24,8 +24,7 @@ class RunningPhase:
         """Hand the budget to the running requests in order, and preempt until their new blocks are free."""
         self._beams.place(plan, self._make_room)
         self._hand_out_tokens(plan)
-        self._preempt_until_it_fits(plan)
-        missing = self._missing_blocks(plan)
+        missing = self._preempt_until_it_fits(plan)
         if missing.any():
             plan.new_blocks = self._state.kv.grow(plan.slots, missing)
 
@@ -38,10 +37,10 @@ class RunningPhase:
         if plan.throttles_prefills:
             wanted[running.num_computed[slots] + 1 < known] = 0
         chunk_limit = config.long_prefill_token_threshold or plan.budget
-        wanted = np.clip(wanted, 0, chunk_limit)
-        handed_out_before = np.cumsum(wanted) - wanted
+        wanted = np.minimum(np.maximum(wanted, 0), chunk_limit)
+        left_before = plan.budget - (np.cumsum(wanted) - wanted)
         plan.slots = slots
-        plan.num_tokens = np.clip(plan.budget - handed_out_before, 0, wanted).astype(np.int32)
+        plan.num_tokens = np.minimum(np.maximum(left_before, 0), wanted).astype(np.int32)
         plan.budget -= int(plan.num_tokens.sum())
 
     def _must_wait(self, slots: IntArray, known: IntArray) -> BoolArray:
@@ -59,11 +58,12 @@ class RunningPhase:
         missing = self._state.kv.missing_blocks(plan.slots, num_tokens)
         return np.where(plan.num_tokens, missing, 0)
 
-    def _preempt_until_it_fits(self, plan: Plan) -> None:
-        """Free blocks, the cheapest way first, until the plan's new blocks are there."""
-        while self._lacks(int(self._missing_blocks(plan).sum())):
+    def _preempt_until_it_fits(self, plan: Plan) -> IntArray:
+        """Free blocks, the cheapest way first, until the new ones are there; return how many: [R]."""
+        while self._lacks(int((missing := self._missing_blocks(plan)).sum())):
             if not (self._drop_drafts(plan) or self._free_something(plan, self._first_slots())):
                 self._wait_or_end(plan, self._first_slots())
+        return missing
 
     def _wait_or_end(self, plan: Plan, first: list[int]) -> None:
         """Let the first request, which alone is left, wait for transfers to end; without any, end it."""

@@ -45,6 +45,7 @@ from quire.step import (
     ChosenTokens,
     DraftTokenIds,
     GrammarOutput,
+    IntArray,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -145,8 +146,7 @@ class Scheduler(SchedulerInterface):
     def _commit(self, plan: Plan) -> SchedulerOutput:
         """Turn the plan into the step in flight."""
         state, running = self._state, self._state.running
-        scheduled = plan.num_tokens > 0
-        slots, num_tokens = plan.slots[scheduled], plan.num_tokens[scheduled]
+        slots, num_tokens = plan.scheduled()
         num_computed = running.num_computed[slots]
         num_known = running.num_tokens[slots] + running.num_pending[slots]
         num_drafts = np.maximum(num_computed + num_tokens - num_known, 0)
@@ -163,8 +163,8 @@ class Scheduler(SchedulerInterface):
             scheduled_new_reqs=plan.new,
             scheduled_cached_reqs=CachedRequestData(*plan.new_blocks, plan.resumed),
             forks=plan.forks,
-            chosen_tokens=ChosenTokens(*np.array(plan.chosen, dtype=np.int32).reshape(-1, 2).T),
-            block_copies=np.array(plan.block_copies, dtype=np.int32).reshape(-1, 2),
+            chosen_tokens=ChosenTokens(*_pairs(plan.chosen).T),
+            block_copies=_pairs(plan.block_copies),
             num_drafts_wanted=self._context.draft_length(len(slots)),
         )
         if self._context.connector is not None:
@@ -373,3 +373,11 @@ class Scheduler(SchedulerInterface):
         if not num_running + num_waiting:
             assert not len(state.deadlines), "invariant 8: a deadline leaks"
             assert not len(state.waiting.loads), "invariant 8: a load leaks"
+
+
+NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> IntArray:
+    """Return pairs as an array: [N, 2]."""
+    return np.array(pairs, dtype=np.int32) if pairs else NO_PAIRS

@@ -157,6 +157,8 @@ class RunningSlots:
     def drafts_of(self, slots: IntArray, counts: IntArray) -> IntArray:
         """Return the first `counts` drafts of each slot: [slots, most of them], padded with NO_TOKEN."""
         width = int(counts.max(initial=0))
+        if not width:
+            return np.empty((len(slots), 0), dtype=np.int32)
         is_draft = np.arange(width) < counts[:, None]
         drafts: IntArray = np.where(is_draft, self.draft_ids[slots, :width], np.int32(NO_TOKEN))
         return drafts

@@ -1,0 +1,216 @@
+"""A scheduler in plain lists and dictionaries, to compare the real one with, step by step.
+
+It knows what a plan depends on when nothing asynchronous happens: the order of service, the budget, chunks,
+slots, blocks, the prefix cache by content and least recent use, the reserve for admission, and preemption of
+the last. It shares no code with the real one. Tokens come from a function of the history.
+"""
+
+from __future__ import annotations
+
+
+class Block:
+    def __init__(self) -> None:
+        self.num_holders = 0
+        self.content = None  # what makes it findable: salt and all tokens up to its end
+
+
+class Blocks:
+    """Blank blocks are a count, idle ones a list, the least recently used first."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.num_blank = number
+        self.idle: list[Block] = []
+
+    def free(self) -> int:
+        return self.num_blank + len(self.idle)
+
+    def needed(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.size)
+
+    def take(self, count: int) -> list[Block]:
+        for _ in range(max(count - self.num_blank, 0)):
+            self.idle.pop(0).content = None
+        self.num_blank = max(self.num_blank - count, 0)
+        taken = [Block() for _ in range(count)]
+        self.hold(taken)
+        return taken
+
+    def hold(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            if block in self.idle:
+                self.idle.remove(block)
+            block.num_holders += 1
+
+    def let_go(self, blocks: list[Block]) -> None:
+        for block in reversed(blocks):
+            block.num_holders -= 1
+            if block.num_holders == 0 and block.content is None:
+                self.num_blank += 1
+            elif block.num_holders == 0:
+                self.idle.append(block)
+
+
+class Sequence:
+    def __init__(self, name: str, prompt: list[int], limit: int, stops: set[int], salt: str, key) -> None:
+        self.name, self.salt, self.key = name, salt, key
+        self.tokens = list(prompt)
+        self.limit, self.stops = limit, stops
+        self.computed = 0
+        self.blocks: list[Block] = []
+        self.has_run = False
+
+
+class Oracle:
+    def __init__(self, config, num_blocks: int, next_token) -> None:
+        self.config, self.next_token = config, next_token
+        self.blocks = Blocks(num_blocks, config.block_size)
+        self.cached: dict[tuple, Block] = {}
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.preempted: list[str] = []
+        self.plan: list[tuple[Sequence, int]] = []
+        self.admitted: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self, *, throttles: bool, pause: str) -> None:
+        self.plan, self.admitted, has_preempted = [], [], False
+        if pause == "PAUSED_ALL":
+            return
+        may_admit = pause == "UNPAUSED" and not throttles
+        budget = self.config.max_num_batched_tokens
+        if not self.config.dynamic_split_fuse and may_admit:
+            self._admit(budget)
+            if self.admitted:
+                return
+        budget, has_preempted = self._serve_running(budget, throttles)
+        if self.config.dynamic_split_fuse and may_admit and not has_preempted:
+            self._admit(budget)
+
+    def _serve_running(self, budget: int, throttles: bool) -> tuple[int, bool]:
+        self.running.sort(key=lambda sequence: sequence.key)
+        rows = []
+        for sequence in self.running:
+            missing = len(sequence.tokens) - sequence.computed
+            wanted = 0 if throttles and missing > 1 else min(missing, self._chunk(budget))
+            count = min(wanted, budget - sum(count for _, count in rows))
+            rows.append((sequence, count))
+        has_preempted = False
+        while sum(self._growth(*row) for row in rows) > self.blocks.free():
+            sequence, _ = rows.pop()
+            self._preempt(sequence)
+            has_preempted = True
+        for sequence, count in rows:
+            sequence.blocks += self.blocks.take(self._growth(sequence, count))
+        self._drop_evicted()
+        self.plan = [row for row in rows if row[1]]
+        return budget - sum(count for _, count in rows), has_preempted
+
+    def _chunk(self, budget: int) -> int:
+        return self.config.long_prefill_token_threshold or budget
+
+    def _growth(self, sequence: Sequence, count: int) -> int:
+        needed = self.blocks.needed(sequence.computed + count) - len(sequence.blocks)
+        return max(needed, 0) if count else 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.blocks.let_go(sequence.blocks)
+        sequence.blocks, sequence.computed = [], 0
+        self.waiting.append(sequence)
+        self.preempted.append(sequence.name)
+
+    def _admit(self, budget: int) -> None:
+        """Blocks are promised one by one and taken together."""
+        promised: list[tuple[Sequence, int]] = []
+        for sequence in sorted(self.waiting, key=lambda sequence: sequence.key):
+            found = self._find(sequence)
+            num_found = len(found) * self.blocks.size
+            chunk = self._first_chunk(len(sequence.tokens) - num_found, budget)
+            needed = self.blocks.needed(num_found + chunk) - len(found)
+            free = self.blocks.free() - sum(block in self.blocks.idle for block in found)
+            free -= sum(count for _, count in promised)
+            has_slot = len(self.running) < self.config.max_num_seqs
+            if not (budget and chunk and has_slot and self._fits(sequence, found, needed, free, promised)):
+                break
+            self.blocks.hold(found)
+            sequence.blocks, sequence.computed = found, num_found
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            promised.append((sequence, needed))
+            self.plan.append((sequence, chunk))
+            self.admitted.append(sequence)
+            budget -= chunk
+        for sequence, count in promised:
+            sequence.blocks = sequence.blocks + self.blocks.take(count)
+        self._drop_evicted()
+
+    def _first_chunk(self, missing: int, budget: int) -> int:
+        if self.config.dynamic_split_fuse:
+            return min(missing, budget, self._chunk(budget))
+        most = self.config.max_num_batched_tokens
+        if missing > most:
+            return budget if budget == most else 0
+        return missing if missing <= budget else 0
+
+    def _fits(self, sequence: Sequence, found: list[Block], needed: int, free: int, promised) -> bool:
+        if not self.running:
+            return needed <= free
+        kept = int(self.config.watermark * self.blocks.number)
+        if self.config.reserve_full_prompt:
+            needed = self.blocks.needed(len(sequence.tokens)) - len(found)
+            coming = {id(other): count for other, count in promised}
+            for other in self.running:
+                held = len(other.blocks) + coming.get(id(other), 0)
+                kept += max(self.blocks.needed(len(other.tokens)) - held, 0)
+        return needed <= free - kept
+
+    def _find(self, sequence: Sequence) -> list[Block]:
+        found: list[Block] = []
+        while (len(found) + 1) * self.blocks.size < len(sequence.tokens):
+            block = self.cached.get(self._content(sequence, len(found)))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _content(self, sequence: Sequence, index: int) -> tuple:
+        return (sequence.salt, *sequence.tokens[: (index + 1) * self.blocks.size])
+
+    def _drop_evicted(self) -> None:
+        self.cached = {content: block for content, block in self.cached.items() if block.content is not None}
+
+    def land(self) -> None:
+        ended = []
+        for sequence, count in self.plan:
+            sequence.computed += count
+            if sequence in self.running and sequence.computed == len(sequence.tokens):
+                sequence.tokens.append(self.next_token(sequence.tokens))
+                if len(sequence.tokens) == sequence.limit or sequence.tokens[-1] in sequence.stops:
+                    ended.append(sequence)
+        for sequence, _ in self.plan:
+            if sequence in self.running and self.config.enable_prefix_caching:
+                self._cache(sequence)
+        for sequence in ended:
+            self.end(sequence)
+
+    def _cache(self, sequence: Sequence) -> None:
+        for index in range(sequence.computed // self.blocks.size):
+            content, block = self._content(sequence, index), sequence.blocks[index]
+            if content not in self.cached and block.content is None:
+                self.cached[content] = block
+                block.content = content
+
+    def end(self, sequence: Sequence) -> None:
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.blocks.let_go(sequence.blocks)
+
+    def reset(self) -> None:
+        self.running.sort(key=lambda sequence: sequence.key)
+        for sequence in reversed(self.running.copy()):
+            self._preempt(sequence)
+        self.blocks.num_blank += len(self.blocks.idle)
+        self.blocks.idle = []
+        self.cached = {}
