@@ -26,6 +26,7 @@ from quire.step import (
 
 VOCAB = 50
 NEVER_WRITTEN = -7
+GARBAGE = VOCAB + 7  # sampled from KV that was not there
 
 
 def scores(history: list[int]) -> np.ndarray:
@@ -60,6 +61,7 @@ class FakeRunner:
         self.slot_of: dict[str, int] = {}
         self.tables: dict[int, list[int]] = {}
         self.fail: set[str] = set()
+        self.bad_blocks: set[int] = set()  # whose load has failed, and that were not written since
         self.draft_accuracy = 0.7
         self.num_executed = 0
         self._random = np.random.default_rng(seed)
@@ -74,6 +76,7 @@ class FakeRunner:
 
     def write_block(self, block_id: int, content: np.ndarray) -> None:
         self.kv[block_id] = content
+        self.bad_blocks.discard(block_id)
 
     def execute(self, plan: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
         self.num_executed += 1
@@ -81,13 +84,11 @@ class FakeRunner:
         if self.connector is not None:
             self.connector.start_load_kv(plan.kv_connector_metadata)
         failed = self._failed_blocks()
+        self.bad_blocks |= failed
         allowed = self._allowed_tokens(grammar)
         logprobs: dict[str, list[PositionLogprobs]] = {}
         sampled: list[list[int]] = []
         for row, request_id in enumerate(plan.request_ids):
-            if failed & set(self.tables[int(plan.slots[row])]):
-                sampled.append([])  # computed from garbage
-                continue
             sampled.append(self._run_row(plan, row, allowed.get(request_id)))
             if sampled[-1] and self.num_logprobs.get(request_id):
                 history = self.tokens[request_id][:-1]
@@ -116,10 +117,15 @@ class FakeRunner:
         assert start + count <= known + len(drafts)
         assert not drafts or start + count == known + len(drafts)
         self._write(slot, start, (history + drafts)[start : start + count])
+        if not self.bad_blocks.isdisjoint(self.tables[slot]):
+            # Computed from garbage: the scheduler has been told, or is being told with this step.
+            emitted = [GARBAGE] if start + count >= known else []
+            history += emitted
+            return emitted
         assert self._read(slot, start + count) == (history + drafts)[: start + count], request_id
         if start + count < known:
             return []
-        emitted: list[int] = []
+        emitted = []
         for place in range(len(drafts) + 1):
             emitted.append(next_token(history, allowed[place] if allowed else None))
             history.append(emitted[-1])
@@ -151,6 +157,7 @@ class FakeRunner:
         self._choose_last_tokens(plan)
         for source, target in plan.block_copies.tolist():
             self.kv[target] = self.kv[source]
+            (self.bad_blocks.add if source in self.bad_blocks else self.bad_blocks.discard)(target)
 
     def _fork(self, plan: SchedulerOutput) -> None:
         name_of = {slot: name for name, slot in self.slot_of.items()}
@@ -182,6 +189,8 @@ class FakeRunner:
 
     def _write(self, slot: int, start: int, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, start):
+            if position % self.block_size == 0:
+                self.bad_blocks.discard(self.tables[slot][position // self.block_size])
             self.kv[self.tables[slot][position // self.block_size], position % self.block_size] = token
 
     def _read(self, slot: int, count: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mixed_checks import has_transfers
 from mixed_driver import MixedDriver
 from mixed_world import Chooser
 
@@ -26,6 +25,8 @@ ACTIONS = {  # by name of the driver's method, how often
     "replace_drafts": 3,
     "look": 1,
 }
+MOST_IDLE_STEPS = 50  # a second each: more than kv_transfer_timeout, less than request_timeout
+MOST_STEPS = 6000  # a livelock takes more; the longest honest end has a budget of one token per step
 NEED_LIVE = ("abort", "break_in_runner")
 _DRAWN_FROM = [name for name, often in ACTIONS.items() for _ in range(round(often * 10))]
 
@@ -47,17 +48,13 @@ def run_random(driver: MixedDriver, choose: Chooser, num_steps: int) -> None:
         act(driver, choose)
 
 
-def drain(driver: MixedDriver, choose: Chooser) -> None:
-    """Stop interfering, and see everything end.
-
-    Time passes only while nothing moves and a transfer or a compilation is on its way: what would need more
-    than that is stuck.
-    """
+def drain(driver: MixedDriver) -> None:
+    """Stop interfering, and see everything end, in little time and fewer steps than a livelock takes."""
     world, scheduler = driver.world, driver.scheduler
     scheduler.set_pause_state(PauseState.UNPAUSED)
     if world.connector is not None:
         world.connector.is_reluctant = False
-    num_idle = 0
+    num_steps = num_idle = 0
     while scheduler.has_requests() or driver.in_flight:
         while driver.in_flight:
             driver.update()
@@ -66,10 +63,12 @@ def drain(driver: MixedDriver, choose: Chooser) -> None:
         moves = driver.in_flight[-1].plan.total_num_scheduled_tokens > 0
         driver.update()
         driver.check()
+        num_steps += 1
         num_idle = 0 if moves else num_idle + 1
-        if num_idle > 2 and has_transfers(driver):
-            world.now += 1.0
-        assert num_idle < 60, f"nothing moves: {[scheduler.explain(name) for name in driver.live]}"
+        world.now += 0.05 if moves else 1.0
+        waiting = [scheduler.explain(name) for name in driver.live]
+        assert num_idle < MOST_IDLE_STEPS, f"nothing moves: {waiting}"
+        assert num_steps < MOST_STEPS, f"nothing ends: {waiting}"
     check_nothing_held(driver)
 
 

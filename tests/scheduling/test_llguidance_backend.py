@@ -181,15 +181,16 @@ def is_person(value) -> bool:
 @FEW
 @given(st.randoms(use_true_random=False))
 def test_what_a_schema_lets_through_is_valid_against_it(rng):
-    compact = {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}  # else it may be padded for ever
-    assert is_person(json.loads(walk(compiled(json=compact), rng)))
+    text = walk(compiled(json=SCHEMA), rng)
+    assert is_person(json.loads(text))
+    assert "\n" not in text, "spaces are as json.dumps sets them: no model can go on with them for ever"
 
 
 @FEW
-@given(PEOPLE, st.sampled_from([None, 2]))
-def test_every_valid_document_gets_through(person, indent):
+@given(PEOPLE)
+def test_every_valid_document_gets_through(person):
     in_order = {name: person[name] for name in SCHEMA["properties"] if name in person}
-    assert_accepts_whole(compiled(json=json.dumps(SCHEMA)), json.dumps(in_order, indent=indent))
+    assert_accepts_whole(compiled(json=json.dumps(SCHEMA)), json.dumps(in_order))
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,11 @@ def _definition(spec: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     if spec.json is not None:
-        return LLMatcher.grammar_from_json_schema(spec.json)
+        # Spaces as `json.dumps` sets them: where any are allowed, a small model may go on with them for ever.
+        return LLMatcher.grammar_from_json_schema(
+            spec.json,
+            defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+        )
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
     if spec.choice is not None:

@@ -11,6 +11,7 @@ and nothing is accepted that the whole cache could not hold. So some request alw
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -219,9 +220,10 @@ class Scheduler(SchedulerInterface):
     def add_request(self, request: Request) -> None:
         """See `SchedulerInterface.add_request`."""
         state, config = self._state, self._config
-        if self.has_request(request.request_id):
+        if self.has_request(request.request_id) or request.request_id in state.leases:
             raise DuplicateRequestError(
-                f"request id {request.request_id!r} is in use by a request that has not ended",
+                f"request id {request.request_id!r} is in use by a request that has not ended, or whose KV "
+                "is still held for a transfer",
                 param="request_id",
             )
         if request.request_id in state.leases:
@@ -350,7 +352,8 @@ class Scheduler(SchedulerInterface):
         self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self._state.in_flight.clear()
         self._state.lift_fences(self._state.next_step)
-        self._state.break_pins()
+        for lease_id in self._state.leases.expired(math.inf):
+            self._state.end_lease(lease_id)
         self._state.grammars.shutdown()
 
     def check_invariants(self) -> None:

@@ -1,0 +1,515 @@
+"""The scheduler's specification, section 2: each field of SchedulerConfig, and the order within a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from conformance import row
+from fake_runner import naive_generation
+from scene import Scene
+
+from quire.config import EngineConfig, SchedulerConfig
+from quire.engine.memory_plan import GB, plan_memory
+from quire.errors import ConfigError, InvalidRequestError, QueueFullError
+from quire.kv.memory_connector import MemoryConnector
+from quire.models.config import ModelConfig
+from quire.scheduling.policies.admission import AdmissionPolicy
+from quire.scheduling.policies.order import QueueOrder
+from quire.scheduling.policies.victim import VictimPolicy
+from quire.status import FinishReason
+
+DEFAULTS = {
+    "max_num_batched_tokens": 512,  # 256 in OpenVINO GenAI; one figure for every device, see docs
+    "max_num_seqs": 256,
+    "block_size": 16,
+    "num_kv_blocks": 0,
+    "cache_size": 0.0,
+    "enable_prefix_caching": True,
+    "dynamic_split_fuse": True,
+    "policy": "fcfs",
+    "priority_ageing": 60.0,
+    "admission": "reserve",
+    "victim": "last",
+    "prefix_retention": "lru",
+    "long_prefill_token_threshold": 0,
+    "max_num_queued_reqs": 4096,
+    "max_num_queued_tokens": 4_194_304,
+    "watermark": 0.01,
+    "reserve_full_prompt": True,
+    "request_timeout": 0.0,
+    "queue_timeout": 0.0,
+    "overlap_steps": False,
+    "kv_load_failure": "recompute",
+    "kv_transfer_timeout": 30.0,
+}
+OTHERS = {
+    "max_num_batched_tokens": 7, "max_num_seqs": 7, "block_size": 8, "num_kv_blocks": 7, "cache_size": 0.5,
+    "enable_prefix_caching": False, "dynamic_split_fuse": False, "policy": "priority", "priority_ageing": 7.0,
+    "admission": "past-future", "victim": "fewest-computed", "prefix_retention": "lfu",
+    "long_prefill_token_threshold": 7, "max_num_queued_reqs": 7, "max_num_queued_tokens": 7, "watermark": 0.5,
+    "reserve_full_prompt": False, "request_timeout": 7.0, "queue_timeout": 7.0, "overlap_steps": True,
+    "kv_load_failure": "fail", "kv_transfer_timeout": 7.0,
+}  # fmt: skip
+NOT_YET = ("use_cache_eviction", "cache_eviction_config", "use_sparse_attention", "sparse_attention_config")
+
+
+# -- as a whole --------------------------------------------------------------------------------------------
+
+
+@row("every field has its default")
+def test_every_field_has_its_default():
+    assert dataclasses.asdict(SchedulerConfig()) == DEFAULTS
+
+
+@row("settable as attributes after a no-argument constructor", "settable as keyword arguments")
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_every_field_can_be_set_in_both_ways(name):
+    config = SchedulerConfig()
+    setattr(config, name, OTHERS[name])
+    assert getattr(config, name) == OTHERS[name]
+    assert config.validate() == SchedulerConfig(**{name: OTHERS[name]})
+
+
+@row("equality covers every field", "repr covers every field")
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_equality_and_repr_cover_every_field(name):
+    other = SchedulerConfig(**{name: OTHERS[name]})
+    assert other != SchedulerConfig()
+    assert f"{name}={OTHERS[name]!r}" in repr(other)
+    assert f"{name}={DEFAULTS[name]!r}" in repr(SchedulerConfig())
+
+
+@row("unknown names are errors")
+def test_unknown_names_are_errors_that_name_the_nearest():
+    with pytest.raises(ConfigError, match="no field 'max_num_seq'; did you mean 'max_num_seqs'"):
+        SchedulerConfig(max_num_seq=1)
+    config = SchedulerConfig()
+    with pytest.raises(ConfigError, match="did you mean 'block_size'"):
+        config.blocksize = 16
+
+
+@row(*NOT_YET)
+@pytest.mark.parametrize("name", NOT_YET)
+def test_what_is_not_there_yet_is_refused_and_not_ignored(name):
+    with pytest.raises(ConfigError, match=f"no field '{name}'"):
+        SchedulerConfig(**{name: True})
+    with pytest.raises(ConfigError, match=f"no field '{name}'"):
+        setattr(SchedulerConfig(), name, True)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------
+
+
+@row("max_num_batched_tokens")
+def test_max_num_batched_tokens_bounds_a_step():
+    scene = Scene(max_num_batched_tokens=5)
+    for name in "abc":
+        scene.add(name, range(7))
+    steps = [scene.step() for _ in range(4)]
+    assert [sum(step.values()) for step in steps] == [5, 5, 5, 5]
+    scene.finish()
+    scene.check_naive()
+
+
+@row("max_num_seqs")
+def test_max_num_seqs_bounds_the_sequences_of_a_step():
+    scene = Scene(max_num_seqs=2)
+    for name in "abc":
+        scene.add(name, range(2))
+    assert set(scene.step()) == {"a", "b"}
+    scene.finish()
+    scene.check_naive()
+
+
+@row("block_size")
+def test_block_size_is_the_tokens_of_a_block():
+    scene = Scene(block_size=2, num_blocks=32)
+    scene.add("a", range(7))
+    plan = scene.plan()
+    assert len(plan.scheduled_new_reqs[0].block_ids) == 4
+    scene.apply(plan)
+    scene.finish()
+    scene.check_naive()
+
+
+@pytest.fixture
+def model(tmp_path) -> ModelConfig:
+    """16 KiB of KV per token in bfloat16: 2 x 8 layers x 8 heads x 64 x 2 bytes."""
+    settings = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 512,
+        "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "head_dim": 64, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "rope_theta": 10000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    return ModelConfig.from_directory(tmp_path)
+
+
+def planned_blocks(model: ModelConfig, **settings) -> int:
+    config = EngineConfig(scheduler=SchedulerConfig(**settings))
+    return plan_memory(config, model, available_bytes=64 * GB).num_blocks
+
+
+@row("num_kv_blocks", "cache_size")
+def test_num_kv_blocks_wins_over_cache_size(model):
+    assert planned_blocks(model, num_kv_blocks=300) == 300
+    assert planned_blocks(model, cache_size=0.5) == 500_000_000 // (16 * 16_384)
+    assert planned_blocks(model, cache_size=0.5, num_kv_blocks=300) == 300
+
+
+@row("num_kv_blocks", "cache_size")
+def test_both_0_the_cache_grows_on_demand_and_never_below_what_is_in_use():
+    granted = []
+
+    def commit(count: int) -> int:
+        granted.append(count)
+        return count
+
+    scene = Scene(num_blocks=64, commit_blocks=commit, max_num_batched_tokens=8, max_num_seqs=1)
+    assert granted == []
+    scene.add("a", range(40), max_tokens=8)
+    held = []
+    while scene.scheduler.has_requests():
+        scene.step()
+        held.append((sum(granted), scene.scheduler.get_kv_cache_usage() * 64))
+    assert all(committed >= used for committed, used in held)
+    assert held[0][0] < held[-1][0] < 64
+    scene.check_naive()
+
+
+@row("enable_prefix_caching")
+@pytest.mark.parametrize(("enabled", "tokens"), [(True, 1), (False, 9)])
+def test_prefix_caching_keeps_computed_blocks_or_releases_them_at_once(enabled, tokens):
+    scene = Scene(enable_prefix_caching=enabled)
+    scene.add("first", range(9))
+    scene.finish()
+    scene.add("second", range(9))
+    assert scene.step() == {"second": tokens}
+    scene.finish()
+    scene.check_naive()
+
+
+@row("enable_prefix_caching")
+def test_cached_blocks_are_rewritten_when_the_limit_is_reached():
+    scene = Scene(num_blocks=4)
+    scene.add("first", range(12), max_tokens=1)
+    scene.finish()
+    scene.add("other", range(20, 34), max_tokens=1)
+    scene.finish()
+    scene.add("again", range(12), max_tokens=1)
+    assert scene.step() == {"again": 12}
+
+
+# -- how prompts are computed ------------------------------------------------------------------------------
+
+
+@row("dynamic_split_fuse")
+def test_with_split_fuse_prompts_are_split_and_mixed_with_decoding():
+    scene = Scene(max_num_batched_tokens=6)
+    scene.add("decodes", range(3))
+    scene.step()
+    scene.add("long", range(20))
+    assert scene.step() == {"decodes": 1, "long": 5}
+
+
+@row("dynamic_split_fuse")
+def test_without_split_fuse_long_prompts_are_errors_and_steps_are_of_one_kind():
+    scene = Scene(dynamic_split_fuse=False, max_num_batched_tokens=6)
+    with pytest.raises(InvalidRequestError, match="max_num_batched_tokens 6"):
+        scene.add("too long", range(7))
+    scene.add("a", range(3))
+    assert scene.step() == {"a": 3}
+    scene.add("b", range(6))
+    assert scene.step() == {"b": 6}
+    assert scene.step() == {"a": 1, "b": 1}
+    scene.finish()
+    scene.check_naive()
+
+
+@row("long_prefill_token_threshold")
+def test_long_prefills_are_capped_per_request_and_step():
+    scene = Scene(long_prefill_token_threshold=3)
+    scene.add("a", range(8))
+    scene.add("b", range(2))
+    assert [scene.step() for _ in range(3)] == [{"a": 3, "b": 2}, {"a": 3, "b": 1}, {"a": 2, "b": 1}]
+
+
+# -- policies ----------------------------------------------------------------------------------------------
+
+
+class LastComeFirstServed(QueueOrder):
+    """By arrival, backwards."""
+
+    def key(self, request):
+        return (-request.arrival,)
+
+
+def order_of_service(**settings) -> list[str]:
+    scene = Scene(max_num_seqs=1, **settings)
+    for name, priority, tenant in (("a", 2, "x"), ("b", 1, "x"), ("c", 1, "y")):
+        own = {"priority": priority} if settings.get("policy") == "priority" else {}
+        scene.add(name, range(4), max_tokens=1, tenant=tenant, **own)
+    scene.finish()
+    return list(scene.ends)
+
+
+@row("policy")
+def test_policy_by_name_or_object():
+    assert order_of_service() == ["a", "b", "c"]
+    assert order_of_service(policy="priority") == ["b", "c", "a"]
+    assert order_of_service(policy="fair") == ["a", "c", "b"]
+    assert order_of_service(policy=f"{__name__}.LastComeFirstServed") == ["c", "b", "a"]
+    own = LastComeFirstServed(config=SchedulerConfig(), find_cached=lambda request: 0)
+    assert order_of_service(policy=own) == ["c", "b", "a"]
+
+
+@row("policy")
+def test_the_longest_cached_prefix_first():
+    scene = Scene(max_num_seqs=1, policy="longest-prefix")
+    scene.add("warm", range(8), max_tokens=1)
+    scene.finish()
+    scene.add("cold", range(20, 28), max_tokens=1)
+    scene.add("hit", range(9), max_tokens=1)
+    scene.finish()
+    assert list(scene.ends) == ["warm", "hit", "cold"]
+
+
+@row("priority_ageing")
+@pytest.mark.parametrize(("ageing", "first"), [(10.0, "old"), (0.0, "urgent")])
+def test_seconds_of_waiting_make_up_for_a_level_of_priority(ageing, first):
+    scene = Scene(max_num_seqs=1, policy="priority", priority_ageing=ageing)
+    scene.add("old", range(4), max_tokens=1, priority=1)
+    scene.clock.advance(11)
+    scene.add("urgent", range(4), max_tokens=1, priority=0)
+    scene.finish()
+    assert next(iter(scene.ends)) == first
+
+
+class OneAtATime(AdmissionPolicy):
+    """Nobody beside anybody."""
+
+    def admits(self, candidate, memory):
+        return not len(memory.running.num_tokens)
+
+
+@row("admission")
+def test_admission_by_name_or_object():
+    def running_together(**settings) -> int:
+        scene = Scene(num_blocks=16, max_num_seqs=8, **settings)
+        for number in range(4):
+            scene.add(f"r{number}", range(4), max_tokens=20)
+        return len(scene.step())
+
+    assert running_together() == 4, "their prompts fit"
+    assert running_together(admission="past-future") == 2, "6 blocks each at their peak, as far as is known"
+    assert running_together(admission=f"{__name__}.OneAtATime") == 1
+    assert running_together(admission=OneAtATime(config=SchedulerConfig())) == 1
+
+
+class Second(VictimPolicy):
+    """The second in the order of service."""
+
+    def choose(self, running):
+        return 0
+
+
+@row("victim", "the victim is the newest (FCFS) or the worst by priority and arrival")
+@pytest.mark.parametrize(
+    ("victim", "expected"),
+    [("last", "c"), ("fewest-computed", "b"), (f"{__name__}.Second", "b"), (Second(), "b")],
+)
+def test_victim_by_name_or_object(victim, expected):
+    scene = Scene(num_blocks=9, victim=victim, enable_prefix_caching=False)
+    scene.add("a", range(12), max_tokens=8)
+    scene.add("b", range(4), max_tokens=8)
+    scene.add("c", range(8), max_tokens=8)
+    while not (plan := scene.plan()).preempted_req_ids:
+        scene.apply(plan)
+    assert plan.preempted_req_ids[:1] == [expected]
+    scene.apply(plan)
+    scene.finish()
+    scene.check_naive()
+
+
+@row("prefix_retention", "retention by LRU", "retention by priority")
+@pytest.mark.parametrize(
+    ("retention", "survivor"), [("lru", "recent"), ("lfu", "often found"), ("priority", "important")]
+)
+def test_prefix_retention_by_name(retention, survivor):
+    scene = Scene(num_blocks=9, prefix_retention=retention, policy="priority", priority_ageing=0.0)
+    prompts = {"often found": range(9), "important": range(10, 19), "recent": range(20, 29)}
+    for name in ("often found", "often found", "often found", "important", "recent"):
+        scene.add(name, prompts[name], max_tokens=1, priority=-1 if name == "important" else 5)
+        scene.finish()
+    scene.add("large", range(30, 53), max_tokens=1, priority=5)
+    scene.finish()
+    for name, prompt in prompts.items():
+        request = scene.add(name, prompt, max_tokens=1)
+        assert scene.scheduler._state._find_cached(request) == (8 if name == survivor else 0), name
+        scene.scheduler.finish_requests(name, request.status.FINISHED_ABORTED)
+
+
+# -- bounds ------------------------------------------------------------------------------------------------
+
+
+@row("max_num_queued_reqs", "max_num_queued_tokens")
+@pytest.mark.parametrize("bound", ["max_num_queued_reqs", "max_num_queued_tokens"])
+def test_beyond_a_bound_requests_are_refused_with_a_retry_hint(bound):
+    scene = Scene(**{bound: 2 if bound == "max_num_queued_reqs" else 8})
+    scene.add("a", range(4))
+    scene.add("b", range(4))
+    with pytest.raises(QueueFullError, match=bound) as refused:
+        scene.add("c", range(4))
+    assert 1 <= refused.value.retry_after <= 60
+    scene.step()
+    scene.add("c", range(4))
+
+
+@row("watermark")
+@pytest.mark.parametrize(("watermark", "count"), [(0.0, 2), (0.2, 1)])
+def test_a_share_of_the_blocks_is_kept_free_at_admission(watermark, count):
+    scene = Scene(num_blocks=10, watermark=watermark)
+    scene.add("a", range(16))
+    scene.add("b", range(20, 40))
+    assert len(scene.step()) == count
+
+
+@row("reserve_full_prompt")
+@pytest.mark.parametrize(("reserve", "count"), [(True, 1), (False, 2)])
+def test_a_request_is_admitted_if_its_prompt_fits_or_its_first_chunk(reserve, count):
+    scene = Scene(
+        num_blocks=10, max_num_batched_tokens=10, long_prefill_token_threshold=4, reserve_full_prompt=reserve
+    )
+    scene.add("a", range(24))
+    scene.add("b", range(20, 44))
+    assert len(scene.step()) == count
+    scene.finish()
+    scene.check_naive()
+
+
+@row("request_timeout", "queue_timeout")
+@pytest.mark.parametrize("name", ["request_timeout", "queue_timeout"])
+def test_requests_end_when_their_time_is_up(name):
+    scene = Scene(max_num_seqs=1, **{name: 5.0})
+    scene.add("runs", range(4), max_tokens=50)
+    scene.step()
+    scene.add("waits", range(4))
+    scene.clock.advance(5)
+    scene.step()
+    assert set(scene.reasons) == ({"runs", "waits"} if name == "request_timeout" else {"waits"})
+    assert scene.reasons["waits"] is FinishReason.ERROR
+    assert name in scene.errors["waits"]
+
+
+@row("overlap_steps")
+@pytest.mark.parametrize(("overlap", "num_computed"), [(True, 4), (False, 0)])
+def test_the_next_step_is_planned_while_one_runs(overlap, num_computed):
+    scene = Scene(overlap_steps=overlap, enable_prefix_caching=False)
+    scene.add("a", range(4))
+    scene.plan()
+    assert scene.plan().num_computed_tokens.tolist() == [num_computed], "without, the first is taken for lost"
+
+
+@row("kv_load_failure", "a failed load means recompute", "a failed load fails that one request, by configuration")
+@pytest.mark.parametrize("choice", ["recompute", "fail"])
+@pytest.mark.parametrize("load_steps", [0, 1])
+def test_what_a_failed_load_means(choice, load_steps):
+    connector = MemoryConnector(4, load_steps=load_steps)
+    scene = Scene(connector=connector, enable_prefix_caching=False, kv_load_failure=choice)
+    scene.add("before", range(9), max_tokens=1)
+    scene.finish()
+    connector.fail_next_loads(1)
+    scene.add("a", range(9))
+    scene.add("b", range(20, 29))
+    scene.finish()
+    if choice == "fail":
+        assert "kv_load_failure" in scene.errors["a"]
+        scene.check_naive("b")
+    else:
+        scene.check_naive()
+
+
+@row("kv_transfer_timeout")
+def test_blocks_are_held_for_a_transfer_until_the_timeout():
+    scene = Scene(
+        connector=MemoryConnector(4, send_steps=9, is_peer_alive=False), kv_transfer_timeout=7.0
+    )
+    scene.add("a", range(9), max_tokens=1)
+    scene.step()
+    scene.clock.advance(6.9)
+    scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks == 3
+    scene.clock.advance(0.2)
+    scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks == 0
+
+
+# -- order within a step -----------------------------------------------------------------------------------
+
+
+@row("running first, then resumed, then waiting")
+def test_running_then_resumed_then_waiting():
+    scene = Scene(num_blocks=8, enable_prefix_caching=False)
+    scene.add("runs", range(6), max_tokens=6)
+    scene.add("resumes", range(20, 26), max_tokens=12)
+    scene.step()
+    scene.scheduler._state.preempt(scene.runner.slot_of["resumes"])
+    scene.add("waits", range(3), max_tokens=2)
+    plan = scene.plan()
+    assert plan.request_ids == ["runs", "resumes", "waits"]
+    scene.apply(plan)
+    scene.finish()
+    scene.check_naive()
+
+
+@row("if anything was preempted, nothing new is admitted")
+def test_a_step_that_preempts_admits_nobody():
+    scene = Scene(num_blocks=6, enable_prefix_caching=False)
+    scene.add("old", range(8), max_tokens=12)
+    scene.add("new", range(20, 28), max_tokens=12)
+    scene.step()
+    scene.add("small", [1], max_tokens=1)
+    while not (plan := scene.plan()).preempted_req_ids:
+        assert "small" not in plan.request_ids
+        scene.apply(plan)
+    assert plan.request_ids == ["old"]
+    scene.apply(plan)
+    scene.finish()
+
+
+@row("a preempted request is recomputed and goes to the front of its priority")
+@pytest.mark.parametrize(("caching", "tokens"), [(False, 10), (True, 2)])
+def test_a_preempted_request_is_recomputed_prefix_cache_permitting(caching, tokens):
+    scene = Scene(enable_prefix_caching=caching, max_num_seqs=1)
+    scene.add("a", range(8), max_tokens=12)
+    scene.step()
+    scene.step()
+    scene.add("behind", range(3))
+    scene.scheduler._state.preempt(scene.runner.slot_of["a"])
+    assert scene.step() == {"a": tokens}
+    scene.finish()
+    scene.check_naive()
+
+
+@row("the victim is the newest (FCFS) or the worst by priority and arrival")
+@row("a priority victim's partial plan is rolled back exactly")
+def test_a_priority_victims_partial_plan_is_rolled_back():
+    scene = Scene(num_blocks=8, policy="priority", enable_prefix_caching=False, max_num_batched_tokens=12)
+    scene.add("urgent", range(10), max_tokens=18, priority=0)
+    scene.add("middle", range(20, 24), max_tokens=9, priority=1)
+    scene.add("worst", range(30, 34), max_tokens=9, priority=2)
+    preempted = []
+    while scene.scheduler.has_requests():
+        before = scene.scheduler.make_stats().num_free_blocks
+        plan = scene.plan()
+        assert not set(plan.preempted_req_ids) & set(plan.request_ids)
+        assert plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens.values())
+        assert scene.scheduler.make_stats().num_free_blocks <= max(before, 8)
+        preempted += plan.preempted_req_ids
+        scene.apply(plan)
+    assert preempted[0] == "worst"
+    assert "urgent" not in preempted
+    scene.check_naive()
+    assert scene.outputs["urgent"] == naive_generation(list(range(10)), 18, set())
