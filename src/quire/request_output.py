@@ -26,7 +26,8 @@ class CompletionOutput:
 
     `logprobs` has one entry for each of `token_ids`, or is None if not asked for. `cumulative_logprob` is
     their sum in nats, known with `logprobs`, `best_of` and beam search. `stop_reason` is the stop string or
-    stop token id that ended it, None for end-of-sequence or any other end.
+    stop token id that ended it, None for end-of-sequence or any other end. With finish reason "error", `error`
+    says what was wrong, and `error_type` names the class in `quire.errors` that it belongs to, if it does.
     """
 
     index: int
@@ -36,6 +37,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_type: str | None = None
     cumulative_logprob: float | None = None
 
     @property

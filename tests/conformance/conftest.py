@@ -9,7 +9,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scheduling"))  # the fake
 
 
 def pytest_addoption(parser):
-    parser.addoption("--conformance-list", action="store_true", help="print each row with its tests, run none")
+    parser.addoption(
+        "--conformance-list", action="store_true", help="print each row with its tests, run none"
+    )
 
 
 def pytest_configure(config):

@@ -23,6 +23,7 @@ ROWS: dict[str, list[str]] = {
         "update_draft_token_ids_in_output",
         "get_kv_connector",
         "explain",
+        "oldest_waiting_request",
         "get_kv_cache_usage",
         "make_stats",
         "shutdown",

@@ -7,8 +7,8 @@ import importlib
 from pathlib import Path
 
 import pytest
-from conformance import SPECS, listing, rows_of
 
+from conformance import SPECS, listing, rows_of
 from quire.config import SchedulerConfig
 from quire.kv.connector import KVConnector
 from quire.scheduling import SchedulerInterface

@@ -21,9 +21,11 @@ from quire.errors import (
     InvalidRequestError,
     QueueFullError,
     QuireError,
+    RequestTimeoutError,
     UnknownArchitectureError,
 )
 from quire.status import FinishReason
+from quire.structured_outputs import StructuredOutputsParams
 
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 
@@ -95,6 +97,9 @@ async def test_one_engine_many_uses(checkpoint):
         await a_full_queue_refuses(llm)
         await slow_callers_miss_nothing_but_the_middle(llm)
         await prefixes_are_forgotten(llm)
+        await a_bad_grammar_fails_its_request_alone(llm)
+        await time_that_is_up_is_an_exception(llm)
+        await requests_are_explained(llm)
         await health(llm)
     with pytest.raises(EngineDeadError, match="shut down"):
         await last_of(llm.generate("the"))
@@ -199,6 +204,56 @@ async def prefixes_are_forgotten(llm):
     assert (await last_of(llm.generate(prompt, greedy(1), cache_salt="other"))).num_cached_tokens == 0
     assert await llm.reset_prefix_cache()
     assert (await last_of(llm.generate(prompt, greedy(1)))).num_cached_tokens == 0
+
+
+async def a_bad_grammar_fails_its_request_alone(llm):
+    def structured(regex, n=1):
+        params = StructuredOutputsParams(regex=regex)
+        return last_of(llm.generate("the", SamplingParams(n=n, seed=1, structured_outputs=params)))
+
+    good, bad, plain = await asyncio.gather(
+        structured("[ab]{3}", n=2),
+        structured("(", n=2),
+        last_of(llm.generate("the", greedy(4))),
+        return_exceptions=True,
+    )
+    assert all(set(one.text) <= set("ab") and len(one.text) == 3 for one in good.outputs)
+    assert isinstance(bad, InvalidRequestError)
+    assert bad.param == "structured_outputs"
+    assert len(plain.outputs[0].token_ids) == 4
+
+
+async def time_that_is_up_is_an_exception(llm):
+    for limit in ("timeout", "queue_timeout"):
+        with pytest.raises(RequestTimeoutError, match=limit):
+            await anext(llm.generate("the", greedy(4, n=2), **{limit: 1e-9}))
+    assert (await llm.stats()).num_timeouts == 4
+
+
+async def requests_are_explained(llm):
+    streams = [llm.generate(f"the {index}", greedy(240), request_id=f"running/{index}") for index in range(2)]
+    streams.append(
+        llm.generate("the", SamplingParams(n=2, max_tokens=240, ignore_eos=True), request_id="two")
+    )
+    for stream in streams:
+        await anext(stream)
+    waiting = asyncio.create_task(last_of(llm.generate("the", greedy(2), request_id="waits")))
+    searching = asyncio.create_task(
+        last_of(llm.generate("the", greedy(2, beam_width=3), request_id="search"))
+    )
+    async with asyncio.timeout(20):
+        while (await llm.stats()).num_running < 4 or (await llm.stats()).num_waiting < 2:
+            pass
+    states = await llm.explain_all(["running/0", "two", "waits", "search", "unknown"])
+    assert [len(sentences) for sentences in states] == [1, 2, 1, 1, 0]
+    assert states[0][0].startswith("running: ")
+    assert "needs 1 of 4 slots" in states[2][0]
+    assert "1 requests go first" in states[3][0]
+    assert (await llm.explain("waits"))[0].startswith("waiting for ")
+    for stream in streams:
+        await stream.aclose()
+    await asyncio.gather(waiting, searching)
+    assert await llm.explain("waits") == []
 
 
 async def health(llm):

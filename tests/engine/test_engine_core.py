@@ -66,9 +66,9 @@ class Engine:
         assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
-@pytest.fixture
-def engine(checkpoint) -> Engine:
-    return Engine(checkpoint)
+@pytest.fixture(params=[False, True], ids=["one by one", "overlapped"])
+def engine(checkpoint, request) -> Engine:
+    return Engine(checkpoint, overlap_steps=request.param)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

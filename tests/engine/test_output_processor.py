@@ -7,7 +7,7 @@ from test_input_processor import INFO, TOKENIZER
 
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_processor import OutputProcessor
-from quire.errors import DuplicateRequestError, EngineDeadError
+from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, RequestTimeoutError
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.status import FinishReason
@@ -165,3 +165,43 @@ def test_an_output_that_cannot_be_processed_ends_its_request_only(caplog):
     assert "r" not in table.outputs
     assert "could not be processed" in str(table.state.failure)
     assert other.request_id in table.outputs
+
+
+TIMEOUT = {"reason": FinishReason.ERROR, "error": "too late", "error_type": "RequestTimeoutError"}
+
+
+def test_an_error_before_anything_was_generated_is_an_exception():
+    table = Table()
+    table.say("", **TIMEOUT)
+    assert isinstance(table.state.error_before_output, RequestTimeoutError)
+    assert (table.first.finish_reason, table.first.error) == (FinishReason.ERROR, "too late")
+    assert table.first.error_type == "RequestTimeoutError"
+
+
+def test_an_error_keeps_the_field_that_is_at_fault():
+    table = Table()
+    fault = {"error": "no grammar", "error_type": "InvalidRequestError", "error_param": "structured_outputs"}
+    table.say("", reason=FinishReason.ERROR, **fault)
+    error = table.state.error_before_output
+    assert isinstance(error, InvalidRequestError)
+    assert (str(error), error.param) == ("no grammar", "structured_outputs")
+
+
+def test_what_was_generated_before_an_error_is_kept():
+    table = Table(n=2)
+    table.say("xy", 1)
+    table.say("", 0, **TIMEOUT)
+    table.say("", 1, **TIMEOUT)
+    assert table.state.finished
+    assert table.state.error_before_output is None
+    assert [(one.text, one.error_type) for one in table.state.snapshot().outputs] == [
+        ("", "RequestTimeoutError"),
+        ("xy", "RequestTimeoutError"),
+    ]
+
+
+def test_an_error_of_no_known_class_is_no_exception():
+    table = Table()
+    table.say("", reason=FinishReason.ERROR, error="a NaN in the logits")
+    assert table.state.error_before_output is None
+    assert (table.first.error, table.first.error_type) == ("a NaN in the logits", None)

@@ -7,7 +7,7 @@ import math
 import pytest
 from test_input_processor import INFO, TOKENIZER
 
-from quire.engine.core import _num_queued, _sequence
+from quire.engine.core import _sequence
 from quire.engine.generation_config import GenerationConfig
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_processor import OutputProcessor
@@ -42,7 +42,7 @@ class Table:
 def test_best_of_asks_the_engine_for_all_and_for_the_chosen_tokens_log_probabilities():
     processed = prepared(n=2, best_of=5, seed=7)
     core_request = processed.core_request
-    assert len(core_request.sequences) == _num_queued(core_request) == 5
+    assert len(core_request.sequences) == len(core_request.queued_sequence_ids) == 5
     assert core_request.sampling_params.logprobs == 0
     assert processed.params.logprobs is None
     sequences = [_sequence(core_request, index) for index in range(5)]
@@ -108,7 +108,7 @@ def test_a_beam_search_is_one_request_for_the_engine():
     core_request = processed.core_request
     params = core_request.sampling_params
     assert (params.temperature, params.logprobs) == (0.0, 4 + 3), "beams, end-of-sequence, two stop tokens"
-    assert _num_queued(core_request) == 1
+    assert core_request.queued_sequence_ids == core_request.sequence_ids[:1]
     leader = _sequence(core_request, 0)
     assert leader.beam_sequence_ids == tuple(core_request.sequence_ids)
     assert len(leader.beam_sequence_ids) == leader.sampling_params.n == 2

@@ -1,4 +1,4 @@
-"""Grammars for tests: what may come next depends on the place alone, and compilation ends when it is told to."""
+"""Grammars for tests: what may come next depends on the place alone, and compilation ends on command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("good", "bad", "dies", "crashes")
 
 
 def allowed_at(key: int, length: int, place: int) -> set[int]:
-    """About a third of the vocabulary before `length` tokens, and then only the end."""
+    """About a third of the vocabulary before `length` tokens, and from then on only the end."""
     if place >= length:
         return {END}
     return {token for token in range(END) if (token * 7 + place + key) % 3 == 0}
@@ -47,13 +47,12 @@ class FakeGrammar:
         for number, token in enumerate(token_ids):
             place = self._place + number
             self._die_if_due(place)
-            if place > self._length or token not in allowed_at(self._key, self._length, place):
+            if token not in allowed_at(self._key, self._length, place):
                 return number
         return len(token_ids)
 
     def fill_bitmask(self, row) -> None:
         self._die_if_due(self._place)
-        assert self._place <= self._length, "asked what comes after the end"
         bits = np.zeros(len(row) * 32, dtype=np.uint8)
         bits[list(allowed_at(self._key, self._length, self._place))] = 1
         row[:] = np.packbits(bits, bitorder="little").view(np.int32)
@@ -91,7 +90,7 @@ class CompilerOnCommand(Executor):
         return future
 
     def finish(self, count: int) -> int:
-        """Let the `count` oldest jobs that are still wanted end, well or badly; return how many there were."""
+        """Let the `count` oldest jobs that are still wanted end, well or badly; return how many did."""
         self._jobs = [job for job in self._jobs if not job[0].cancelled()]
         due, self._jobs = self._jobs[:count], self._jobs[count:]
         for future, (function, arguments) in due:

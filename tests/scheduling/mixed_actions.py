@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from census import held_by_scheduler, requests_among
 from mixed_driver import MixedDriver
 from mixed_world import Chooser
 
@@ -81,4 +82,5 @@ def check_nothing_held(driver: MixedDriver) -> None:
     assert scheduler._state.pool.num_in_use == 0
     assert not world.runner.tables
     assert not world.runner.tokens
+    assert not requests_among(held_by_scheduler(world))
     scheduler.check_invariants()

@@ -94,7 +94,7 @@ def stands_in_queue(driver: MixedDriver, request_id: str) -> bool:
     if connector is not None and request_id in connector.put_off:
         return False
     leader = driver.live.get(request.shares_prompt_with or "")
-    return leader is None or (leader.has_run and bool(leader.got[leader.request.request_id]))
+    return leader is None or (leader.has_run and any(leader.got.values()))
 
 
 def check_progress(driver: MixedDriver, plan: SchedulerOutput, throttles: bool, num_ended: int) -> None:

@@ -77,7 +77,7 @@ class MixedDriver:
             self._accept(request)
 
     def _must_fit(self, request: Request) -> bool:
-        """Whether the request must be accepted by an empty scheduler; narrow for beam search, which shares."""
+        """Whether the request must be accepted; beam search, whose beams share, may fit without that."""
         config, params = self.world.config, request.sampling_params
         num_prompt = request.num_prompt_tokens
         if not 0 < num_prompt < MAX_MODEL_LEN:

@@ -148,7 +148,8 @@ def _plain_params(max_tokens: int) -> SamplingParams:
 
 def _structured_params(choose: Chooser, max_tokens: int) -> SamplingParams:
     kind = KINDS[choose.integer(0, 3)] if choose.chance(40) else "good"
-    spec = StructuredOutputsParams(regex=f"{kind}-{choose.integer(0, 2)}-{choose.integer(0, 12)}")
+    length = choose.among([0, 1, 4, 12])
+    spec = StructuredOutputsParams(regex=f"{kind}-{choose.integer(0, 2)}-{length}")
     return SamplingParams(max_tokens=max_tokens, structured_outputs=spec)
 
 

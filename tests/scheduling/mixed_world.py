@@ -1,4 +1,4 @@
-"""Everything around a scheduler that random histories need, drawn at random and under the driver's command."""
+"""Everything around a scheduler that random histories need, drawn at random, on the driver's command."""
 
 from __future__ import annotations
 
@@ -118,6 +118,7 @@ class World:
         context = SchedulerContext(
             clock=self.clock,
             grammars=FakeGrammarBackend(),
+            executor=self.compiler,
             connector=self.connector,
             kv_events=self.events,
             draft_length=self.draft_length,
@@ -126,7 +127,6 @@ class World:
         self.scheduler = Scheduler(
             config, num_blocks=self.num_blocks, max_model_len=MAX_MODEL_LEN, context=context
         )
-        self.scheduler._state.grammars._pool = self.compiler
 
     def clock(self) -> float:
         return self.now

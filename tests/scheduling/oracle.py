@@ -58,6 +58,7 @@ class Sequence:
         self.limit, self.stops = limit, stops
         self.computed = 0
         self.blocks: list[Block] = []
+        self.num_offered = 0  # of them, to the prefix cache
         self.has_run = False
 
 
@@ -71,23 +72,27 @@ class Oracle:
         self.preempted: list[str] = []
         self.plan: list[tuple[Sequence, int]] = []
         self.admitted: list[Sequence] = []
+        self.had_prompts = False  # in the last step, without dynamic_split_fuse
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def schedule(self, *, throttles: bool, pause: str) -> None:
-        self.plan, self.admitted, has_preempted = [], [], False
+        self.plan, self.admitted = [], []
         if pause == "PAUSED_ALL":
             return
         may_admit = pause == "UNPAUSED" and not throttles
         budget = self.config.max_num_batched_tokens
-        if not self.config.dynamic_split_fuse and may_admit:
+        whole_prompts = not self.config.dynamic_split_fuse
+        if whole_prompts and may_admit and not self.had_prompts:
             self._admit(budget)
-            if self.admitted:
-                return
-        budget, has_preempted = self._serve_running(budget, throttles)
-        if self.config.dynamic_split_fuse and may_admit and not has_preempted:
-            self._admit(budget)
+        if not self.admitted:
+            budget, has_preempted = self._serve_running(budget, throttles)
+            its_turn = not whole_prompts or (self.had_prompts and not self.plan)
+            if may_admit and its_turn and not has_preempted:
+                self._admit(budget)
+        if pause == "UNPAUSED":
+            self.had_prompts = bool(self.admitted)
 
     def _serve_running(self, budget: int, throttles: bool) -> tuple[int, bool]:
         self.running.sort(key=lambda sequence: sequence.key)
@@ -136,7 +141,7 @@ class Oracle:
             if not (budget and chunk and has_slot and self._fits(sequence, found, needed, free, promised)):
                 break
             self.blocks.hold(found)
-            sequence.blocks, sequence.computed = found, num_found
+            sequence.blocks, sequence.computed, sequence.num_offered = found, num_found, len(found)
             self.waiting.remove(sequence)
             self.running.append(sequence)
             promised.append((sequence, needed))
@@ -197,11 +202,14 @@ class Oracle:
             self.end(sequence)
 
     def _cache(self, sequence: Sequence) -> None:
-        for index in range(sequence.computed // self.blocks.size):
+        """Make new full blocks findable; one whose content is known already never is."""
+        num_full = sequence.computed // self.blocks.size
+        for index in range(sequence.num_offered, num_full):
             content, block = self._content(sequence, index), sequence.blocks[index]
             if content not in self.cached and block.content is None:
                 self.cached[content] = block
                 block.content = content
+        sequence.num_offered = num_full
 
     def end(self, sequence: Sequence) -> None:
         (self.running if sequence in self.running else self.waiting).remove(sequence)

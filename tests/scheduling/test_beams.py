@@ -153,7 +153,7 @@ def test_a_fault_in_one_beam_ends_the_search_with_the_reason(sick):
 
 
 def test_a_search_that_is_preempted_begins_anew_and_finds_the_same():
-    scene = Scene(num_blocks=15, max_num_batched_tokens=16)
+    scene = Scene(num_blocks=14, max_num_batched_tokens=16)
     scene.add("old", range(20), max_tokens=16)
     scene.step()
     add_search(scene)

@@ -1,214 +1,228 @@
-"""Random histories of the scheduler against a model that generates each request by itself."""
+"""Random histories of the scheduler: all features at once, and the deterministic part against an oracle."""
 
 from __future__ import annotations
 
-import pytest
-from fake_runner import FakeRunner, naive_generation
-from hypothesis import HealthCheck, settings
+from fake_runner import FakeRunner, next_token
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mixed_actions import NEED_LIVE, drain
+from mixed_driver import MixedDriver
+from mixed_world import RandomChooser
+from oracle import Oracle, Sequence
 
 from quire.config import SchedulerConfig
-from quire.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
-from quire.request import Request
-from quire.sampling_params import SamplingParams
+from quire.errors import InvalidRequestError, QueueFullError
+from quire.request import Request, RequestStatus, SamplingParams
 from quire.scheduling import PauseState, Scheduler
-from quire.status import FinishReason, RequestStatus
+from quire.scheduling.context import SchedulerContext
 
 MAX_MODEL_LEN = 48
 STOP_ID = 3
-# Prompts are made of few pieces, so that they share prefixes and repeat blocks in other contexts.
 PIECES = [[1] * 4, [2] * 4, [1, 2, 3, 4, 5, 6, 7, 8], list(range(16)), [9]]
+SUPPRESSED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(
-        block_size=st.sampled_from([1, 2, 4, 16]),
-        num_tokens_of_kv=st.integers(8, 160),
-        budget=st.sampled_from([1, 3, 7, 64]),
-        max_num_seqs=st.integers(1, 6),
-        policy=st.sampled_from(["fcfs", "priority"]),
-        caching=st.booleans(),
-        reserve=st.booleans(),
-        watermark=st.sampled_from([0.0, 0.1, 0.9]),
-        threshold=st.sampled_from([0, 2]),
-    )
-    def build(
-        self,
-        block_size,
-        num_tokens_of_kv,
-        budget,
-        max_num_seqs,
-        policy,
-        caching,
-        reserve,
-        watermark,
-        threshold,
-    ):
-        self.config = SchedulerConfig(
-            block_size=block_size,
-            max_num_batched_tokens=budget,
-            max_num_seqs=max_num_seqs,
-            policy=policy,
-            enable_prefix_caching=caching,
-            reserve_full_prompt=reserve,
-            watermark=watermark,
-            long_prefill_token_threshold=threshold,
-            max_num_queued_reqs=8,
-            max_num_queued_tokens=200,
-        ).validate()
-        self.num_blocks = max(num_tokens_of_kv // block_size, 1)
-        self.scheduler = Scheduler(self.config, num_blocks=self.num_blocks, max_model_len=MAX_MODEL_LEN)
-        self.runner = FakeRunner(self.num_blocks, block_size)
-        self.expected: dict[str, list[int]] = {}
-        self.order: dict[str, tuple[int, int]] = {}
-        self.never_ran: set[str] = set()
-        self.outputs: dict[str, list[int]] = {}
-        self.ended: dict[str, FinishReason] = {}
-        self.in_flight = None
-        self.count = 0
+# One number for all choices within an event: hypothesis varies and shrinks the sequence of events, and its
+# preference for small values does not keep the states shallow.
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+class MixedMachine(RuleBasedStateMachine):
+    """See `mixed_driver`; `make soak` runs the same for longer."""
+
+    @initialize(seed=SEEDS, num_requests=st.integers(2, 6))
+    def build(self, seed, num_requests):
+        choose = RandomChooser(seed)
+        self.driver = MixedDriver(choose)
+        for _ in range(num_requests):
+            self.driver.add(choose)
+
+    def do(self, name, seed):
+        driver, choose = self.driver, RandomChooser(seed)
+        if driver.live or name not in NEED_LIVE:
+            getattr(driver, name)(choose)
+        if driver.in_flight and choose.chance(50):
+            driver.update()
+
+    @rule(seed=SEEDS, what=st.sampled_from(["add", "add", "add", "add_siblings"]))
+    def add(self, what, seed):
+        self.do(what, seed)
+
+    @rule(seed=SEEDS, what=st.sampled_from(["run_steps", "plan_step"]))
+    def step(self, what, seed):
+        self.do(what, seed)
+
+    @rule(seed=SEEDS, what=st.sampled_from(["run_steps", "compile", "propose", "replace_drafts", "look"]))
+    def go_on(self, what, seed):
+        self.do(what, seed)
+
+    @rule(seed=SEEDS, what=st.sampled_from(["let_connector_misbehave", "change_memory", "pause", "reset"]))
+    def disturb(self, what, seed):
+        self.do(what, seed)
 
     @rule(
-        pieces=st.lists(st.sampled_from(PIECES), max_size=6),
-        max_tokens=st.integers(1, 40),
-        priority=st.integers(0, 2),
-        stops=st.booleans(),
-        salt=st.sampled_from(["", "tenant"]),
+        seed=SEEDS,
+        what=st.sampled_from(["abort", "abort", "pass_time", "break_in_runner", "run_steps", "abort_all"]),
     )
-    def add(self, pieces, max_tokens, priority, stops, salt):
-        prompt = [token for piece in pieces for token in piece]
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_ID,) if stops else ())
-        priority = priority if self.config.policy == "priority" else 0
-        request_id = f"r{self.count}"
-        self.count += 1
-        request = Request(request_id, prompt, params, priority=priority, cache_salt=salt)
-        waiting = self.scheduler.get_request_counts()[1]
-        limit = min(len(prompt) + max_tokens, MAX_MODEL_LEN)
-        fits = 0 < len(prompt) < MAX_MODEL_LEN and limit <= self.num_blocks * self.config.block_size
-        try:
-            self.scheduler.add_request(request)
-        except QueueFullError as error:
-            assert waiting
-            assert error.retry_after > 0
-        except InvalidRequestError:
-            assert not fits
-        else:
-            assert fits
-            self.expected[request_id] = naive_generation(
-                prompt, limit - len(prompt), {STOP_ID} if stops else set()
-            )
-            self.outputs[request_id] = []
-            self.never_ran.add(request_id)
-            self.order[request_id] = (priority, self.count)
-            with pytest.raises(DuplicateRequestError):
-                self.scheduler.add_request(Request(request_id, [1], params))
-
-    @precondition(lambda self: self.in_flight is None)
-    @rule(throttle=st.booleans())
-    def schedule(self, throttle):
-        plan = self.scheduler.schedule(throttle_prefills=throttle)
-        assert plan.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
-        assert len(plan.request_ids) <= self.config.max_num_seqs
-        assert set(plan.num_scheduled_tokens) == set(plan.request_ids)
-        if self.expected_progress(throttle):
-            assert plan.total_num_scheduled_tokens > 0, "a silent wait"
-        for new in plan.scheduled_new_reqs:
-            self.never_ran.discard(new.request_id)
-            overtaken = [r for r in self.never_ran if self.order[r] < self.order[new.request_id]]
-            assert not overtaken, f"{new.request_id} overtook {overtaken}"
-        self.in_flight = plan, self.runner.execute(plan)
-
-    def expected_progress(self, throttle):
-        unpaused = self.scheduler.pause_state is PauseState.UNPAUSED
-        return unpaused and not throttle and self.scheduler.has_unfinished_requests()
-
-    @precondition(lambda self: self.in_flight is not None)
-    @rule()
-    def update(self):
-        plan, computed = self.in_flight
-        self.in_flight = None
-        for client, outputs in self.scheduler.update_from_output(plan, computed).items():
-            assert client == 0
-            for output in outputs.outputs:
-                assert output.request_id not in self.ended, "two terminal outputs"
-                self.outputs[output.request_id] += output.new_token_ids
-                if output.finish_reason is not None:
-                    self.end(output.request_id, output.finish_reason)
-
-    @precondition(lambda self: self.in_flight is None)
-    @rule(count=st.integers(1, 12))
-    def run_steps(self, count):
-        for _ in range(count):
-            self.schedule(throttle=False)
-            self.scheduler.check_invariants()
-            self.update()
-            self.scheduler.check_invariants()
-
-    def end(self, request_id, reason):
-        self.ended[request_id] = reason
-        self.never_ran.discard(request_id)
-        self.runner.fail.discard(request_id)
-        expected = self.expected.pop(request_id)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert self.outputs[request_id] == expected
-            assert (reason is FinishReason.STOP) == (expected[-1] == STOP_ID and reason is FinishReason.STOP)
-        else:
-            assert self.outputs[request_id] == expected[: len(self.outputs[request_id])]
-
-    @precondition(lambda self: self.expected)
-    @rule(data=st.data())
-    def abort(self, data):
-        request_id = data.draw(st.sampled_from(sorted(self.expected)))
-        finished = self.scheduler.finish_requests([request_id, "unknown"], RequestStatus.FINISHED_ABORTED)
-        assert [request.request_id for request in finished] == [request_id]
-        assert not self.scheduler.has_request(request_id)
-        self.end(request_id, FinishReason.of(finished[0].status))
-
-    @precondition(lambda self: self.expected)
-    @rule(data=st.data())
-    def break_in_runner(self, data):
-        self.runner.fail.add(data.draw(st.sampled_from(sorted(self.expected))))
-
-    @rule(state=st.sampled_from(PauseState))
-    def pause(self, state):
-        self.scheduler.set_pause_state(state)
-
-    @rule(preempt=st.booleans())
-    def reset(self, preempt):
-        in_use = self.scheduler.get_kv_cache_usage() > 0
-        assert self.scheduler.reset_prefix_cache(reset_running_requests=preempt) == (preempt or not in_use)
+    def end(self, what, seed):
+        self.do(what, seed)
 
     @invariant()
     def invariants_hold(self):
-        if hasattr(self, "scheduler"):
-            self.scheduler.check_invariants()
-            assert self.scheduler.get_num_unfinished_requests() == len(self.expected)
+        if hasattr(self, "driver"):
+            self.driver.check()
 
     def teardown(self):
-        """Whatever happened before, everything accepted ends, and nothing is held afterwards."""
+        if hasattr(self, "driver"):
+            drain(self.driver)
+            for what, count in self.driver.counts.items():
+                if count:
+                    event(what)
+
+
+class OracleMachine(RuleBasedStateMachine):
+    """Every plan is the oracle's: who is scheduled for how many tokens, admitted, resumed and preempted."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        num_tokens_of_kv=st.integers(16, 160),
+        options=st.fixed_dictionaries(
+            {
+                "max_num_batched_tokens": st.sampled_from([16, 64, 3, 7]),
+                "max_num_seqs": st.integers(1, 6),
+                "policy": st.sampled_from(["fcfs", "priority"]),
+                "priority_ageing": st.sampled_from([0.0, 5.0]),
+                "enable_prefix_caching": st.booleans(),
+                "reserve_full_prompt": st.booleans(),
+                "watermark": st.sampled_from([0.0, 0.1, 0.5]),
+                "long_prefill_token_threshold": st.sampled_from([0, 2, 5]),
+            }
+        ),
+        splits=st.booleans(),
+    )
+    def build(self, block_size, num_tokens_of_kv, options, splits):
+        splits = splits or options["max_num_batched_tokens"] < 16
+        self.config = SchedulerConfig(
+            block_size=block_size, dynamic_split_fuse=splits, max_num_queued_reqs=10, **options
+        ).validate()
+        self.num_blocks = max(num_tokens_of_kv // block_size, 2)
+        self.now = 0.0
+        context = SchedulerContext(clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            self.config, num_blocks=self.num_blocks, max_model_len=MAX_MODEL_LEN, context=context
+        )
+        self.runner = FakeRunner(self.num_blocks, block_size)
+        self.oracle = Oracle(self.config, self.num_blocks, next_token)
+        self.sequences: dict[str, Sequence] = {}
+        self.count = 0
+
+    @rule(
+        pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=4),
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(0, 2),
+        stops=st.booleans(),
+        salt=st.sampled_from(["", "", "other"]),
+        seconds=st.sampled_from([0.0, 1.0, 4.0]),
+    )
+    def add(self, pieces, max_tokens, priority, stops, salt, seconds):
+        self.count += 1
+        self.now += seconds
+        prompt = [token for piece in pieces for token in piece]
+        priority = priority if self.config.policy == "priority" else 0
+        stop_ids = {STOP_ID} if stops else set()
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop_ids))
+        request = Request(f"r{self.count}", prompt, params, priority=priority, cache_salt=salt)
+        try:
+            self.scheduler.add_request(request)
+        except (InvalidRequestError, QueueFullError):
+            return
+        limit = min(len(prompt) + max_tokens, MAX_MODEL_LEN)
+        key = (self._priority_key(request), self.count)
+        sequence = Sequence(request.request_id, prompt, limit, stop_ids, salt, key)
+        self.sequences[request.request_id] = sequence
+        self.oracle.add(sequence)
+
+    def _priority_key(self, request):
+        if self.config.policy == "fcfs":
+            return 0
+        if not self.config.priority_ageing:
+            return request.priority
+        return request.arrival_time + request.priority * self.config.priority_ageing
+
+    @rule(count=st.integers(1, 15), throttles=st.sampled_from([False] * 4 + [True]))
+    def run_steps(self, count, throttles):
+        for _ in range(count):
+            self.step(throttles)
+            throttles = False
+
+    def step(self, throttles):
+        oracle, scheduler = self.oracle, self.scheduler
+        oracle.schedule(throttles=throttles, pause=scheduler.pause_state.name)
+        plan = scheduler.schedule(throttles)
+        assert list(plan.num_scheduled_tokens.items()) == [(s.name, count) for s, count in oracle.plan]
+        assert plan.preempted_req_ids == oracle.preempted
+        new = {one.request_id for one in plan.scheduled_new_reqs}
+        assert new == {sequence.name for sequence in oracle.admitted if not sequence.has_run}
+        resumed = {one.request_id for one in plan.scheduled_cached_reqs.resumed}
+        assert resumed == {sequence.name for sequence in oracle.admitted if sequence.has_run}
+        self._note(plan)
+        scheduler.update_from_output(plan, self.runner.execute(plan))
+        for sequence in oracle.admitted:
+            sequence.has_run = True
+        oracle.preempted = []
+        oracle.land()
+        scheduler.check_invariants()
+        assert scheduler.make_stats().num_free_blocks == oracle.blocks.free()
+        assert {name for name in self.sequences if scheduler.has_request(name)} == self._names_in_oracle()
+        self.sequences = {name: self.sequences[name] for name in self._names_in_oracle()}
+
+    def _note(self, plan):
+        for what, happened in {
+            "preemption": plan.preempted_req_ids,
+            "resumption": plan.scheduled_cached_reqs.resumed,
+            "a prefix hit": any(new.num_computed_tokens for new in plan.scheduled_new_reqs),
+            "a chunk": (~plan.samples).any(),
+            "a mixed step": plan.samples.any() and (plan.num_tokens > 1).any(),
+        }.items():
+            if happened:
+                event(what)
+
+    def _names_in_oracle(self):
+        return {sequence.name for sequence in (*self.oracle.running, *self.oracle.waiting)}
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.sequences)))
+        assert self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.oracle.end(self.sequences.pop(name))
+
+    @rule(state=st.sampled_from([*PauseState, PauseState.UNPAUSED]))
+    def pause(self, state):
+        self.scheduler.set_pause_state(state)
+
+    @rule()
+    def reset(self):
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.oracle.reset()
+
+    def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        if self.in_flight:
-            self.update()
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
-        self.runner.fail.clear()
         for _ in range(5000):
-            if not self.scheduler.has_requests():
+            if not self.sequences:
                 break
-            self.schedule(throttle=False)
-            self.update()
-        assert not self.expected
-        assert self.scheduler.get_kv_cache_usage() == 0
-        assert self.scheduler.reset_prefix_cache()
-        assert self.scheduler.make_stats().num_free_blocks == self.num_blocks
-        assert not self.runner.tables
-        self.scheduler.check_invariants()
+            self.step(throttles=False)
+        assert not self.sequences
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=200,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+TestMixedMachine = MixedMachine.TestCase
+TestMixedMachine.settings = settings(
+    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=SUPPRESSED
+)
+TestOracleMachine = OracleMachine.TestCase
+TestOracleMachine.settings = settings(
+    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=SUPPRESSED
 )

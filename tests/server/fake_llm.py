@@ -64,6 +64,7 @@ class FakeLLM:
         self.held = asyncio.Event()
         self.held_seen = threading.Event()
         self.dead = None
+        self.is_silent = False
         self._stop_events = {}
 
     def chat(self, messages, sampling_params, *, request_id=None, **options):
@@ -180,8 +181,16 @@ class FakeLLM:
     async def stats(self):
         return SchedulerStats(
             num_running=len(self.live), num_waiting=2, num_blocks=64, num_free_blocks=48, num_steps=7,
-            num_preemptions=1, prefix_queried_tokens=100, prefix_hit_tokens=40,
+            num_preemptions=1, prefix_queried_tokens=100, prefix_hit_tokens=40, num_draft_tokens=20,
+            num_accepted_tokens=9, num_timeouts=3, num_loaded_tokens=64, num_failed_loads=2,
+            num_leased_blocks=5, num_awaiting=1,
         )  # fmt: skip
+
+    async def explain_all(self, request_ids):
+        self.check_health()
+        if self.is_silent:
+            await asyncio.Event().wait()
+        return [[f"running: {one}"] if one in self.live else [] for one in request_ids]
 
     def check_health(self):
         if self.dead:

@@ -30,6 +30,13 @@ async def test_engine_figures(http):
     assert values["quire_preemptions_total",] == 1
     assert values["quire_prefix_cache_queried_tokens_total",] == 100
     assert values["quire_prefix_cache_hit_tokens_total",] == 40
+    assert values["quire_requests_awaiting",] == 1
+    assert values["quire_kv_blocks_leased",] == 5
+    assert values["quire_draft_tokens_total",] == 20
+    assert values["quire_accepted_draft_tokens_total",] == 9
+    assert values["quire_timeouts_total",] == 3
+    assert values["quire_loaded_kv_tokens_total",] == 64
+    assert values["quire_failed_kv_loads_total",] == 2
 
 
 async def test_request_figures(client, http):

@@ -20,6 +20,7 @@ import typer
 from quire.cli.console import flag_name, in_flags, one_line_errors, usage_errors
 from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
 from quire.errors import QuireError
+from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -28,6 +29,7 @@ PANELS: dict[type, str] = {
     SchedulerConfig: "Scheduling and KV cache",
     SpeculationConfig: "Speculation",
     SamplingParams: "Sampling",
+    RequestOptions: "Scheduling of the request",
     ServerConfig: "HTTP server",
 }
 SHORT_FLAGS = {"model": "-m", "n": "-n"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 from quire.config import EngineConfig
 from quire.engine.front import Front
 from quire.engine.input_processor import ProcessedRequest
-from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache, Shutdown, ToEngine
+from quire.engine.messages import (
+    EngineInfo,
+    Explain,
+    GetStats,
+    Reply,
+    ResetPrefixCache,
+    Shutdown,
+    ToEngine,
+)
 from quire.engine.process_client import SHUTDOWN_TIMEOUT, EngineProcess
 from quire.errors import EngineDeadError
 from quire.models.hub import resolve_model
@@ -108,8 +117,10 @@ class AsyncLLM:
             options: fields of `RequestOptions`: priority, cache_salt, tenant, timeout, …
 
         Raises (when iterated):
-            InvalidRequestError: it can never be served as written.
+            InvalidRequestError: it can never be served as written; its grammar, too, may turn out to be none.
             QueueFullError: too many requests wait.
+            RequestTimeoutError: its time was up before anything was generated. What has begun ends with the
+                finish reason "error" instead, and keeps what there is.
             EngineDeadError: the engine has ended.
         """
         return self._stream(
@@ -148,6 +159,22 @@ class AsyncLLM:
         reply = await self._call(GetStats)
         assert reply.stats is not None
         return reply.stats
+
+    async def explain(self, request_id: str) -> list[str]:
+        """Return what a request does or waits for: a sentence for each completion that has not ended.
+
+        A beam search is explained as one. There is nothing to say of a request that has ended, or is unknown.
+        """
+        return (await self.explain_all([request_id]))[0]
+
+    async def explain_all(self, request_ids: Sequence[str]) -> list[list[str]]:
+        """Return what `explain` would for each of these requests, at one moment."""
+        await self.wait_until_ready()
+        groups = [self._front.queued_sequence_ids(request_id) for request_id in request_ids]
+        asked = [sequence_id for group in groups for sequence_id in group]
+        reply = await self._call(lambda call_id: Explain(call_id, asked))
+        texts = iter(reply.texts)
+        return [list(itertools.islice(texts, len(group))) for group in groups]
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False, and nothing happens, while any block is in use."""
@@ -212,6 +239,8 @@ class AsyncLLM:
                 if state.failure is not None:
                     raise state.failure
                 output = state.snapshot()
+                if output.finished and (error := state.error_before_output) is not None:
+                    raise error
                 yield output
                 if output.finished:
                     return

@@ -19,6 +19,7 @@ from quire.errors import InvalidRequestError
 from quire.kv.events import KVEventCollector
 from quire.models.config import ModelConfig
 from quire.request import Request
+from quire.scheduling.interface import PauseState
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.status import FinishReason, RequestStatus
 
@@ -84,7 +85,7 @@ class EngineCore:
         _refuse_if_never_queued(request, self._scheduler_config)
         admitted: list[str] = []
         try:
-            for index in range(_num_queued(request)):
+            for index in range(len(request.queued_sequence_ids)):
                 sequence = _sequence(request, index)
                 self.scheduler.add_request(sequence)
                 admitted.append(sequence.request_id)
@@ -134,9 +135,22 @@ class EngineCore:
         """Return, in a sentence, what a sequence does or waits for."""
         return self.scheduler.explain(sequence_id)
 
+    def explain_oldest(self) -> str:
+        """Return what the request that came first of those that wait waits for, and its id."""
+        oldest = self.scheduler.oldest_waiting_request()
+        if oldest is None:
+            return "no request waits"
+        return f"the oldest request, {oldest!r}, is {self.explain(oldest)}"
+
+    def may_stand_still(self) -> bool:
+        """Whether it can be in order that no request moves: a grammar or KV is not there yet, or a pause."""
+        scheduler = self.scheduler
+        is_paused = scheduler.pause_state is not PauseState.UNPAUSED
+        return is_paused or scheduler.get_kv_connector() is not None or self.stats().num_awaiting > 0
+
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False, and nothing happens, while any block is in use."""
-        is_reset = self.scheduler.reset_prefix_cache()
+        is_reset = self.scheduler.reset_prefix_cache(reset_connector=True)
         self._publish_kv_events()
         return is_reset
 
@@ -162,14 +176,9 @@ def _publisher(config: EngineConfig) -> KVEventPublisher | None:
     return KVEventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint)
 
 
-def _num_queued(request: EngineCoreRequest) -> int:
-    """Return how many sequences the scheduler gets: a beam search is one until its hypotheses are out."""
-    return 1 if request.sampling_params.beam_width else len(request.sequences)
-
-
 def _refuse_if_never_queued(request: EngineCoreRequest, config: SchedulerConfig) -> None:
     """Raise `InvalidRequestError` if even an empty queue has no room for all sequences of `request`."""
-    n, prompt_length = _num_queued(request), len(request.prompt_token_ids)
+    n, prompt_length = len(request.queued_sequence_ids), len(request.prompt_token_ids)
     param = "n" if request.sampling_params.best_of is None else "best_of"
     if n > config.max_num_queued_reqs:
         raise InvalidRequestError(

@@ -132,6 +132,15 @@ class Front:
         if live:
             self.client.send(AbortRequests(live))
 
+    def queued_sequence_ids(self, request_id: str) -> list[str]:
+        """Return the engine's names for what waits or runs of a request; none if it has ended."""
+        state = self.outputs.get(request_id)
+        if state is None:
+            return []
+        queued = state.processed.core_request.queued_sequence_ids
+        live = state.live_sequence_ids
+        return [sequence_id for sequence_id in queued if sequence_id in live]
+
     def call(self, make: Callable[[int], ToEngine], on_reply: Callable[[Reply], None]) -> None:
         """Send the message that `make` makes for a call id; `on_reply` gets the answer."""
         self.raise_failure()

@@ -13,9 +13,6 @@ from quire.engine.loop import EngineLoop
 from quire.engine.messages import FromEngine, Ready, Shutdown, ToEngine
 from quire.errors import EngineDeadError
 
-STALL_WAIT = 0.1
-"""Seconds to pause when requests are unfinished but none could be scheduled."""
-
 
 class InProcessClient:
     """An engine in the caller's process; `receive` is what makes it run.
@@ -56,7 +53,7 @@ class InProcessClient:
             with deferred_interrupt():
                 progressed = loop.step()
             if not progressed:
-                time.sleep(STALL_WAIT if timeout is None else min(timeout, STALL_WAIT))
+                time.sleep(loop.stall_wait if timeout is None else min(timeout, loop.stall_wait))
         messages = self._outbox.copy()
         self._outbox.clear()
         return messages

@@ -79,6 +79,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Complete prompts and return their outputs in the same order.
 
@@ -89,6 +90,7 @@ class LLM:
             prompts: one prompt or several; each is text, or token ids.
             sampling_params: for all prompts, or one for each; the defaults if None.
             progress: show a progress bar on standard error.
+            options: fields of `RequestOptions`, for all prompts: priority, cache_salt, tenant, timeout, …
 
         Raises:
             InvalidRequestError: a prompt or its parameters can never be served; nothing was run.
@@ -98,7 +100,8 @@ class LLM:
         batch = prompts_of(prompts)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         prepare = self._session.front.prepare
-        return self._run([prepare(*request) for request in zip(batch, params, strict=True)], progress)
+        requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
+        return self._run(requests, progress)
 
     def chat(
         self,
@@ -106,13 +109,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or several, as the model's chat template writes them."""
         self.wait_until_ready()
         batch = conversations_of(messages)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         prepare = self._session.front.prepare_chat
-        return self._run([prepare(*request) for request in zip(batch, params, strict=True)], progress)
+        requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
+        return self._run(requests, progress)
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's state as it is now."""

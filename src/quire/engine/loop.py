@@ -11,6 +11,7 @@ from quire.engine.messages import (
     AbortRequests,
     EngineCoreRequest,
     ErrorInfo,
+    Explain,
     FromEngine,
     GetStats,
     Reply,
@@ -30,6 +31,15 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL = 0.1
 """Seconds between statistics, which are also the engine's proof of life."""
 
+AWAITING_WAIT = 0.002
+"""Seconds to pause when no request moves, but a grammar or KV from elsewhere may be there at any moment."""
+
+STALL_WAIT = 0.1
+"""Seconds to pause when no request moves for any other reason."""
+
+STALL_NOTICE = 1.0
+"""Seconds of standstill, though it is in order, after which the log says what is waited for."""
+
 
 class EngineLoop:
     """Answers messages and advances the core.
@@ -37,14 +47,24 @@ class EngineLoop:
     Args:
         core: the engine.
         send: takes each message for the front.
+        clock: seconds.
     """
 
-    def __init__(self, core: EngineCore, send: Callable[[FromEngine], None]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        send: Callable[[FromEngine], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.core = core
         self.stopped = False
+        self.stall_wait = STALL_WAIT
         self._send = send
+        self._clock = clock
         self._stats_due = 0.0
-        self._stalled = False
+        self._stalled_since: float | None = None
+        self._stall_is_logged = False
 
     def handle(self, message: ToEngine) -> None:
         """Act on one message from the front."""
@@ -59,24 +79,45 @@ class EngineLoop:
                 self._send(Reply(call_id, stats=self.core.stats()))
             case ResetPrefixCache(call_id):
                 self._send(Reply(call_id, done=self.core.reset_prefix_cache()))
+            case Explain(call_id, sequence_ids):
+                self._send(Reply(call_id, texts=[self.core.explain(name) for name in sequence_ids]))
             case Shutdown():
                 self._send_outputs(self.core.shutdown())
                 self.stopped = True
 
     def step(self) -> bool:
-        """Run one step and send its outputs; return whether anything was done."""
+        """Run one step and send its outputs; return whether anything was done.
+
+        If not, the next step is worth trying after `stall_wait` seconds, or with the next message.
+        """
         outputs, progressed = self.core.step()
         idle = not self.core.has_unfinished_requests()
-        now = time.monotonic()
-        if idle or (progressed and now >= self._stats_due):
+        now = self._clock()
+        is_well = progressed or idle or self._note_stall(now)
+        if idle or (is_well and now >= self._stats_due):
             self._stats_due = now + STATS_INTERVAL
             self._send(StepOutputs(outputs, self.core.stats()))
         else:
             self._send_outputs(outputs)
-        if not (progressed or self._stalled or idle):
-            logger.error("requests are unfinished but none could be scheduled: %s", self.core.stats())
-        self._stalled = not progressed
+        if progressed or idle:
+            self.stall_wait, self._stalled_since, self._stall_is_logged = STALL_WAIT, None, False
         return progressed
+
+    def _note_stall(self, now: float) -> bool:
+        """Choose how long to pause, and return whether the standstill is in order.
+
+        What is waited for is logged once per standstill: at once if nothing explains it.
+        """
+        core, stats = self.core, self.core.stats()
+        self.stall_wait = AWAITING_WAIT if stats.num_awaiting else STALL_WAIT
+        if self._stalled_since is None:
+            self._stalled_since = now
+        is_well = core.may_stand_still()
+        if not self._stall_is_logged and (not is_well or now - self._stalled_since >= STALL_NOTICE):
+            self._stall_is_logged = True
+            level = logging.WARNING if is_well else logging.ERROR
+            logger.log(level, "no unfinished request can be scheduled: %s; %s", core.explain_oldest(), stats)
+        return is_well
 
     def _add(self, request: EngineCoreRequest) -> None:
         try:

@@ -93,6 +93,11 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
         """Ids of the sequences, in the order of the completions."""
         return [sequence_id for sequence_id, _ in self.sequences]
 
+    @property
+    def queued_sequence_ids(self) -> list[str]:
+        """Ids that the scheduler knows: a beam search is one request until its hypotheses are out."""
+        return self.sequence_ids[:1] if self.sampling_params.beam_width else self.sequence_ids
+
 
 class AbortRequests(msgspec.Struct, tag=2, array_like=True, gc=False):
     """End these sequences; each that is still alive answers with finish reason "abort"."""
@@ -122,7 +127,14 @@ class Shutdown(msgspec.Struct, tag=6, array_like=True, gc=False):
     """Abort what is left, answer it, and end."""
 
 
-ToEngine = EngineCoreRequest | AbortRequests | StopRequests | GetStats | ResetPrefixCache | Shutdown
+class Explain(msgspec.Struct, tag=7, array_like=True, gc=False):
+    """Answered with `Reply` holding what each of these sequences does or waits for."""
+
+    call_id: int
+    sequence_ids: list[str]
+
+
+ToEngine = EngineCoreRequest | AbortRequests | StopRequests | GetStats | ResetPrefixCache | Shutdown | Explain
 
 
 # From the engine to the front.
@@ -171,6 +183,7 @@ class Reply(msgspec.Struct, tag=7, array_like=True, gc=False):
     call_id: int
     stats: SchedulerStats | None = None
     done: bool = True
+    texts: list[str] = []
 
 
 FromEngine = Starting | LoadProgress | Ready | StartupFailed | StepOutputs | RequestRefused | Reply

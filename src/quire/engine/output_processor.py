@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.detokenizer import DecoderFactory
 from quire.engine.input_processor import ProcessedRequest
+from quire.engine.messages import ErrorInfo
 from quire.engine.stop_strings import StoppableText
 from quire.errors import DuplicateRequestError, QuireError
 from quire.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
@@ -39,7 +40,7 @@ class CompletionState:
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.error: str | None = None
+        self._error: ErrorInfo | None = None
         self._text = text
         self._sums_logprobs = params.logprobs is not None or params.num_sequences > params.n
         self._sum_of_logprobs = 0.0
@@ -51,6 +52,16 @@ class CompletionState:
     def text(self) -> str:
         """Text released so far."""
         return self._text.text
+
+    @property
+    def error(self) -> str | None:
+        """What was wrong, if it ended with an error."""
+        return None if self._error is None else self._error.message
+
+    @property
+    def exception(self) -> QuireError | None:
+        """The error as one of `quire.errors`; None if it belongs to none of them."""
+        return self._error.to_exception() if self._error is not None and self._error.kind else None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -83,7 +94,7 @@ class CompletionState:
             word = self._text.finish(may_stop=self._may_stop())
             if word is None:
                 self._finish(output.finish_reason, output.stop_reason)
-                self.error = output.error
+                self._error = _error_of(output)
             else:
                 self._finish(FinishReason.STOP, word)
         return False
@@ -98,6 +109,7 @@ class CompletionState:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
+            error_type=self._error.kind or None if self._error is not None else None,
             cumulative_logprob=self.cumulative_logprob,
         )
 
@@ -107,6 +119,13 @@ class CompletionState:
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason = reason
         self.stop_reason = stop_reason
+
+
+def _error_of(output: EngineCoreOutput) -> ErrorInfo | None:
+    """Return the error of a terminal output, if it has one; its `kind` may be empty."""
+    if output.error is None:
+        return None
+    return ErrorInfo(output.error_type, output.error, output.error_param)
 
 
 class RequestState:
@@ -140,6 +159,13 @@ class RequestState:
     def live_sequence_ids(self) -> list[str]:
         """The engine's names for the completions that have not ended."""
         return [completion.sequence_id for completion in self.completions if completion.finish_reason is None]
+
+    @property
+    def error_before_output(self) -> QuireError | None:
+        """Why the engine ended all completions before anything was generated; None if it did not."""
+        has_tokens = any(completion.token_ids for completion in self.completions)
+        exceptions = [completion.exception for completion in self.completions]
+        return None if has_tokens or None in exceptions else exceptions[0]
 
     def snapshot(self) -> RequestOutput:
         """Return all that is known so far, as a value of its own."""
@@ -201,6 +227,10 @@ class OutputProcessor:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
+
+    def get(self, request_id: str) -> RequestState | None:
+        """Return a live request, None if there is none of that id."""
+        return self._requests.get(request_id)
 
     def add(self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None) -> RequestState:
         """Enter a request; `on_update` is called after each change, at most once per step.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import select
 import shutil
@@ -48,10 +49,6 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL = 0.05
 """Seconds between progress messages while weights load."""
-
-STALL_WAIT = 100
-"""Milliseconds to wait for a message when requests are unfinished but none could be scheduled."""
-
 
 FRONT_CHECK_INTERVAL = 1.0
 """Seconds between looks at whether the front is still this process's parent."""
@@ -176,7 +173,7 @@ def run(loop: EngineLoop, connection: Connection) -> None:
         connection.deliver(loop, wait=wait)
         wait = None
         if not loop.stopped and loop.core.has_requests():
-            wait = 0 if loop.step() else STALL_WAIT
+            wait = 0 if loop.step() else math.ceil(loop.stall_wait * 1000)
 
 
 if __name__ == "__main__":

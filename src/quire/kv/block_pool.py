@@ -147,13 +147,15 @@ class BlockPool:
         left = self._counts[block_ids]
         if left.min() < 0:
             raise ValueError(f"KV block {block_ids[left.argmin()]} released more often than it was taken")
-        _, first = np.unique(block_ids, return_index=True)
-        first = np.sort(first[left[first] == 0])
-        free = block_ids[first]
+        # A block that is named more than once becomes free where it is named last.
+        _, last = np.unique(block_ids[::-1], return_index=True)
+        last = np.sort(len(block_ids) - 1 - last)
+        last = last[left[last] == 0]
+        free = block_ids[last]
         is_cached = self._is_cached[free]
         idle = free[is_cached]
         if isinstance(priorities, np.ndarray):
-            priorities = priorities[first[is_cached]]
+            priorities = priorities[last[is_cached]]
         self._idle.put(idle, self._num_hits[idle], priorities)
         if len(idle) < len(free):
             self._blank = np.concatenate((self._blank, free[~is_cached]))

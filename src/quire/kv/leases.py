@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import heapq
-import math
 from collections.abc import Iterator, Sequence
 
 
 class LeaseKind(enum.StrEnum):
-    """What a lease is for: a pin is a wish, broken when memory is short; a transfer is a promise."""
+    """What a lease is for: a pin is a wish, broken when nobody could go on else; a transfer is a promise."""
 
     PIN = "pin"
     TRANSFER = "transfer"
@@ -38,7 +37,6 @@ class LeaseSummary:
     kind: LeaseKind
     num_leases: int
     num_blocks: int
-    first_deadline: float
     last_deadline: float
 
 
@@ -109,10 +107,6 @@ class LeaseTable:
             heapq.heappush(heap, (deadline, lease_id))
         return sorted(due, key=due.__getitem__)
 
-    def next_deadline(self) -> float:
-        """Return a time (seconds) before which nothing expires; infinity without leases."""
-        return self._by_deadline[0][0] if self._by_deadline else math.inf
-
     def break_pins(self) -> list[Lease]:
         """End all pins, because memory is short, and return them, oldest first; transfers stay."""
         if not self._num_blocks[LeaseKind.PIN]:
@@ -139,8 +133,7 @@ class LeaseTable:
             if leases:
                 blocks = {block_id for lease in leases for block_id in lease.block_ids}
                 deadlines = [lease.deadline for lease in leases]
-                summary = LeaseSummary(kind, len(leases), len(blocks), min(deadlines), max(deadlines))
-                summaries.append(summary)
+                summaries.append(LeaseSummary(kind, len(leases), len(blocks), max(deadlines)))
         return summaries
 
     def _note_deadline(self, deadline: float, lease_id: str) -> None:

@@ -153,10 +153,6 @@ class KVCacheManager:
 
     # -- tables --------------------------------------------------------------------------------------------
 
-    def num_free_after_acquiring(self, block_ids: IntArray) -> int:
-        """Return the free blocks left once the cached blocks `block_ids` are in use."""
-        return self.pool.num_free - self.pool.count_idle(block_ids)
-
     def open(self, slot: int, held: IntArray, fresh: IntArray, *, num_cached: int) -> None:
         """Give an empty slot a table.
 

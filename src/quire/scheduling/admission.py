@@ -45,8 +45,8 @@ class AdmissionPhase:
         self._num_promised = 0  # blocks of requests that were admitted in this step and do not have them yet
 
     def plan(self, plan: Plan) -> None:
-        """Admit what fits into the rest of the budget. If anything was preempted, nothing is admitted."""
-        if plan.throttles_prefills or plan.has_preempted or not len(self._state.waiting.queue):
+        """Admit what fits into the rest of the budget, unless the plan admits nobody."""
+        if plan.throttles_prefills or plan.admits_nobody or not len(self._state.waiting.queue):
             return
         queue = self._state.waiting.queue
         memory = self._memory_view()
@@ -96,11 +96,16 @@ class AdmissionPhase:
     def _leader_of(self, request: Request) -> int | None:
         """Return the slot of the request whose prompt this one shares, if the KV of that is there.
 
-        It is not while the other one, having been preempted, computes its prompt again.
+        It is not while the other one, having been preempted, computes its prompt again. The prompts are
+        compared: an id may be in use anew by a request that has nothing to do with this one.
         """
         running = self._state.running
         slot = running.slot_of(request.shares_prompt_with) if request.shares_prompt_with else None
         if slot is None or running.is_silent[slot] or request.output_token_ids:
+            return None
+        leader = running.request_at(slot)
+        is_same = np.array_equal(leader.prompt_array, request.prompt_array)
+        if not is_same or leader.cache_salt != request.cache_salt:
             return None
         num_there = min(int(running.num_computed[slot]), self._state.kv.capacity(slot))
         return slot if num_there >= request.num_prompt_tokens - 1 else None

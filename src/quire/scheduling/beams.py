@@ -81,13 +81,21 @@ class BeamPhase:
         for group in list(self._state.beams):
             if group.step is None or self._state.beams.at(group.slots[0]) is not group:
                 continue  # nothing to place, or preempted for the search before it
-            most_copies = sum(place != parent for place, parent, _ in group.step.continuations)
-            if make_room(plan, most_copies, group):
+            if make_room(plan, self._most_new_blocks(group, group.step), group):
                 self._place(plan, group, group.step)
                 group.step = None
             elif self._state.beams.at(group.slots[0]) is group:
-                plan.has_preempted = True
+                plan.admits_nobody = True
                 self._state.preempt(group.slots[0])
+
+    def _most_new_blocks(self, group: BeamGroup, step: BeamStep) -> int:
+        """Return how many blocks the copies of a step take at most.
+
+        A beam that takes a dead one's place gets that one's last block back, which was its own.
+        """
+        num_blocks = self._state.kv.num_blocks
+        forked_to = [group.slots[place] for place, parent, _ in step.continuations if place != parent]
+        return sum(not num_blocks[slot] for slot in forked_to)
 
     def _place(self, plan: Plan, group: BeamGroup, step: BeamStep) -> None:
         running, kv = self._state.running, self._state.kv
@@ -119,6 +127,8 @@ class BeamPhase:
             positions = computed.logprobs.get(running.request_at(slot).request_id)
             if group is None or positions is None:
                 continue
+            if running.is_silent[slot]:
+                self._state.prompt_is_computed(slot)
             group.candidates[group.slots.index(slot)] = BeamCandidates.of(positions[0])
             if len(group.candidates) == len(group.search.live_places):
                 group.step = group.search.advance(group.candidates)

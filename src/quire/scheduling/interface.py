@@ -91,7 +91,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def has_finished_requests(self) -> bool:
-        """Whether finished requests are still to be told to the runner by the next `schedule()`."""
+        """Whether requests have ended of which the next step must tell the runner, or a client."""
 
     def has_requests(self) -> bool:
         """Whether `schedule()` has anything to say: unfinished requests, or finished ones to clear."""
@@ -123,7 +123,7 @@ class SchedulerInterface(ABC):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return the tokens that grammars allow in this step, or None if no request of it has a grammar.
 
-        To be asked when all steps before this one have been applied.
+        May be asked while the step before it runs: a request with a grammar is in no two steps in flight.
         """
 
     @abstractmethod
@@ -149,6 +149,10 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def get_kv_connector(self) -> KVConnector | None:
         """Return the KV connector, if there is one."""
+
+    def oldest_waiting_request(self) -> str | None:
+        """Return which of the requests that wait came first; None if none waits, or if that is not known."""
+        return None
 
     @abstractmethod
     def explain(self, request_id: str) -> str:

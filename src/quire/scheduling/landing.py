@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 
-from quire.kv.leases import LeaseKind
 from quire.request import Request
 from quire.scheduling.beams import BeamPhase
 from quire.scheduling.outputs import EngineCoreOutput, EngineCoreOutputs
@@ -248,8 +247,7 @@ class LandingPhase:
         request = self._state.running.request_at(slot)
         end = landed.ended.get(slot)
         if num_new and self._state.running.is_silent[slot]:
-            self._state.running.is_silent[slot] = False
-            self._prompt_is_computed(request, slot)
+            self._state.prompt_is_computed(slot)
         if end is not None:
             self._state.finish(request, end.status)
         logprobs = computed.logprobs.get(request.request_id)
@@ -264,19 +262,6 @@ class LandingPhase:
             error=None if end is None else end.error,
             kv_transfer_params=None if end is None else request.kv_transfer_params,
         )
-
-    def _prompt_is_computed(self, request: Request, slot: int) -> None:
-        """Let those go on who waited for this prompt, and pin it if that was asked for."""
-        state = self._state
-        state.waiting.release_followers(request.request_id)
-        digest = state.kv.last_full_block(request.request_id, request.num_prompt_tokens)
-        if request.pin_prefix and digest:
-            lease_id = f"pin {digest.hex()}"
-            deadline = state.now + request.pin_prefix
-            if not state.leases.renew(lease_id, deadline):
-                block_ids = state.kv.table(slot)[: request.num_prompt_tokens // state.kv.block_size]
-                state.pool.acquire(block_ids)
-                state.leases.grant(lease_id, LeaseKind.PIN, block_ids.tolist(), deadline)
 
     def _add_notices(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client, output in self._state.notices:

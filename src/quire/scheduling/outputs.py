@@ -14,9 +14,10 @@ from quire.step import PositionLogprobs
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What is new about one request. With a `finish_reason` it is the request's one terminal output.
 
-    `error` tells what was wrong when `finish_reason` is "error", and `error_type` names the class in
-    `quire.errors` it belongs to, if it does. `num_cached_tokens` counts prompt tokens found in the prefix
-    cache, or loaded from elsewhere, when the request was first admitted; it comes with the first output.
+    `error` tells what was wrong when `finish_reason` is "error"; `error_type` names the class in
+    `quire.errors` it belongs to, if it does, and `error_param` the request's field at fault, if one is.
+    `num_cached_tokens` counts prompt tokens found in the prefix cache, or loaded from elsewhere, when the
+    request was first admitted; it comes with the first output.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     error_type: str = ""
     cumulative_logprob: float | None = None  # of a beam search's hypothesis, nats
     kv_transfer_params: Mapping[str, Any] | None = None  # where the request's KV can be had, from a connector
+    error_param: str | None = None
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -51,6 +53,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_loaded_tokens: int = 0  # prompt tokens whose KV came from elsewhere
     num_failed_loads: int = 0
     num_leased_blocks: int = 0  # held by pins and transfers
+    num_awaiting: int = 0  # of those that wait: until a grammar is compiled or KV has come from elsewhere
 
     @property
     def kv_cache_usage(self) -> float:

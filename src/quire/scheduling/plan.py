@@ -30,7 +30,7 @@ class Plan:
         self.forks: list[ForkData] = []
         self.chosen: list[tuple[int, int]] = []
         self.block_copies: list[tuple[int, int]] = []
-        self.has_preempted = False
+        self.admits_nobody = False  # somebody was preempted, or waits for blocks
 
     @property
     def has_admitted(self) -> bool:

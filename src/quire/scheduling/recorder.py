@@ -238,6 +238,10 @@ class RecordingScheduler(SchedulerInterface):
         """Return the KV connector itself, whose worker side is not recorded."""
         return self._connector
 
+    def oldest_waiting_request(self) -> str | None:
+        """See `SchedulerInterface.oldest_waiting_request`."""
+        return self.scheduler.oldest_waiting_request()
+
     def explain(self, request_id: str) -> str:
         """See `SchedulerInterface.explain`."""
         return self.scheduler.explain(request_id)

@@ -19,7 +19,7 @@ def refuse_priority_without_policy(request: Request, config: SchedulerConfig) ->
     if request.priority and not is_read:
         raise InvalidRequestError(
             f"priority is {request.priority}, but the scheduler's policy is {config.policy!r}, which has no "
-            "priorities; leave it out, or start the engine with policy 'priority'",
+            "priorities; leave it out, or start the engine with policy or prefix_retention 'priority'",
             param="priority",
         )
 

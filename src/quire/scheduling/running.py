@@ -75,6 +75,7 @@ class RunningPhase:
             self._drop_copies_to_free_blocks(plan)
         plan.budget += int(plan.num_tokens.sum())
         plan.num_tokens = np.zeros_like(plan.num_tokens)
+        plan.admits_nobody = True
 
     def _first_slots(self) -> list[int]:
         """Return the slots of the first request in the order of service, which is never preempted."""
@@ -147,7 +148,7 @@ class RunningPhase:
         for slot in [victim] if group is None else group.slots:
             plan.drop(slot)
         self._state.preempt_if_running(victim)
-        plan.has_preempted = True
+        plan.admits_nobody = True
         self._drop_copies_to_free_blocks(plan)
         return True
 

@@ -4,8 +4,10 @@ The rule: a request knows `num_tokens` tokens (prompt, output and drafts) and ha
 them; each step hands out tokens, within a budget, so that computed catches up. A request that catches up
 samples its next token, or, with drafts, as many as are right and one more.
 
-The first running request in the order of service always finds its blocks: all others are preempted for it,
-and nothing is accepted that the whole cache could not hold. So some request always moves: invariant 3.
+The first running request in the order of service finds its blocks: all others are preempted for it, pins are
+broken, and nothing is accepted that the whole cache could not hold. What is held for transfers comes back by
+itself, at the latest when their time is up; if there is no memory to come, the request ends with that as its
+reason. So some request always moves: invariant 3.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import msgspec
 import numpy as np
 
 from quire.config import SchedulerConfig
-from quire.errors import DuplicateRequestError, RequestTimeoutError
+from quire.errors import DuplicateRequestError, InvalidRequestError, RequestTimeoutError
 from quire.kv.connector import KVConnector
 from quire.kv.leases import LeaseKind
 from quire.request import Request
@@ -128,7 +130,7 @@ class Scheduler(SchedulerInterface):
     def _queue_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled; a grammar that is none ends its request."""
         for request, error in self._state.waiting.take_compiled():
-            self._state.fail(request, error, "InvalidRequestError")
+            self._state.fail(request, error, InvalidRequestError.__name__, error_param="structured_outputs")
 
     def _commit_memory_ahead(self) -> None:
         """See to it that a growing cache has what this step can use at most."""
@@ -166,7 +168,7 @@ class Scheduler(SchedulerInterface):
             forks=plan.forks,
             chosen_tokens=ChosenTokens(*_pairs(plan.chosen).T),
             block_copies=_pairs(plan.block_copies),
-            num_drafts_wanted=self._context.draft_length(len(slots)),
+            num_drafts_wanted=self._context.draft_length(len(running)),
         )
         if self._context.connector is not None:
             metadata = self._context.connector.build_connector_meta(output)
@@ -224,11 +226,6 @@ class Scheduler(SchedulerInterface):
             raise DuplicateRequestError(
                 f"request id {request.request_id!r} is in use by a request that has not ended, or whose KV "
                 "is still held for a transfer",
-                param="request_id",
-            )
-        if request.request_id in state.leases:
-            raise DuplicateRequestError(
-                f"request id {request.request_id!r} is in use by a request whose KV a peer still reads",
                 param="request_id",
             )
         state.grammars.refuse_without_backend(request)
@@ -308,13 +305,13 @@ class Scheduler(SchedulerInterface):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """See `SchedulerInterface.reset_prefix_cache`."""
         state, connector = self._state, self._context.connector
-        state.break_pins()
         if reset_running_requests:
             self._transfers.call_off()
             for slot in state.running.in_order()[::-1].tolist():
                 state.preempt_if_running(slot)
-        elif state.pool.num_in_use:
+        elif len(state.running) or len(state.waiting.loads) or state.num_blocks_in_transfer:
             return False
+        state.break_pins()
         state.pool.forget_contents()
         return connector is None or not reset_connector or connector.reset()
 
@@ -341,7 +338,13 @@ class Scheduler(SchedulerInterface):
         stats.num_running, stats.num_waiting = self.get_request_counts()
         stats.num_free_blocks = state.pool.num_free
         stats.num_leased_blocks = sum(map(state.leases.num_blocks, LeaseKind))
+        stats.num_awaiting = state.waiting.num_awaiting
         return msgspec.structs.replace(stats)
+
+    def oldest_waiting_request(self) -> str | None:
+        """See `SchedulerInterface.oldest_waiting_request`."""
+        oldest = min(self._state.waiting, key=lambda request: request.arrival, default=None)
+        return None if oldest is None else oldest.request_id
 
     def explain(self, request_id: str) -> str:
         """See `SchedulerInterface.explain`."""

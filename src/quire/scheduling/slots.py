@@ -11,10 +11,8 @@ import bisect
 import numpy as np
 
 from quire.request import Request
+from quire.scheduling.policies.order import OrderKey
 from quire.step import NO_TOKEN, BoolArray, IntArray
-
-OrderKey = tuple[float, ...]
-"""What requests are sorted by; lower goes first, and no two are equal."""
 
 
 class RunningSlots:

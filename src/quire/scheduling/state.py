@@ -154,6 +154,21 @@ class SchedulerState:
             self.running.free(slot)
         return request
 
+    def prompt_is_computed(self, slot: int) -> None:
+        """Let those go on who waited for a request's prompt, and pin it if that was asked for."""
+        request = self.running.request_at(slot)
+        self.running.is_silent[slot] = False
+        self.waiting.release_followers(request.request_id)
+        digest = self.kv.last_full_block(request.request_id, request.num_prompt_tokens)
+        if not (request.pin_prefix and digest):
+            return
+        lease_id = f"pin {digest.hex()}"
+        deadline = self.now + request.pin_prefix
+        if not self.leases.renew(lease_id, deadline):
+            block_ids = self.kv.table(slot)[: request.num_prompt_tokens // self.kv.block_size]
+            self.pool.acquire(block_ids)
+            self.leases.grant(lease_id, LeaseKind.PIN, block_ids.tolist(), deadline)
+
     def preempt(self, slot: int) -> None:
         """Send a running request back to the front of its priority; its KV is computed again later."""
         self.running.request_at(slot).status = RequestStatus.PREEMPTED
@@ -189,12 +204,19 @@ class SchedulerState:
         self.finished_req_ids.append(request_id)
         self.stats.num_finished += 1
 
-    def fail(self, request: Request, error: str, error_type: str = "") -> None:
+    def fail(
+        self, request: Request, error: str, error_type: str = "", *, error_param: str | None = None
+    ) -> None:
         """End a request with an error that no step brings about, and note it for its client."""
         self.finish(request, RequestStatus.FINISHED_ERROR)
         for sequence_id in request.beam_sequence_ids or (request.request_id,):
             output = EngineCoreOutput(
-                sequence_id, [], finish_reason=FinishReason.ERROR, error=error, error_type=error_type
+                sequence_id,
+                [],
+                finish_reason=FinishReason.ERROR,
+                error=error,
+                error_type=error_type,
+                error_param=error_param,
             )
             self.notices.append((request.client_index, output))
 

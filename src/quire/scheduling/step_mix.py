@@ -45,15 +45,24 @@ class SplitFuse(StepMix):
 class WholePrompts(StepMix):
     """A step computes whole prompts, as many as fit; if there are none, the running requests' next tokens.
 
-    What a preempted request must compute again may be longer than a step, since its output has grown: only
-    that is split.
+    After a step with prompts the running requests have their turn, so that arrivals cannot hold them up. What
+    a preempted request must compute again may be longer than a step, since its output has grown: only that is
+    split.
     """
 
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._had_prompts = False
+
     def fill(self, plan: Plan, plan_running: Phase, admit_waiting: Phase) -> None:
-        """Admit prompts; without any, decode."""
-        admit_waiting(plan)
+        """Admit prompts or decode, by turns as long as there is both to do."""
+        if not self._had_prompts:
+            admit_waiting(plan)
         if not plan.has_admitted:
             plan_running(plan)
+        if self._had_prompts and not plan.num_tokens.any():
+            admit_waiting(plan)
+        self._had_prompts = plan.has_admitted
 
     def first_chunk(self, num_tokens: int, budget: int) -> int:
         """Return all the tokens if they fit into the step."""

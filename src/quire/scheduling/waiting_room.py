@@ -46,6 +46,11 @@ class WaitingRoom:
         return self.get(request_id) is not None
 
     @property
+    def num_awaiting(self) -> int:
+        """Requests whose grammar is being compiled, or whose KV is on its way."""
+        return len(self._compiling) + len(self.loads.on_their_way())
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all requests that wait, those whose KV is being loaded excepted."""
         compiling = sum(request.num_tokens for request in self._compiling.values())

@@ -14,10 +14,11 @@ from quire.config import ServerConfig
 from quire.errors import EngineDeadError
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
-from quire.server.context import ServerContext, context_of, no_such_route, request_id_of
+from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, no_such_route, request_id_of
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.middleware import RequestEnvelope
 from quire.server.openapi import ENDPOINTS, openapi_document
+from quire.server.requests import get_request, list_requests
 from quire.server.responses import Health, ModelCard, ModelList, Version, encode
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-_STATS_TIMEOUT = 2.0  # seconds; a scrape must not hang on an engine that does not answer
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left; nobody reads it
 
 
@@ -41,6 +41,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         ("POST", "/v1/chat/completions"): create_chat_completion,
         ("GET", "/v1/models"): list_models,
         ("GET", "/v1/models/{model}"): get_model,
+        ("GET", "/v1/requests"): list_requests,
+        ("GET", "/v1/requests/{request_id}"): get_request,
         ("GET", "/health"): health,
         ("GET", "/metrics"): metrics,
         ("GET", "/version"): version,
@@ -130,7 +132,7 @@ async def metrics(request: Request) -> Response:
     stats = None
     try:
         context.llm.check_health()
-        stats = await asyncio.wait_for(context.llm.stats(), _STATS_TIMEOUT)
+        stats = await asyncio.wait_for(context.llm.stats(), ENGINE_TIMEOUT)
         engine_up = True
     except (EngineDeadError, TimeoutError):
         engine_up = False

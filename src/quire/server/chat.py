@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext, context_of, request_id_of
-from quire.server.generation import SequenceProgress, end_reason, generate, naming_prompt, usage_of
+from quire.server.generation import SequenceProgress, end_reason, generate, naming_fields, usage_of
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import ChatCompletionRequest
 from quire.server.responses import (
@@ -62,8 +62,12 @@ class _ChatCall:
             request_id=self._id,
             **body.request_options(),
         )
+        fields = {"prompt": "messages"}
+        if body.response_format is not None and body.structured_outputs is None:
+            fields["structured_outputs"] = "response_format"
         return generate(
-            [naming_prompt("messages", stream)],
+            [naming_fields(fields, stream)],
+            call_id=self._id,
             request_ids=[self._id],
             num_sequences=self._params.n,
             lifecycle=self._context.lifecycle,

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext, context_of, request_id_of
-from quire.server.generation import SequenceProgress, end_reason, generate, naming_prompt, usage_of
+from quire.server.generation import SequenceProgress, end_reason, generate, naming_fields, usage_of
 from quire.server.logprobs import CompletionLogprobsWriter, joined
 from quire.server.protocol import CompletionRequest
 from quire.server.responses import (
@@ -55,7 +55,7 @@ class _CompletionCall:
     def __init__(self, context: ServerContext, body: CompletionRequest, request_id: str) -> None:
         self._context = context
         self._body = body
-        self._request_id = request_id
+        self._id = f"cmpl-{request_id}"
         self._params = body.sampling_params()
         context.require_room(len(body.prompts) * self._params.num_sequences)
         self._include_usage = body.include_usage
@@ -63,7 +63,7 @@ class _CompletionCall:
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body, llm = self._body, self._context.llm
-        request_ids = [f"cmpl-{self._request_id}/{i}" for i in range(len(body.prompts))]
+        request_ids = [f"{self._id}/{i}" for i in range(len(body.prompts))]
         streams = [
             llm.generate(
                 prompt,
@@ -74,9 +74,12 @@ class _CompletionCall:
             for prompt, request_id in zip(body.prompts, request_ids, strict=True)
         ]
         if len(streams) > 1:
-            streams = [naming_prompt(f"prompt[{index}]", stream) for index, stream in enumerate(streams)]
+            streams = [
+                naming_fields({"prompt": f"prompt[{index}]"}, stream) for index, stream in enumerate(streams)
+            ]
         return generate(
             streams,
+            call_id=self._id,
             request_ids=request_ids,
             num_sequences=self._params.n,
             lifecycle=self._context.lifecycle,
@@ -121,7 +124,7 @@ class _CompletionCall:
 
     def _answer(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(
-            id=f"cmpl-{self._request_id}",
+            id=self._id,
             created=self._created,
             model=self._context.model_name,
             system_fingerprint=self._context.system_fingerprint,

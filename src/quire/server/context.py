@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
 
+ENGINE_TIMEOUT = 2.0
+"""Seconds to wait for what the engine says of itself: a look must not hang on one that does not answer."""
+
+
 class ServerContext:
     """One server's state, shared by its handlers.
 

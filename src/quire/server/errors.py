@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, QueueFullError
+from quire.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestTimeoutError,
+)
 from quire.server.responses import ErrorDetail, ErrorResponse, encode
 
 log = logging.getLogger(__name__)
@@ -17,6 +23,7 @@ log = logging.getLogger(__name__)
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 UNAVAILABLE = "service_unavailable_error"
+TIMEOUT = "timeout_error"
 
 
 class ApiError(Exception):
@@ -70,19 +77,9 @@ def as_api_error(error: Exception, *, request_id: str = "") -> ApiError:
         error: anything raised while a request was served.
         request_id: the X-Request-Id of the request, to find its log lines by.
     """
-    match error:
-        case ApiError():
-            return error
-        case InvalidRequestError():
-            code = "duplicate_request_id" if isinstance(error, DuplicateRequestError) else None
-            return ApiError(400, str(error), param=error.param, code=code)
-        case QueueFullError():
-            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
-            return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
-        case EngineDeadError():
-            return ApiError(503, str(error), kind=UNAVAILABLE, code="engine_dead")
-        case HTTPException():
-            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    answer = _expected(error)
+    if answer is not None:
+        return answer
     log.error("request %s failed", request_id, exc_info=error)
     return ApiError(
         500,
@@ -90,3 +87,24 @@ def as_api_error(error: Exception, *, request_id: str = "") -> ApiError:
         kind=SERVER_ERROR,
         code="internal_error",
     )
+
+
+def _expected(error: Exception) -> ApiError | None:
+    """Return the answer to an error whose message is meant for the client; None for any other."""
+    answer: ApiError | None = None
+    match error:
+        case ApiError():
+            answer = error
+        case InvalidRequestError():
+            code = "duplicate_request_id" if isinstance(error, DuplicateRequestError) else None
+            answer = ApiError(400, str(error), param=error.param, code=code)
+        case QueueFullError():
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            answer = ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
+        case RequestTimeoutError():
+            answer = ApiError(504, str(error), kind=TIMEOUT, code="timeout")
+        case EngineDeadError():
+            answer = ApiError(503, str(error), kind=UNAVAILABLE, code="engine_dead")
+        case HTTPException():
+            answer = ApiError(error.status_code, str(error.detail), headers=error.headers)
+    return answer

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
+from quire.engine.messages import ErrorInfo
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
@@ -20,6 +21,7 @@ OutputStream = AsyncGenerator[RequestOutput, None]
 async def generate(
     streams: Sequence[OutputStream],
     *,
+    call_id: str,
     request_ids: Sequence[str],
     num_sequences: int,
     lifecycle: Lifecycle,
@@ -29,12 +31,19 @@ async def generate(
 
     Closing the generator closes every stream, which aborts what still runs in the engine.
 
+    Args:
+        streams: one for each prompt.
+        call_id: id of the answer.
+        request_ids: the engine's, one for each prompt.
+        num_sequences: completions of each prompt.
+        lifecycle, metrics: of the server.
+
     Raises:
         ApiError: 503 while draining or when the engine aborted a request; 500 when a request failed.
-        QuireError: what the engine refused the request with.
+        QuireError: what the engine refused the request with, or ended it with.
     """
     unfinished = set(range(len(streams)))
-    with lifecycle.live(request_ids), contextlib.ExitStack() as stack:
+    with lifecycle.live(call_id, request_ids), contextlib.ExitStack() as stack:
         timers = [stack.enter_context(RequestTimer(metrics, num_sequences)) for _ in streams]
         async with contextlib.aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
@@ -48,14 +57,20 @@ async def generate(
             raise ApiError(500, "the engine ended the request without an answer", kind=SERVER_ERROR)
 
 
-async def naming_prompt(field: str, stream: OutputStream) -> OutputStream:
-    """Pass on `stream`; when the engine refuses its prompt, say that it is the request's `field`."""
+async def naming_fields(fields: Mapping[str, str], stream: OutputStream) -> OutputStream:
+    """Pass on `stream`; when the engine refuses one of its parameters, name the request's field for it.
+
+    Args:
+        fields: the body's name of each parameter that is called otherwise there.
+        stream: of one prompt.
+    """
     async with contextlib.aclosing(stream) as outputs:
         try:
             async for output in outputs:
                 yield output
         except InvalidRequestError as error:
-            if error.param != "prompt":
+            field = fields.get(error.param or "")
+            if field is None:
                 raise
             raise InvalidRequestError(f"{field}: {error}", param=field) from None
 
@@ -63,6 +78,8 @@ async def naming_prompt(field: str, stream: OutputStream) -> OutputStream:
 def _require_no_failure(completion: CompletionOutput) -> None:
     if completion.finish_reason is FinishReason.ERROR:
         message = completion.error or "the request failed in the engine"
+        if completion.error_type is not None:
+            raise ErrorInfo(completion.error_type, message).to_exception()
         raise ApiError(500, message, kind=SERVER_ERROR, code="generation_failed")
     if completion.finish_reason is FinishReason.ABORT:
         message = "the request was aborted before its answer was complete"

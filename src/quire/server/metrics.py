@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.errors import InvalidRequestError, QueueFullError
+from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
 
@@ -19,7 +19,7 @@ _LATENCY_BUCKETS = (
 )  # fmt: skip
 
 
-EndLabel = Literal["stop", "length", "abort", "error", "refused"]
+EndLabel = Literal["stop", "length", "abort", "timeout", "error", "refused"]
 
 
 class EngineCollector(Collector):
@@ -40,10 +40,20 @@ class EngineCollector(Collector):
         gauges: tuple[tuple[str, str, float], ...] = (
             ("quire_engine_up", "1 if the engine is alive and making progress.", self._engine_up),
             ("quire_requests_running", "Requests in the running batch.", stats.num_running),
-            ("quire_requests_waiting", "Requests in the queue.", stats.num_waiting),
-            ("quire_kv_cache_usage_ratio", "Share of KV blocks held by requests.", stats.kv_cache_usage),
+            ("quire_requests_waiting", "Requests that do not run, for whatever reason.", stats.num_waiting),
+            (
+                "quire_requests_awaiting",
+                "Of the waiting requests, those whose grammar is being compiled or whose KV is being loaded.",
+                stats.num_awaiting,
+            ),
+            (
+                "quire_kv_cache_usage_ratio",
+                "Share of KV blocks held by requests, pins and transfers.",
+                stats.kv_cache_usage,
+            ),
             ("quire_kv_blocks", "KV blocks in all.", stats.num_blocks),
             ("quire_kv_blocks_free", "KV blocks free, or idle in the prefix cache.", stats.num_free_blocks),
+            ("quire_kv_blocks_leased", "KV blocks held by pins and transfers.", stats.num_leased_blocks),
         )
         counters: tuple[tuple[str, str, float], ...] = (
             ("quire_engine_steps", "Steps of the engine.", stats.num_steps),
@@ -59,6 +69,11 @@ class EngineCollector(Collector):
                 "Prompt tokens found in the prefix cache.",
                 stats.prefix_hit_tokens,
             ),
+            ("quire_draft_tokens", "Drafts of next tokens that were verified.", stats.num_draft_tokens),
+            ("quire_accepted_draft_tokens", "Drafts that were right.", stats.num_accepted_tokens),
+            ("quire_timeouts", "Sequences ended because their time was up.", stats.num_timeouts),
+            ("quire_loaded_kv_tokens", "Tokens whose KV was loaded, not computed.", stats.num_loaded_tokens),
+            ("quire_failed_kv_loads", "Loads of KV that failed, or did not arrive.", stats.num_failed_loads),
         )
         for name, meaning, value in gauges:
             yield GaugeMetricFamily(name, meaning, value=value)
@@ -78,7 +93,7 @@ class Metrics:
         self.finished = Counter(
             "quire_requests_finished",
             "Sequences ended (each of a request's n counts), by reason: stop, length, abort (the client left "
-            "or the server stopped), error, or refused (they never began).",
+            "or the server stopped), timeout, error, or refused (they never began).",
             ["reason"],
             registry=self.registry,
         )
@@ -155,7 +170,8 @@ class RequestTimer:
 
     def _observe_end(self, completion: CompletionOutput) -> None:
         self._unfinished.discard(completion.index)
-        self._metrics.finished.labels(str(completion.finish_reason)).inc()
+        is_timeout = completion.error_type == RequestTimeoutError.__name__
+        self._metrics.finished.labels("timeout" if is_timeout else str(completion.finish_reason)).inc()
 
 
 def _end_label(error: BaseException | None) -> EndLabel:
@@ -163,6 +179,8 @@ def _end_label(error: BaseException | None) -> EndLabel:
     match error:
         case InvalidRequestError() | QueueFullError():
             return "refused"
+        case RequestTimeoutError():
+            return "timeout"
         case Exception():
             return "error"
         case _:  # none, a cancellation, or a generator that is closed

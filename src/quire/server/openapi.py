@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 
 _REF = "#/components/schemas/{}"
 _JSON = "application/json"
+_PARAMETER = re.compile(r"\{(\w+)\}")
 _GENERATION_ERRORS = {
     400: "The request can never be served as written.",
     404: "The model is not served here.",
@@ -23,6 +25,7 @@ _GENERATION_ERRORS = {
     429: "The queue is full; see Retry-After.",
     500: "The request failed.",
     503: "The engine is not available, or the server is shutting down.",
+    504: "The request's time was up.",
 }
 
 
@@ -41,8 +44,8 @@ class Endpoint:
 
     @property
     def route_path(self) -> str:
-        """The path as the router wants it; a model's name may contain slashes."""
-        return self.path.replace("{model}", "{model:path}")
+        """The path as the router wants it; the names of models and requests may contain slashes."""
+        return _PARAMETER.sub(r"{\1:path}", self.path)
 
 
 ENDPOINTS = (
@@ -71,6 +74,20 @@ ENDPOINTS = (
         summary="Describe the served model.",
         answer=responses.ModelCard,
         errors={404: "The model is not served here."},
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/requests",
+        summary="List the requests that are being served, with what each does or waits for.",
+        answer=responses.RequestList,
+        errors={503: "The engine is not available."},
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/requests/{request_id}",
+        summary="Tell what a request does or waits for.",
+        answer=responses.RequestState,
+        errors={404: "No such request is being served.", 503: "The engine is not available."},
     ),
     Endpoint(
         method="GET",
@@ -140,7 +157,10 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.body is not None:
         schema = {"$ref": _REF.format(endpoint.body.__name__)}
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
-    if "{model}" in endpoint.path:
-        name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [name]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _PARAMETER.findall(endpoint.path)
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     return operation

@@ -156,6 +156,22 @@ class ModelList(Struct, kw_only=True):
     data: list[ModelCard]
 
 
+class RequestState(Struct, kw_only=True):
+    """A call that is being served: what each of its completions that has not ended does or waits for."""
+
+    id: str
+    object: Literal["request"] = "request"
+    state: list[str]
+
+
+class RequestList(Struct, kw_only=True):
+    """Answer of /v1/requests, the oldest first; `has_more` tells that not all of them fit into the list."""
+
+    object: Literal["list"] = "list"
+    data: list[RequestState]
+    has_more: bool
+
+
 class Health(Struct, kw_only=True):
     """Answer of /health; `reason` says why the status is not ok."""
 

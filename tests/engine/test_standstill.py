@@ -1,0 +1,138 @@
+"""An engine in which nothing moves: how long it pauses, what it says, and that it counts as alive."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+from engine_checks import tiny_config
+
+from quire.engine import loop as engine_loop
+from quire.engine.core import EngineCore
+from quire.engine.loop import EngineLoop
+from quire.engine.messages import EngineCoreRequest, Explain, Reply, StepOutputs
+from quire.sampling_params import SamplingParams
+from quire.scheduling.interface import PauseState
+from quire.scheduling.llguidance_backend import LLGuidanceBackend
+from quire.structured_outputs import StructuredOutputsParams
+
+
+class Engine:
+    """A loop on a clock that stands still unless it is moved."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self.messages = []
+        self.now = 100.0
+        self.core = EngineCore(tiny_config(checkpoint), Path(checkpoint))
+        self.loop = EngineLoop(self.core, self.messages.append, clock=lambda: self.now)
+
+    def add(self, name: str, **params) -> None:
+        settings = {"max_tokens": 2, "temperature": 0.0, "seed": 0, **params}
+        self.loop.handle(EngineCoreRequest([(name, 0)], [3, 4, 5], SamplingParams(**settings)))
+
+    def run(self) -> None:
+        while self.core.has_requests():
+            self.loop.step()
+
+    @property
+    def finished(self) -> dict[str, str]:
+        found = [
+            one for message in self.messages if isinstance(message, StepOutputs) for one in message.outputs
+        ]
+        return {one.request_id: one.finish_reason for one in found if one.finish_reason}
+
+
+@pytest.fixture
+def engine(checkpoint):
+    engine = Engine(checkpoint)
+    yield engine
+    engine.core.shutdown()
+
+
+@pytest.fixture
+def may_compile(monkeypatch):
+    """Set it, and grammars are compiled."""
+    event = threading.Event()
+    compile_now = LLGuidanceBackend.compile
+
+    def compile_later(backend, spec):
+        assert event.wait(20)
+        return compile_now(backend, spec)
+
+    monkeypatch.setattr(LLGuidanceBackend, "compile", compile_later)
+    yield event
+    event.set()
+
+
+def test_waiting_for_a_grammar_is_in_order(engine, may_compile, caplog):
+    engine.add("structured", structured_outputs=StructuredOutputsParams(choice=("a", "b")))
+    assert not engine.loop.step()
+    assert engine.loop.stall_wait == engine_loop.AWAITING_WAIT < engine_loop.STALL_WAIT
+    assert engine.core.stats().num_awaiting == 1
+    assert not caplog.records, "nobody wants to hear of a grammar that has been compiling for a moment"
+    engine.now += engine_loop.STALL_NOTICE
+    for _ in range(3):
+        assert not engine.loop.step()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "'structured'" in record.getMessage()
+    assert "grammar is being compiled" in record.getMessage()
+    may_compile.set()
+    engine.run()
+    assert list(engine.finished) == ["structured"]
+    assert engine.core.stats().num_awaiting == 0
+
+
+def test_others_go_on_while_a_grammar_is_compiled(engine, may_compile, caplog):
+    engine.add("structured", structured_outputs=StructuredOutputsParams(choice=("a", "b")))
+    engine.add("plain")
+    while "plain" not in engine.finished:
+        assert engine.loop.step()
+    assert not engine.finished.get("structured")
+    assert not caplog.records
+
+
+def test_a_pause_is_in_order_and_the_engine_counts_as_alive(engine, caplog):
+    engine.add("first")
+    engine.add("second")
+    engine.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for _ in range(3):
+        assert not engine.loop.step()
+        engine.now += engine_loop.STALL_NOTICE
+    assert engine.loop.stall_wait == engine_loop.STALL_WAIT
+    signs_of_life = [
+        message for message in engine.messages if isinstance(message, StepOutputs) and message.stats
+    ]
+    assert len(signs_of_life) == 3
+    (record,) = caplog.records
+    assert "'first'" in record.getMessage()
+    assert "paused" in record.getMessage()
+    engine.core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert set(engine.finished) == {"first", "second"}
+
+
+def test_a_standstill_that_nothing_explains_is_an_error_at_once(engine, monkeypatch, caplog):
+    engine.add("stuck")
+    admission = engine.core.scheduler._admission
+    with monkeypatch.context() as patched:
+        patched.setattr(admission, "plan", lambda plan: None)
+        for _ in range(3):
+            assert not engine.loop.step()
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "'stuck'" in record.getMessage()
+    assert not [message for message in engine.messages if isinstance(message, StepOutputs)], "no sign of life"
+
+
+def test_each_sequence_is_explained_in_order(engine):
+    engine.add("first", max_tokens=9)
+    engine.loop.step()
+    engine.add("second")
+    engine.loop.handle(Explain(7, ["second", "unknown", "first"]))
+    reply = engine.messages[-1]
+    assert isinstance(reply, Reply)
+    assert reply.call_id == 7
+    assert [text.split()[0] for text in reply.texts] == ["waiting", "not", "running:"]

@@ -1,0 +1,236 @@
+"""The scheduler's features over HTTP: the real engine on the built-in model behind the real application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
+from quire.config import ServerConfig, SpeculationConfig
+from quire.server.app import create_app
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+    "additionalProperties": False,
+}
+USER = {"role": "user", "content": "Who is it?"}
+PROMPT = "copy: b c d b c d b c d b c d b c d"
+
+
+def started(config: EngineConfig):
+    """Yield an engine that any event loop may use, one after the other."""
+    llm = AsyncLLM(config)
+    asyncio.run(llm.wait_until_ready())
+    yield llm
+    asyncio.run(llm.shutdown())
+
+
+@pytest.fixture(scope="module")
+def engine():
+    scheduler = SchedulerConfig(num_kv_blocks=256, policy="fair")
+    speculation = SpeculationConfig(speculative_method="ngram")
+    yield from started(EngineConfig(num_threads=1, scheduler=scheduler, speculation=speculation))
+
+
+@pytest.fixture(scope="module")
+def engine_of_one():
+    """Runs one sequence at a time, a token per second on its clock."""
+    scheduler = SchedulerConfig(num_kv_blocks=256, max_num_seqs=1)
+    config = EngineConfig(num_threads=1, scheduler=scheduler, scheduler_cls="stepped_clock.SecondPerStep")
+    yield from started(config)
+
+
+def client_of(llm: AsyncLLM, **config) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=create_app(llm, ServerConfig(**config)))
+    return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60)
+
+
+@pytest.fixture
+async def http(engine):
+    async with client_of(engine) as client:
+        yield client
+
+
+@pytest.fixture
+async def http_of_one(engine_of_one):
+    async with client_of(engine_of_one) as client:
+        yield client
+
+
+@pytest.fixture
+def client(http):
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
+
+
+async def complete(http, **fields) -> httpx.Response:
+    body = {"model": "mini", "prompt": PROMPT, "temperature": 0, **fields}
+    headers = {"X-Request-Id": fields.pop("request_id")} if "request_id" in fields else {}
+    body.pop("request_id", None)
+    return await http.post("/v1/completions", json=body, headers=headers)
+
+
+def texts(response: httpx.Response) -> list[str]:
+    assert response.status_code == 200, response.text
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
+async def metrics(http) -> dict[tuple[str, ...], float]:
+    response = await http.get("/metrics")
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+# -- structured output -------------------------------------------------------------------------------------
+
+
+async def test_an_answer_in_the_form_of_a_schema(client):
+    answer = await client.chat.completions.create(
+        model="mini",
+        messages=[USER],
+        max_tokens=200,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
+    )
+    person = json.loads(answer.choices[0].message.content)
+    assert set(person) == {"name", "old"}
+    assert len(person["name"]) <= 8
+    assert type(person["old"]) is bool
+
+
+async def test_regular_expressions_and_choices(http):
+    regex, choice = await asyncio.gather(
+        complete(
+            http, structured_outputs={"regex": "[0-9]{3}-[a-f]{1,5}!"}, temperature=1, seed=2, max_tokens=64
+        ),
+        complete(http, structured_outputs={"choice": ["red", "green"]}, n=3, temperature=1, seed=2),
+    )
+    assert re.fullmatch("[0-9]{3}-[a-f]{1,5}!", texts(regex)[0])
+    assert set(texts(choice)) <= {"red", "green"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bad_grammar_is_the_clients_fault_and_nobody_elses(http, stream):
+    bad, good = await asyncio.gather(
+        complete(http, structured_outputs={"regex": "("}, n=2, temperature=1, stream=stream),
+        complete(http, max_tokens=8),
+    )
+    assert bad.status_code == 400, bad.text
+    assert bad.json()["error"]["param"] == "structured_outputs"
+    assert bad.json()["error"]["type"] == "invalid_request_error"
+    assert texts(good) == texts(await complete(http, max_tokens=8))
+
+
+async def test_a_bad_schema_is_named_as_the_client_named_it(http):
+    schema = {"name": "odd", "schema": {"type": "nothing"}}
+    response_format = {"type": "json_schema", "json_schema": schema}
+    body = {"model": "mini", "messages": [USER], "response_format": response_format}
+    response = await http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "response_format"
+
+
+# -- several sequences of one prompt -----------------------------------------------------------------------
+
+
+async def test_many_completions_beams_and_options_equal_the_same_offline(http):
+    common = {"max_tokens": 12}
+    sampled = {"seed": 5, "temperature": 0.9, **common}
+    several, best, beams, options = await asyncio.gather(
+        complete(http, n=4, **sampled),
+        complete(http, n=2, best_of=5, **sampled),
+        complete(http, n=2, use_beam_search=True, beam_width=3, length_penalty=0.5, **common),
+        complete(http, user="somebody", pin_prefix=60, timeout=600, queue_timeout=600, **common),
+    )
+    params = [
+        SamplingParams(n=4, **sampled),
+        SamplingParams(n=2, best_of=5, **sampled),
+        SamplingParams(n=2, beam_width=3, length_penalty=0.5, **common),
+        SamplingParams(temperature=0.0, **common),
+    ]
+    with LLM("mini", num_threads=1, num_kv_blocks=256) as offline:
+        expected = offline.generate([PROMPT] * 4, params)
+    for response, output in zip((several, best, beams, options), expected, strict=True):
+        assert texts(response) == [one.text for one in output.outputs]
+        usage = response.json()["usage"]
+        assert usage["prompt_tokens"] == len(output.prompt_token_ids)
+        assert usage["completion_tokens"] == sum(len(one.token_ids) for one in output.outputs)
+    values = await metrics(http)
+    assert values["quire_kv_blocks_leased",] == len(expected[0].prompt_token_ids) // 16, "pinned"
+    assert values["quire_draft_tokens_total",] >= values["quire_accepted_draft_tokens_total",] > 0
+    assert values["quire_requests_awaiting",] == 0
+
+
+# -- time limits -------------------------------------------------------------------------------------------
+
+
+async def test_time_that_is_up_before_the_first_token(http_of_one):
+    for fields in ({"timeout": 0.5}, {"queue_timeout": 0.5}, {"timeout": 0.5, "stream": True, "n": 2}):
+        response = await complete(http_of_one, **{"temperature": 1, **fields})
+        assert response.status_code == 504, response.text
+        error = response.json()["error"]
+        assert (error["code"], error["type"]) == ("timeout", "timeout_error")
+        assert "timeout" in error["message"]
+    values = await metrics(http_of_one)
+    assert values["quire_timeouts_total",] == values["quire_requests_finished_total", "timeout"] == 4
+    assert values["quire_requests_finished_total", "error"] == 0
+
+
+async def test_time_that_is_up_in_the_middle(http_of_one):
+    limit = {"timeout": 6, "max_tokens": 40, "ignore_eos": True}
+    plain = await complete(http_of_one, **limit)
+    assert (plain.status_code, plain.json()["error"]["code"]) == (504, "timeout")
+    streamed = await complete(http_of_one, stream=True, **limit)
+    assert streamed.status_code == 200
+    *pieces, last = [event.removeprefix("data: ") for event in streamed.text.split("\n\n") if event]
+    assert json.loads(last)["error"]["code"] == "timeout"
+    text = "".join(json.loads(piece)["choices"][0]["text"] for piece in pieces)
+    (whole,) = texts(await complete(http_of_one, max_tokens=40, ignore_eos=True))
+    assert text
+    assert whole.startswith(text)
+
+
+# -- what requests wait for --------------------------------------------------------------------------------
+
+
+async def test_requests_are_explained_while_they_are_served(engine_of_one):
+    async with client_of(engine_of_one, api_key="key") as stranger:
+        assert (await stranger.get("/v1/requests")).status_code == 401
+        assert (await stranger.get("/v1/requests/cmpl-first")).status_code == 401
+    async with client_of(engine_of_one) as http:
+        runs = asyncio.create_task(complete(http, request_id="a/b", max_tokens=2000, ignore_eos=True))
+        await until(http, lambda listed: listed == {"cmpl-a/b": ["running"]})
+        waits = asyncio.create_task(complete(http, request_id="c", n=2, prompt=["one", "two"], temperature=1))
+        await until(http, lambda listed: listed.get("cmpl-c") == ["waiting"] * 4)
+        state = (await http.get("/v1/requests/cmpl-a/b")).json()
+        assert state == {"id": "cmpl-a/b", "object": "request", "state": state["state"]}
+        assert state["state"][0].startswith("running: ")
+        state = (await http.get("/v1/requests/cmpl-c")).json()
+        assert "needs 1 of 1 slots (max_num_seqs), 0 free" in state["state"][0]
+        for unknown in ("cmpl-a", "cmpl-a/b/0", "cmpl-c/0", "chatcmpl-c", ""):
+            missing = await http.get(f"/v1/requests/{unknown}")
+            assert missing.status_code == 404
+            assert missing.json()["error"]["code"] == "request_not_found"
+        for task in (runs, waits):
+            task.cancel()
+        await asyncio.gather(runs, waits, return_exceptions=True)
+        assert (await http.get("/v1/requests")).json() == {"object": "list", "data": [], "has_more": False}
+
+
+async def until(http, holds) -> None:
+    """Look until `holds` is true of the first words of what is listed."""
+    async with asyncio.timeout(20):
+        while True:
+            listed = (await http.get("/v1/requests")).json()["data"]
+            if holds({one["id"]: [re.split(r"\W", text)[0] for text in one["state"]] for one in listed}):
+                return

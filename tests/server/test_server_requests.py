@@ -1,0 +1,68 @@
+"""/v1/requests: which calls are listed, under which names, and when the engine does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.server import requests
+
+
+async def held(http, llm, **fields) -> asyncio.Task:
+    """Start a completion and return when the engine holds it."""
+    llm.held.clear()
+    headers = {"X-Request-Id": fields.pop("request_id")}
+    body = {"model": "fake", "prompt": "hold", **fields}
+    task = asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+    await asyncio.wait_for(llm.held.wait(), 10)
+    return task
+
+
+async def release(llm, *tasks) -> None:
+    for request_id in list(llm.live):
+        llm.abort(request_id)
+    await asyncio.gather(*tasks)
+
+
+async def test_calls_are_listed_by_the_ids_of_their_answers(http, llm):
+    first = await held(http, llm, request_id="z")
+    second = await held(http, llm, request_id="a/0", prompt=["hold", "hold"])
+    listed = (await http.get("/v1/requests")).json()
+    assert listed["has_more"] is False
+    assert [(one["id"], one["state"]) for one in listed["data"]] == [
+        ("cmpl-z", ["running: cmpl-z/0"]),
+        ("cmpl-a/0", ["running: cmpl-a/0/0", "running: cmpl-a/0/1"]),
+    ]
+    assert (await http.get("/v1/requests/cmpl-a/0")).json() == listed["data"][1]
+    assert (await http.get("/v1/requests/cmpl-a")).status_code == 404
+    await release(llm, first, second)
+    assert (await http.get("/v1/requests/cmpl-z")).status_code == 404
+
+
+async def test_a_call_with_an_id_in_use_leaves_the_first_one_listed(http, llm):
+    first = await held(http, llm, request_id="same")
+    response = await http.post(
+        "/v1/completions", json={"model": "fake", "prompt": "Hi"}, headers={"X-Request-Id": "same"}
+    )
+    assert response.json()["error"]["code"] == "duplicate_request_id"
+    assert (await http.get("/v1/requests/cmpl-same")).json()["state"] == ["running: cmpl-same/0"]
+    await release(llm, first)
+
+
+async def test_a_long_list_is_cut_off_and_says_so(http, llm, monkeypatch):
+    monkeypatch.setattr(requests, "MAX_LISTED", 2)
+    tasks = [await held(http, llm, request_id=str(number)) for number in range(3)]
+    listed = (await http.get("/v1/requests")).json()
+    assert [one["id"] for one in listed["data"]] == ["cmpl-0", "cmpl-1"]
+    assert listed["has_more"] is True
+    await release(llm, *tasks)
+
+
+async def test_an_engine_that_does_not_answer(http, llm, monkeypatch):
+    task = await held(http, llm, request_id="one")
+    monkeypatch.setattr(requests, "ENGINE_TIMEOUT", 0.0)
+    llm.is_silent = True
+    for path in ("/v1/requests", "/v1/requests/cmpl-one"):
+        response = await http.get(path)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_dead"
+    await release(llm, task)
