@@ -26,8 +26,9 @@ class CompletionOutput:
 
     `logprobs` has one entry for each of `token_ids`, or is None if not asked for. `cumulative_logprob` is
     their sum in nats, known with `logprobs`, `best_of` and beam search. `stop_reason` is the stop string or
-    stop token id that ended it, None for end-of-sequence or any other end. With finish reason "error", `error`
-    says what was wrong, and `error_type` names the class in `quire.errors` that it belongs to, if it does.
+    stop token id that ended it, None for end-of-sequence or any other end. With finish reason "error",
+    `error` says what was wrong, and `error_type` names the class in `quire.errors` that it belongs to, if it
+    does.
     """
 
     index: int

@@ -244,7 +244,9 @@ async def requests_are_explained(llm):
     async with asyncio.timeout(20):
         while (await llm.stats()).num_running < 4 or (await llm.stats()).num_waiting < 2:
             pass
-    states = await llm.explain_all(["running/0", "two", "waits", "search", "unknown"])
+    asked = ["running/0", "two", "waits", "search", "unknown"]
+    assert len(await llm.explain_all(asked * 10)) == 50, "more than are asked for at once"
+    states = await llm.explain_all(asked)
     assert [len(sentences) for sentences in states] == [1, 2, 1, 1, 0]
     assert states[0][0].startswith("running: ")
     assert "needs 1 of 4 slots" in states[2][0]

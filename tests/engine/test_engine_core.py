@@ -60,6 +60,10 @@ class Engine:
         assert all(len(outputs) == 1 for outputs in self.terminal.values())
         return {name: outputs[0].finish_reason for name, outputs in self.terminal.items()}
 
+    def tokens(self, name: str) -> list[int]:
+        outputs = [one for message in self.messages for one in getattr(message, "outputs", ())]
+        return [token for one in outputs if one.request_id == name for token in one.new_token_ids]
+
     def assert_empty(self) -> None:
         stats = self.core.stats()
         assert stats.num_free_blocks == stats.num_blocks
@@ -93,6 +97,36 @@ def test_a_fault_while_computing_ends_the_requests_of_that_step_only(engine, mon
     assert engine.reasons == {"early": "length", "bad": "error", "with it": "error", "later": "length"}
     assert "ZeroDivisionError: no luck" in engine.terminal["bad"][0].error
     assert "Traceback" in caplog.text
+    engine.assert_empty()
+
+
+def test_a_fault_does_not_reach_what_was_planned_before_it_was_known(checkpoint, monkeypatch, caplog):
+    """With a new request in every plan, a failure would else be handed on from step to step."""
+    requests = [request(str(number), length=20 + number) for number in range(8)]
+    undisturbed = Engine(checkpoint)
+    for one in requests:
+        undisturbed.loop.handle(one)
+    undisturbed.run()
+
+    engine = Engine(checkpoint, overlap_steps=True)
+    execute = engine.core.runner.execute
+    at_fault = []
+
+    def faulty(scheduled, grammar=None):
+        if scheduled.step == 3:
+            at_fault.extend(scheduled.request_ids)
+            raise ZeroDivisionError("no luck")
+        return execute(scheduled, grammar)
+
+    monkeypatch.setattr(engine.core.runner, "execute", faulty)
+    for one in requests:
+        engine.loop.handle(one)
+        engine.loop.step()
+    engine.run()
+    assert {name for name, reason in engine.reasons.items() if reason == "error"} == set(at_fault)
+    survivors = set(engine.reasons) - set(at_fault)
+    assert len(survivors) >= 4
+    assert all(engine.tokens(name) == undisturbed.tokens(name) for name in survivors)
     engine.assert_empty()
 
 

@@ -117,7 +117,7 @@ class FakeRunner:
         assert start + count <= known + len(drafts)
         assert not drafts or start + count == known + len(drafts)
         self._write(slot, start, (history + drafts)[start : start + count])
-        if not self.bad_blocks.isdisjoint(self.tables[slot]):
+        if not self.bad_blocks.isdisjoint(self.tables[slot][: -(-(start + count) // self.block_size)]):
             # Computed from garbage: the scheduler has been told, or is being told with this step.
             emitted = [GARBAGE] if start + count >= known else []
             history += emitted

@@ -17,7 +17,7 @@ ACTIONS = {  # by name of the driver's method, how often
     "abort_all": 0.1,
     "break_in_runner": 0.5,
     "pause": 2,
-    "reset": 1,
+    "reset": 2,
     "pass_time": 3,
     "compile": 6,
     "let_connector_misbehave": 5,

@@ -18,6 +18,8 @@ from quire.scheduling import PauseState
 from quire.status import RequestStatus
 from quire.step import DraftTokenIds, SchedulerOutput
 
+IN_TRANSIT = (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.PREEMPTED)  # rare, and worth an abort
+
 
 class Step:
     """A plan in flight; `computed` once the runner has executed it."""
@@ -105,7 +107,9 @@ class MixedDriver:
         self.counts["continued requests"] += bool(request.output_token_ids)
 
     def abort(self, choose: Chooser) -> None:
-        request_id = choose.among(sorted(self.live))
+        names = sorted(self.live)
+        in_transit = [name for name in names if self.live[name].request.status in IN_TRANSIT]
+        request_id = choose.among(in_transit if in_transit and choose.chance(40) else names)
         expected = self.live[request_id]
         was_there = self.scheduler.has_request(request_id)  # else it has ended, and that is still to be told
         status = expected.request.status
@@ -152,6 +156,8 @@ class MixedDriver:
     def plan_step(self, choose: Chooser) -> None:
         """Plan a step; if as many as may be are in flight, they are lost."""
         self.schedule(throttles=choose.chance(10))
+        if choose.chance(10):
+            self.replace_drafts(choose)
         if choose.chance(50):
             self.execute()
 
@@ -182,12 +188,10 @@ class MixedDriver:
 
     def execute(self) -> None:
         """Run the oldest step that has not been; with a grammar only if all before it have been applied."""
-        for number, step in enumerate(self.in_flight):
-            if step.computed is None:
-                break
-        else:
+        step = next((step for step in self.in_flight if step.computed is None), None)
+        if step is None:
             return
-        if number == 0:
+        if step is self.in_flight[0]:
             grammar = self.scheduler.get_grammar_bitmask(step.plan)
         elif any(self.live[name].grammar_kind for name in step.plan.request_ids if name in self.live):
             return

@@ -47,7 +47,7 @@ def draw_config(choose: Chooser) -> SchedulerConfig:
         max_num_batched_tokens=choose.among([1, 3, 7, 16, 64] if splits else [16, 64]),
         max_num_seqs=choose.integer(1, 8),
         dynamic_split_fuse=splits,
-        enable_prefix_caching=choose.chance(80),
+        enable_prefix_caching=choose.chance(65),
         policy=choose.among(["fcfs", "priority", "fair", "longest-prefix"]),
         priority_ageing=choose.among([0.0, 5.0]),
         admission=choose.among(["reserve", "past-future"]),

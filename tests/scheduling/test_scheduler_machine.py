@@ -63,7 +63,7 @@ class MixedMachine(RuleBasedStateMachine):
 
     @rule(
         seed=SEEDS,
-        what=st.sampled_from(["abort", "abort", "pass_time", "break_in_runner", "run_steps", "abort_all"]),
+        what=st.sampled_from(["abort", "abort", "pass_time", "break_in_runner", "run_steps"]),
     )
     def end(self, what, seed):
         self.do(what, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -36,6 +37,9 @@ STEP_TIMEOUT = 60.0
 
 ABORT_TIMEOUT = 1.0
 """Seconds that a shutdown waits for the engine to answer the requests that it aborts."""
+
+EXPLAINED_AT_ONCE = 20
+"""Sequences to ask about between two steps: with a long queue, an answer takes a millisecond or more."""
 
 LONG_TEXT = 20_000
 """Characters from which on a prompt is tokenized in a thread, so that other callers need not wait."""
@@ -168,13 +172,16 @@ class AsyncLLM:
         return (await self.explain_all([request_id]))[0]
 
     async def explain_all(self, request_ids: Sequence[str]) -> list[list[str]]:
-        """Return what `explain` would for each of these requests, at one moment."""
+        """Return what `explain` would for each of these requests; the engine goes on meanwhile."""
         await self.wait_until_ready()
         groups = [self._front.queued_sequence_ids(request_id) for request_id in request_ids]
         asked = [sequence_id for group in groups for sequence_id in group]
-        reply = await self._call(lambda call_id: Explain(call_id, asked))
-        texts = iter(reply.texts)
-        return [list(itertools.islice(texts, len(group))) for group in groups]
+        texts: list[str] = []
+        while len(texts) < len(asked):
+            some = asked[len(texts) : len(texts) + EXPLAINED_AT_ONCE]
+            texts += (await self._call(functools.partial(Explain, sequence_ids=some))).texts
+        sentences = iter(texts)
+        return [list(itertools.islice(sentences, len(group))) for group in groups]
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False, and nothing happens, while any block is in use."""

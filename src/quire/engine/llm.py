@@ -83,8 +83,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts and return their outputs in the same order.
 
-        A request that fails while it runs has finish reason "error". Ctrl-C aborts all of them, and so does
-        any exception; the engine stays usable.
+        A request that fails alone, because its grammar is none or its time is up or while it runs, has finish
+        reason "error" and says why. Ctrl-C aborts all of them, and so does any exception; the engine stays
+        usable.
 
         Args:
             prompts: one prompt or several; each is text, or token ids.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
@@ -89,8 +90,25 @@ class OverlappedStepper(Stepper):
         self._launch()
         does_something = any(_does_something(scheduled) for scheduled, _ in self._in_flight)
         scheduled, future = self._in_flight.popleft()
-        outputs = self._apply(scheduled, future.result())
+        computed = future.result()
+        outputs = self._apply(scheduled, computed)
+        if not computed.is_applied:
+            outputs += self._land_all()
         return outputs, bool(outputs) or does_something
+
+    def _land_all(self) -> list[EngineCoreOutput]:
+        """Apply what was planned before a failure was known: the next plan builds on nothing that failed.
+
+        If it failed too, that may be why: its requests are not at fault, and are computed again.
+        """
+        outputs = []
+        while self._in_flight:
+            scheduled, future = self._in_flight.popleft()
+            computed = future.result()
+            if not computed.is_applied:
+                computed = dataclasses.replace(computed, errors={})
+            outputs += self._apply(scheduled, computed)
+        return outputs
 
     def close(self) -> None:
         """See `Stepper.close`."""

@@ -71,7 +71,11 @@ class EngineCollector(Collector):
             ),
             ("quire_draft_tokens", "Drafts of next tokens that were verified.", stats.num_draft_tokens),
             ("quire_accepted_draft_tokens", "Drafts that were right.", stats.num_accepted_tokens),
-            ("quire_timeouts", "Sequences ended because their time was up.", stats.num_timeouts),
+            (
+                "quire_timeouts",
+                "Requests that the scheduler ended because their time was up.",
+                stats.num_timeouts,
+            ),
             ("quire_loaded_kv_tokens", "Tokens whose KV was loaded, not computed.", stats.num_loaded_tokens),
             ("quire_failed_kv_loads", "Loads of KV that failed, or did not arrive.", stats.num_failed_loads),
         )
