@@ -14,10 +14,10 @@ from quire.cli.main import app
 from quire.config import SchedulerConfig
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.scheduling.recorder import RecordingScheduler
+from quire.scheduling.recording.recorder import RecordingScheduler
 from quire.step import ModelRunnerOutput
 
-sys.path.append(str(Path(__file__).parents[1] / "scheduling"))
+sys.path.append(str(Path(__file__).parents[1] / "scheduling" / "recording"))
 
 from small_scheduler import SmallScheduler
 

@@ -12,7 +12,7 @@ from quire import LLM, SamplingParams
 from quire.engine.input_processor import derived_seed
 from quire.engine.kv_events import KVEventSubscriber
 from quire.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
-from quire.scheduling.replay import replay
+from quire.scheduling.recording.replay import replay
 from quire.status import FinishReason
 from quire.structured_outputs import StructuredOutputsParams
 

@@ -282,7 +282,7 @@ def test_news_after_the_lease_has_ended_changes_nothing():
 
 def test_an_id_is_not_given_away_while_a_peer_reads_under_it():
     scene = sending_scene()
-    with pytest.raises(DuplicateRequestError, match="'a' is in use by a request .* whose KV is still held"):
+    with pytest.raises(DuplicateRequestError, match=r"'a' is in use by a request .* whose KV is still held"):
         scene.add("a", range(5))
     for _ in range(3):
         scene.step()

@@ -86,7 +86,7 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerCo
     size = {"num_blocks": plan.num_blocks, "max_model_len": plan.max_model_len}
     if not config.record_path:
         return scheduler_cls(config.scheduler, context=context, **size)
-    from quire.scheduling.recorder import RecordingScheduler
+    from quire.scheduling.recording.recorder import RecordingScheduler
 
     return RecordingScheduler(
         config.scheduler, context=context, scheduler_cls=scheduler_cls, path=Path(config.record_path), **size

@@ -13,12 +13,12 @@ from quire.config import SchedulerConfig
 from quire.errors import ConfigError
 from quire.kv.connector import KVConnector
 from quire.request import Request
-from quire.scheduling import recording
-from quire.scheduling.compilations import RecordedCompilations
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import PauseState, SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats
-from quire.scheduling.recording import (
+from quire.scheduling.recording import frames
+from quire.scheduling.recording.compilations import RecordedCompilations
+from quire.scheduling.recording.frames import (
     Call,
     Header,
     RecordedRequest,
@@ -26,7 +26,7 @@ from quire.scheduling.recording import (
     StepResult,
     WrittenFrame,
 )
-from quire.scheduling.tape import RecordingTape, taped
+from quire.scheduling.recording.tape import RecordingTape, taped
 from quire.status import RequestStatus
 from quire.step import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -77,7 +77,7 @@ class RecordingScheduler(SchedulerInterface):
             context=taped(context, self._tape, self._compilations),
         )
         header = Header(
-            version=recording.VERSION,
+            version=frames.VERSION,
             scheduler_cls=f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}",
             config=config,
             num_blocks=num_blocks,
@@ -94,7 +94,7 @@ class RecordingScheduler(SchedulerInterface):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """See `SchedulerInterface.schedule`."""
         return self._record(
-            recording.Schedule(throttle_prefills),
+            frames.Schedule(throttle_prefills),
             lambda: self.scheduler.schedule(throttle_prefills),
             lambda plan: StepResult.of(self.scheduler, plan),
         )
@@ -104,15 +104,15 @@ class RecordingScheduler(SchedulerInterface):
     ) -> dict[int, EngineCoreOutputs]:
         """See `SchedulerInterface.update_from_output`."""
         return self._record(
-            recording.UpdateFromOutput(scheduler_output.step, recording.recorded(model_runner_output)),
+            frames.UpdateFromOutput(scheduler_output.step, frames.recorded(model_runner_output)),
             lambda: self.scheduler.update_from_output(scheduler_output, model_runner_output),
-            recording.ended,
+            frames.ended,
         )
 
     def add_request(self, request: Request) -> None:
         """See `SchedulerInterface.add_request`."""
         self._record(
-            recording.AddRequest(RecordedRequest.of(request)), lambda: self.scheduler.add_request(request)
+            frames.AddRequest(RecordedRequest.of(request)), lambda: self.scheduler.add_request(request)
         )
 
     def finish_requests(
@@ -122,7 +122,7 @@ class RecordingScheduler(SchedulerInterface):
         if request_ids is not None:
             request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return self._record(
-            recording.FinishRequests(request_ids, finished_status),
+            frames.FinishRequests(request_ids, finished_status),
             lambda: self.scheduler.finish_requests(request_ids, finished_status),
             lambda ended: [request.request_id for request in ended],
         )
@@ -130,7 +130,7 @@ class RecordingScheduler(SchedulerInterface):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """See `SchedulerInterface.reset_prefix_cache`."""
         return self._record(
-            recording.ResetPrefixCache(reset_running_requests, reset_connector),
+            frames.ResetPrefixCache(reset_running_requests, reset_connector),
             lambda: self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector),
             bool,
         )
@@ -138,20 +138,20 @@ class RecordingScheduler(SchedulerInterface):
     def set_pause_state(self, pause_state: PauseState) -> None:
         """See `SchedulerInterface.set_pause_state`."""
         self._record(
-            recording.SetPauseState(pause_state.name), lambda: self.scheduler.set_pause_state(pause_state)
+            frames.SetPauseState(pause_state.name), lambda: self.scheduler.set_pause_state(pause_state)
         )
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """See `SchedulerInterface.get_grammar_bitmask`."""
         return self._record(
-            recording.GetGrammarBitmask(scheduler_output.step),
+            frames.GetGrammarBitmask(scheduler_output.step),
             lambda: self.scheduler.get_grammar_bitmask(scheduler_output),
         )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """See `SchedulerInterface.update_draft_token_ids`."""
         self._record(
-            recording.UpdateDraftTokenIds(draft_token_ids),
+            frames.UpdateDraftTokenIds(draft_token_ids),
             lambda: self.scheduler.update_draft_token_ids(draft_token_ids),
         )
 
@@ -160,14 +160,14 @@ class RecordingScheduler(SchedulerInterface):
     ) -> None:
         """See `SchedulerInterface.update_draft_token_ids_in_output`."""
         self._record(
-            recording.UpdateDraftsInOutput(draft_token_ids, scheduler_output.step),
+            frames.UpdateDraftsInOutput(draft_token_ids, scheduler_output.step),
             lambda: self.scheduler.update_draft_token_ids_in_output(draft_token_ids, scheduler_output),
             lambda _: StepResult.of(self.scheduler, scheduler_output),
         )
 
     def shutdown(self) -> None:
         """See `SchedulerInterface.shutdown`; closes the file."""
-        self._record(recording.Shutdown(), self.scheduler.shutdown)
+        self._record(frames.Shutdown(), self.scheduler.shutdown)
         self._compilations.shutdown(wait=False, cancel_futures=True)
         if self._writer is not None:
             self._writer.close()
@@ -176,14 +176,14 @@ class RecordingScheduler(SchedulerInterface):
     def _record(self, call: Call, make: Callable[[], T], describe: Callable[[T], object] = _nothing) -> T:
         """Make a call and write it down, with what it was told and what came of it or what it raised."""
         start = self._clock()
-        encoded = self._unless_it_fails(lambda: recording.raw(call))  # before the call can change anything
-        compiled = self._compilations.deliver() if isinstance(call, recording.Schedule) else []
+        encoded = self._unless_it_fails(lambda: frames.raw(call))  # before the call can change anything
+        compiled = self._compilations.deliver() if isinstance(call, frames.Schedule) else []
         self._tape.begin()
-        result: msgspec.Raw | None = recording.NOTHING
+        result: msgspec.Raw | None = frames.NOTHING
         error = ""
         try:
             value = make()
-            result = self._unless_it_fails(lambda: recording.raw(describe(value)))
+            result = self._unless_it_fails(lambda: frames.raw(describe(value)))
             return value
         except Exception as exception:
             error = f"{type(exception).__name__}: {exception}"

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.scheduling.compilations import Compiled, RecordedCompilations, ReplayedCompilations
-from quire.scheduling.tape import Answer, ReplayTape
+from quire.scheduling.recording.compilations import Compiled, RecordedCompilations, ReplayedCompilations
+from quire.scheduling.recording.tape import Answer, ReplayTape
 
 PATIENCE = 10.0
 

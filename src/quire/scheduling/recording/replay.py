@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.scheduling import recording
-from quire.scheduling.compilations import ReplayedCompilations
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
-from quire.scheduling.recording import Frame, Header, Plans, Recording, RecordingError
-from quire.scheduling.tape import DivergedError, ReplayTape, Silence, taped
+from quire.scheduling.recording import frames
+from quire.scheduling.recording.compilations import ReplayedCompilations
+from quire.scheduling.recording.frames import Frame, Header, Plans, Recording, RecordingError
+from quire.scheduling.recording.tape import DivergedError, ReplayTape, Silence, taped
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,9 +98,9 @@ class _Player:
         number, name = report.num_calls, type(call).__struct_config__.tag
         self._tape.insert(frame.answers)
         self._compilations.deliver(frame.compiled)
-        result, error = recording.NOTHING, ""
+        result, error = frames.NOTHING, ""
         try:
-            result = recording.raw(call.apply(self._scheduler, self._plans))
+            result = frames.raw(call.apply(self._scheduler, self._plans))
             self._tape.check_at_end()
         except DivergedError as diverged:
             return Difference(number, self._step, str(name), "questions", *_sides(diverged))
@@ -116,10 +116,10 @@ class _Player:
         return None
 
     def _count(self, frame: Frame, report: ReplayReport) -> None:
-        if isinstance(frame.call, recording.AddRequest):
+        if isinstance(frame.call, frames.AddRequest):
             report.num_requests += not frame.error
-        elif isinstance(frame.call, recording.Schedule) and not frame.error:
-            plan = recording.decode(frame.result, recording.StepResult).plan
+        elif isinstance(frame.call, frames.Schedule) and not frame.error:
+            plan = frames.decode(frame.result, frames.StepResult).plan
             self._step = plan.step
             report.num_steps += 1
             report.num_tokens += plan.total_num_scheduled_tokens
@@ -131,7 +131,7 @@ def first_difference(recorded: object, replayed: object, where: str = "result") 
     left, right = _parts(recorded), _parts(replayed)
     if left and left.keys() == right.keys():
         for key in left:
-            if recording.encode(left[key]) != recording.encode(right[key]):
+            if frames.encode(left[key]) != frames.encode(right[key]):
                 return first_difference(left[key], right[key], f"{where}{key}")
     return where, _shortened(_plain(recorded)), _shortened(_plain(replayed))
 
@@ -158,8 +158,8 @@ def _plain(value: object) -> object:
 
 def _result(frame: Frame, result: msgspec.Raw) -> Any:
     """Return a call's result with its types, as far as it has any."""
-    is_step = isinstance(frame.call, (recording.Schedule, recording.UpdateDraftsInOutput))
-    return recording.decode(result, recording.StepResult) if is_step else msgspec.msgpack.decode(result)
+    is_step = isinstance(frame.call, (frames.Schedule, frames.UpdateDraftsInOutput))
+    return frames.decode(result, frames.StepResult) if is_step else msgspec.msgpack.decode(result)
 
 
 def _shortened(value: Any, limit: int = 200) -> str:

@@ -12,10 +12,10 @@ from recorded_runs import random_context, run
 from small_scheduler import SmallScheduler
 
 from quire.config import SchedulerConfig
-from quire.scheduling import recording
-from quire.scheduling.perfetto import REQUESTS, SLOTS, STEPS, write_trace
-from quire.scheduling.recorder import RecordingScheduler
-from quire.scheduling.recording import Recording
+from quire.scheduling.recording import frames as recording
+from quire.scheduling.recording.frames import Recording
+from quire.scheduling.recording.perfetto import REQUESTS, SLOTS, STEPS, write_trace
+from quire.scheduling.recording.recorder import RecordingScheduler
 
 TOLERANCE = 1e-6  # microseconds
 

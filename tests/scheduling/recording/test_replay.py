@@ -21,11 +21,11 @@ from quire.config import SchedulerConfig
 from quire.errors import ConfigError
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.scheduling import recording
 from quire.scheduling.context import SchedulerContext
-from quire.scheduling.recorder import RecordingScheduler
-from quire.scheduling.recording import Recording, RecordingError
-from quire.scheduling.replay import replay
+from quire.scheduling.recording import frames as recording
+from quire.scheduling.recording.frames import Recording, RecordingError
+from quire.scheduling.recording.recorder import RecordingScheduler
+from quire.scheduling.recording.replay import replay
 from quire.scheduling.scheduler import Scheduler
 from quire.step import NO_TOKEN, ModelRunnerOutput
 
@@ -112,7 +112,7 @@ def test_it_is_repeated_in_another_process(tmp_path, scheduler_cls):
     recorded = tmp_path / "run"
     record(recorded, seed=2, num_steps=120, scheduler_cls=scheduler_cls)
     code = (
-        "import sys; from pathlib import Path; from quire.scheduling.replay import replay;"
+        "import sys; from pathlib import Path; from quire.scheduling.recording.replay import replay;"
         "report = replay(Path(sys.argv[1]));"
         "print(report.difference, report.num_steps, 'torch' in sys.modules)"
     )

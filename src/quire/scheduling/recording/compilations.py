@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequestError
-from quire.scheduling.tape import ReplayTape, silent_grammar
+from quire.scheduling.recording.tape import ReplayTape, silent_grammar
 
 NUM_THREADS = 2
 

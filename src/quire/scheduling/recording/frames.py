@@ -18,10 +18,10 @@ from quire.config import SchedulerConfig
 from quire.errors import QuireError
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.scheduling.compilations import Compiled
 from quire.scheduling.interface import PauseState, SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutputs
-from quire.scheduling.tape import Answer
+from quire.scheduling.recording.compilations import Compiled
+from quire.scheduling.recording.tape import Answer
 from quire.status import RequestStatus
 from quire.step import DraftTokenIds, ModelRunnerOutput, PositionLogprobs, SchedulerOutput
 

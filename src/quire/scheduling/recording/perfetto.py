@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.scheduling import recording
-from quire.scheduling.recording import Frame, Recording, StepResult
+from quire.scheduling.recording import frames
+from quire.scheduling.recording.frames import Frame, Recording, StepResult
 from quire.step import SchedulerOutput
 
 Event = dict[str, Any]
@@ -41,11 +41,11 @@ def write_trace(source: Recording, path: Path) -> int:
     return count
 
 
-def trace_events(frames: Iterable[Frame]) -> Iterator[Event]:
+def trace_events(recorded: Iterable[Frame]) -> Iterator[Event]:
     """Yield the events of a trace, not in the order of their times."""
     tracer = _Tracer()
     yield from tracer.names()
-    for frame in frames:
+    for frame in recorded:
         tracer.take(frame)
         yield from tracer.drain()
     tracer.finish()
@@ -108,19 +108,19 @@ class _Tracer:
         match call:
             case _ if frame.error:
                 pass
-            case recording.AddRequest():
+            case frames.AddRequest():
                 self._begin_request(call.request, start)
-            case recording.Schedule():
-                self._trace_plan(recording.decode(frame.result, StepResult), start)
-            case recording.UpdateDraftsInOutput():
-                result = recording.decode(frame.result, StepResult)
+            case frames.Schedule():
+                self._trace_plan(frames.decode(frame.result, StepResult), start)
+            case frames.UpdateDraftsInOutput():
+                result = frames.decode(frame.result, StepResult)
                 self._plans[result.plan.step] = (result.plan, self._now)
-            case recording.UpdateFromOutput():
+            case frames.UpdateFromOutput():
                 self._trace_step(call, start)
-                for request_id, reason in recording.decode(frame.result, list[tuple[str, str]]):
+                for request_id, reason in frames.decode(frame.result, list[tuple[str, str]]):
                     self._end_request(request_id, reason)
-            case recording.FinishRequests():
-                for request_id in recording.decode(frame.result, list[str]):
+            case frames.FinishRequests():
+                for request_id in frames.decode(frame.result, list[str]):
                     self._end_request(request_id, call.status.name)
 
     def finish(self) -> None:
@@ -134,7 +134,7 @@ class _Tracer:
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    def _begin_request(self, request: recording.RecordedRequest, start: float) -> None:
+    def _begin_request(self, request: frames.RecordedRequest, start: float) -> None:
         trace = _RequestTrace(len(request.prompt_token_ids))
         self._requests[request.request_id] = trace
         arguments = {"prompt_tokens": trace.num_prompt_tokens, "priority": request.priority}
@@ -183,7 +183,7 @@ class _Tracer:
     def _trace_plan(self, result: StepResult, start: float) -> None:
         plan = result.plan
         self._plans[plan.step] = (plan, self._now)
-        if len(self._plans) > recording.MAX_PLANS:
+        if len(self._plans) > frames.MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         for request_id in plan.preempted_req_ids:
             self._enter(request_id, "preempted")
@@ -197,7 +197,7 @@ class _Tracer:
         self._count("free blocks", {"blocks": result.num_free_blocks})
         self._count("tokens per step", {"tokens": num_tokens})
 
-    def _trace_step(self, call: recording.UpdateFromOutput, start: float) -> None:
+    def _trace_step(self, call: frames.UpdateFromOutput, start: float) -> None:
         """Trace a step that has been computed: the runner was at it since it was planned, or free."""
         self._slice(SCHEDULER_TRACK, "update", start, self._now, {"step": call.step})
         transfers = call.output.kv_connector_output
