@@ -250,7 +250,7 @@ async def requests_are_explained(llm):
     assert [len(sentences) for sentences in states] == [1, 2, 1, 1, 0]
     assert states[0][0].startswith("running: ")
     assert "needs 1 of 4 slots" in states[2][0]
-    assert "1 requests go first" in states[3][0]
+    assert "a request goes first" in states[3][0]
     assert (await llm.explain("waits"))[0].startswith("waiting for ")
     for stream in streams:
         await stream.aclose()

@@ -36,7 +36,8 @@ class LeaseMachine(RuleBasedStateMachine):
     def renew(self, lease_id, deadline):
         assert self.table.renew(lease_id, deadline) == (lease_id in self.naive)
         if lease_id in self.naive:
-            self.naive[lease_id] = (*self.naive[lease_id][:2], deadline)
+            *rest, before = self.naive[lease_id]
+            self.naive[lease_id] = (*rest, max(before, deadline))
 
     @rule(lease_id=ids)
     def release(self, lease_id):

@@ -25,7 +25,7 @@ def check_plan(driver: MixedDriver, plan: SchedulerOutput, throttles: bool) -> N
     assert len(set(plan.request_ids)) == len(plan.request_ids)
     assert (plan.num_tokens > 0).all()
     for request_id in plan.request_ids:
-        expected = driver.live[request_id.split("/")[0]]
+        expected = driver.live[request_id.split("\0")[0]]
         assert expected.request.status is RequestStatus.RUNNING
     admitted = [one.request_id for one in (*plan.scheduled_new_reqs, *plan.scheduled_cached_reqs.resumed)]
     admitted = [name for name in admitted if "/" not in name]

@@ -133,7 +133,7 @@ class MixedDriver:
         expected = self.live[request_id]
         names = [request_id]
         if expected.is_beam_search:
-            names.append(f"{request_id}/beam-{choose.integer(1, 2)}")
+            names.append(f"{request_id}\0beam-{choose.integer(1, 2)}")
         self.world.runner.fail.add(choose.among(names))
         expected.may_break = True
         self.counts["runner errors armed"] += 1
@@ -144,7 +144,7 @@ class MixedDriver:
         self.counts["finished"] += 1
         for name in expected.outputs:
             self.owner.pop(name, None)
-        self.world.runner.fail -= {request_id, f"{request_id}/beam-1", f"{request_id}/beam-2"}
+        self.world.runner.fail -= {request_id, f"{request_id}\0beam-1", f"{request_id}\0beam-2"}
         self.ended_ids = [*self.ended_ids[-5:], request_id]
 
     # -- steps ---------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class MixedDriver:
 
     def _note_runs(self, plan: SchedulerOutput) -> None:
         for request_id in plan.request_ids:
-            name = request_id.split("/")[0]
+            name = request_id.split("\0")[0]
             self.live[name].has_run = True
 
     def execute(self) -> None:

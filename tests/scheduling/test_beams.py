@@ -139,14 +139,15 @@ def test_an_abort_with_a_step_in_flight_leaves_nothing(num_steps):
     scene.check_naive("next")
 
 
-@pytest.mark.parametrize("sick", [{"b"}, {"b/beam-1"}, {"b", "b/beam-1", "b/beam-2"}])
+@pytest.mark.parametrize("sick", [slice(0, 1), slice(1, 2), slice(0, 3)], ids=["first", "other", "all"])
 def test_a_fault_in_one_beam_ends_the_search_with_the_reason(sick):
     scene = Scene(num_blocks=40)
     add_search(scene)
     scene.add("well", range(5), max_tokens=6)
     scene.step()
     scene.step()
-    scene.runner.fail |= sick
+    beams = sorted(name for name in scene.runner.slot_of if name != "well")
+    scene.runner.fail |= set(beams[sick])
     scene.finish()
     assert scene.errors == {"b": "broken", "b:1": "broken", "b:2": "broken", "well": None}
     scene.check_naive("well")
@@ -194,6 +195,22 @@ def test_searches_beside_each_other_find_what_each_finds_alone(num_blocks):
         names = (f"b{number}", f"c{number}", f"d{number}")
         assert found(scene, 3, names) == naive_beam_search(prompt, width=3, n=3, max_tokens=8)
     scene.check_naive("plain")
+
+
+@pytest.mark.parametrize("num_blocks", range(11, 18))
+def test_copies_for_a_search_that_is_preempted_in_the_same_step_are_not_made(num_blocks):
+    scene = Scene(num_blocks=num_blocks, max_num_seqs=8, enable_prefix_caching=False, policy="priority")
+    idle, urgent = ("i0", "i1", "i2"), ("u0", "u1", "u2")
+    add_search(scene, names=idle, priority=9)
+    scene.step()
+    add_search(scene, names=urgent, prompt=list(range(7)))
+    while scene.scheduler.has_requests():
+        plan = scene.plan()
+        targets = plan.block_copies[:, 1].tolist()
+        assert len(set(targets)) == len(targets), "two copies to one block"
+        scene.apply(plan)
+    assert found(scene, 3, idle) == naive_beam_search(PROMPT, width=3, n=3, max_tokens=8)
+    assert found(scene, 3, urgent) == naive_beam_search(list(range(7)), width=3, n=3, max_tokens=8)
 
 
 def test_what_a_search_leaves_in_the_prefix_cache_is_right():

@@ -51,7 +51,7 @@ def test_others_say_who_goes_first_and_what_that_one_lacks():
     scene.add("third", range(4))
     scene.add("a", range(4))
     assert explanation(scene) == (
-        "waiting for 0.0 s: 2 requests go first; the next is 'second': needs 1 of 1 slots (max_num_seqs), "
+        "waiting for 0.0 s: as things stand, 2 requests go first; the next needs 1 of 1 slots (max_num_seqs), "
         "0 free"
     )
 
@@ -101,11 +101,11 @@ def test_a_load_says_how_much_and_until_when():
     assert ", 2 held by loads from elsewhere, " in explanation(scene, "b")
 
 
-def test_a_sibling_names_its_leader():
+def test_a_sibling_waits_for_the_first():
     scene = Scene()
     scene.add("leader", range(4))
     scene.add("a", range(4), shares_prompt_with="leader")
-    assert explanation(scene) == "waiting: request 'leader' computes the prompt that both share"
+    assert explanation(scene) == "waiting: the first of its siblings computes the prompt that they share"
 
 
 def test_leases_and_pins_say_until_when():

@@ -10,6 +10,7 @@ from scene import CLASSES, GatedGrammars, Scene, allowed_by_class
 
 from quire.kv.memory_connector import MemoryConnector
 from quire.status import FinishReason, RequestStatus
+from quire.step import DraftTokenIds
 
 
 def overlapped(**settings) -> Scene:
@@ -124,6 +125,20 @@ def test_drafts_follow_tokens_that_are_known(accuracy):
     assert stats.num_draft_tokens > 0
     if accuracy == 1.0:
         assert stats.num_accepted_tokens == stats.num_draft_tokens
+
+
+def test_drafts_for_a_place_that_a_step_in_flight_computes_are_passed_over():
+    scene = overlapped(num_blocks=40)
+    scene.add("a", range(8), max_tokens=12)
+    in_flight = [scene.plan()]
+    for _ in range(8):
+        in_flight.append(scene.plan())
+        assert not in_flight[-1].draft_token_ids.size
+        scene.apply(in_flight.pop(0))
+        scene.scheduler.update_draft_token_ids(DraftTokenIds(["a"], [[1, 2, 3]]))
+    scene.apply(in_flight.pop())
+    scene.finish_overlapped()
+    scene.check_naive()
 
 
 def test_drafts_that_begin_and_end_with_the_load():

@@ -17,13 +17,14 @@ from quire.cli.options import config_options
 from quire.cli.progress import LoadingBar
 from quire.cli.prompts import STDIN, Prompt, read_prompts
 from quire.config import EngineConfig
-from quire.errors import EngineDeadError, InvalidRequestError, QuireError
+from quire.errors import EngineDeadError, InvalidRequestError, QueueFullError, QuireError
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
+LONGEST_WAIT = 1.0  # seconds before a prompt that found the engine's queue full is sent again
 SUBMITTED_PER_RUNNING = 2  # requests handed to the engine for each that can run: enough to keep it busy
 
 
@@ -142,7 +143,12 @@ async def _answer_each(
     async def answer(index: int) -> str | None:
         nonlocal done, tokens
         async with gate:
-            num_tokens, error = await _answer_one(send(llm, prompts[index]), index, answers)
+            while True:
+                try:
+                    num_tokens, error = await _answer_one(send(llm, prompts[index]), index, answers)
+                    break
+                except QueueFullError as full:  # the prompts before this one fill it
+                    await asyncio.sleep(min(full.retry_after, LONGEST_WAIT))
         done += 1
         tokens += num_tokens
         on_answered(done, tokens)
@@ -162,7 +168,7 @@ async def _answer_one(
             answers.update(index, output)
             num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
             error = next((completion.error for completion in output.outputs if completion.error), error)
-    except EngineDeadError:
+    except (EngineDeadError, QueueFullError):
         raise
     except QuireError as failure:
         error = in_flags(str(failure))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -67,6 +69,7 @@ def _root(
 
 def run() -> None:
     """Run the command line; the entry point of the `quire` script."""
+    sys.path.append(os.getcwd())  # so that a dotted name finds a module of the user's, as with `python -m`
     app(prog_name="quire")
 
 

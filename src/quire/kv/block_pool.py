@@ -226,8 +226,12 @@ class BlockPool:
             self._events.cleared()
 
     def forget_content(self, block_ids: IntArray) -> None:
-        """Make what blocks in use hold unfindable: it has turned out not to be valid."""
-        self._forget(block_ids[self._is_cached[block_ids]])
+        """Make what blocks hold unfindable: it has turned out not to be valid."""
+        cached = block_ids[self._is_cached[block_ids]]
+        idle = cached[self._counts[cached] == 0]
+        self._idle.take(idle)
+        self._forget(cached)
+        self._blank = np.concatenate((self._blank, idle))
 
     def check(self, held: Iterable[int]) -> None:
         """Check invariants 1 and 2 against `held`: every block id of every table, with repetition.

@@ -68,13 +68,14 @@ class LeaseTable:
         self._note_deadline(deadline, lease_id)
 
     def renew(self, lease_id: str, deadline: float) -> bool:
-        """Move a lease's deadline; False if it is not held, because it expired or was released."""
+        """Put a lease's deadline off; False if it is not held, because it expired or was released.
+
+        A deadline that is earlier than the present one changes nothing.
+        """
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
-        if deadline < lease.deadline:
-            self._note_deadline(deadline, lease_id)
-        lease.deadline = deadline
+        lease.deadline = max(lease.deadline, deadline)
         return True
 
     def release(self, lease_id: str) -> tuple[int, ...]:

@@ -107,11 +107,18 @@ class KVCacheManager:
         copy_from = int(self._tables[slot, num_shared]) if num_copied else None
         return Prefix(self._tables[slot, :num_shared].copy(), num_tokens, copy_from)
 
-    def last_full_block(self, request_id: str, num_tokens: int) -> bytes:
-        """Return the digest of the last full block of a request's first tokens, b"" if there is none."""
+    def find_full_blocks(self, request_id: str, token_ids: IntArray) -> tuple[IntArray, bytes]:
+        """Return the cached full blocks at the start of a request's tokens, and the last one's digest.
+
+        Unlike `find_prefix`, this includes the block of the last token.
+        """
         chain = self._chains.get(request_id)
-        num_full = num_tokens // self.block_size
-        return chain[num_full] if chain is not None and num_full else b""
+        if chain is None:
+            return NO_BLOCKS, b""
+        num_full = len(token_ids) // self.block_size
+        tokens = token_ids[: num_full * self.block_size].reshape(-1, self.block_size)
+        block_ids = self.pool.find(chain, tokens)
+        return block_ids, chain[len(block_ids)]
 
     def rows_with_new_full_blocks(self, slots: IntArray, num_computed: IntArray) -> IntArray:
         """Return the positions in `slots` that hold computed full blocks which cannot be found yet."""

@@ -48,11 +48,22 @@ class AdmissionPhase:
         """Admit what fits into the rest of the budget, unless the plan admits nobody."""
         if plan.throttles_prefills or plan.admits_nobody or not len(self._state.waiting.queue):
             return
-        queue = self._state.waiting.queue
-        memory = self._memory_view()
         passed_over: list[Request] = []
         admitted: list[_Admitted] = []
+        try:
+            self._admit_in_order(plan, admitted, passed_over)
+        finally:  # also if a policy or a connector fails, what was promised is kept
+            for request in passed_over:
+                self._state.waiting.queue.push(request)
+            self._carry_out(plan, admitted)
+
+    def _admit_in_order(self, plan: Plan, admitted: list[_Admitted], passed_over: list[Request]) -> None:
+        """Admit from the head of the queue until one does not fit."""
+        queue = self._state.waiting.queue
+        memory = self._memory_view()
         while plan.budget > 0 and (request := queue.head()) is not None:
+            if not self._has_slots(request):
+                break
             prefix = self._find_prefix(request)
             num_external, is_async = self._ask_connector(request, prefix)
             if num_external is None:
@@ -61,7 +72,7 @@ class AdmissionPhase:
                 continue
             num_computed = prefix.num_tokens + num_external
             chunk = self._step_mix.first_chunk(request.num_tokens - num_computed, plan.budget)
-            if not (chunk and self._has_slots(request)):
+            if not chunk:
                 break
             if not self._fits(request, prefix, num_computed + (0 if is_async else chunk), memory):
                 if self._ends_because_it_cannot_wait(request):
@@ -73,9 +84,6 @@ class AdmissionPhase:
             else:
                 admitted.append(self._admit(request, prefix, num_external, chunk))
                 plan.budget -= chunk
-        for request in passed_over:
-            queue.push(request)
-        self._carry_out(plan, admitted)
 
     # -- what is there already -----------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ def explain(state: SchedulerState, request_id: str, pause_state: PauseState) -> 
         return _explain_loading(state, request_id)
     leader_id = state.waiting.leader_of(request_id)
     if leader_id is not None:
-        return f"waiting: request {leader_id!r} computes the prompt that both share"
+        return "waiting: the first of its siblings computes the prompt that they share"
     return f"waiting{_since(state, request)}: {_what_keeps(state, request, pause_state)}"
 
 
@@ -59,7 +59,10 @@ def _what_keeps(state: SchedulerState, request: Request, pause_state: PauseState
     head = state.waiting.queue.head()
     if head is not None and head is not request:
         num_before = sum(state.order.key(other) < state.order.key(request) for other in state.waiting.queue)
-        return f"{num_before} requests go first; the next is {head.request_id!r}: {_needs(state, head)}"
+        goes = "goes" if num_before == 1 else "go"
+        return (
+            f"as things stand, {_count(num_before, 'request')} {goes} first; the next {_needs(state, head)}"
+        )
     return _needs(state, request)
 
 

@@ -55,7 +55,7 @@ class LandingPhase:
         """Apply one step and return its outputs by client. Requests that ended meanwhile are passed over."""
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
-            self._transfers.take(computed.kv_connector_output)
+            self._transfers.take(computed.kv_connector_output, scheduler_output.slots)
         self._beams.fail(computed.errors)
         landed = self._settle(scheduler_output, computed)
         self._append(landed)
@@ -102,22 +102,13 @@ class LandingPhase:
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> None:
         if not computed.is_applied:
-            self._state.finished_req_ids += scheduler_output.finished_req_ids
-            self._state.preempted_req_ids += scheduler_output.preempted_req_ids
-            self._state.call_off_again(scheduler_output.step)
-            self._preempt_survivors(scheduler_output, computed)
+            self._state.void(scheduler_output, at_fault=computed.errors)
             return
         running = self._state.running
         for new in scheduler_output.scheduled_new_reqs:
             # By slot, because its id may be another request's by now. One that was preempted is sent anew.
             if running.occupied[new.slot]:
                 running.request_at(new.slot).is_known_to_runner = True
-
-    def _preempt_survivors(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> None:
-        """Have those requests computed again that were in a step that failed through no fault of theirs."""
-        rows = [row for row, name in enumerate(scheduler_output.request_ids) if name not in computed.errors]
-        for slot in scheduler_output.slots[rows].tolist():
-            self._state.preempt_if_running(slot)
 
     def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _Landed:
         """Bring the counts of the rows whose requests still run in line with what was computed."""

@@ -105,11 +105,7 @@ class Scheduler(SchedulerInterface):
         lost = list(state.in_flight)
         state.in_flight.clear()
         for step in lost:
-            state.finished_req_ids += step.finished_req_ids
-            state.preempted_req_ids += step.preempted_req_ids
-            for slot in step.slots[state.running.occupied[step.slots]].tolist():
-                state.preempt_if_running(slot)
-        state.call_off_again(lost[-1].step)
+            state.void(step)
         state.lift_fences(lost[-1].step)
 
     def _end_overdue(self) -> None:
@@ -120,10 +116,15 @@ class Scheduler(SchedulerInterface):
             if request is None:
                 continue
             waited = state.now - request.arrival_time
-            what, knob = (
-                ("started", "queue_timeout") if kind == "queue" else ("ended", "timeout (or request_timeout)")
+            what, own, default = (
+                ("started", "queue_timeout", "SchedulerConfig.queue_timeout")
+                if kind == "queue"
+                else ("ended", "timeout", "SchedulerConfig.request_timeout")
             )
-            error = f"the request had not {what} after {waited:.1f} s; raise its {knob}"
+            error = (
+                f"the request had not {what} after {waited:.1f} s; raise its {own} if it has one of its own, "
+                f"or {default}"
+            )
             state.stats.num_timeouts += 1
             state.fail(request, error, RequestTimeoutError.__name__)
 
@@ -311,9 +312,11 @@ class Scheduler(SchedulerInterface):
                 state.preempt_if_running(slot)
         elif len(state.running) or len(state.waiting.loads) or state.num_blocks_in_transfer:
             return False
+        if connector is not None and reset_connector and not connector.reset():
+            return False
         state.break_pins()
         state.pool.forget_contents()
-        return connector is None or not reset_connector or connector.reset()
+        return True
 
     @property
     def pause_state(self) -> PauseState:

@@ -6,8 +6,9 @@ The phases of a step (`running`, `admission`, `landing`, `beams`, `transfers`) w
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from quire.scheduling.slots import RunningSlots, token_limit
 from quire.scheduling.waiting_room import WaitingRoom
 from quire.status import FinishReason, RequestStatus
 from quire.step import IntArray, SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerState:
@@ -112,8 +115,8 @@ class SchedulerState:
         params = request.sampling_params
         num_output = token_limit(request, self.max_model_len) - request.num_prompt_tokens
         search = BeamSearch(params, eos_token_ids=request.eos_token_ids, max_tokens=num_output)
-        others = [
-            Request(f"{request.request_id}/beam-{place}", request.prompt_array, params)
+        others = [  # NUL: no client's request has such an id
+            Request(f"{request.request_id}\0beam-{place}", request.prompt_array, params)
             for place in range(1, params.beam_width)
         ]
         group = BeamGroup(request, search, [slot])
@@ -159,13 +162,17 @@ class SchedulerState:
         request = self.running.request_at(slot)
         self.running.is_silent[slot] = False
         self.waiting.release_followers(request.request_id)
-        digest = self.kv.last_full_block(request.request_id, request.num_prompt_tokens)
-        if not (request.pin_prefix and digest):
+        if request.pin_prefix:
+            self._pin(request)
+
+    def _pin(self, request: Request) -> None:
+        """Hold what can be found of a request's prompt; pins of the same blocks are one, to the later end."""
+        block_ids, digest = self.kv.find_full_blocks(request.request_id, request.prompt_array)
+        if not len(block_ids):
             return
         lease_id = f"pin {digest.hex()}"
         deadline = self.now + request.pin_prefix
         if not self.leases.renew(lease_id, deadline):
-            block_ids = self.kv.table(slot)[: request.num_prompt_tokens // self.kv.block_size]
             self.pool.acquire(block_ids)
             self.leases.grant(lease_id, LeaseKind.PIN, block_ids.tolist(), deadline)
 
@@ -244,7 +251,11 @@ class SchedulerState:
             self.running.update_request(slot)
         held = self._held_blocks(request.request_id, slot)
         block_ids: list[int] = held.tolist()
-        delay_free, params = self.context.connector.request_finished(request, block_ids)
+        try:
+            delay_free, params = self.context.connector.request_finished(request, block_ids)
+        except Exception:  # the client's answer must not depend on it
+            logger.exception("the KV connector failed at the end of request %r", request.request_id)
+            return
         request.kv_transfer_params = params
         if delay_free and block_ids:
             self.pool.acquire(held)
@@ -291,7 +302,25 @@ class SchedulerState:
         while self._fenced_blocks and self._fenced_blocks[0][0] <= step:
             self.pool.release(self._fenced_blocks.popleft()[2])
 
-    def call_off_again(self, step: int) -> None:
+    def void(self, step: SchedulerOutput, at_fault: Container[str] = ()) -> None:
+        """Take back a step that the runner may not have taken note of.
+
+        Its requests are computed again, except those `at_fault`; and its news is told again, as far as no
+        later step has made it untrue.
+        """
+        is_innocent = [request_id not in at_fault for request_id in step.request_ids]
+        # A search may have been placed in a step that had no tokens left for its beams.
+        for slot in (*step.slots[is_innocent].tolist(), *step.chosen_tokens.slots.tolist()):
+            self.preempt_if_running(slot)
+        has_left = self._has_no_slot
+        self.finished_req_ids += filter(has_left, step.finished_req_ids)
+        self.preempted_req_ids += filter(has_left, step.preempted_req_ids)
+        self._call_off_again(step.step)
+
+    def _has_no_slot(self, request_id: str) -> bool:
+        return self.running.slot_of(request_id) is None
+
+    def _call_off_again(self, step: int) -> None:
         """Call off once more what steps up to `step` did: the runner may not have seen them."""
         for index, (called_off_in, request_id, block_ids) in enumerate(self._fenced_blocks):
             if called_off_in <= step:
@@ -324,5 +353,6 @@ class SchedulerState:
     def _is_computing_prompt(self, request_id: str) -> bool:
         slot = self.running.slot_of(request_id)
         if slot is None:
-            return request_id in self.waiting
+            leader = self.waiting.get(request_id)
+            return leader is not None and not leader.output_token_ids
         return bool(self.running.is_silent[slot])

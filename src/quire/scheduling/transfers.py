@@ -8,7 +8,7 @@ from quire.request import Request
 from quire.scheduling.remote_loads import RemoteLoad
 from quire.scheduling.state import SchedulerState
 from quire.status import RequestStatus
-from quire.step import KVConnectorOutput
+from quire.step import IntArray, KVConnectorOutput
 
 
 class TransferPhase:
@@ -17,10 +17,10 @@ class TransferPhase:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
-    def take(self, output: KVConnectorOutput) -> None:
-        """Apply what the connector's worker side has reported with a step."""
+    def take(self, output: KVConnectorOutput, slots: IntArray) -> None:
+        """Apply what the connector's worker side has reported with a step that computed `slots`."""
         if output.failed_block_ids:
-            self._fail_blocks(output.failed_block_ids)
+            self._fail_blocks(output.failed_block_ids, slots)
         for request_id in sorted(output.finished_receiving):
             load = self._state.waiting.loads.get(request_id)
             if load is not None and not load.has_arrived:
@@ -63,18 +63,23 @@ class TransferPhase:
         else:
             self._queue(request)
 
-    def _fail_blocks(self, block_ids: frozenset[int]) -> None:
-        """Void everything that was computed from blocks whose content has turned out not to be valid."""
+    def _fail_blocks(self, block_ids: frozenset[int], slots: IntArray) -> None:
+        """Void everything that was computed from blocks whose content has turned out not to be valid.
+
+        Only what was in the step counts: others may have been given the blocks since.
+        """
         state = self._state
         for load in state.waiting.loads.on_their_way():
             load.failed_block_ids |= block_ids
         state.pool.forget_content(np.array(sorted(block_ids), dtype=np.int32))
-        for slot in state.kv.slots_holding(block_ids, state.running.in_order()):
-            request = state.running.request_at(slot)
-            if self._fails(request, "could not be loaded"):
-                continue
-            request.kv_load_failed = True
-            state.preempt(slot)
+        for slot in state.kv.slots_holding(block_ids, slots[state.running.occupied[slots]]):
+            if not state.running.occupied[slot]:
+                continue  # a beam of a search that has ended with another of its beams
+            group = state.beams.at(slot)
+            request = state.running.request_at(slot) if group is None else group.request
+            if not self._fails(request, "could not be loaded"):
+                request.kv_load_failed = True
+                state.preempt_if_running(slot)
 
     def _go_on_without(self, request: Request, what_happened: str) -> None:
         if not self._fails(request, what_happened):

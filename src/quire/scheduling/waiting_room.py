@@ -32,7 +32,7 @@ class WaitingRoom:
         self._compiling: dict[str, Request] = {}
         self._followers: dict[str, dict[str, Request]] = {}  # by the request whose prompt they share
         self._leader_of: dict[str, str] = {}
-        self._num_followers_tokens = 0
+        self._num_tokens_beside = 0  # of requests that compile or follow
 
     def __len__(self) -> int:
         return len(self.queue) + len(self._compiling) + len(self._leader_of) + len(self.loads.on_their_way())
@@ -53,8 +53,7 @@ class WaitingRoom:
     @property
     def num_tokens(self) -> int:
         """Tokens of all requests that wait, those whose KV is being loaded excepted."""
-        compiling = sum(request.num_tokens for request in self._compiling.values())
-        return self.queue.num_tokens + compiling + self._num_followers_tokens
+        return self.queue.num_tokens + self._num_tokens_beside
 
     def get(self, request_id: str) -> Request | None:
         """Return the waiting request with this id, or None."""
@@ -77,12 +76,14 @@ class WaitingRoom:
             self._grammars.start(request)
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             self._compiling[request.request_id] = request
+            self._num_tokens_beside += request.num_tokens
 
     def take_compiled(self) -> list[tuple[Request, str]]:
         """Queue the requests whose grammar is ready; return those whose grammar is none, with the error."""
         faulty = []
         for request_id, error in self._grammars.take_compiled():
             request = self._compiling.pop(request_id)
+            self._num_tokens_beside -= request.num_tokens
             if error is None:
                 request.status = RequestStatus.WAITING
                 self._line_up(request)
@@ -94,18 +95,20 @@ class WaitingRoom:
         """Queue the requests that waited for a prompt: it is computed, or will not be."""
         for request in self._followers.pop(leader_id, {}).values():
             del self._leader_of[request.request_id]
-            self._num_followers_tokens -= request.num_tokens
+            self._num_tokens_beside -= request.num_tokens
             self.queue.push(request)
 
     def remove(self, request_id: str) -> None:
         """Forget a request that waits anywhere; its load, if it has one, is the caller's to end."""
         if request_id in self.queue:
             self.queue.remove(request_id)
-        self._compiling.pop(request_id, None)
+        compiling = self._compiling.pop(request_id, None)
+        if compiling is not None:
+            self._num_tokens_beside -= compiling.num_tokens
         leader_id = self._leader_of.pop(request_id, None)
         if leader_id is not None:
             group = self._followers[leader_id]
-            self._num_followers_tokens -= group.pop(request_id).num_tokens
+            self._num_tokens_beside -= group.pop(request_id).num_tokens
             if not group:
                 del self._followers[leader_id]
 
@@ -120,4 +123,4 @@ class WaitingRoom:
             return
         self._followers.setdefault(leader_id, {})[request.request_id] = request
         self._leader_of[request.request_id] = leader_id
-        self._num_followers_tokens += request.num_tokens
+        self._num_tokens_beside += request.num_tokens
