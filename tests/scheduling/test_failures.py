@@ -1,0 +1,110 @@
+"""What raises or fails may not lose a request, a block or a promise: policies, connectors, steps."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import naive_generation
+from scene import Scene
+
+from quire.kv.memory_connector import MemoryConnector
+from quire.status import FinishReason, RequestStatus
+
+
+class Failing(MemoryConnector):
+    """Knows nothing of `unsure`, and raises where it is told to."""
+
+    raises_for: str = ""
+    raises_at_end_of: str = ""
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if request.request_id == self.raises_for:
+            raise RuntimeError("the network is gone")
+        if request.request_id == "unsure":
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def request_finished(self, request, block_ids):
+        if request.request_id == self.raises_at_end_of:
+            raise RuntimeError("the network is gone")
+        return super().request_finished(request, block_ids)
+
+
+def test_a_connector_that_raises_while_requests_start_loses_neither_requests_nor_blocks():
+    connector = Failing(4)
+    scene = Scene(connector=connector)
+    scene.add("before", range(9), max_tokens=2)
+    scene.finish()
+    connector.raises_for = "fatal"
+    for name, prompt in (("unsure", [1] * 9), ("cached", range(9)), ("fatal", [3] * 9)):
+        scene.add(name, prompt)
+    with pytest.raises(RuntimeError, match="network"):
+        scene.scheduler.schedule()
+    scene.scheduler.check_invariants()
+    ended = scene.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+    assert {request.request_id for request in ended} == {"unsure", "cached", "fatal"}
+    connector.raises_for = ""
+    scene.add("after", [5] * 9)
+    scene.finish()
+    assert scene.outputs["after"] == naive_generation([5] * 9, 4, set())
+
+
+def test_a_connector_that_raises_at_a_requests_end_takes_no_answer_away(caplog):
+    connector = Failing(4)
+    connector.raises_at_end_of = "b"
+    scene = Scene(connector=connector)
+    for name, prompt in (("a", range(5)), ("b", range(10, 15)), ("c", range(20, 25))):
+        scene.add(name, prompt, max_tokens=2)
+    scene.finish()
+    assert scene.reasons == dict.fromkeys("abc", FinishReason.LENGTH)
+    assert "'b'" in caplog.text
+
+
+def test_a_pin_holds_what_can_be_found_and_is_not_ended_early_by_another():
+    scene = Scene(num_blocks=12, max_num_batched_tokens=64)
+    scene.add("first", range(9), max_tokens=1)
+    scene.add("same", range(9), max_tokens=1, pin_prefix=1000.0)
+    scene.finish_but_pins()
+    scene.add("brief", range(9), max_tokens=1, pin_prefix=1.0)
+    scene.finish_but_pins()
+    scene.clock.advance(5)
+    for number in (30, 31):
+        scene.add(f"churn {number}", [number] * 30, max_tokens=8)
+        scene.finish_but_pins()
+    scene.add("later", range(9), max_tokens=1)
+    scene.finish_but_pins()
+    assert scene.cached["later"] == 8
+
+
+def test_nobody_starts_on_blocks_that_the_first_waits_for():
+    """The first in order lacks a block that a peer still reads; a newcomer would only be preempted for it."""
+    connector = MemoryConnector(4, send_steps=1, is_peer_alive=False)
+    scene = Scene(num_blocks=6, connector=connector, max_num_seqs=2)
+    scene.add("sent", range(12), max_tokens=1)
+    while scene.scheduler.has_unfinished_requests():
+        scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks
+    scene.add("first", range(20, 26), max_tokens=14)
+    scene.add("second", range(30, 34), max_tokens=4)
+    for _ in range(12):
+        scene.step()
+    assert scene.scheduler.make_stats().num_preemptions <= 1
+    for _ in range(4):  # what ends is sent to the dead peer too
+        scene.clock.advance(scene.config.kv_transfer_timeout + 1)
+        for _ in range(20):
+            scene.step()
+    scene.check_nothing_is_held()
+    assert scene.outputs["first"] == naive_generation(list(range(20, 26)), 14, set())
+    assert scene.outputs["second"] == naive_generation(list(range(30, 34)), 4, set())
+
+
+def test_a_refused_reset_breaks_no_pin():
+    scene = Scene()
+    scene.add("pinned", range(9), max_tokens=1, pin_prefix=1000.0)
+    scene.finish_but_pins()
+    scene.add("running", range(20, 29), max_tokens=4)
+    scene.step()
+    assert not scene.scheduler.reset_prefix_cache()
+    assert scene.scheduler.make_stats().num_leased_blocks == 2
+    scene.finish_but_pins()
+    assert scene.scheduler.reset_prefix_cache()
+    scene.check_nothing_is_held()
