@@ -188,8 +188,10 @@ class KVCacheManager:
             For each new block: its slot, its index in the table, its block id; [new blocks] each.
         """
         rows = np.repeat(slots, missing)
-        first = np.repeat(np.cumsum(missing) - missing, missing)
-        index = (self.num_blocks[rows] + np.arange(len(rows)) - first).astype(np.int32)
+        index = self.num_blocks[rows]
+        if len(rows) > np.count_nonzero(missing):  # some slots get several
+            first = np.repeat(np.cumsum(missing) - missing, missing)
+            index = (index + np.arange(len(rows)) - first).astype(np.int32)
         block_ids = self.pool.allocate(len(rows))
         self._tables[rows, index] = block_ids
         self.num_blocks[slots] += missing

@@ -129,6 +129,11 @@ class Grammars:
         return request_id in self._live or request_id in self._waiting or request_id in self._ready
 
     @property
+    def num_live(self) -> int:
+        """Requests with a compiled grammar."""
+        return len(self._live)
+
+    @property
     def num_compiling(self) -> int:
         """Requests that `take_compiled` has yet to report."""
         return len(self._waiting) + len(self._ready)

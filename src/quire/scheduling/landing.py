@@ -159,6 +159,8 @@ class LandingPhase:
 
     def _advance_grammars(self, landed: _Landed) -> None:
         grammars, running = self._state.grammars, self._state.running
+        if not grammars.num_live:
+            return
         structured = running.awaits_tokens[landed.slots] & (landed.num_new > 0)
         for row in structured.nonzero()[0].tolist():
             slot = int(landed.slots[row])

@@ -33,7 +33,8 @@ class RunningPhase:
         slots = running.in_order()
         known = running.num_tokens[slots] + running.num_pending[slots]
         wanted = known + running.num_drafts[slots] - running.num_computed[slots]
-        wanted[self._must_wait(slots, known)] = 0
+        if self._state.in_flight:
+            wanted[self._must_wait(slots, known)] = 0
         if plan.throttles_prefills:
             wanted[running.num_computed[slots] + 1 < known] = 0
         chunk_limit = config.long_prefill_token_threshold or plan.budget
