@@ -93,12 +93,7 @@ class KVCacheManager:
 
         At most the blocks before the last token: that one is always computed, for its logits.
         """
-        chain = self._chains.get(request_id)
-        if chain is None:
-            return NO_PREFIX
-        most = min((len(token_ids) - 1) // self.block_size, len(chain) - 1)
-        tokens = token_ids[: most * self.block_size].reshape(-1, self.block_size)
-        block_ids = self.pool.find(chain, tokens)
+        block_ids, _ = self.find_full_blocks(request_id, token_ids[:-1])
         return Prefix(block_ids, len(block_ids) * self.block_size)
 
     def prefix_in_slot(self, slot: int, num_tokens: int) -> Prefix:
@@ -165,8 +160,8 @@ class KVCacheManager:
 
         Args:
             slot: whose table.
-            held: blocks that it begins with; their references become the table's, as do those of
-            fresh: newly allocated blocks, which follow.
+            held: blocks that it begins with; their references become the table's.
+            fresh: newly allocated blocks, which follow; likewise.
             num_cached: how many of `held`, from the start, can be found already.
         """
         num_blocks = len(held) + len(fresh)

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequestError
+from quire.scheduling.grammars import NUM_COMPILERS
 from quire.scheduling.recording.tape import ReplayTape, silent_grammar
-
-NUM_THREADS = 2
 
 
 class Compiled(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -28,7 +27,7 @@ class RecordedCompilations(Executor):
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._pool = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
         self._under_way: dict[int, tuple[Future[Any], Future[Any]]] = {}  # (in a thread, as handed out)
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
