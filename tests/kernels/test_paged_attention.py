@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_harness import Sequences, naive_attention, run_paged
+from attention_harness import Sequences, check_key_scores, naive_attention, run_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import tiles
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.reference import paged_attention, quantize_heads
 
 SHAPES = [(4, 4, 16), (4, 2, 24), (3, 1, 32), (8, 1, 64), (14, 2, 64), (6, 6, 80), (2, 1, 128)]
 LENGTHS = [1, 5, 64, 65, 200]
@@ -24,6 +25,7 @@ LENGTHS = [1, 5, 64, 65, 200]
     block_size=st.sampled_from([1, 4, 7, 16, 32, 64, 128]),
     window=st.sampled_from([0, 0, 1, 2, 33, 64, 100]),
     softcap=st.sampled_from([0.0, 0.0, 1.5]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_equals_textbook_attention(
@@ -33,17 +35,24 @@ def test_equals_textbook_attention(
     block_size: int,
     window: int,
     softcap: float,
+    has_sinks: bool,
     seed: int,
 ) -> None:
+    sinks = torch.randn(shape[0], generator=torch.Generator().manual_seed(seed)) if has_sinks else None
     if chunk == 1:
         lengths = [min(length, 40) for length in lengths]
     sequences = Sequences.random(lengths, *shape, seed=seed)
     outputs = run_paged(
-        sequences, chunks=chunk, block_size=block_size, window=window, softcap=softcap, seed=seed
+        sequences,
+        chunks=chunk,
+        block_size=block_size,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        seed=seed,
     )
     for index, output in enumerate(outputs):
-        one = sequences.pick(index)
-        expected = naive_attention(one.query[0], one.key[0], one.value[0], window=window, softcap=softcap)
+        expected = naive_attention(sequences, index, window=window, softcap=softcap, sinks=sinks)
         torch.testing.assert_close(output.double(), expected, atol=5e-6, rtol=0)
 
 
@@ -94,10 +103,37 @@ def test_large_scores_do_not_overflow() -> None:
     for query in sequences.query:
         query.mul_(1000)
     output = run_paged(sequences)[0]
-    expected = naive_attention(
-        sequences.query[0], sequences.key[0], sequences.value[0], window=0, softcap=0.0
-    )
+    expected = naive_attention(sequences)
     torch.testing.assert_close(output.double(), expected, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_keys_and_values_are_numbers_times_scales(dtype: torch.dtype) -> None:
+    sequences = Sequences.random([70, 5, 130], 4, 2, 24)
+    outputs = run_paged(sequences, chunks=40, dtype=dtype, kv_dtype=torch.int8)
+    cached = sequences.as_cached(dtype, torch.int8)
+    for index, output in enumerate(outputs):
+        tolerance = 5e-6 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(
+            output.double(), naive_attention(cached, index), atol=tolerance, rtol=tolerance
+        )
+
+
+def test_int8_is_off_by_half_a_step_at_most() -> None:
+    states = torch.randn(100, 3, 16) * 10 ** torch.linspace(-6, 6, 100).view(-1, 1, 1)
+    states[7] = 0.0
+    numbers, scales = quantize_heads(states)
+    assert numbers.abs().amax(-1).eq(127).sum() == 99 * 3
+    error = (numbers * scales.unsqueeze(-1) - states).abs()
+    assert (error <= 0.5001 * scales.unsqueeze(-1)).all()
+    assert (scales[7] == 0).all()
+    assert (numbers[7] == 0).all()
+
+
+@pytest.mark.parametrize("block_size", [16, 7, 128])
+@pytest.mark.parametrize("window", [0, 50])
+def test_key_scores_are_sums_of_weights(block_size: int, window: int) -> None:
+    check_key_scores(paged_attention, block_size=block_size, window=window)
 
 
 def test_batch_places_tokens_as_a_loop_would() -> None:

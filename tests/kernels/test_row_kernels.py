@@ -108,7 +108,7 @@ def test_kv_cache_layout_is_block_major() -> None:
     assert cache.tensor.shape == (5, 3, 2, 2, 4, 8)
     assert cache.bytes_per_block == 3 * 2 * 2 * 4 * 8 * 2 == cache.tensor[0].nbytes
     assert cache.nbytes == cache.tensor.nbytes
-    key_blocks, value_blocks = cache.layer(1)
+    key_blocks, value_blocks = cache.layer(1).keys, cache.layer(1).values
     assert key_blocks.shape == value_blocks.shape == (5, 2, 4, 8)
     key_blocks.fill_(1.0)
     value_blocks.fill_(2.0)

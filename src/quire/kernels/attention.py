@@ -5,76 +5,130 @@ The bits of a row do not depend on the rest of the batch; `quire.kernels.tiles` 
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.kv_layer import KVLayer
 from quire.kernels.tiles import TILE, HeadLayout, TileWork
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Scores:
+    """How scores become weights."""
+
+    scale: float
+    softcap: float
+    sinks: torch.Tensor | None
 
 
 def paged_attention(
     query: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
+    kv: KVLayer,
     batch: AttentionBatch,
     *,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    key_scores: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of every token of the step over its sequence's cache, itself included.
 
     Args:
-        query: [T, heads, head_dim].
-        key_blocks, value_blocks: [num_blocks, kv_heads, block_size, head_dim], any strides; the step's own
-            keys and values are already written. Places that were never written may hold anything.
+        query: [T, heads, head_dim]; the numbers of a token are adjacent, tokens may be further apart.
+        kv: the layer's cache; the step's own keys and values are already written.
         batch: the step.
         scale: multiplies the scores.
         window: a token sees itself and the `window - 1` tokens before it; 0: all.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: no cap (Gemma 2, section 2.4).
+        sinks: [heads] float32, a score of each head that takes part in the softmax's sum and has no value
+            (gpt-oss); None: none.
+        key_scores: [num_blocks, block_size] float32, to which is added, at each key's place, the attention
+            weight that the key gets from all rows and heads of the step (the scores by which
+            `CacheEvictionConfig` evicts); None: not computed.
+        out: [T, heads, head_dim] contiguous, to be overwritten with the result and returned; None: new.
 
     Returns:
         [T, heads, head_dim], in the query's type; computed in float32.
     """
-    heads = HeadLayout(query.shape[1], key_blocks.shape[1], query.shape[2])
-    output = torch.empty_like(query)
+    heads = HeadLayout(query.shape[1], kv.keys.shape[1], query.shape[2])
+    output = query.new_empty(query.shape) if out is None else out
+    scores = _Scores(scale, softcap, sinks)
     for work in batch.plan(heads, window):
-        attended = _attend(query, key_blocks, value_blocks, work, heads=heads, scale=scale, softcap=softcap)
+        attended = _attend(query, kv, work, heads=heads, how=scores, key_scores=key_scores)
         output.index_copy_(0, work.query_rows, attended.to(query.dtype))
     return output
 
 
 def _attend(
     query: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
+    kv: KVLayer,
     work: TileWork,
     *,
     heads: HeadLayout,
-    scale: float,
-    softcap: float,
+    how: _Scores,
+    key_scores: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return [Q * R, heads, head_dim] float32. Below: I items, H KV heads, M = R * group rows, D head_dim."""
     num_items = len(work.item_query)
     num_masked = work.hidden.shape[0]
-    rows = _query_blocks(query, work, heads).mul_(scale).index_select(0, work.item_query)  # [I, H, M, D]
-    keys = _tiles(key_blocks, work, num_items)  # [I, H, TILE, D]
+    rows = _query_blocks(query, work, heads).mul_(how.scale).index_select(0, work.item_query)  # [I, H, M, D]
+    keys = _tiles(kv.keys, kv.key_scales, work, num_items)  # [I, H, TILE, D]
     scores = torch.bmm(rows.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
-    if softcap:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if how.softcap:
+        scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
     scores = scores.view(num_items, heads.num_kv_heads, work.rows, work.group, TILE)
     scores[:num_masked].masked_fill_(work.hidden, float("-inf"))
     scores = scores.flatten(2, 3)  # [I, H, M, TILE]
     best = _block_max(scores.amax(-1), work)  # [Q, H, M]
+    sinks = None if how.sinks is None else _padded_sinks(how.sinks, work, heads)
+    if sinks is not None:
+        best = torch.maximum(best, sinks)
     weights = scores.sub_(best.index_select(0, work.item_query).unsqueeze(-1)).exp_()
-    values = _tiles(value_blocks, work, num_items)
+    values = _tiles(kv.values, kv.value_scales, work, num_items)
     # The weight of an unseen place is zero, but zero times NaN would be NaN.
     values.view(-1, heads.head_dim).index_fill_(0, work.unseen, 0.0)
     sums = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(num_items, *rows.shape[1:])
     total = _tree_sum(sums, work)
-    total /= _tree_sum(weights.sum(-1), work).unsqueeze(-1)
+    weight_sum = _tree_sum(weights.sum(-1), work)
+    if sinks is not None:
+        weight_sum += sinks.sub(best).exp_()
+    if key_scores is not None:
+        _add_key_scores(key_scores, weights, weight_sum, work, heads)
+    total /= weight_sum.unsqueeze(-1)
     total = total.view(-1, heads.num_kv_heads, work.rows, work.group, heads.head_dim)
     total = total[:, :, :, : heads.group].transpose(1, 2)  # [Q, R, H, group, D]
     return total.reshape(-1, heads.num_heads, heads.head_dim)
+
+
+def _padded_sinks(sinks: torch.Tensor, work: TileWork, heads: HeadLayout) -> torch.Tensor:
+    """Return [H, M]."""
+    padded = sinks.new_zeros(heads.num_kv_heads, work.rows, work.group)
+    padded[:, :, : heads.group] = sinks.view(heads.num_kv_heads, 1, heads.group)
+    return padded.flatten(1)
+
+
+def _add_key_scores(
+    key_scores: torch.Tensor,
+    weights: torch.Tensor,
+    weight_sum: torch.Tensor,
+    work: TileWork,
+    heads: HeadLayout,
+) -> None:
+    """Add weights [I, H, M, TILE], divided by their sums [Q, H, M], at the places of their keys."""
+    shares = weights / weight_sum.index_select(0, work.item_query).unsqueeze(-1)
+    shares = shares.view(*shares.shape[:2], work.rows, work.group, TILE)[:, :, :, : heads.group].sum((1, 3))
+    is_row = work.is_row.index_select(0, work.item_query).unsqueeze(-1)  # [I, R, 1]
+    sums = shares.where(is_row, 0.0).sum(1)[: work.num_items]  # [I, TILE]
+    if work.offsets is None:
+        sums = sums.view(-1, key_scores.shape[1])
+        key_scores.index_add_(0, work.blocks[: len(sums)], sums)
+    else:
+        places = work.blocks * key_scores.shape[1] + work.offsets
+        key_scores.view(-1).index_add_(0, places[: sums.numel()], sums.flatten())
 
 
 def _query_blocks(query: torch.Tensor, work: TileWork, heads: HeadLayout) -> torch.Tensor:
@@ -87,8 +141,15 @@ def _query_blocks(query: torch.Tensor, work: TileWork, heads: HeadLayout) -> tor
     return padded.flatten(2, 3)
 
 
-def _tiles(blocks: torch.Tensor, work: TileWork, num_items: int) -> torch.Tensor:
+def _tiles(blocks: torch.Tensor, scales: torch.Tensor | None, work: TileWork, num_items: int) -> torch.Tensor:
     """Gather [I, H, TILE, D] float32 out of the paged cache."""
+    tiles = _gather(blocks, work, num_items)
+    if scales is not None:
+        tiles *= _gather(scales.unsqueeze(-1), work, num_items)
+    return tiles
+
+
+def _gather(blocks: torch.Tensor, work: TileWork, num_items: int) -> torch.Tensor:
     num_heads, head_dim = blocks.shape[1], blocks.shape[3]
     tiles = torch.empty(num_items, num_heads, TILE, head_dim)
     if work.offsets is None:

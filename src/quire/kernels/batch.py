@@ -31,8 +31,8 @@ class AttentionBatch:
     slot_offsets: torch.Tensor  # [T] int64, place of each token in its block
     num_computed_tokens: Int64Array  # [S], before this step
     num_tokens: Int64Array  # [S], in this step, each at least 1
-    block_tables: Int64Array  # [S, max_blocks]
-    _plans: dict[tuple[HeadLayout, int], AttentionPlan] = dataclasses.field(default_factory=dict)
+    block_tables: npt.NDArray[np.int32]  # [S, max_blocks]
+    plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
 
     @classmethod
     def build(
@@ -52,12 +52,12 @@ class AttentionBatch:
         """
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
         counts = np.asarray(num_tokens, dtype=np.int64)
-        tables = np.asarray(block_tables, dtype=np.int64)
+        tables = np.ascontiguousarray(block_tables, dtype=np.int32)
         first_row = np.cumsum(counts) - counts
         sequence = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(sequence)) + (computed - first_row)[sequence]
-        blocks = tables[sequence, positions // block_size]
-        offsets = positions % block_size
+        entries, offsets = np.divmod(positions, block_size)
+        blocks = tables[sequence, entries].astype(np.int64)
         return cls(
             positions=torch.from_numpy(positions),
             block_size=block_size,
@@ -71,7 +71,7 @@ class AttentionBatch:
     def plan(self, heads: HeadLayout, window: int) -> AttentionPlan:
         """Return the attention work of this step for layers of this shape and window (0: full), made once."""
         key = (heads, window)
-        plan = self._plans.get(key)
+        plan: AttentionPlan | None = self.plans.get(key)
         if plan is None:
             plan = plan_attention(
                 self.num_computed_tokens,
@@ -81,5 +81,5 @@ class AttentionBatch:
                 heads=heads,
                 window=window,
             )
-            self._plans[key] = plan
+            self.plans[key] = plan
         return plan

@@ -47,7 +47,9 @@ class TileWork:
 
     rows: int  # R, query rows per block
     group: int  # query heads per KV head and row, padded so that R * group is a multiple of ROW_MULTIPLE
+    num_items: int  # I, without the idle one that there may be at the end
     query_rows: torch.Tensor  # [Q * R] token of each row
+    is_row: torch.Tensor  # [Q, R] bool, False for rows that pad
     item_query: torch.Tensor  # [I] query block of each item
     blocks: torch.Tensor  # [I * blocks per tile], or [I * TILE] if tiles are not whole blocks
     offsets: torch.Tensor | None  # [I * TILE] place in the block, if tiles are not whole blocks
@@ -80,7 +82,7 @@ class _QueryBlocks:
 def plan_attention(
     num_computed_tokens: IntArray,
     num_tokens: IntArray,
-    block_tables: IntArray,
+    block_tables: npt.NDArray[np.int32],
     *,
     block_size: int,
     heads: HeadLayout,
@@ -150,7 +152,7 @@ def _padded_group(heads: HeadLayout, rows: int) -> int:
 
 def _build_work(
     blocks: _QueryBlocks,
-    block_tables: IntArray,
+    block_tables: npt.NDArray[np.int32],
     block_size: int,
     *,
     heads: HeadLayout,
@@ -167,16 +169,20 @@ def _build_work(
     query_items = place[
         starts[:, None] + np.minimum(np.arange(blocks.num_tiles.max()), blocks.num_tiles[:, None] - 1)
     ]
-    if len(order) * heads.num_kv_heads == 1:
+    num_items = len(order)
+    if num_items * heads.num_kv_heads == 1:
         order = np.repeat(order, 2)  # an idle second item: a batch of one matrix takes another path in torch
     item_query, tile = item_query[order], tile[order]
     hidden = _hidden_keys(blocks, item_query[:num_masked], tile[:num_masked], rows, window)
     block_ids, offsets = _tile_places(blocks, item_query, tile, block_tables, block_size)
-    row = np.minimum(np.arange(rows), (blocks.last_position - blocks.first_position)[:, None])
+    last_row = (blocks.last_position - blocks.first_position)[:, None]
+    row = np.arange(rows)
     return TileWork(
         rows=rows,
         group=_padded_group(heads, rows),
-        query_rows=torch.from_numpy((blocks.first_row[:, None] + row).ravel()),
+        num_items=num_items,
+        query_rows=torch.from_numpy((blocks.first_row[:, None] + np.minimum(row, last_row)).ravel()),
+        is_row=torch.from_numpy(row <= last_row),
         item_query=torch.from_numpy(item_query),
         blocks=torch.from_numpy(block_ids.ravel()),
         offsets=None if offsets is None else torch.from_numpy(offsets.ravel()),
@@ -218,7 +224,11 @@ def _unseen_places(hidden: npt.NDArray[np.bool_], num_kv_heads: int) -> IntArray
 
 
 def _tile_places(
-    blocks: _QueryBlocks, item_query: IntArray, tile: IntArray, block_tables: IntArray, block_size: int
+    blocks: _QueryBlocks,
+    item_query: IntArray,
+    tile: IntArray,
+    block_tables: npt.NDArray[np.int32],
+    block_size: int,
 ) -> tuple[IntArray, IntArray | None]:
     """Return the blocks of each item's tile, and the places in them unless tiles are whole blocks.
 
@@ -228,7 +238,7 @@ def _tile_places(
     step = block_size if whole_blocks else 1
     position = tile[:, None] * TILE + np.arange(0, TILE, step)
     entry = np.minimum(position, blocks.last_position[item_query, None]) // block_size
-    block_ids = block_tables[blocks.sequence[item_query, None], entry]
+    block_ids = block_tables[blocks.sequence[item_query, None], entry].astype(np.int64)
     return block_ids, None if whole_blocks else position % block_size
 
 

@@ -1,0 +1,31 @@
+# The library of kernels: common parts, and each room once for each instruction set.
+
+add_library(quire_kernels STATIC src/thread_pool.cpp src/context.cpp src/dispatch.cpp src/attention_plan.cpp src/sampling.cpp)
+target_include_directories(quire_kernels PUBLIC src)
+target_link_libraries(quire_kernels PUBLIC Threads::Threads)
+# GCC 12 takes the undefined vectors of its own intrinsics for mistakes.
+set(warnings -Wall -Wextra -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized)
+target_compile_options(quire_kernels PRIVATE ${warnings})
+
+set(rooms packing linear linear_int4 attention elementwise rotary sampling table)
+set(sets portable)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(APPEND sets avx2 avx512 avx512bf16)
+endif()
+set(flags_portable)
+set(flags_avx2 -mavx2 -mfma -mf16c)
+set(flags_avx512 ${flags_avx2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512)
+set(flags_avx512bf16 ${flags_avx512} -mavx512bf16)
+
+foreach(set ${sets})
+  set(sources)
+  foreach(room ${rooms})
+    list(APPEND sources src/kernels/${room}.cpp)
+  endforeach()
+  add_library(quire_${set} OBJECT ${sources})
+  target_include_directories(quire_${set} PRIVATE src)
+  target_compile_definitions(quire_${set} PRIVATE QUIRE_ISA=${set})
+  target_compile_options(quire_${set} PRIVATE ${flags_${set}} ${warnings} -fno-math-errno)
+  target_link_libraries(quire_kernels PRIVATE $<TARGET_OBJECTS:quire_${set}>)
+  target_compile_definitions(quire_kernels PRIVATE QUIRE_HAS_${set})
+endforeach()

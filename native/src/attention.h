@@ -1,0 +1,94 @@
+// Attention of a ragged batch over a paged KV cache.
+//
+// Keys are cut into tiles at absolute positions. A row (one head of one token) takes up the tiles it sees in rising order,
+// with a running maximum, sum and total (FlashAttention-2, Dao 2023). Tiles are gathered in spans, also at absolute
+// positions: each span starts anew, and the spans of a row are merged in rising order. So a row's bits depend neither on the
+// other rows, nor on the block size, nor on which thread computes what.
+#pragma once
+
+#include <cstdint>
+
+#include "elementwise.h"
+#include "thread_pool.h"
+#include "types.h"
+
+namespace quire {
+
+constexpr int kTileTokens = 64;
+constexpr int kSpanTokens = 1024;
+constexpr int kBlockRows = 128;  // rows that are taken through the tiles together, unless one token alone has more
+
+// A token of a row block: its row in the batch, and its position in its sequence.
+struct AttentionToken {
+  int32_t row;
+  int32_t position;
+};
+
+// Consecutive tokens of a row block that see something of a tile and find it in the same blocks. Of the tile they read the
+// keys from `first_key` to `end_key` and no others.
+struct AttentionVisit {
+  int32_t first_token;
+  int32_t num_tokens;
+  int32_t tile;
+  int32_t sequence;  // whose block table leads to the keys
+  int32_t first_key;
+  int32_t end_key;
+};
+
+struct AttentionSpan {
+  int32_t first_visit;
+  int32_t num_visits;
+};
+
+struct RowBlock {
+  int32_t first_token;
+  int32_t num_tokens;
+  int32_t first_span;
+  int32_t num_spans;
+};
+
+// The work of a step for layers of one window and group; see AttentionPlanner.
+struct AttentionPlan {
+  const AttentionToken* tokens;
+  const RowBlock* blocks;
+  const AttentionSpan* spans;
+  const AttentionVisit* visits;
+  int64_t num_tokens;
+  int64_t num_blocks;
+  int64_t num_spans;
+  int64_t num_visits;
+  const int32_t* block_tables;
+  int64_t table_stride;
+  int32_t block_size;
+  int32_t window;  // 0: none
+  int32_t group;   // query heads of a KV head
+
+  // Rows that a task may have.
+  int64_t max_rows() const { return group > kBlockRows ? group : kBlockRows; }
+};
+
+// One layer's part of the cache.
+struct KVLayer {
+  DType type;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  CachePart keys;
+  CachePart values;
+};
+
+// out [T, heads, head_dim] = attention of query [T, heads, head_dim] over the cache. `head_dim` is a multiple of 16, at most 256.
+struct AttentionCall {
+  const AttentionPlan* plan;
+  const KVLayer* kv;
+  const void* query;
+  DType query_type;
+  int64_t query_stride;  // between tokens; a token's numbers are adjacent
+  void* out;             // as the query; tokens are adjacent
+  float scale;
+  float softcap;      // 0: none
+  const float* sinks;  // [heads] or null
+  float* key_scores;   // [num_blocks, block_size], added to; or null
+  char* scratch;       // attention_scratch() bytes, aligned to 64
+};
+
+}  // namespace quire

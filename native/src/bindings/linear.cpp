@@ -1,0 +1,58 @@
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "module.h"
+
+namespace nb = nanobind;
+
+namespace quire {
+namespace {
+
+// Address, type, number of rows, and the addresses of scales and zeros or 0: see WeightSource.
+using Source = std::tuple<uintptr_t, int, int64_t, uintptr_t, uintptr_t>;
+
+PackedWeight make_weight(int format, int64_t out_features, int64_t in_features, int64_t group_size, uintptr_t panels) {
+  return {static_cast<WeightFormat>(format), out_features, in_features, group_size, at_address<const char>(panels)};
+}
+
+void pack(const PackedWeight& weight, const std::vector<Source>& sources) {
+  std::vector<WeightSource> parts;
+  for (const auto& [rows, type, num_rows, scales, zeros] : sources) {
+    parts.push_back({at_address<const void>(rows), static_cast<DType>(type), num_rows, at_address<const float>(scales),
+                     at_address<const float>(zeros)});
+  }
+  Context& context = Context::get();
+  const std::lock_guard<std::mutex> lock(context.mutex);
+  PackCall call{&weight, const_cast<char*>(weight.panels), parts.data(), static_cast<int64_t>(parts.size()), nullptr};
+  call.scratch = context.scratch(context.kernels().pack_scratch(call, context.pool().num_threads()));
+  context.kernels().pack(call, context.pool());
+}
+
+void linear(const PackedWeight& weight, uintptr_t rows, int row_type, int64_t row_stride, int64_t num_rows, uintptr_t bias,
+            uintptr_t out, int out_type, int64_t out_stride) {
+  Context& context = Context::get();
+  const std::lock_guard<std::mutex> lock(context.mutex);
+  const int64_t bytes = LinearScratch(weight, num_rows).total;
+  context.kernels().linear({&weight, at_address<const void>(rows), static_cast<DType>(row_type), row_stride, num_rows,
+                            at_address<const float>(bias), at_address<void>(out), static_cast<DType>(out_type), out_stride,
+                            context.scratch(bytes)},
+                           context.pool());
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& module) {
+  nb::class_<PackedWeight>(module, "PackedWeight")
+      .def("__init__",
+           [](PackedWeight* self, int format, int64_t out_features, int64_t in_features, int64_t group_size,
+              uintptr_t panels) { new (self) PackedWeight(make_weight(format, out_features, in_features, group_size, panels)); })
+      .def("pack", &pack, nb::call_guard<nb::gil_scoped_release>())
+      .def("linear", &linear, nb::call_guard<nb::gil_scoped_release>());
+  module.def("packed_bytes", [](int format, int64_t out_features, int64_t in_features, int64_t group_size) {
+    return make_weight(format, out_features, in_features, group_size, 0).bytes();
+  });
+}
+
+}  // namespace quire

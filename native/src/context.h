@@ -1,0 +1,40 @@
+// What all calls of this process share: threads, scratch memory, and the kernels of this CPU.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "dispatch.h"
+#include "thread_pool.h"
+
+namespace quire {
+
+class Context {
+ public:
+  static Context& get();
+
+  // Replaces the threads; `cpus` as for ThreadPool.
+  void set_threads(int num_threads, std::vector<int> cpus);
+
+  // Uses another instruction set from now on; false if this CPU or this build lacks it.
+  bool set_instruction_set(const char* name);
+
+  const Kernels& kernels() const { return *kernels_; }
+  ThreadPool& pool() { return *pool_; }
+
+  // At least `bytes` of memory that are the caller's until it lets go of `mutex`. Aligned to 64 bytes.
+  char* scratch(int64_t bytes);
+
+  std::mutex mutex;  // held during every call: pool and scratch serve one at a time
+
+ private:
+  Context();
+
+  const Kernels* kernels_;
+  std::unique_ptr<ThreadPool> pool_;
+  std::vector<char> memory_;
+};
+
+}  // namespace quire

@@ -1,0 +1,68 @@
+#include "dispatch.h"
+
+#include <cstring>
+
+namespace quire {
+
+#if defined(QUIRE_HAS_avx512bf16)
+namespace avx512bf16 { extern const Kernels kKernels; }
+#endif
+#if defined(QUIRE_HAS_avx512)
+namespace avx512 { extern const Kernels kKernels; }
+#endif
+#if defined(QUIRE_HAS_avx2)
+namespace avx2 { extern const Kernels kKernels; }
+#endif
+namespace portable { extern const Kernels kKernels; }
+
+namespace {
+
+struct Candidate {
+  const Kernels* kernels;
+  bool (*runs_here)();
+};
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+// Best first.
+const Candidate kCandidates[] = {
+#if defined(QUIRE_HAS_avx512bf16)
+    {&avx512bf16::kKernels, has_avx512bf16},
+#endif
+#if defined(QUIRE_HAS_avx512)
+    {&avx512::kKernels, has_avx512},
+#endif
+#if defined(QUIRE_HAS_avx2)
+    {&avx2::kKernels, has_avx2},
+#endif
+    {&portable::kKernels, [] { return true; }},
+};
+
+}  // namespace
+
+const Kernels* find_kernels(const char* instruction_set) {
+  for (const Candidate& candidate : kCandidates) {
+    if (std::strcmp(candidate.kernels->instruction_set, instruction_set) == 0) {
+      return candidate.runs_here() ? candidate.kernels : nullptr;
+    }
+  }
+  return nullptr;
+}
+
+const Kernels& best_kernels() {
+  for (const Candidate& candidate : kCandidates) {
+    if (candidate.runs_here()) return *candidate.kernels;
+  }
+  return portable::kKernels;
+}
+
+}  // namespace quire

@@ -1,0 +1,35 @@
+// The kernels of the best instruction set that this CPU has.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+#include "packing.h"
+#include "sampling.h"
+
+namespace quire {
+
+// One entry for each kernel; every instruction set fills a table (kernels/table.cpp).
+struct Kernels {
+  const char* instruction_set;
+  int64_t (*pack_scratch)(const PackCall&, int num_threads);
+  void (*pack)(const PackCall&, ThreadPool&);
+  void (*linear)(const LinearCall&, ThreadPool&);
+  int64_t (*attention_scratch)(const AttentionCall&, int num_threads);  // bytes that a call needs
+  void (*attention)(const AttentionCall&, ThreadPool&);
+  void (*norm)(const NormCall&, ThreadPool&);
+  void (*gated_activation)(const GatedActivationCall&, ThreadPool&);
+  void (*rotary_and_write_kv)(const RotaryCall&, ThreadPool&);
+  void (*largest)(const LargestCall&, ThreadPool&);
+  void (*likeliest)(const LikeliestCall&, ThreadPool&);
+  void (*sum_exp)(const SumExpCall&, ThreadPool&);
+  void (*ranks)(const RanksCall&, ThreadPool&);
+};
+
+// Returns the table of an instruction set: "portable", "avx2", "avx512", "avx512bf16"; null if this build or this CPU lacks it.
+const Kernels* find_kernels(const char* instruction_set);
+
+// Returns the table of the best instruction set of this CPU.
+const Kernels& best_kernels();
+
+}  // namespace quire

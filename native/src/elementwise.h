@@ -1,0 +1,78 @@
+// What is computed number by number or row by row between the products: norms, activations, and what becomes of queries, keys
+// and values before attention. The numbers of a row are adjacent; strides are in elements. A row's result depends on that row
+// alone, and the tasks are whole rows, so it has the same bits in any company.
+#pragma once
+
+#include <cstdint>
+
+#include "thread_pool.h"
+#include "types.h"
+
+namespace quire {
+
+// out = x / sqrt(mean(x^2) + eps) * weight for each row x. With `delta`, rows += scale * delta comes first, in place and
+// rounded to the type. Without `weight` nothing follows that.
+struct NormCall {
+  void* rows;
+  const void* delta;    // as `rows`, or null
+  const float* weight;  // [num_features] or null
+  void* out;
+  DType type;
+  int64_t num_rows;
+  int64_t num_features;
+  int64_t row_stride;
+  int64_t delta_stride;
+  int64_t out_stride;
+  float scale;
+  float eps;
+};
+
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+
+// out [num_rows, num_features] = activation(gate) * up, with `gate_up` [num_rows, 2 * num_features], gate first.
+struct GatedActivationCall {
+  const void* gate_up;
+  void* out;
+  DType type;
+  Activation activation;
+  int64_t num_rows;
+  int64_t num_features;
+  int64_t row_stride;
+  int64_t out_stride;
+};
+
+// Keys or values of one layer, each head of a token in one piece. With scales the numbers are int8 and to be multiplied by
+// those.
+struct CachePart {
+  void* numbers;
+  float* scales;             // or null
+  int64_t strides[3];        // of a block, a head, a token, in elements
+  int64_t scale_strides[3];  // the same
+};
+
+// Queries and keys of each row are normalized if there are weights, and rotated by the angles of the row's token; keys and
+// values then go to the row's place in the cache. All of it is rounded to `type` and written back to `qkv` on the way.
+struct RotaryCall {
+  void* qkv;  // [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values
+  DType type;
+  int64_t num_rows;
+  int64_t row_stride;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  const float* cos;  // [num_rows, half]; feature i of a head turns with feature i + half; null: no rotation
+  const float* sin;
+  int64_t half;
+  const float* q_norm;  // [q_norm_size] or null
+  const float* k_norm;
+  int64_t q_norm_size;  // features that are normalized together: those of a head, or of all heads
+  int64_t k_norm_size;
+  float eps;
+  DType cache_type;
+  CachePart keys;
+  CachePart values;
+  const int64_t* blocks;   // [num_rows] where each token goes
+  const int64_t* offsets;  // [num_rows]
+};
+
+}  // namespace quire

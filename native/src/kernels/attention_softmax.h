@@ -1,0 +1,111 @@
+// The running softmax of attention: from the scores of a tile to weights, and from spans to the whole. Compiled once for each
+// instruction set.
+#pragma once
+
+#include "attention.h"
+#include "attention_tiles.h"
+#include "simd.h"
+#include "vector_math.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr float kNothing = -__builtin_inff();
+
+constexpr int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Running maximum, sum (in sixteen lanes) and total of each row.
+struct State {
+  float* best;
+  float* sums;
+  float* totals;
+
+  static int64_t bytes(int64_t num_rows, int64_t head_dim) { return lines(num_rows * 4) + num_rows * (kLanes + head_dim) * 4; }
+  static State at(char* memory, int64_t num_rows) {
+    float* sums = reinterpret_cast<float*>(memory + lines(num_rows * 4));
+    return {reinterpret_cast<float*>(memory), sums, sums + num_rows * kLanes};
+  }
+};
+
+QUIRE_INLINE float largest(f32x16 values) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(bits_as<__m512>(values));
+#else
+  return max_of_lanes(values);
+#endif
+}
+
+QUIRE_INLINE void store_weights(float* to, f32x16 values) { store(to, values); }
+QUIRE_INLINE void store_weights(bf16* to, f32x16 values) { store(to, values); }
+
+// The scores of one row in a tile, ready for the softmax. The row sees the keys from `first` to `last`.
+QUIRE_INLINE void finish_scores(const AttentionCall& call, const float* raw, const float* key_scales, int first, int last,
+                                f32x16 (&scores)[kTileVectors]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kTileVectors; ++i) {
+    scores[i] = load(raw + i * kLanes) * call.scale;
+    if (key_scales != nullptr) scores[i] = scores[i] * load(key_scales + i * kLanes);
+  }
+  if (call.softcap != 0.0f) {
+    const float inverse = 1.0f / call.softcap;
+    for (int i = 0; i < kTileVectors; ++i) scores[i] = tanh(scores[i] * inverse) * call.softcap;
+  }
+  if (first > 0 || last < kTileTokens - 1) {
+    constexpr i32x16 kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileVectors; ++i) {
+      const i32x16 key = kLane + i * kLanes;
+      scores[i] = ((key >= first) & (key <= last)) ? scores[i] : splat(kNothing);
+    }
+  }
+}
+
+// Turns the scores of a row into weights, and takes them into the row's maximum and sum. Returns the factor by which what
+// was summed before counts from now on.
+template <class Number>
+QUIRE_INLINE float weigh(const f32x16 (&scores)[kTileVectors], const float* value_scales, float* best, float* sums,
+                         Number* weights) {
+  const float found = largest(maximum(maximum(scores[0], scores[1]), maximum(scores[2], scores[3])));
+  const float before = *best;
+  float factor = 1.0f;
+  f32x16 sum = load(sums);
+  if (found > before) {
+    *best = found;
+    factor = exp(splat(before - found))[0];
+    sum = sum * factor;
+  }
+  const f32x16 now = splat(*best);
+  f32x16 shares[kTileVectors];
+#pragma GCC unroll 4
+  for (int i = 0; i < kTileVectors; ++i) shares[i] = exp(scores[i] - now);
+  store(sums, sum + ((shares[0] + shares[1]) + (shares[2] + shares[3])));
+#pragma GCC unroll 4
+  for (int i = 0; i < kTileVectors; ++i) {
+    if (value_scales != nullptr) shares[i] = shares[i] * load(value_scales + i * kLanes);
+    store_weights(weights + i * kLanes, shares[i]);
+  }
+  return factor;
+}
+
+inline void clear(const State& state, int64_t num_rows, int64_t head_dim) {
+  for (int64_t row = 0; row < num_rows; ++row) state.best[row] = kNothing;
+  std::memset(state.sums, 0, num_rows * kLanes * sizeof(float));
+  std::memset(state.totals, 0, num_rows * head_dim * sizeof(float));
+}
+
+// Adds a later span. Rows that saw nothing of it keep their bits.
+inline __attribute__((noinline)) void merge(const State& into, const State& later, int64_t num_rows, int64_t head_dim) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    if (later.best[row] == kNothing) continue;
+    const float best = later.best[row] > into.best[row] ? later.best[row] : into.best[row];
+    const f32x16 old_factor = exp(splat(into.best[row] - best));
+    const f32x16 new_factor = exp(splat(later.best[row] - best));
+    into.best[row] = best;
+    float* sums = into.sums + row * kLanes;
+    store(sums, load(sums) * old_factor + load(later.sums + row * kLanes) * new_factor);
+    for (int64_t i = row * head_dim; i < (row + 1) * head_dim; i += kLanes) {
+      store(into.totals + i, load(into.totals + i) * old_factor + load(later.totals + i) * new_factor);
+    }
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,155 @@
+// See linear.h. Compiled once for each instruction set.
+#include "linear.h"
+
+#include "linear_formats.h"
+#include "linear_rows.h"
+
+namespace quire::QUIRE_ISA {
+
+void multiply_int4(const LinearCall& call, ThreadPool& pool);  // linear_int4.cpp
+
+namespace {
+
+// -- tiles: R rows times one panel --------------------------------------------------------------------------------------
+
+// Adds `num_steps` steps to the sums. `ahead`: memory that will be needed next, of which each step fetches kLines lines.
+template <class Format, int R, int kLines>
+QUIRE_INLINE void add_steps(typename Format::Sum (&sums)[R][2], const typename Format::Row* rows, int64_t row_stride,
+                            int64_t num_steps, const char* panel, const char* ahead) {
+  for (int64_t step = 0; step < num_steps; ++step) {
+    typename Format::Column columns[2];
+    Format::weights(panel + step * Format::kStepBytes, columns);
+#pragma GCC unroll 2
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(ahead + (step * kLines + line) * kLine, 0, 2);
+#pragma GCC unroll 12
+    for (int row = 0; row < R; ++row) {
+      const auto input = Format::input(rows + row * row_stride, step);
+      Format::add(sums[row][0], input, columns[0]);
+      Format::add(sums[row][1], input, columns[1]);
+    }
+  }
+}
+
+template <class Format, int R, int kLines>
+void multiply_tile(typename Format::Sum* sums_out, const typename Format::Row* rows, int64_t row_stride, int64_t num_steps,
+                   const char* panel, const char* ahead) {
+  typename Format::Sum sums[R][2];
+#pragma GCC unroll 12
+  for (int row = 0; row < R; ++row) sums[row][0] = sums[row][1] = typename Format::Sum{};
+  add_steps<Format, R, kLines>(sums, rows, row_stride, num_steps, panel, ahead);
+#pragma GCC unroll 12
+  for (int row = 0; row < R; ++row) {
+    sums_out[2 * row] = sums[row][0];
+    sums_out[2 * row + 1] = sums[row][1];
+  }
+}
+
+template <class Format>
+using MultiplyTile = void (*)(typename Format::Sum*, const typename Format::Row*, int64_t, int64_t, const char*, const char*);
+
+template <class Format, int kLines, int R = kTileRows>
+MultiplyTile<Format> tile_function(int num_rows) {
+  if constexpr (R == 1) {
+    return multiply_tile<Format, 1, kLines>;
+  } else {
+    return num_rows == R ? multiply_tile<Format, R, kLines> : tile_function<Format, kLines, R - 1>(num_rows);
+  }
+}
+
+// One panel times rows first_row to last_row; finish(row, sums) takes the 32 sums of a row.
+template <class Format, class Finish>
+QUIRE_INLINE void multiply_panel(const typename Format::Row* rows, int64_t row_stride, int64_t first_row, int64_t last_row,
+                                 int64_t num_steps, const char* panel, int64_t panel_bytes, const Finish& finish) {
+  const char* next = panel + panel_bytes;
+  const int64_t half = num_steps * kLine;  // bytes of the next panel that a pass with one line for each step fetches
+  for_each_tile(first_row, last_row, [&](int64_t row, int count, int64_t tile, int64_t num_tiles) {
+    typename Format::Sum sums[kTileRows][2];
+    const auto multiply = num_tiles == 1 ? tile_function<Format, 2>(count)
+                          : tile < 2     ? tile_function<Format, 1>(count)
+                                         : tile_function<Format, 0>(count);
+    multiply(&sums[0][0], rows + row * row_stride, row_stride, num_steps, panel, tile == 1 ? next + half : next);
+    for (int i = 0; i < count; ++i) finish(row + i, sums[i]);
+  });
+}
+
+template <class Format>
+void multiply_float(const LinearCall& call, ThreadPool& pool) {
+  using Row = typename Format::Row;
+  const PackedWeight& weight = *call.weight;
+  const int64_t num_steps = (weight.in_features + Format::kInputs - 1) / Format::kInputs;
+  const Row* rows = static_cast<const Row*>(call.rows);
+  int64_t row_stride = call.row_stride;
+  const bool is_direct = sizeof(Row) == (call.row_type == DType::kFloat32 ? 4 : 2) &&
+                         (call.row_type == DType::kBFloat16) == (weight.format == WeightFormat::kBFloat16) &&
+                         weight.in_features % Format::kInputs == 0;
+  if (!is_direct) {
+    Row* converted = reinterpret_cast<Row*>(call.scratch);
+    row_stride = num_steps * Format::kInputs;
+    parallel_for(pool, call.num_rows,
+                 [&](int64_t row, int) { convert_row(call, row, converted + row * row_stride, row_stride); });
+    rows = converted;
+  }
+  const Split split = split_rows(call.num_rows, weight.num_panels(), pool.num_threads());
+  parallel_for(pool, weight.num_panels() * split.num_row_tasks, [&](int64_t task, int) {
+    const int64_t panel = task / split.num_row_tasks;
+    const int64_t first_row = task % split.num_row_tasks * split.rows_per_task;
+    const int64_t column = panel * kPanelColumns;
+    const int64_t count = smaller(weight.out_features - column, kPanelColumns);
+    f32x16 bias[2];
+    load_bias(call.bias, column, count, bias);
+    multiply_panel<Format>(rows, row_stride, first_row, smaller(first_row + split.rows_per_task, call.num_rows), num_steps,
+                           weight.panels + panel * weight.panel_bytes(), weight.panel_bytes(),
+                           [&](int64_t row, f32x16(&sums)[2]) {
+                             f32x16 values[2] = {sums[0] + bias[0], sums[1] + bias[1]};
+                             store_row(call, row, column, count, values);
+                           });
+  });
+}
+
+void multiply_int8(const LinearCall& call, ThreadPool& pool) {
+  const PackedWeight& weight = *call.weight;
+  const int64_t num_steps = (weight.in_features + 3) / 4;
+  const int64_t row_stride = num_steps * 4;
+  const LinearScratch scratch(weight, call.num_rows);
+  float* scales = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
+  uint8_t* rows = reinterpret_cast<uint8_t*>(call.scratch + scratch.rows);
+  parallel_for(pool, call.num_rows,
+               [&](int64_t row, int) { scales[row] = quantize_row(call, row, rows + row * row_stride, row_stride); });
+  const Split split = split_rows(call.num_rows, weight.num_panels(), pool.num_threads());
+  parallel_for(pool, weight.num_panels() * split.num_row_tasks, [&](int64_t task, int) {
+    const int64_t panel = task / split.num_row_tasks;
+    const int64_t first_row = task % split.num_row_tasks * split.rows_per_task;
+    const int64_t column = panel * kPanelColumns;
+    const int64_t count = smaller(weight.out_features - column, kPanelColumns);
+    const char* data = weight.panels + panel * weight.panel_bytes();
+    const char* tail = data + num_steps * Int8Format::kStepBytes;
+    f32x16 bias[2], column_scale[2];
+    i32x16 column_sum[2];
+    load_bias(call.bias, column, count, bias);
+    std::memcpy(column_scale, tail, sizeof column_scale);
+    std::memcpy(column_sum, tail + kPanelColumns * 4, sizeof column_sum);
+    multiply_panel<Int8Format>(rows, row_stride, first_row, smaller(first_row + split.rows_per_task, call.num_rows), num_steps,
+                               data, weight.panel_bytes(), [&](int64_t row, i32x16(&sums)[2]) {
+                                 f32x16 values[2];
+                                 for (int half = 0; half < 2; ++half) {
+                                   const f32x16 exact = __builtin_convertvector(sums[half] - column_sum[half] * 128, f32x16);
+                                   values[half] = exact * (column_scale[half] * scales[row]) + bias[half];
+                                 }
+                                 store_row(call, row, column, count, values);
+                               });
+  });
+}
+
+}  // namespace
+
+void linear(const LinearCall& call, ThreadPool& pool) {
+  switch (call.weight->format) {
+    case WeightFormat::kFloat32: return multiply_float<Float32Format>(call, pool);
+    case WeightFormat::kBFloat16: return multiply_float<BFloat16Format>(call, pool);
+    case WeightFormat::kFloat16: return multiply_float<Float16Format>(call, pool);
+    case WeightFormat::kInt8: return multiply_int8(call, pool);
+    case WeightFormat::kInt4: return multiply_int4(call, pool);
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,137 @@
+// How the formats of weights are multiplied, and how a product is cut into tasks and tiles.
+#pragma once
+
+#include "linear.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+
+// Rows that are computed together: as many as have their sums in registers.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 3;
+#else
+constexpr int kTileRows = 2;
+#endif
+
+constexpr int kMinTasksPerThread = 4;  // below that, panels are cut into several tasks of rows
+
+QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// -- formats: how one step along the inputs adds to the sums of 2 x 16 columns --------------------------------------------
+
+struct Float32Format {
+  using Row = float;
+  using Sum = f32x16;
+  static constexpr int kInputs = 1;  // per step
+  static constexpr int kStepBytes = kPanelColumns * 4;
+  using Input = float;
+
+  static QUIRE_INLINE Input input(const Row* row, int64_t step) { return row[step]; }
+  static QUIRE_INLINE void weights(const char* at, f32x16 (&columns)[2]) {
+    columns[0] = load(reinterpret_cast<const float*>(at));
+    columns[1] = load(reinterpret_cast<const float*>(at) + kLanes);
+  }
+  using Column = f32x16;
+  static QUIRE_INLINE void add(Sum& sum, Input input, Column column) { sum += input * column; }
+};
+
+struct Float16Format : Float32Format {
+  using Row = fp16;
+  static constexpr int kStepBytes = kPanelColumns * 2;
+  static QUIRE_INLINE Input input(const Row* row, int64_t step) { return to_float(row[step]); }
+  static QUIRE_INLINE void weights(const char* at, f32x16 (&columns)[2]) {
+    columns[0] = load(reinterpret_cast<const fp16*>(at));
+    columns[1] = load(reinterpret_cast<const fp16*>(at) + kLanes);
+  }
+};
+
+struct BFloat16Format {
+  using Row = bf16;
+  using Sum = f32x16;
+  using Input = uint32_t;
+  using Column = u32x16;
+  static constexpr int kInputs = 2;
+  static constexpr int kStepBytes = kPanelColumns * 4;
+
+  static QUIRE_INLINE Input input(const Row* row, int64_t step) {
+    Input pair;
+    std::memcpy(&pair, row + 2 * step, sizeof pair);
+    return pair;
+  }
+  static QUIRE_INLINE void weights(const char* at, Column (&columns)[2]) {
+    std::memcpy(&columns[0], at, sizeof columns[0]);
+    std::memcpy(&columns[1], at + sizeof columns[0], sizeof columns[1]);
+  }
+  static QUIRE_INLINE void add(Sum& sum, Input input, Column column) {
+#if defined(__AVX512BF16__)
+    sum = bits_as<f32x16>(_mm512_dpbf16_ps(bits_as<__m512>(sum), bits_as<__m512bh>(_mm512_set1_epi32(input)),
+                                           bits_as<__m512bh>(column)));
+#else
+    sum += bf16_to_float({static_cast<uint16_t>(input)}) * bits_as<f32x16>(column << 16);
+    sum += bf16_to_float({static_cast<uint16_t>(input >> 16)}) * bits_as<f32x16>(column & 0xffff0000u);
+#endif
+  }
+};
+
+// Inputs are stored with 128 added, as the instruction wants them unsigned; the sum of the column takes that away again.
+struct Int8Format {
+  using Row = uint8_t;
+  using Sum = i32x16;
+  using Input = uint32_t;
+  using Column = u32x16;
+  static constexpr int kInputs = 4;
+  static constexpr int kStepBytes = kPanelColumns * 4;
+
+  static QUIRE_INLINE Input input(const Row* row, int64_t step) {
+    Input four;
+    std::memcpy(&four, row + 4 * step, sizeof four);
+    return four;
+  }
+  static QUIRE_INLINE void weights(const char* at, Column (&columns)[2]) {
+    std::memcpy(&columns[0], at, sizeof columns[0]);
+    std::memcpy(&columns[1], at + sizeof columns[0], sizeof columns[1]);
+  }
+  static QUIRE_INLINE void add(Sum& sum, Input input, Column column) {
+#if defined(__AVX512VNNI__)
+    sum = bits_as<i32x16>(_mm512_dpbusd_epi32(bits_as<__m512i>(sum), _mm512_set1_epi32(input), bits_as<__m512i>(column)));
+#else
+    const i32x16 lanes = bits_as<i32x16>(column);
+    for (int byte = 0; byte < 4; ++byte) {
+      const int32_t factor = input >> (8 * byte) & 0xff;
+      sum += factor * (lanes << (24 - 8 * byte) >> 24);
+    }
+#endif
+  }
+};
+
+// -- tasks and tiles ----------------------------------------------------------------------------------------------------
+
+struct Split {
+  int64_t rows_per_task;
+  int64_t num_row_tasks;
+};
+
+// A task is a panel and some of the rows: all of them, unless that leaves threads without work.
+inline Split split_rows(int64_t num_rows, int64_t num_panels, int num_threads) {
+  const int64_t wanted = static_cast<int64_t>(num_threads) * kMinTasksPerThread;
+  int64_t row_tasks = 1;
+  if (num_panels < wanted) row_tasks = smaller((wanted + num_panels - 1) / num_panels, (num_rows + kTileRows - 1) / kTileRows);
+  const int64_t rows_per_task = round_up((num_rows + row_tasks - 1) / row_tasks, kTileRows);
+  return {rows_per_task, (num_rows + rows_per_task - 1) / rows_per_task};
+}
+
+// Calls visit(first_row, count, pass) for tiles of nearly equal height.
+template <class Visit>
+QUIRE_INLINE void for_each_tile(int64_t first_row, int64_t last_row, const Visit& visit) {
+  const int64_t num_rows = last_row - first_row;
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t start = first_row + num_rows * tile / num_tiles;
+    const int64_t stop = first_row + num_rows * (tile + 1) / num_tiles;
+    visit(start, static_cast<int>(stop - start), tile, num_tiles);
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

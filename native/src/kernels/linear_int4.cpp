@@ -1,0 +1,144 @@
+// Products with weights of 4 bits. See linear.h; compiled once for each instruction set.
+#include "linear_formats.h"
+#include "linear_rows.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int kAheadBytes = 4096;  // how far ahead of its use a weight is fetched
+constexpr int kOctet = 8;          // inputs whose weights of 16 columns lie in one line
+constexpr int kGroupHeader = kPanelColumns * 8;  // bytes of a group's scales and zeros
+
+#if defined(__AVX512BW__)
+// The numbers 0 to 15 as bf16, twice: the instruction picks by 5 bits, of which the highest is another weight's.
+alignas(64) const uint16_t kNumbers[32] = {
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+
+QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[4]) {
+  const __m512i numbers = _mm512_load_si512(kNumbers);
+  const __m512i words = bits_as<__m512i>(packed);
+  pairs[0] = bits_as<u32x16>(_mm512_permutexvar_epi16(words, numbers));
+  pairs[1] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), numbers));
+  pairs[2] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), numbers));
+  pairs[3] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), numbers));
+}
+#else
+QUIRE_INLINE u32x16 bits_of_whole(u32x16 numbers) {
+  return bits_as<u32x16>(__builtin_convertvector(bits_as<i32x16>(numbers), f32x16));
+}
+
+QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[4]) {
+  for (int pair = 0; pair < 4; ++pair) {
+    pairs[pair] = bits_of_whole(packed >> (4 * pair) & 0xf) >> 16 | bits_of_whole(packed >> (16 + 4 * pair) & 0xf);
+  }
+}
+#endif
+
+// The rows of a call as bf16, and the sum of each row's groups.
+struct Rows {
+  const bf16* numbers;  // [num_rows, in_features]
+  const float* group_sums;  // [num_rows, num_groups]
+  int64_t in_features;
+  int64_t num_groups;
+};
+
+// R rows times one panel, added to `totals`. A group's weights are multiplied as whole numbers, which bf16 holds exactly; its
+// scale and zero come in once for each row and column.
+template <int R>
+void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, const PackedWeight& weight, const char* panel) {
+  const int64_t num_octets = weight.group_size / kOctet;
+  for (int64_t group = 0; group < rows.num_groups; ++group) {
+    const char* weights = panel + kGroupHeader;
+    const bf16* inputs = rows.numbers + first_row * rows.in_features + group * weight.group_size;
+    for (int at = 0; at < kGroupHeader; at += kLine) __builtin_prefetch(panel + kAheadBytes + at, 0, 2);
+    f32x16 sums[R][2];
+#pragma GCC unroll 12
+    for (int row = 0; row < R; ++row) sums[row][0] = sums[row][1] = f32x16{};
+    for (int64_t octet = 0; octet < num_octets; ++octet) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const char* line = weights + (2 * octet + half) * kLine;
+        __builtin_prefetch(line + kAheadBytes, 0, 2);
+        u32x16 packed, pairs[4];
+        std::memcpy(&packed, line, kLine);
+        unpack(packed, pairs);
+#pragma GCC unroll 12
+        for (int row = 0; row < R; ++row) {
+#pragma GCC unroll 4
+          for (int pair = 0; pair < 4; ++pair) {
+            const uint32_t input = BFloat16Format::input(inputs + row * rows.in_features, 4 * octet + pair);
+            BFloat16Format::add(sums[row][half], input, pairs[pair]);
+          }
+        }
+      }
+    }
+    f32x16 scale[2], zero[2];
+    std::memcpy(scale, panel, sizeof scale);
+    std::memcpy(zero, panel + sizeof scale, sizeof zero);
+#pragma GCC unroll 12
+    for (int row = 0; row < R; ++row) {
+      const float group_sum = rows.group_sums[(first_row + row) * rows.num_groups + group];
+      totals[row][0] += scale[0] * (sums[row][0] - zero[0] * group_sum);
+      totals[row][1] += scale[1] * (sums[row][1] - zero[1] * group_sum);
+    }
+    panel = weights + num_octets * 2 * kLine;
+  }
+}
+
+using MultiplyTile = void (*)(f32x16 (*)[2], const Rows&, int64_t, const PackedWeight&, const char*);
+
+template <int R = kTileRows>
+MultiplyTile tile_function(int num_rows) {
+  if constexpr (R == 1) {
+    return multiply_tile<1>;
+  } else {
+    return num_rows == R ? multiply_tile<R> : tile_function<R - 1>(num_rows);
+  }
+}
+
+Rows convert_rows(const LinearCall& call, ThreadPool& pool) {
+  const PackedWeight& weight = *call.weight;
+  const LinearScratch scratch(weight, call.num_rows);
+  const int64_t num_groups = weight.in_features / weight.group_size;
+  bf16* converted = reinterpret_cast<bf16*>(call.scratch + scratch.rows);
+  float* group_sums = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
+  parallel_for(pool, call.num_rows, [&](int64_t row, int) {
+    bf16* to = converted + row * weight.in_features;
+    convert_row(call, row, to, weight.in_features);
+    for (int64_t group = 0; group < num_groups; ++group) {
+      f32x16 sum = {};
+      for (int64_t i = 0; i < weight.group_size; i += kLanes) sum += load(to + group * weight.group_size + i);
+      group_sums[row * num_groups + group] = sum_of_lanes(sum);
+    }
+  });
+  return {converted, group_sums, weight.in_features, num_groups};
+}
+
+}  // namespace
+
+void multiply_int4(const LinearCall& call, ThreadPool& pool) {
+  const PackedWeight& weight = *call.weight;
+  const Rows rows = convert_rows(call, pool);
+  const Split split = split_rows(call.num_rows, weight.num_panels(), pool.num_threads());
+  parallel_for(pool, weight.num_panels() * split.num_row_tasks, [&](int64_t task, int) {
+    const int64_t panel = task / split.num_row_tasks;
+    const int64_t first_row = task % split.num_row_tasks * split.rows_per_task;
+    const int64_t last_row = smaller(first_row + split.rows_per_task, call.num_rows);
+    const int64_t column = panel * kPanelColumns;
+    const int64_t count = smaller(weight.out_features - column, kPanelColumns);
+    f32x16 bias[2];
+    load_bias(call.bias, column, count, bias);
+    for_each_tile(first_row, last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
+      f32x16 totals[kTileRows][2];
+      for (int i = 0; i < num_rows; ++i) {
+        totals[i][0] = bias[0];
+        totals[i][1] = bias[1];
+      }
+      tile_function<>(num_rows)(totals, rows, row, weight, weight.panels + panel * weight.panel_bytes());
+      for (int i = 0; i < num_rows; ++i) store_row(call, row + i, column, count, totals[i]);
+    });
+  });
+}
+
+}  // namespace quire::QUIRE_ISA

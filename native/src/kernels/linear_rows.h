@@ -1,0 +1,85 @@
+// The rows of a product: read as the format of the weights wants them, and written in the type that the caller wants.
+#pragma once
+
+#include "linear_formats.h"
+
+namespace quire::QUIRE_ISA {
+
+QUIRE_INLINE f32x16 load_row(const LinearCall& call, int64_t row, int64_t column) {
+  const int64_t place = row * call.row_stride + column;
+  const int64_t left = call.weight->in_features - column;
+  const auto read = [&](auto* from) { return left >= kLanes ? load(from) : load_some(from, static_cast<int>(left)); };
+  switch (call.row_type) {
+    case DType::kBFloat16: return read(static_cast<const bf16*>(call.rows) + place);
+    case DType::kFloat16: return read(static_cast<const fp16*>(call.rows) + place);
+    default: return read(static_cast<const float*>(call.rows) + place);
+  }
+}
+
+// Row `row` with 127 for its largest magnitude, rounded to nearest, plus 128; zeros up to `padded`. Returns the scale.
+inline float quantize_row(const LinearCall& call, int64_t row, uint8_t* to, int64_t padded) {
+  const int64_t num_inputs = call.weight->in_features;
+  f32x16 largest = {}, unsound = {};
+  for (int64_t column = 0; column < num_inputs; column += kLanes) {
+    const f32x16 values = load_row(call, row, column);
+    largest = maximum(largest, maximum(values, -values));
+    unsound += values * 0.0f;
+  }
+  const float limit = max_of_lanes(largest);
+  const float scale = limit / 127.0f + sum_of_lanes(unsound);  // NaN if the row holds one or an infinity
+  const float inverse = limit > 0.0f ? 127.0f / limit : 0.0f;
+  // Adding 1.5 * 2^23 rounds to a whole number, ties to even, and leaves it in the low bits.
+  constexpr float kRound = 12582912.0f;
+  for (int64_t column = 0; column < padded; column += kLanes) {
+    const f32x16 values = column < num_inputs ? load_row(call, row, column) : f32x16{};
+    const i32x16 rounded = bits_as<i32x16>(values * inverse + kRound) - bits_as<i32x16>(splat(kRound));
+    const auto bytes = __builtin_convertvector(rounded + 128, i8x16);
+    if (padded - column >= kLanes) {
+      std::memcpy(to + column, &bytes, kLanes);
+    } else {
+      std::memcpy(to + column, &bytes, padded - column);
+    }
+  }
+  return scale;
+}
+
+template <class T>
+void convert_row(const LinearCall& call, int64_t row, T* to, int64_t padded) {
+  for (int64_t column = 0; column < padded; column += kLanes) {
+    const f32x16 values = column < call.weight->in_features ? load_row(call, row, column) : f32x16{};
+    store_some(to + column, values, static_cast<int>(smaller(padded - column, kLanes)));
+  }
+}
+
+template <class T>
+QUIRE_INLINE void store_columns(T* to, f32x16 (&values)[2], int64_t count) {
+  if (count >= kPanelColumns) {
+    store(to, values[0]);
+    store(to + kLanes, values[1]);
+    return;
+  }
+  store_some(to, values[0], static_cast<int>(smaller(count, kLanes)));
+  if (count > kLanes) store_some(to + kLanes, values[1], static_cast<int>(count - kLanes));
+}
+
+QUIRE_INLINE void load_bias(const float* bias, int64_t column, int64_t count, f32x16 (&values)[2]) {
+  for (int half = 0; half < 2; ++half) {
+    const int64_t left = count - half * kLanes;
+    values[half] = bias == nullptr || left <= 0 ? f32x16{}
+                   : left >= kLanes             ? load(bias + column + half * kLanes)
+                                                : load_some(bias + column + half * kLanes, static_cast<int>(left));
+  }
+}
+
+inline void store_row(const LinearCall& call, int64_t row, int64_t column, int64_t count, f32x16 (&values)[2]) {
+  const int64_t place = row * call.out_stride + column;
+  switch (call.out_type) {
+    case DType::kFloat32: return store_columns(static_cast<float*>(call.out) + place, values, count);
+    case DType::kBFloat16: return store_columns(static_cast<bf16*>(call.out) + place, values, count);
+    case DType::kFloat16: return store_columns(static_cast<fp16*>(call.out) + place, values, count);
+    case DType::kInt8:
+    case DType::kUInt8: return;  // not for results
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,227 @@
+// See packing.h. Compiled once for each instruction set.
+#include "packing.h"
+
+#include "simd.h"
+#include "transpose.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even, in the low bits
+
+QUIRE_INLINE f32x16 load_weights(const WeightSource& source, int64_t place, int64_t count) {
+  const auto read = [&](auto* from) {
+    return count >= kLanes ? load(from + place) : load_some(from + place, static_cast<int>(count));
+  };
+  switch (source.type) {
+    case DType::kBFloat16: return read(static_cast<const bf16*>(source.rows));
+    case DType::kFloat16: return read(static_cast<const fp16*>(source.rows));
+    default: return read(static_cast<const float*>(source.rows));
+  }
+}
+
+// A panel and the column of it that is being filled.
+struct Column {
+  const PackedWeight* weight;
+  char* panel;
+  int index;
+};
+
+// Puts 32 bits of each of sixteen columns side by side, for every step.
+void interleave(const char* const (&columns)[kLanes], int64_t num_steps, char* to) {
+  for (int64_t step = 0; step < num_steps; step += kLanes) {
+    const int64_t count = num_steps - step < kLanes ? num_steps - step : kLanes;
+    u32x16 lines[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      lines[i] = u32x16{};
+      std::memcpy(&lines[i], columns[i] + step * 4, count * 4);
+    }
+    transpose(lines);
+    for (int64_t i = 0; i < count; ++i) std::memcpy(to + (step + i) * kPanelColumns * 4, &lines[i], sizeof lines[i]);
+  }
+}
+
+// The numbers of a row in type T, with zeros up to a whole number of steps: in `buffer`, or where they are already.
+template <class T, DType type, int Inputs>
+const char* float_row(const PackedWeight& weight, const WeightSource& source, int64_t row, char* buffer) {
+  const int64_t num_inputs = weight.in_features;
+  if (source.type == type && num_inputs % Inputs == 0) return static_cast<const char*>(source.rows) + row * num_inputs * sizeof(T);
+  T* values = reinterpret_cast<T*>(buffer);
+  for (int64_t input = 0; input < num_inputs + Inputs - 1; input += kLanes) {
+    store(values + input, load_weights(source, row * num_inputs + input, num_inputs - input));
+  }
+  return buffer;
+}
+
+void pack_float16_row(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
+  const char* values = float_row<fp16, DType::kFloat16, 1>(*column.weight, source, row, buffer);
+  for (int64_t input = 0; input < column.weight->in_features; ++input) {
+    std::memcpy(column.panel + (input * kPanelColumns + column.index) * 2, values + input * 2, 2);
+  }
+}
+
+QUIRE_INLINE float largest_magnitude(const WeightSource& source, int64_t place, int64_t count) {
+  f32x16 largest = {};
+  for (int64_t input = 0; input < count; input += kLanes) {
+    const f32x16 values = load_weights(source, place + input, count - input);
+    largest = maximum(largest, maximum(values, -values));
+  }
+  return max_of_lanes(largest);
+}
+
+// The steps of a row, in `buffer`; its scale and sum go into the panel.
+const char* int8_row(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
+  const int64_t num_inputs = column.weight->in_features;
+  const int64_t num_steps = (num_inputs + 3) / 4;
+  int8_t* values = reinterpret_cast<int8_t*>(buffer);
+  std::memset(values, 0, num_steps * 4);
+  float scale;
+  if (source.type == DType::kInt8) {
+    std::memcpy(values, static_cast<const int8_t*>(source.rows) + row * num_inputs, num_inputs);
+    scale = source.scales[row];
+  } else {
+    const float limit = largest_magnitude(source, row * num_inputs, num_inputs);
+    const float inverse = limit > 0.0f ? 127.0f / limit : 0.0f;
+    scale = limit / 127.0f;
+    for (int64_t input = 0; input < num_inputs; input += kLanes) {
+      const f32x16 weights = load_weights(source, row * num_inputs + input, num_inputs - input);
+      const i32x16 rounded = bits_as<i32x16>(weights * inverse + kRound) - bits_as<i32x16>(splat(kRound));
+      const i8x16 bytes = __builtin_convertvector(rounded, i8x16);
+      std::memcpy(values + input, &bytes, kLanes);
+    }
+  }
+  int32_t sum = 0;
+  for (int64_t input = 0; input < num_inputs; ++input) sum += values[input];
+  char* tail = column.panel + num_steps * 4 * kPanelColumns;
+  std::memcpy(tail + column.index * 4, &scale, 4);
+  std::memcpy(tail + (kPanelColumns + column.index) * 4, &sum, 4);
+  return buffer;
+}
+
+// The weight of largest magnitude in a group, with its sign.
+QUIRE_INLINE float extreme(const WeightSource& source, int64_t place, int64_t count) {
+  const float largest = largest_magnitude(source, place, count);
+  for (int64_t input = 0; input < count; input += kLanes) {
+    const f32x16 values = load_weights(source, place + input, count - input);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (values[lane] == -largest) return -largest;
+      if (values[lane] == largest) return largest;
+    }
+  }
+  return largest;
+}
+
+void pack_int4_row(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
+  const PackedWeight& weight = *column.weight;
+  const int64_t group_size = weight.group_size;
+  const int64_t num_groups = weight.in_features / group_size;
+  const int64_t group_bytes = kPanelColumns * 8 + group_size * kPanelColumns / 2;
+  int8_t* nibbles = reinterpret_cast<int8_t*>(buffer);
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t place = row * weight.in_features + group * group_size;
+    float scale, zero = 8.0f;
+    if (source.type == DType::kUInt8) {
+      std::memcpy(nibbles, static_cast<const uint8_t*>(source.rows) + place, group_size);
+      scale = source.scales[row * num_groups + group];
+      zero = source.zeros[row * num_groups + group];
+    } else {
+      scale = extreme(source, place, group_size) / -8.0f;
+      const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+      for (int64_t input = 0; input < group_size; input += kLanes) {
+        const f32x16 steps = load_weights(source, place + input, group_size - input) * inverse + 8.0f;
+        const f32x16 bounded = minimum(maximum(steps, f32x16{}), splat(15.0f));
+        const i32x16 rounded = bits_as<i32x16>(bounded + kRound) - bits_as<i32x16>(splat(kRound));
+        const i8x16 bytes = __builtin_convertvector(rounded, i8x16);
+        std::memcpy(nibbles + input, &bytes, kLanes);
+      }
+    }
+    char* to = column.panel + group * group_bytes;
+    std::memcpy(to + column.index * 4, &scale, 4);
+    std::memcpy(to + (kPanelColumns + column.index) * 4, &zero, 4);
+    for (int64_t octet = 0; octet < group_size / 8; ++octet) {
+      const int8_t* q = nibbles + octet * 8;
+      const uint16_t packed[2] = {static_cast<uint16_t>(q[0] | q[2] << 4 | q[4] << 8 | q[6] << 12),
+                                  static_cast<uint16_t>(q[1] | q[3] << 4 | q[5] << 8 | q[7] << 12)};
+      std::memcpy(to + kPanelColumns * 8 + (octet * kPanelColumns + column.index) * 4, packed, 4);
+    }
+  }
+}
+
+// Where the row of each column of a panel comes from; null for the columns that only fill up the last panel.
+struct Origin {
+  const WeightSource* source;
+  int64_t row;
+};
+
+Origin origin_of(const PackCall& call, int64_t column) {
+  for (int64_t i = 0; i < call.num_sources; ++i) {
+    if (column < call.sources[i].num_rows) return {&call.sources[i], column};
+    column -= call.sources[i].num_rows;
+  }
+  return {nullptr, 0};
+}
+
+const char* steps_of(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
+  switch (column.weight->format) {
+    case WeightFormat::kFloat32: return float_row<float, DType::kFloat32, 1>(*column.weight, source, row, buffer);
+    case WeightFormat::kBFloat16: return float_row<bf16, DType::kBFloat16, 2>(*column.weight, source, row, buffer);
+    default: return int8_row(column, source, row, buffer);
+  }
+}
+
+// Formats whose steps have 32 bits: sixteen columns at a time.
+void pack_steps(const PackCall& call, int64_t panel, char* to, char* buffer) {
+  const PackedWeight& weight = *call.weight;
+  const int inputs = weight.format == WeightFormat::kFloat32 ? 1 : weight.format == WeightFormat::kBFloat16 ? 2 : 4;
+  const int64_t num_steps = (weight.in_features + inputs - 1) / inputs;
+  const int64_t row_bytes = (num_steps + kLanes) * 4;
+  char* zeros = buffer + kLanes * row_bytes;
+  std::memset(zeros, 0, row_bytes);
+  for (int half = 0; half < 2; ++half) {
+    const char* columns[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const int index = half * kLanes + i;
+      const Origin origin = origin_of(call, panel * kPanelColumns + index);
+      columns[i] = origin.source == nullptr ? zeros : steps_of({&weight, to, index}, *origin.source, origin.row, buffer + i * row_bytes);
+    }
+    interleave(columns, num_steps, to + half * kLanes * 4);
+  }
+}
+
+// The others: one column after the other.
+void pack_columns(const PackCall& call, int64_t panel, char* to, char* buffer) {
+  for (int index = 0; index < kPanelColumns; ++index) {
+    const Origin origin = origin_of(call, panel * kPanelColumns + index);
+    if (origin.source == nullptr) continue;
+    const Column column = {call.weight, to, index};
+    if (call.weight->format == WeightFormat::kInt4) {
+      pack_int4_row(column, *origin.source, origin.row, buffer);
+    } else {
+      pack_float16_row(column, *origin.source, origin.row, buffer);
+    }
+  }
+}
+
+}  // namespace
+
+int64_t pack_scratch(const PackCall& call, int num_threads) {
+  return num_threads * round_up((kLanes + 1) * (call.weight->in_features + 2 * kLanes) * 4, kLine);
+}
+
+void pack(const PackCall& call, ThreadPool& pool) {
+  const PackedWeight& weight = *call.weight;
+  const int64_t thread_bytes = pack_scratch(call, 1);
+  const bool has_steps = weight.format != WeightFormat::kInt4 && weight.format != WeightFormat::kFloat16;
+  parallel_for(pool, weight.num_panels(), [&](int64_t panel, int thread) {
+    char* to = call.panels + panel * weight.panel_bytes();
+    char* buffer = call.scratch + thread * thread_bytes;
+    if ((panel + 1) * kPanelColumns > weight.out_features) std::memset(to, 0, weight.panel_bytes());
+    if (has_steps) {
+      pack_steps(call, panel, to, buffer);
+    } else {
+      pack_columns(call, panel, to, buffer);
+    }
+  });
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,39 @@
+// The table of one instruction set. Compiled once for each.
+#include "dispatch.h"
+
+#define QUIRE_TEXT_OF(name) #name
+#define QUIRE_TEXT(name) QUIRE_TEXT_OF(name)
+
+namespace quire::QUIRE_ISA {
+
+int64_t pack_scratch(const PackCall& call, int num_threads);
+void pack(const PackCall& call, ThreadPool& pool);
+void linear(const LinearCall& call, ThreadPool& pool);
+int64_t attention_scratch(const AttentionCall& call, int num_threads);
+void attention(const AttentionCall& call, ThreadPool& pool);
+void norm(const NormCall& call, ThreadPool& pool);
+void gated_activation(const GatedActivationCall& call, ThreadPool& pool);
+void rotary_and_write_kv(const RotaryCall& call, ThreadPool& pool);
+void largest(const LargestCall& call, ThreadPool& pool);
+void likeliest(const LikeliestCall& call, ThreadPool& pool);
+void sum_exp(const SumExpCall& call, ThreadPool& pool);
+void ranks(const RanksCall& call, ThreadPool& pool);
+
+extern const Kernels kKernels;
+const Kernels kKernels = {
+    QUIRE_TEXT(QUIRE_ISA),
+    pack_scratch,
+    pack,
+    linear,
+    attention_scratch,
+    attention,
+    norm,
+    gated_activation,
+    rotary_and_write_kv,
+    largest,
+    likeliest,
+    sum_exp,
+    ranks,
+};
+
+}  // namespace quire::QUIRE_ISA

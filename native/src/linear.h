@@ -1,0 +1,81 @@
+// Products of a few or many rows with a packed weight matrix.
+#pragma once
+
+#include <cstdint>
+
+#include "thread_pool.h"
+#include "types.h"
+
+namespace quire {
+
+// How a weight matrix [out_features, in_features] is stored. In all formats but the int4 one the columns of a panel lie side
+// by side, so that a panel is read from its start to its end once.
+enum class WeightFormat : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4 };
+
+constexpr int kPanelColumns = 32;
+
+// A matrix in panels of kPanelColumns output features each, the last one padded with zeros. A panel holds, in this order:
+//   kFloat32, kFloat16: [in][32]
+//   kBFloat16:          [in / 2][32][2], `in` rounded up
+//   kInt8:              [in / 4][32][4], `in` rounded up; then float32 scale [32], int32 sum of the column [32]
+//   kInt4:              for each group of `group_size` inputs: float32 scale [32], float32 zero [32], then
+//                       [group_size / 8][32][2] of 16 bits: of eight inputs of a column, the first of the two has those
+//                       with even numbers, the second those with odd ones, four bits each from the lowest up
+// An int4 weight is (q - zero) * scale with q in 0..15, an int8 weight q * scale.
+struct PackedWeight {
+  WeightFormat format;
+  int64_t out_features;
+  int64_t in_features;
+  int64_t group_size;  // kInt4 only: a multiple of 16 that divides in_features
+  const char* panels;  // aligned to 64 bytes
+
+  int64_t num_panels() const { return (out_features + kPanelColumns - 1) / kPanelColumns; }
+  int64_t panel_bytes() const;
+  int64_t bytes() const { return num_panels() * panel_bytes(); }
+};
+
+inline int64_t PackedWeight::panel_bytes() const {
+  switch (format) {
+    case WeightFormat::kFloat32: return in_features * kPanelColumns * 4;
+    case WeightFormat::kBFloat16: return (in_features + 1) / 2 * kPanelColumns * 4;
+    case WeightFormat::kFloat16: return in_features * kPanelColumns * 2;
+    case WeightFormat::kInt8: return (in_features + 3) / 4 * kPanelColumns * 4 + kPanelColumns * 8;
+    case WeightFormat::kInt4: return in_features / group_size * (kPanelColumns * 8 + group_size * kPanelColumns / 2);
+  }
+  return 0;
+}
+
+// out [num_rows, out_features] = rows [num_rows, in_features] x weight^T + bias. Strides are in elements between rows; the
+// numbers of a row are adjacent. Sums are in float32 (kInt8: exact integers), in an order that depends on neither num_rows nor
+// the number of threads.
+struct LinearCall {
+  const PackedWeight* weight;
+  const void* rows;
+  DType row_type;
+  int64_t row_stride;
+  int64_t num_rows;
+  const float* bias;  // [out_features] or null
+  void* out;
+  DType out_type;
+  int64_t out_stride;
+  char* scratch;  // LinearScratch::total bytes, aligned to 64
+};
+
+constexpr int kLine = 64;  // bytes of a cache line
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Where the parts of the scratch memory of a call begin, in bytes.
+struct LinearScratch {
+  int64_t rows = 0;     // the rows as the format wants them
+  int64_t row_numbers;  // kInt8: the scale of each row; kInt4: the sums of each row's groups
+  int64_t total;
+
+  LinearScratch(const PackedWeight& weight, int64_t num_rows) {
+    const int64_t num_groups = weight.format == WeightFormat::kInt4 ? weight.in_features / weight.group_size : 1;
+    row_numbers = round_up(num_rows * (weight.in_features + 3) * (weight.format == WeightFormat::kFloat32 ? 4 : 2), kLine);
+    total = row_numbers + num_rows * num_groups * 4;
+  }
+};
+
+}  // namespace quire

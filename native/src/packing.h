@@ -1,0 +1,35 @@
+// Turning weights as checkpoints hold them into panels.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+
+namespace quire {
+
+// Some of the rows [num_rows, in_features] of a weight matrix; the numbers of a row are adjacent.
+//   kFloat32, kBFloat16, kFloat16: fit every format; int8 and int4 ones are quantized on the way.
+//   kInt8:  for kInt8, with `scales` [num_rows].
+//   kUInt8: for kInt4, one weight of 0..15 in each byte, with `scales` and `zeros` [num_rows, in_features / group_size].
+struct WeightSource {
+  const void* rows;
+  DType type;
+  int64_t num_rows;
+  const float* scales;
+  const float* zeros;
+};
+
+// Fills `panels`, weight.bytes() aligned to 64 bytes, with the sources one below the other; together they have
+// weight.out_features rows. weight.panels is not looked at.
+//
+// int8: a row's largest magnitude becomes 127. int4: the largest magnitude of a group becomes 0 or the 8 steps below its zero,
+// which is 8 (as in GGUF's Q4_0).
+struct PackCall {
+  const PackedWeight* weight;
+  char* panels;
+  const WeightSource* sources;
+  int64_t num_sources;
+  char* scratch;  // Kernels::pack_scratch bytes, aligned to 64
+};
+
+}  // namespace quire

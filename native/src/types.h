@@ -1,0 +1,24 @@
+// The number types of tensors, and what every kernel needs to say of one.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+#if defined(__FLT16_MANT_DIG__)
+using half = _Float16;
+#else
+#error "a compiler with _Float16 is needed: GCC 12 or Clang 15"
+#endif
+
+struct bf16 {
+  uint16_t bits;
+};
+
+struct fp16 {
+  half number;
+};
+
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kUInt8 = 4 };
+
+}  // namespace quire

@@ -1,0 +1,75 @@
+// What a test needs: a check that says where it failed, random numbers, and every instruction set of this CPU.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "dispatch.h"
+
+#define CHECK(condition, ...)                                               \
+  do {                                                                      \
+    if (!(condition)) {                                                     \
+      std::printf("%s:%d: not so: %s\n  ", __FILE__, __LINE__, #condition); \
+      std::printf(__VA_ARGS__);                                             \
+      std::printf("\n");                                                    \
+      std::exit(1);                                                         \
+    }                                                                       \
+  } while (false)
+
+namespace quire::test {
+
+inline std::mt19937& generator() {
+  static std::mt19937 generator(20261121);
+  return generator;
+}
+
+inline int64_t random_int(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(generator()); }
+
+inline std::vector<float> random_floats(int64_t count, float deviation = 1.0f) {
+  std::normal_distribution<float> normal(0.0f, deviation);
+  std::vector<float> numbers(count);
+  for (float& number : numbers) number = normal(generator());
+  return numbers;
+}
+
+inline std::vector<bf16> to_bf16(const std::vector<float>& numbers) {
+  std::vector<bf16> result;
+  for (const float number : numbers) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    result.push_back({static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)});
+  }
+  return result;
+}
+
+inline float to_float(bf16 number) {
+  const uint32_t bits = static_cast<uint32_t>(number.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+inline std::vector<const Kernels*> all_kernels() {
+  std::vector<const Kernels*> found;
+  for (const char* name : {"portable", "avx2", "avx512", "avx512bf16"}) {
+    if (const Kernels* kernels = find_kernels(name)) found.push_back(kernels);
+  }
+  return found;
+}
+
+// Memory aligned as kernels want it, of exactly the size asked for, so that a sanitizer sees a step beyond it.
+struct Aligned {
+  explicit Aligned(int64_t bytes) : data(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64))) {
+    std::memset(data, 0xff, bytes);  // NaN as a float
+  }
+  ~Aligned() { std::free(data); }
+  Aligned(const Aligned&) = delete;
+  Aligned& operator=(const Aligned&) = delete;
+  char* data;
+};
+
+}  // namespace quire::test

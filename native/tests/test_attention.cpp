@@ -1,0 +1,152 @@
+// Ragged steps over a paged cache against plain loops in double, for all instruction sets and types of cache; equal bit for bit
+// on any number of threads. Caches and results are of exactly the size needed, for a sanitizer to see a step beyond.
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention_plan.h"
+#include "check.h"
+
+using namespace quire;
+using namespace quire::test;
+
+struct Case {
+  int64_t num_kv_heads, group, head_dim, block_size;
+  int window;
+  bool has_key_scores;
+};
+
+// Sequences of which the first two begin with the same blocks.
+struct Step {
+  std::vector<int64_t> num_computed, num_tokens;
+  std::vector<int32_t> tables;
+  int64_t table_stride = 0, num_blocks = 0, num_rows = 0;
+
+  explicit Step(int64_t block_size) {
+    const std::vector<int64_t> lengths = {random_int(130, 300), random_int(130, 300), random_int(1, 70), 1, random_int(1000, 2300)};
+    for (const int64_t length : lengths) {
+      num_tokens.push_back(random_int(1, std::min<int64_t>(length, 90)));
+      num_computed.push_back(length - num_tokens.back());
+      num_rows += num_tokens.back();
+      table_stride = std::max(table_stride, (length + block_size - 1) / block_size);
+    }
+    tables.assign(lengths.size() * table_stride, INT32_MAX);
+    for (size_t i = 0; i < lengths.size(); ++i) {
+      for (int64_t entry = 0; entry * block_size < lengths[i]; ++entry) {
+        const bool is_shared = i == 1 && (entry + 1) * block_size <= 128;
+        tables[i * table_stride + entry] = static_cast<int32_t>(is_shared ? tables[entry] : num_blocks++);
+      }
+    }
+  }
+};
+
+template <class T>
+T from_float(float number);
+template <>
+float from_float(float number) { return number; }
+template <>
+bf16 from_float(float number) { return to_bf16({number})[0]; }
+template <>
+fp16 from_float(float number) { return {static_cast<half>(number)}; }
+template <>
+int8_t from_float(float number) { return static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, number * 40))); }
+
+double number_of(float number) { return number; }
+double number_of(bf16 number) { return quire::test::to_float(number); }
+double number_of(fp16 number) { return static_cast<float>(number.number); }
+double number_of(int8_t number) { return number; }
+
+template <class T>
+void check_case(const Case& shape, DType type) {
+  const Step step(shape.block_size);
+  const int64_t num_heads = shape.num_kv_heads * shape.group, head_dim = shape.head_dim;
+  const int64_t head_size = shape.block_size * head_dim, block_size = shape.num_kv_heads * head_size;
+  std::vector<T> parts[2];
+  std::vector<float> scales[2];
+  for (int part = 0; part < 2; ++part) {
+    for (const float number : random_floats(step.num_blocks * block_size)) parts[part].push_back(from_float<T>(number));
+    if (type == DType::kInt8) scales[part] = std::vector<float>(step.num_blocks * shape.num_kv_heads * shape.block_size, 0.02f);
+    for (float& scale : scales[part]) scale *= random_int(1, 3);
+  }
+  const auto cache_part = [&](int part) {
+    return CachePart{parts[part].data(), scales[part].empty() ? nullptr : scales[part].data(), {block_size, head_size, head_dim},
+                     {shape.num_kv_heads * shape.block_size, shape.block_size, 1}};
+  };
+  const KVLayer kv{type, shape.num_kv_heads, head_dim, cache_part(0), cache_part(1)};
+  const std::vector<float> query = random_floats(step.num_rows * num_heads * head_dim);
+  const std::vector<float> sinks = random_floats(num_heads);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
+  const AttentionPlanner planner({step.num_computed.data(), step.num_tokens.data(), static_cast<int64_t>(step.num_tokens.size()),
+                                  step.tables.data(), step.table_stride, static_cast<int32_t>(shape.block_size)},
+                                 shape.window, static_cast<int>(shape.group));
+
+  std::vector<double> expected;
+  std::vector<double> expected_scores(step.num_blocks * shape.block_size, 0.0);
+  const auto cached = [&](int part, int64_t sequence, int64_t position, int64_t head, int64_t feature) {
+    const int64_t block = step.tables[sequence * step.table_stride + position / shape.block_size];
+    const int64_t token = (block * shape.num_kv_heads + head) * shape.block_size + position % shape.block_size;
+    return number_of(parts[part][token * head_dim + feature]) * (scales[part].empty() ? 1.0 : scales[part][token]);
+  };
+  for (size_t sequence = 0, row = 0; sequence < step.num_tokens.size(); ++sequence) {
+    for (int64_t i = 0; i < step.num_tokens[sequence]; ++i, ++row) {
+      const int64_t position = step.num_computed[sequence] + i;
+      const int64_t first = shape.window == 0 ? 0 : std::max<int64_t>(0, position - shape.window + 1);
+      for (int64_t head = 0; head < num_heads; ++head) {
+        std::vector<double> weights;
+        double sum = std::exp(static_cast<double>(sinks[head]));
+        for (int64_t key = first; key <= position; ++key) {
+          double score = 0.0;
+          for (int64_t f = 0; f < head_dim; ++f) {
+            score += query[(row * num_heads + head) * head_dim + f] * cached(0, sequence, key, head / shape.group, f);
+          }
+          weights.push_back(std::exp(score * scale));
+          sum += weights.back();
+        }
+        std::vector<double> total(head_dim, 0.0);
+        for (int64_t key = first; key <= position; ++key) {
+          const double weight = weights[key - first] / sum;
+          for (int64_t f = 0; f < head_dim; ++f) total[f] += weight * cached(1, sequence, key, head / shape.group, f);
+          const int64_t block = step.tables[sequence * step.table_stride + key / shape.block_size];
+          expected_scores[block * shape.block_size + key % shape.block_size] += weight;
+        }
+        expected.insert(expected.end(), total.begin(), total.end());
+      }
+    }
+  }
+
+  for (const Kernels* kernels : all_kernels()) {
+    std::vector<float> first_result;
+    for (const int num_threads : {1, 2, 5}) {
+      ThreadPool pool(num_threads);
+      std::vector<float> out(query.size(), std::nanf(""));
+      std::vector<float> key_scores(expected_scores.size(), 0.0f);
+      AttentionCall call{&planner.plan(), &kv, query.data(), DType::kFloat32, num_heads * head_dim, out.data(), scale, 0.0f,
+                         sinks.data(), shape.has_key_scores ? key_scores.data() : nullptr, nullptr};
+      Aligned scratch(kernels->attention_scratch(call, num_threads));
+      call.scratch = scratch.data;
+      kernels->attention(call, pool);
+      for (size_t i = 0; i < out.size(); ++i) {
+        CHECK(std::fabs(out[i] - expected[i]) < 1e-5, "%s, number %zu: %.9g, not %.9g", kernels->instruction_set, i, out[i], expected[i]);
+      }
+      for (size_t i = 0; shape.has_key_scores && i < key_scores.size(); ++i) {
+        CHECK(std::fabs(key_scores[i] - expected_scores[i]) < 1e-4, "%s, score %zu: %.9g, not %.9g", kernels->instruction_set, i,
+              key_scores[i], expected_scores[i]);
+      }
+      if (num_threads == 1) first_result = out;
+      CHECK(std::memcmp(first_result.data(), out.data(), out.size() * sizeof(float)) == 0, "%s: bits of %d threads",
+            kernels->instruction_set, num_threads);
+    }
+  }
+}
+
+int main() {
+  const Case cases[] = {{1, 2, 16, 16, 0, true}, {2, 3, 48, 7, 70, false}, {1, 1, 128, 128, 0, false}, {2, 2, 64, 32, 1100, true}};
+  for (const Case& shape : cases) {
+    check_case<float>(shape, DType::kFloat32);
+    check_case<bf16>(shape, DType::kBFloat16);
+    check_case<fp16>(shape, DType::kFloat16);
+    check_case<int8_t>(shape, DType::kInt8);
+  }
+  return 0;
+}

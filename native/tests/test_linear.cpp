@@ -1,0 +1,87 @@
+// Packed products against plain loops in double, for all formats and instruction sets, at sizes with all kinds of rests; and
+// rows that are equal bit for bit alone, in company, and on any number of threads.
+#include "linear.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "check.h"
+
+using namespace quire;
+using namespace quire::test;
+
+struct Case {
+  WeightFormat format;
+  int64_t out_features, in_features, num_rows, group_size;
+};
+
+std::vector<bf16> multiply(const Kernels& kernels, ThreadPool& pool, const PackedWeight& weight, const std::vector<bf16>& rows,
+                           int64_t first, int64_t count, const std::vector<float>& bias) {
+  std::vector<bf16> out(count * weight.out_features, bf16{0x7fff});
+  Aligned scratch(LinearScratch(weight, count).total);
+  // Exactly as many rows as asked for, in memory of their own.
+  const std::vector<bf16> own(rows.begin() + first * weight.in_features, rows.begin() + (first + count) * weight.in_features);
+  kernels.linear({&weight, own.data(), DType::kBFloat16, weight.in_features, count, bias.data(), out.data(), DType::kBFloat16,
+                  weight.out_features, scratch.data},
+                 pool);
+  return out;
+}
+
+void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread, const Case& shape) {
+  const std::vector<bf16> matrix = to_bf16(random_floats(shape.out_features * shape.in_features, 0.1f));
+  const std::vector<bf16> rows = to_bf16(random_floats(shape.num_rows * shape.in_features));
+  const std::vector<float> bias = random_floats(shape.out_features);
+  PackedWeight weight{shape.format, shape.out_features, shape.in_features, shape.group_size, nullptr};
+  Aligned panels(weight.bytes());
+  weight.panels = panels.data;
+  const int64_t split = shape.out_features / 3;  // two sources, one below the other
+  const WeightSource sources[] = {
+      {matrix.data(), DType::kBFloat16, split, nullptr, nullptr},
+      {matrix.data() + split * shape.in_features, DType::kBFloat16, shape.out_features - split, nullptr, nullptr}};
+  PackCall packing{&weight, panels.data, sources, 2, nullptr};
+  Aligned room(kernels.pack_scratch(packing, pool.num_threads()));
+  packing.scratch = room.data;
+  kernels.pack(packing, pool);
+  const std::vector<bf16> out = multiply(kernels, pool, weight, rows, 0, shape.num_rows, bias);
+
+  const double step = shape.format == WeightFormat::kInt4 ? 0.1 : shape.format == WeightFormat::kInt8 ? 0.015 : 0.0;
+  for (int64_t row = 0; row < shape.num_rows; ++row) {
+    for (int64_t column = 0; column < shape.out_features; ++column) {
+      double exact = bias[column], magnitude = std::abs(exact);
+      for (int64_t input = 0; input < shape.in_features; ++input) {
+        const double product = static_cast<double>(to_float(rows[row * shape.in_features + input])) *
+                               to_float(matrix[column * shape.in_features + input]);
+        exact += product;
+        magnitude += std::abs(product);
+      }
+      const double got = to_float(out[row * shape.out_features + column]);
+      const double bound = std::abs(exact) / 128 + magnitude * (1e-5 + step) + 1e-3;
+      CHECK(std::abs(got - exact) <= bound, "%s, format %d: %g instead of %g, %ld x %ld", kernels.instruction_set,
+            static_cast<int>(shape.format), got, exact, static_cast<long>(shape.out_features), static_cast<long>(shape.in_features));
+    }
+  }
+
+  for (const int64_t count : {int64_t{1}, random_int(1, shape.num_rows)}) {
+    const int64_t first = random_int(0, shape.num_rows - count);
+    const std::vector<bf16> some = multiply(kernels, one_thread, weight, rows, first, count, bias);
+    const bool is_same = std::equal(some.begin(), some.end(), out.begin() + first * shape.out_features,
+                                    [](bf16 a, bf16 b) { return a.bits == b.bits; });
+    CHECK(is_same, "%s, format %d: %ld rows from %ld differ from the same among %ld", kernels.instruction_set,
+          static_cast<int>(shape.format), static_cast<long>(count), static_cast<long>(first), static_cast<long>(shape.num_rows));
+  }
+}
+
+int main() {
+  ThreadPool pool(3), one_thread(1);
+  for (const Kernels* kernels : all_kernels()) {
+    for (const WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8,
+                                      WeightFormat::kInt4}) {
+      for (int turn = 0; turn < 12; ++turn) {
+        const int64_t group_size = format == WeightFormat::kInt4 ? (turn % 2 ? 32 : 128) : 0;
+        const int64_t in_features = group_size ? group_size * random_int(1, 3) : random_int(1, 300);
+        check_case(*kernels, pool, one_thread, {format, random_int(3, 200), in_features, random_int(1, 40), group_size});
+      }
+    }
+    std::printf("%s: as exact as the formats allow\n", kernels->instruction_set);
+  }
+}

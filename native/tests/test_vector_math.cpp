@@ -1,0 +1,53 @@
+// exp and tanh against the library's in double, over all magnitudes. Compiled for each instruction set.
+#include "vector_math.h"
+
+#include <cmath>
+#include <limits>
+
+#include "check.h"
+
+#define QUIRE_TEXT_OF(name) #name
+#define QUIRE_TEXT(name) QUIRE_TEXT_OF(name)
+
+using namespace quire;
+using namespace quire::QUIRE_ISA;
+
+// How far `got` is from `wanted`, in units of the last place of the nearest float.
+double ulps(float got, double wanted) {
+  const float nearest = std::fabs(static_cast<float>(wanted));
+  const double unit = static_cast<double>(std::nextafter(nearest, std::numeric_limits<float>::infinity())) - nearest;
+  return std::fabs(got - wanted) / unit;
+}
+
+int main() {
+  if (find_kernels(QUIRE_TEXT(QUIRE_ISA)) == nullptr) {
+    std::printf("this CPU has no " QUIRE_TEXT(QUIRE_ISA) "\n");
+    return 0;
+  }
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (uint32_t bits = 0; bits < 0x7f800000u; bits += 4099) {
+    for (const uint32_t sign : {0u, 0x80000000u}) {
+      float x;
+      const uint32_t signed_bits = bits | sign;
+      std::memcpy(&x, &signed_bits, sizeof x);
+      const float power = quire::QUIRE_ISA::exp(splat(x))[bits % kLanes];
+      if (x > 88.73f) {
+        CHECK(power == kInfinity, "exp(%.9g) = %.9g", x, power);
+      } else if (x < -104.0f) {
+        CHECK(power == 0.0f, "exp(%.9g) = %.9g", x, power);
+      } else {
+        CHECK(ulps(power, std::exp(static_cast<double>(x))) < 1.2, "exp(%.9g) = %.9g", x, power);
+      }
+      const float tangent = quire::QUIRE_ISA::tanh(splat(x))[bits % kLanes];
+      CHECK(ulps(tangent, std::tanh(static_cast<double>(x))) < 1.4, "tanh(%.9g) = %.9g", x, tangent);
+    }
+  }
+  CHECK(quire::QUIRE_ISA::exp(splat(0.0f))[0] == 1.0f, "exp(0)");
+  CHECK(quire::QUIRE_ISA::exp(splat(-kInfinity))[0] == 0.0f, "exp(-inf)");
+  CHECK(quire::QUIRE_ISA::exp(splat(kInfinity))[0] == kInfinity, "exp(inf)");
+  CHECK(quire::QUIRE_ISA::tanh(splat(kInfinity))[0] == 1.0f, "tanh(inf)");
+  const float nan = std::nanf("");
+  CHECK(std::isnan(quire::QUIRE_ISA::exp(splat(nan))[0]), "exp(NaN)");
+  CHECK(std::isnan(quire::QUIRE_ISA::tanh(splat(nan))[0]), "tanh(NaN)");
+  return 0;
+}

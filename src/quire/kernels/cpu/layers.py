@@ -1,0 +1,57 @@
+"""A layer's cache as the native kernels know it, made once for each layer."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.tensors import TYPE_NUMBERS, address
+from quire.kernels.kv_layer import KVLayer
+
+_NAME = "cpu"  # among a layer's handles
+
+
+def native_layer(kv: KVLayer) -> _native.KVLayer:
+    """Return the layer's native form.
+
+    Raises:
+        TypeError: keys and values differ in type, or have scales but are not int8, or the reverse.
+        ValueError: the features of a head are not adjacent.
+    """
+    handle: _native.KVLayer | None = kv.handles.get(_NAME)
+    if handle is None:
+        handle = kv.handles[_NAME] = _make(kv)
+    return handle
+
+
+def _make(kv: KVLayer) -> _native.KVLayer:
+    for name, blocks, scales in (("keys", kv.keys, kv.key_scales), ("values", kv.values, kv.value_scales)):
+        if blocks.dtype != kv.keys.dtype or (scales is None) == (blocks.dtype == torch.int8):
+            having = "without" if scales is None else "with"
+            raise TypeError(
+                f"the cache's {name} are {blocks.dtype} {having} scales; keys and values must be of one "
+                "type, with scales if and only if it is int8"
+            )
+        if blocks.stride(-1) != 1:
+            raise ValueError(f"the {name} have strides {blocks.stride()}; a head's features must be adjacent")
+    _, num_kv_heads, _, head_dim = kv.keys.shape
+    return _native.KVLayer(
+        TYPE_NUMBERS[kv.keys.dtype],
+        num_kv_heads,
+        head_dim,
+        kv.keys.data_ptr(),
+        _strides(kv.keys),
+        kv.values.data_ptr(),
+        _strides(kv.values),
+        address(kv.key_scales),
+        _strides(kv.key_scales),
+        address(kv.value_scales),
+        _strides(kv.value_scales),
+    )
+
+
+def _strides(blocks: torch.Tensor | None) -> tuple[int, int, int]:
+    if blocks is None:
+        return 0, 0, 0
+    block, head, token = blocks.stride()[:3]
+    return block, head, token

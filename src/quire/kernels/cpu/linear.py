@@ -1,0 +1,102 @@
+"""Dense layers on packed weights, at the speed of memory for one row and of the vector units for many.
+
+Where torch's oneDNN reaches the same rate, it does so from some tens of rows on; these kernels do from eight
+(docs/benchmarks.md), and give a row the same bits for every number of rows in every type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.memory import WeightMemory
+from quire.kernels.cpu.tensors import TYPE_NUMBERS, address
+from quire.kernels.linear import Linear, quantization_of
+from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize, num_rows
+
+FORMATS = {  # WeightFormat in native/src/linear.h
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    "int8": 3,
+    "int4": 4,
+}
+MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
+
+
+class PackedLinear(Linear):
+    """A weight matrix in panels: see native/src/linear.h.
+
+    Args:
+        parts: the rows of the matrix, as they come from the checkpoint.
+        bias: [out_features] or None.
+        dtype: of the weights, if they are not quantized.
+        quantization: none, int8 or int4; see `quire.kernels.linear.reference_linear`.
+        group_size: for int4.
+        memory: where the panels go.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Weight],
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        quantization: str = "none",
+        group_size: int = 128,
+        memory: WeightMemory | None = None,
+    ) -> None:
+        super().__init__(parts, bias)
+        if self.in_features > MAX_INPUTS:
+            raise ValueError(f"a layer has {self.in_features} input features; at most {MAX_INPUTS} are supported")
+        kind = quantization_of(parts, quantization, group_size)
+        parts = [_as_source(part, kind) for part in parts]
+        first = parts[0]
+        if kind != "int4":
+            group_size = 0
+        elif isinstance(first, Int4Weight):
+            group_size = first.group_size
+        layout = (FORMATS[dtype if kind == "none" else kind], self.out_features, self.in_features, group_size)
+        memory = memory or WeightMemory()
+        self._panels = memory.allocate(_native.packed_bytes(*layout))
+        self._weight = _native.PackedWeight(*layout, self._panels.data_ptr())
+        self._bias = address(self.bias)
+        if not memory.is_filled:
+            self._weight.pack([_source(part) for part in parts])
+
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Linear`."""
+        if out is None:
+            out = rows.new_empty(rows.shape[0], self.out_features)
+        self._weight.linear(
+            rows.data_ptr(),
+            TYPE_NUMBERS[rows.dtype],
+            rows.stride(0),
+            rows.shape[0],
+            self._bias,
+            out.data_ptr(),
+            TYPE_NUMBERS[out.dtype],
+            out.stride(0),
+        )
+        return out
+
+
+def _as_source(part: Weight, kind: str) -> Weight:
+    """Return `part` in a form that can be packed as `kind`."""
+    fits = isinstance(part, torch.Tensor) or (kind == "int8") == isinstance(part, Int8Weight)
+    if not fits or (kind == "none" and not isinstance(part, torch.Tensor)):
+        part = dequantize(part)
+    if isinstance(part, torch.Tensor):
+        return part.contiguous()
+    if isinstance(part, Int8Weight):
+        return Int8Weight(part.values.contiguous(), part.scales.float().contiguous())
+    return Int4Weight(part.values.contiguous(), part.scales.float().contiguous(), part.zeros.float().contiguous())
+
+
+def _source(part: Weight) -> tuple[int, int, int, int, int]:
+    if isinstance(part, torch.Tensor):
+        return address(part), TYPE_NUMBERS[part.dtype], num_rows(part), 0, 0
+    zeros = part.zeros if isinstance(part, Int4Weight) else None
+    return address(part.values), TYPE_NUMBERS[part.values.dtype], num_rows(part), address(part.scales), address(zeros)

@@ -1,0 +1,43 @@
+"""Memory in large pages where the system has them, so that reading is not slowed by look-ups."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+ALIGNMENT = 64  # bytes of a cache line
+PAGE = 2 << 20  # bytes of a large page
+SLAB = 64 << 20  # bytes asked of the system at once, unless a buffer is larger
+
+
+class WeightMemory:
+    """Memory for packed weights: buffers that live as long as any tensor over them does.
+
+    Nothing is given back singly.
+    """
+
+    def __init__(self) -> None:
+        self.is_filled = False  # whether buffers hold packed weights already
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return [num_bytes] uint8, aligned to a cache line and not initialized."""
+        start = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if start + num_bytes > len(self._slab):
+            self._slab = map_large_pages(max(num_bytes, SLAB))
+            start = 0
+        self._used = start + num_bytes
+        return self._slab[start : start + num_bytes]
+
+
+def map_large_pages(num_bytes: int) -> torch.Tensor:
+    """Return at least `num_bytes` of fresh memory that begins with a large page."""
+    size = -(-num_bytes // PAGE) * PAGE
+    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
+    skipped = -whole.data_ptr() % PAGE
+    return whole[skipped : skipped + size]

@@ -1,0 +1,166 @@
+"""Dense layers in torch, which hands them to oneDNN; the weights are laid out once, when the model is loaded.
+
+Every kind gives a row the same bits whatever the other rows are and however many there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.weights import (
+    INT8_STEPS,
+    Int4Weight,
+    Int8Weight,
+    Weight,
+    dequantize,
+    in_features,
+    num_rows,
+    quantize_int4,
+    quantize_int8,
+)
+
+MIN_FLOAT32_ROWS = 12  # float32 products of fewer rows take paths whose sums have another order
+
+
+class Linear(ABC):
+    """A weight matrix [out_features, in_features] with an optional bias, ready to be multiplied with rows."""
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
+        self.in_features = in_features(parts[0])
+        self.out_features = sum(num_rows(part) for part in parts)
+        self.bias = None if bias is None else bias.float()
+
+    @abstractmethod
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `rows @ weight.T + bias`: [T, in_features] to [T, out_features].
+
+        Args:
+            rows: float32, bfloat16 or float16; the features of a row are adjacent.
+            out: where to put the result, in any of these types; None: a new tensor of the rows' type.
+        """
+
+
+class FloatLinear(Linear):
+    """Weights in the type of the rows."""
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(parts, bias)
+        self._weight = torch.cat([_float(part, dtype) for part in parts])
+        self._bias = None if bias is None else bias.to(dtype)
+
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Linear`."""
+        num_rows = rows.shape[0]
+        if rows.dtype == torch.float32 and num_rows < MIN_FLOAT32_ROWS:
+            rows = F.pad(rows, (0, 0, 0, MIN_FLOAT32_ROWS - num_rows))
+        return _result(F.linear(rows, self._weight, self._bias)[:num_rows], out)
+
+
+class OneDnnLinear(Linear):
+    """bfloat16 weights in the layout that oneDNN prefers.
+
+    The two operators are those that torch's own compiler puts in place of linear layers.
+    """
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
+        super().__init__(parts, bias)
+        weight = torch.cat([_float(part, torch.bfloat16) for part in parts])
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._bias = None if bias is None else bias.to(torch.bfloat16)
+
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Linear`."""
+        result = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        return _result(result, out)
+
+
+class Int8Linear(Linear):
+    """int8 weights, a scale per row of theirs, and rows that are quantized as they come, a scale for each."""
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
+        super().__init__(parts, bias)
+        quantized = [part if isinstance(part, Int8Weight) else quantize_int8(dequantize(part)) for part in parts]
+        self._values = torch.cat([part.values for part in quantized]).t()
+        self._scales = torch.cat([part.scales for part in quantized])
+
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Linear`. Sums are exact."""
+        wide = rows.float()
+        largest = wide.abs().amax(dim=1)
+        inverse = torch.where(largest > 0, INT8_STEPS / largest, 0.0)
+        values = (wide * inverse[:, None]).round_().to(torch.int8)
+        scales = largest / INT8_STEPS
+        result = torch._int_mm(values, self._values).float() * (self._scales * scales[:, None])
+        if self.bias is not None:
+            result += self.bias
+        return _result(result.to(rows.dtype), out)
+
+
+class Int4Linear(Linear):
+    """4-bit weights, multiplied as the numbers that they stand for."""
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None, group_size: int) -> None:
+        super().__init__(parts, bias)
+        quantized = [
+            part if isinstance(part, Int4Weight) else quantize_int4(dequantize(part), group_size)
+            for part in parts
+        ]
+        self._float = FloatLinear([dequantize(part) for part in quantized], bias, torch.float32)
+
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Linear`."""
+        return _result(self._float(rows.bfloat16().float()).to(rows.dtype), out)
+
+
+def reference_linear(
+    parts: Sequence[Weight],
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    quantization: str = "none",
+    group_size: int = 128,
+) -> Linear:
+    """Return the layer whose weight is `parts`, one below the other.
+
+    Args:
+        parts: the rows of the matrix; all have the same input features.
+        bias: [out_features], any floating-point type.
+        dtype: of the weights, if they are not quantized.
+        quantization: what to make of weights in floating point: none, int8 or int4. Quantized ones stay as
+            they are if `quantization` names another kind.
+        group_size: inputs that share a scale, for int4.
+    """
+    kind = quantization_of(parts, quantization, group_size)
+    if kind == "int8":
+        return Int8Linear(parts, bias)
+    if kind == "int4":
+        return Int4Linear(parts, bias, group_size)
+    return OneDnnLinear(parts, bias) if dtype == torch.bfloat16 else FloatLinear(parts, bias, dtype)
+
+
+def quantization_of(parts: Sequence[Weight], wanted: str, group_size: int) -> str:
+    """Return the quantization that a matrix of `parts` gets.
+
+    Parts of different kinds become floats first. A matrix whose inputs are not whole groups is held in int8
+    instead of int4.
+    """
+    kinds = {type(part) for part in parts}
+    if kinds == {Int8Weight}:
+        return "int8"
+    if kinds == {Int4Weight}:
+        groups = {part.group_size for part in parts if isinstance(part, Int4Weight)}
+        if len(groups) == 1:
+            return "int4"
+    return "int8" if wanted == "int4" and in_features(parts[0]) % group_size else wanted
+
+
+def _float(part: Weight, dtype: torch.dtype) -> torch.Tensor:
+    return (part if isinstance(part, torch.Tensor) else dequantize(part)).to(dtype)
+
+
+def _result(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return result if out is None else out.copy_(result)

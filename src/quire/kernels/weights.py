@@ -1,0 +1,79 @@
+"""Weight matrices as checkpoints hold them, and what quantization makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+INT4_ZERO = 8.0  # the step that stands for 0 where quantization is symmetric
+INT8_STEPS = 127  # the largest magnitude of a row, in steps
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Int8Weight:
+    """Rows of a matrix in int8: weight = value * scale of its row."""
+
+    values: torch.Tensor  # [rows, in_features] int8
+    scales: torch.Tensor  # [rows] float32
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Int4Weight:
+    """Rows of a matrix in 4 bits: weight = (value - zero) * scale of its group of `group_size` inputs."""
+
+    values: torch.Tensor  # [rows, in_features] uint8, 0 to 15
+    scales: torch.Tensor  # [rows, in_features / group_size] float32
+    zeros: torch.Tensor  # like scales; whole numbers unless the checkpoint has others
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale and a zero."""
+        return self.values.shape[1] // self.scales.shape[1]
+
+
+Weight = torch.Tensor | Int8Weight | Int4Weight
+"""Some rows of a matrix, [rows, in_features]; a tensor is of a floating-point type."""
+
+
+def num_rows(weight: Weight) -> int:
+    """Return the output features that `weight` makes."""
+    return len(weight) if isinstance(weight, torch.Tensor) else len(weight.values)
+
+
+def in_features(weight: Weight) -> int:
+    """Return the input features that `weight` takes."""
+    return weight.shape[1] if isinstance(weight, torch.Tensor) else weight.values.shape[1]
+
+
+def quantize_int8(weight: torch.Tensor) -> Int8Weight:
+    """Return `weight` [rows, in] in int8: the largest magnitude of a row becomes 127 steps."""
+    wide = weight.float()
+    largest = wide.abs().amax(dim=1)
+    inverse = torch.where(largest > 0, INT8_STEPS / largest, 0.0)
+    return Int8Weight((wide * inverse[:, None]).round_().to(torch.int8), largest / INT8_STEPS)
+
+
+def quantize_int4(weight: torch.Tensor, group_size: int) -> Int4Weight:
+    """Return `weight` [rows, in] in 4 bits, in groups along the inputs.
+
+    The largest magnitude of a group becomes 8 steps below its zero, which uses all sixteen steps where
+    plus and minus 7 would use fifteen (as GGUF's Q4_0 does).
+    """
+    groups = weight.float().unflatten(1, (-1, group_size))
+    place = groups.abs().argmax(dim=2, keepdim=True)
+    scales = groups.gather(2, place) / -INT4_ZERO
+    inverse = torch.where(scales != 0, 1.0 / scales, 0.0)
+    values = (groups * inverse + INT4_ZERO).clamp_(0, 15).round_().to(torch.uint8)
+    scales = scales.squeeze(2)
+    return Int4Weight(values.flatten(1), scales, torch.full_like(scales, INT4_ZERO))
+
+
+def dequantize(weight: Weight) -> torch.Tensor:
+    """Return `weight` as float32."""
+    if isinstance(weight, Int8Weight):
+        return weight.values.float() * weight.scales[:, None]
+    if isinstance(weight, Int4Weight):
+        groups = weight.values.float().unflatten(1, (-1, weight.group_size))
+        return ((groups - weight.zeros[:, :, None]) * weight.scales[:, :, None]).flatten(1)
+    return weight.float()

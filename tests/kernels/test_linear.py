@@ -1,0 +1,202 @@
+"""Dense layers: against products in float64, and bit for bit whatever the number of rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.linear import MAX_INPUTS, PackedLinear
+from quire.kernels.cpu.memory import WeightMemory
+from quire.kernels.linear import FloatLinear, Linear, OneDnnLinear, reference_linear
+from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize, quantize_int4, quantize_int8
+
+ROWS = 70
+COUNTS = [*range(1, 18), 24, 25, 31, 64, 69]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(64, 384), (72, 100), (256, 769), (333, 1000), (40, 6), (1, 33)]  # inputs, outputs
+INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512bf16"]
+# Relative to the sum of magnitudes of a sum's terms: what sums in float32, or bfloat16 results, may be off.
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One that this CPU has; the tests of the others would say nothing about it."""
+    best = _native.instruction_set()
+    if not _native.set_instruction_set(request.param):
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    _native.set_instruction_set(best)
+
+
+def _assert_rows_keep_their_bits(linear: Linear, rows: torch.Tensor) -> None:
+    expected = linear(rows)
+    for count in COUNTS:
+        for start in (0, len(rows) - count):
+            part = linear(rows[start : start + count].clone())
+            assert torch.equal(part, expected[start : start + count]), (count, start)
+
+
+def _assert_close(linear: Linear, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    wide, matrix = rows.double(), weight.double()
+    expected = F.linear(wide, matrix, None if bias is None else bias.double())
+    magnitude = F.linear(wide.abs(), matrix.abs(), None if bias is None else bias.double().abs())
+    error = (linear(rows).double() - expected).abs()
+    assert (error <= magnitude * ROUNDING[rows.dtype] + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_floats(instruction_set: str, dtype: torch.dtype, inputs: int, outputs: int, biased: bool) -> None:
+    weight, rows = _random(outputs, inputs, dtype=dtype, seed=1), _random(ROWS, inputs, dtype=dtype)
+    bias = _random(outputs, seed=2) if biased else None
+    linear = PackedLinear([weight[:5], weight[5:]], bias, dtype=dtype)
+    _assert_close(linear, rows, weight, bias)
+    _assert_rows_keep_their_bits(linear, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_the_reference(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    weight, rows = _random(outputs, inputs, dtype=dtype, seed=1), _random(ROWS, inputs, dtype=dtype)
+    linear = reference_linear([weight], dtype=dtype)
+    assert isinstance(linear, OneDnnLinear if dtype == torch.bfloat16 else FloatLinear)
+    _assert_close(linear, rows, weight, None)
+    if dtype != torch.float16:  # Quire's reference offers no guarantee in float16, see docs/numbers.md
+        _assert_rows_keep_their_bits(linear, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(72, 100), (333, 1000), (2048, 40)])
+def test_int8(instruction_set: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    weight, rows = _random(outputs, inputs, dtype=dtype, seed=1), _random(ROWS, inputs, dtype=dtype)
+    bias = _random(outputs, seed=2)
+    linear = PackedLinear([weight], bias, dtype=dtype, quantization="int8")
+    # Exact sums of the same quantized numbers, but one just between two steps may go to either.
+    expected = reference_linear([weight], bias, dtype=dtype, quantization="int8")(rows).double()
+    difference = (linear(rows).double() - expected).abs()
+    assert (difference <= expected.abs() * ROUNDING[dtype] + 0.02 * inputs**0.5).all()
+    if dtype == torch.float32:
+        assert (difference > 1e-4).float().mean() < 0.01
+    _assert_rows_keep_their_bits(linear, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 100), (384, 1000)])
+def test_int4(
+    instruction_set: str, dtype: torch.dtype, group_size: int, inputs: int, outputs: int
+) -> None:
+    rows = _random(ROWS, inputs, dtype=dtype)
+    quantized = quantize_int4(_random(outputs, inputs, seed=1), group_size)
+    linear = PackedLinear([quantized], dtype=dtype)
+    exact = reference_linear([quantized], dtype=torch.float32)(rows.float())
+    error = (linear(rows).float() - exact).abs()
+    assert (error <= exact.abs() * ROUNDING[dtype] + 1e-3 * inputs**0.5).all()
+    _assert_rows_keep_their_bits(linear, rows)
+
+
+def test_packing_quantizes_like_the_reference(instruction_set: str) -> None:
+    weight = _random(100, 256, seed=3)
+    identity = torch.eye(256)
+    for quantization, quantized in (("int8", quantize_int8(weight)), ("int4", quantize_int4(weight, 128))):
+        linear = PackedLinear([weight], dtype=torch.float32, quantization=quantization)
+        # A row of the identity shows a column of the weights; of its own steps int8 makes exactly 127.
+        difference = (linear(identity).t() - dequantize(quantized)).abs()
+        step = weight.abs().max() / (127 if quantization == "int8" else 8)
+        assert (difference > 1e-5).float().mean() < 1e-3  # numbers just between two steps
+        assert difference.max() <= step * 1.01
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(["float", "int8", "int4"], repeat=2)))
+def test_parts_of_any_kinds(kinds: tuple[str, str]) -> None:
+    make: dict[str, Weight] = {
+        "float": _random(48, 64, seed=1),
+        "int8": quantize_int8(_random(48, 64, seed=2)),
+        "int4": quantize_int4(_random(48, 64, seed=3), 32),
+    }
+    parts = [make[kind] for kind in kinds]
+    rows = _random(5, 64)
+    expected = torch.cat([F.linear(rows, dequantize(part)) for part in parts], dim=1)
+    for linear in (PackedLinear(parts, dtype=torch.float32), reference_linear(parts, dtype=torch.float32)):
+        torch.testing.assert_close(linear(rows), expected, atol=0.5, rtol=0.02)
+
+
+def test_asymmetric_int4() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = Int4Weight(
+        torch.randint(0, 16, (40, 128), generator=generator, dtype=torch.uint8),
+        torch.rand(40, 4, generator=generator),
+        torch.randint(0, 16, (40, 4), generator=generator).float(),
+    )
+    rows = _random(7, 128, dtype=torch.bfloat16)
+    linear = PackedLinear([weight], dtype=torch.bfloat16)
+    expected = F.linear(rows.double(), dequantize(weight).double())
+    torch.testing.assert_close(linear(rows).double(), expected, rtol=2**-7, atol=0.05)
+
+
+def test_int8_from_a_checkpoint_keeps_its_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-127, 128, (33, 96), generator=generator, dtype=torch.int8)
+    weight = Int8Weight(values, torch.rand(33, generator=generator))
+    linear = PackedLinear([weight], dtype=torch.float32)
+    torch.testing.assert_close(linear(torch.eye(96)).t(), dequantize(weight), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_rows_and_results_of_another_type(dtype: torch.dtype) -> None:
+    weight, wide = _random(50, 64, dtype=dtype, seed=1), _random(9, 200, dtype=dtype)
+    rows = wide[:, 10:74]
+    linear = PackedLinear([weight], dtype=dtype)
+    out = torch.full((9, 70), torch.nan)[:, 3:53]
+    assert linear(rows, out=out) is out
+    torch.testing.assert_close(out, F.linear(rows.float(), weight.float()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_any_number_of_threads_gives_the_same_bits(quantization: str) -> None:
+    linear = PackedLinear([_random(300, 128)], dtype=torch.bfloat16, quantization=quantization)
+    rows = _random(40, 128, dtype=torch.bfloat16)
+    before = _native.num_threads()
+    results = []
+    for num_threads in (1, 2, 5):
+        _native.set_threads(num_threads, [])
+        results.append(linear(rows))
+    _native.set_threads(before, [])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_row_of_zeros_and_one_of_nan_stay_what_they_are() -> None:
+    weight = _random(20, 64)
+    for quantization in ("none", "int8", "int4"):
+        linear = PackedLinear([weight], dtype=torch.float32, quantization=quantization, group_size=32)
+        rows = torch.zeros(3, 64)
+        rows[1, 5] = torch.nan
+        result = linear(rows)
+        assert (result[[0, 2]] == 0).all()
+        assert result[1].isnan().all(), quantization
+
+
+def test_too_many_inputs_are_refused() -> None:
+    with pytest.raises(ValueError, match=str(MAX_INPUTS)):
+        PackedLinear([torch.empty(1, MAX_INPUTS + 1)], dtype=torch.float32)
+
+
+def test_buffers_do_not_overlap_and_are_aligned() -> None:
+    memory = WeightMemory()
+    buffers = [memory.allocate(size) for size in (1, 100, 1 << 26, 64, (1 << 26) + 1, 7)]
+    for number, buffer in enumerate(buffers):
+        assert buffer.data_ptr() % 64 == 0
+        buffer.fill_(number)
+    for number, buffer in enumerate(buffers):
+        assert (buffer == number).all()

@@ -1,0 +1,257 @@
+"""The native paged attention: against float64 attention, and its bits against themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_harness import Sequences, check_key_scores, naive_attention, run_paged
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.kernels import attention as reference
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.attention import paged_attention
+from quire.kv.tensors import KVCacheTensors
+
+INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512bf16"]
+SHAPES = [(4, 2, 64), (6, 6, 80), (3, 1, 96), (4, 2, 128), (2, 1, 256), (14, 2, 32), (5, 1, 16)]
+TYPES = [  # of the query, of the cache
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.float32),
+]
+# Absolute and relative. Results are rounded to the query's type; with bfloat16, weights are too.
+TOLERANCES = {torch.float32: (5e-6, 0.0), torch.bfloat16: (2**-7, 2**-7), torch.float16: (2**-11, 2**-10)}
+LENGTHS = [1, 5, 64, 65, 200]
+
+
+@pytest.fixture(params=INSTRUCTION_SETS, scope="module")
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One that this CPU has; the tests of the others would say nothing about it."""
+    best = _native.instruction_set()
+    if not _native.set_instruction_set(request.param):
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    _native.set_instruction_set(best)
+
+
+@pytest.fixture(params=[2, 5])
+def several_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = _native.num_threads()
+    _native.set_threads(request.param, [])
+    yield
+    _native.set_threads(before, [])
+
+
+def check_against_naive(
+    sequences: Sequences, outputs: list[torch.Tensor], types: tuple[torch.dtype, torch.dtype], **options: Any
+) -> None:
+    cached = sequences.as_cached(*types)
+    atol, rtol = TOLERANCES[types[0]]
+    for index, output in enumerate(outputs):
+        expected = naive_attention(cached, index, **options)
+        torch.testing.assert_close(output.double(), expected, atol=atol, rtol=rtol)
+
+
+def assert_equal_bits(outputs: list[torch.Tensor], expected: list[torch.Tensor], what: object) -> None:
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True)), what
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    shape=st.sampled_from(SHAPES),
+    types=st.sampled_from(TYPES),
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
+    chunk=st.sampled_from([1, 3, 8, 50, 10_000]),
+    block_size=st.sampled_from([1, 4, 7, 16, 64, 128]),
+    window=st.sampled_from([0, 0, 1, 2, 33, 64, 100]),
+    softcap=st.sampled_from([0.0, 0.0, 1.5]),
+    has_sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_equals_textbook_attention(
+    instruction_set: str,
+    shape: tuple[int, int, int],
+    types: tuple[torch.dtype, torch.dtype],
+    lengths: list[int],
+    chunk: int,
+    block_size: int,
+    window: int,
+    softcap: float,
+    has_sinks: bool,
+    seed: int,
+) -> None:
+    if chunk == 1:
+        lengths = [min(length, 30) for length in lengths]
+    sinks = torch.randn(shape[0], generator=torch.Generator().manual_seed(seed)) if has_sinks else None
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    sequences = Sequences.random(lengths, *shape, seed=seed)
+    outputs = run_paged(
+        sequences,
+        kernel=paged_attention,
+        dtype=types[0],
+        kv_dtype=types[1],
+        chunks=chunk,
+        block_size=block_size,
+        seed=seed,
+        **options,
+    )
+    check_against_naive(sequences, outputs, types, **options)
+
+
+@pytest.mark.parametrize("types", [TYPES[0], TYPES[4]])
+def test_long_sequences_are_merged_from_spans(
+    instruction_set: str, types: tuple[torch.dtype, torch.dtype]
+) -> None:
+    sequences = Sequences.random([2060, 1025], 2, 1, 16)
+    for window in (0, 1100):
+        outputs = run_paged(
+            sequences, kernel=paged_attention, dtype=types[0], kv_dtype=types[1], chunks=1500, window=window
+        )
+        check_against_naive(sequences, outputs, types, window=window)
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("window", [0, 70])
+def test_bits_do_not_depend_on_chunks_blocks_or_company(
+    instruction_set: str, types: tuple[torch.dtype, torch.dtype], window: int
+) -> None:
+    shape = SHAPES[TYPES.index(types)]
+    how = {"kernel": paged_attention, "dtype": types[0], "kv_dtype": types[1], "window": window}
+    sequences = Sequences.random(LENGTHS, *shape)
+    alone = [run_paged(sequences.pick(i), **how)[0] for i in range(len(LENGTHS))]
+    settings_to_try = [
+        {"chunks": 10_000, "block_size": 4},
+        {"chunks": 7, "block_size": 16},
+        {"chunks": [1, 5, 2, 64, 33], "block_size": 128},
+        {"chunks": [1, 1, 64, 1, 3], "block_size": 10},
+    ]
+    for seed, setting in enumerate(settings_to_try):
+        assert_equal_bits(run_paged(sequences, seed=seed, **how, **setting), alone, setting)
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("shared", [64, 200, 0])
+def test_bits_do_not_depend_on_sharing_blocks(
+    instruction_set: str, types: tuple[torch.dtype, torch.dtype], shared: int
+) -> None:
+    """The same prefixes in blocks of their own, in common blocks, and by themselves."""
+    sequences = Sequences.random([230, 201, 264, 201, 300], 4, 2, 32, shared=200)
+    how = {"kernel": paged_attention, "dtype": types[0], "kv_dtype": types[1]}
+    alone = [run_paged(sequences.pick(i), **how)[0] for i in range(5)]
+    for chunks in (10_000, [29, 1, 64, 1, 100], 66):
+        assert_equal_bits(run_paged(sequences, shared=shared, chunks=chunks, **how), alone, chunks)
+
+
+@pytest.mark.parametrize("types", TYPES[:2])
+@pytest.mark.parametrize("chunks", [3000, [1200, 3000, 1]])
+def test_bits_do_not_depend_on_threads(
+    several_threads: None, types: tuple[torch.dtype, torch.dtype], chunks: list[int] | int
+) -> None:
+    """With few heads and rows, threads share a row's spans."""
+    sequences = Sequences.random([2500, 1100, 40], 2, 1, 16)
+    how = {"kernel": paged_attention, "dtype": types[0], "chunks": chunks, "window": 2100}
+    outputs = run_paged(sequences, **how)
+    num_threads = _native.num_threads()
+    _native.set_threads(1, [])
+    expected = run_paged(sequences, **how)
+    _native.set_threads(num_threads, [])
+    assert_equal_bits(outputs, expected, num_threads)
+
+
+@pytest.mark.parametrize("block_size", [16, 7, 128])
+@pytest.mark.parametrize("window", [0, 50])
+def test_key_scores_are_sums_of_weights(instruction_set: str, block_size: int, window: int) -> None:
+    check_key_scores(paged_attention, block_size=block_size, window=window)
+
+
+def test_key_scores_do_not_depend_on_threads(several_threads: None) -> None:
+    check_key_scores(paged_attention, block_size=16, window=0)
+    batch, cache, query = _random_step([300, 1500], [20, 1])
+    scores = torch.zeros(2, cache.num_blocks, cache.block_size)
+    paged_attention(query, cache.layer(0), batch, scale=0.1, key_scores=scores[0])
+    _native.set_threads(1, [])
+    paged_attention(query, cache.layer(0), batch, scale=0.1, key_scores=scores[1])
+    assert torch.equal(scores[0], scores[1])
+    assert scores[0].sum().item() == pytest.approx(21 * query.shape[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 20])
+def test_keys_left_of_every_window_are_never_read(instruction_set: str, chunk: int) -> None:
+    sequences = Sequences.random([150, 90], 4, 2, 16)
+    how = {"kernel": paged_attention, "chunks": chunk, "window": 30}
+    assert_equal_bits(run_paged(sequences, poison_left_of_window=True, **how), run_paged(sequences, **how), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_broken_sequence_does_not_touch_its_company(instruction_set: str, dtype: torch.dtype) -> None:
+    sequences = Sequences.random([70, 70, 70], 4, 2, 16)
+    how = {"kernel": paged_attention, "chunks": [1, 9, 70], "dtype": dtype}
+    expected = run_paged(sequences, **how)
+    sequences.value[1][3:] = float("nan")
+    sequences.key[1][5:] = float("inf")
+    outputs = run_paged(sequences, **how)
+    assert torch.equal(outputs[0], expected[0])
+    assert torch.equal(outputs[2], expected[2])
+    assert outputs[1][3:].isnan().all()
+
+
+def test_large_scores_do_not_overflow(instruction_set: str) -> None:
+    sequences = Sequences.random([130], 2, 2, 16)
+    sequences.query[0].mul_(1000)
+    output = run_paged(sequences, kernel=paged_attention)[0]
+    torch.testing.assert_close(output.double(), naive_attention(sequences), atol=2e-3, rtol=0)
+
+
+def test_other_heads_go_to_the_reference() -> None:
+    for head_dim in (24, 272):
+        sequences = Sequences.random([70, 3], 4, 2, head_dim)
+        expected = run_paged(sequences, kernel=reference.paged_attention)
+        assert_equal_bits(run_paged(sequences, kernel=paged_attention), expected, head_dim)
+
+
+def test_what_the_kernel_cannot_take_is_refused() -> None:
+    batch, cache, query = _random_step([20], [4])
+    kv = cache.layer(0)
+    with pytest.raises(ValueError, match="must be adjacent"):
+        paged_attention(query.transpose(0, 1).contiguous().transpose(0, 1), kv, batch, scale=1.0)
+    with pytest.raises(TypeError, match=r"torch\.float64"):
+        paged_attention(query.double(), kv, batch, scale=1.0)
+    with pytest.raises(ValueError, match="and contiguous"):
+        paged_attention(query, kv, batch, scale=1.0, out=query[:-1])
+
+
+def test_layers_of_one_window_share_a_plan() -> None:
+    batch, cache, query = _random_step([20], [4])
+    for window in (0, 8, 0, 8):
+        paged_attention(query, cache.layer(0), batch, scale=1.0, window=window)
+    assert len(batch.plans) == 2
+
+
+def _random_step(
+    lengths: list[int], counts: list[int]
+) -> tuple[AttentionBatch, KVCacheTensors, torch.Tensor]:
+    """Return a step, a cache of one layer with random content, and queries of 4 heads of 32."""
+    needed = [-(-length // 16) for length in lengths]
+    cache = KVCacheTensors(sum(needed), 1, 2, 16, 32, torch.float32)
+    cache.tensor.normal_(generator=torch.Generator().manual_seed(1))
+    tables = np.zeros((len(lengths), max(needed)), dtype=np.int32)
+    ids = iter(range(sum(needed)))
+    for row, count in enumerate(needed):
+        tables[row, :count] = [next(ids) for _ in range(count)]
+    batch = AttentionBatch.build(np.subtract(lengths, counts), np.array(counts), tables, 16)
+    query = torch.randn(sum(counts), 4, 32, generator=torch.Generator().manual_seed(2))
+    return batch, cache, query

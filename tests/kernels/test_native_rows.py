@@ -1,0 +1,316 @@
+"""The native kernels that work row by row: against the reference, and bit for bit in any company."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels import reference
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.cpu import _native, elementwise
+from quire.kernels.kv_layer import KVLayer
+from quire.kernels.tiles import HeadLayout
+from quire.kv.tensors import KVCacheTensors
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+COUNTS = [*range(1, 18), 31, 69]
+# What one rounding to the type and a few in float32 may make of a number, relative to it and at least.
+RELATIVE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+SMALLEST = 2e-6
+POISON = float("nan")
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One that this CPU has; the tests of the others would say nothing about it."""
+    best = _native.instruction_set()
+    if not _native.set_instruction_set(request.param):
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    _native.set_instruction_set(best)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = _native.num_threads()
+    _native.set_threads(count, [])
+    try:
+        yield
+    finally:
+        _native.set_threads(before, [])
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _view(rows: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers with others between the rows."""
+    wider = torch.full((rows.shape[0], rows.shape[1] + 13), POISON, dtype=rows.dtype)
+    view = wider[:, 5 : 5 + rows.shape[1]]
+    return view.copy_(rows)
+
+
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    dtype = actual.dtype
+    torch.testing.assert_close(actual, expected, rtol=RELATIVE[dtype], atol=SMALLEST)
+
+
+def _poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, POISON, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 15, 16, 24, 64, 100, 896, 5000])
+@pytest.mark.parametrize("count", [1, 3, 70])
+def test_rms_norm(instruction_set: str, dtype: torch.dtype, size: int, count: int) -> None:
+    rows, weight = _random(count, size, dtype=dtype), _random(size, seed=1)
+    expected = reference.rms_norm(rows, weight, eps=1e-5)
+    _assert_close(elementwise.rms_norm(rows, weight, eps=1e-5), expected)
+    out = _view(_poisoned(count, size, dtype=dtype))
+    assert elementwise.rms_norm(_view(rows), weight, eps=1e-5, out=out) is out
+    _assert_close(out, expected)
+    in_place = rows.clone()
+    elementwise.rms_norm(in_place, weight, eps=1e-5, out=in_place)
+    assert torch.equal(in_place, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 24, 100, 896])
+@pytest.mark.parametrize("count", [1, 70])
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_add_rms_norm(instruction_set: str, dtype: torch.dtype, size: int, count: int, scale: float) -> None:
+    before, delta = _random(count, size, dtype=dtype), _random(count, size, dtype=dtype, seed=1)
+    weight = _random(size, seed=2)
+    expected_residual = before.clone()
+    expected = reference.add_rms_norm(expected_residual, delta, weight, eps=1e-6, scale=scale)
+    residual, out = _view(before), _poisoned(count, size, dtype=dtype)
+    assert elementwise.add_rms_norm(residual, _view(delta), weight, eps=1e-6, scale=scale, out=out) is out
+    _assert_close(residual, expected_residual)
+    _assert_close(out, expected)
+    if scale == 1.0:
+        assert torch.equal(residual, expected_residual)
+    alone = before.clone()
+    assert elementwise.add_rms_norm(alone, delta, None, eps=1e-6, scale=scale) is alone
+    assert torch.equal(alone, residual)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 31, 64, 111, 1000])
+def test_gated_activation(instruction_set: str, activation: str, dtype: torch.dtype, size: int) -> None:
+    rows = _random(70, 2 * size, dtype=dtype) * 4
+    expected = reference.gated_activation(rows, activation)
+    out = _view(_poisoned(70, size, dtype=dtype))
+    assert elementwise.gated_activation(_view(rows), activation, out=out) is out
+    _assert_close(out, expected)
+    assert torch.equal(elementwise.gated_activation(rows[:1], activation), out[:1])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+def test_activations_over_the_whole_range(instruction_set: str, activation: str) -> None:
+    steps = torch.cat(
+        [torch.linspace(-12, 12, 20_001), torch.tensor([-1e30, -1e4, -90.0, 0.0, 90.0, 1e4, 1e30])]
+    )
+    rows = torch.cat([steps, torch.ones_like(steps)])[None]
+    wide = steps.double()
+    exact = {
+        "silu": lambda: wide * torch.sigmoid(wide),
+        "gelu": lambda: 0.5 * wide * (1 + torch.erf(wide * 0.5**0.5)),
+        "gelu_tanh": lambda: torch.nn.functional.gelu(wide, approximate="tanh"),
+    }[activation]()
+    actual = elementwise.gated_activation(rows, activation)[0].double()
+    assert ((actual - exact).abs() <= 1e-6 * exact.abs() + 5e-7 * wide.abs().clamp(max=1.0)).all()
+
+
+def _assert_rows_keep_their_bits(kernel: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> None:
+    with _threads(1):
+        expected = kernel(rows.clone())
+    for count in COUNTS:
+        for start in (0, 1, len(rows) - count):
+            part = kernel(rows[start : start + count].clone())
+            assert torch.equal(part, expected[start : start + count]), (count, start)
+    with _threads(2):
+        assert torch.equal(kernel(rows.clone()), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [100, 3584])
+def test_rows_keep_their_bits_in_any_company(instruction_set: str, dtype: torch.dtype, size: int) -> None:
+    rows, weight = _random(70, size, dtype=dtype), _random(size, seed=1)
+    delta = _random(1, size, dtype=dtype, seed=2)
+    _assert_rows_keep_their_bits(lambda part: elementwise.rms_norm(part, weight, eps=1e-6), rows)
+    _assert_rows_keep_their_bits(
+        lambda part: elementwise.add_rms_norm(
+            part, delta.expand(part.shape).contiguous(), weight, eps=1e-6, scale=0.3
+        ),
+        rows,
+    )
+    for activation in ("silu", "gelu_tanh", "gelu"):
+        _assert_rows_keep_their_bits(
+            lambda part, activation=activation: elementwise.gated_activation(part, activation), rows
+        )
+
+
+# -- rotary embedding and the cache -------------------------------------------------------------------------
+
+
+class Step:
+    """A step of some prompts over a poisoned cache, for both kernels."""
+
+    def __init__(
+        self,
+        heads: HeadLayout,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        counts: list[int],
+        half: int,
+        norm: str,
+    ) -> None:
+        self.heads = heads
+        self.dtype, self.cache_dtype = dtype, cache_dtype
+        num_tokens = sum(counts)
+        tables = np.random.default_rng(3).permutation(len(counts) * 12).reshape(len(counts), 12)
+        self.batch = AttentionBatch.build(np.arange(len(counts)) * 3, np.array(counts), tables, 8)
+        self.num_blocks = tables.size
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        self.qkv = _random(num_tokens, width, dtype=dtype) * 2
+        angles = _random(num_tokens, half, seed=1) * 3
+        self.cos, self.sin = (angles.cos(), angles.sin()) if half else (None, None)
+        sizes = {
+            "none": (0, 0),
+            "head": (heads.head_dim, heads.head_dim),
+            "full": (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim),
+        }[norm]
+        self.q_norm, self.k_norm = (
+            _random(size, seed=seed) if size else None for seed, size in enumerate(sizes, start=4)
+        )
+
+    def cache(self) -> KVLayer:
+        """Return a layer in which every number and scale is poison."""
+        tensors = KVCacheTensors(
+            self.num_blocks, 2, self.heads.num_kv_heads, 8, self.heads.head_dim, self.cache_dtype
+        )
+        kv = tensors.layer(1)
+        for part in (kv.keys, kv.values, kv.key_scales, kv.value_scales):
+            if part is not None:
+                part.fill_(99 if part.dtype == torch.int8 else POISON)
+        return kv
+
+    def run(self, module: object, rows: slice = slice(None)) -> tuple[torch.Tensor, KVLayer]:
+        """Return the queries and the cache after the tokens in `rows`."""
+        kv, qkv = self.cache(), _view(self.qkv)[rows]
+        batch = AttentionBatch(
+            self.batch.positions[rows], 8, self.batch.slot_blocks[rows], self.batch.slot_offsets[rows],
+            self.batch.num_computed_tokens, self.batch.num_tokens, self.batch.block_tables,
+        )  # fmt: skip
+        query = module.rotary_and_write_kv(
+            qkv, kv, batch, heads=self.heads, q_norm=self.q_norm, k_norm=self.k_norm, eps=1e-6,
+            cos=None if self.cos is None else self.cos[rows],
+            sin=None if self.sin is None else self.sin[rows],
+        )  # fmt: skip
+        assert query.data_ptr() == qkv.data_ptr()
+        return query, kv
+
+
+def _parts(kv: KVLayer) -> list[torch.Tensor]:
+    return [part for part in (kv.keys, kv.values, kv.key_scales, kv.value_scales) if part is not None]
+
+
+LAYOUTS = [HeadLayout(6, 2, 64), HeadLayout(4, 4, 80), HeadLayout(3, 1, 12), HeadLayout(8, 2, 128)]
+
+
+@pytest.mark.parametrize("heads", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("turned", ["all", "some", "none"])
+def test_rotary_and_write_kv(
+    instruction_set: str, heads: HeadLayout, dtype: torch.dtype, norm: str, turned: str
+) -> None:
+    half = {"all": heads.head_dim // 2, "some": heads.head_dim // 5, "none": 0}[turned]
+    step = Step(heads, dtype, dtype, [1, 17, 5], half, norm)
+    query, kv = step.run(elementwise)
+    expected_query, expected_kv = step.run(reference)
+    # After a norm, numbers differ by a rounding to the type, and the rotation adds two of them.
+    tolerance = 3 * RELATIVE[dtype]
+    torch.testing.assert_close(query, expected_query, rtol=tolerance, atol=3 * tolerance)
+    for part, expected in zip(_parts(kv), _parts(expected_kv), strict=True):
+        torch.testing.assert_close(part, expected, rtol=tolerance, atol=3 * tolerance, equal_nan=True)
+    if norm == turned == "none":
+        assert torch.equal(kv.keys.nan_to_num(), expected_kv.keys.nan_to_num())
+    assert torch.equal(kv.values.nan_to_num(), expected_kv.values.nan_to_num())
+
+
+@pytest.mark.parametrize("heads", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float32, torch.bfloat16])
+def test_caches_of_other_types_hold_the_same_bits(
+    instruction_set: str, heads: HeadLayout, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    step = Step(heads, dtype, cache_dtype, [40, 1], 0, "none")
+    step.qkv[3] = 0.0
+    # Halves of the unit that a head's int8 numbers have: ties, which go to the even one.
+    step.qkv[4] = torch.arange(step.qkv.shape[1]).remainder(255).sub(127).to(dtype) / 2
+    _, kv = step.run(elementwise)
+    _, expected = step.run(reference)
+    for part, expected_part in zip(_parts(kv), _parts(expected), strict=True):
+        assert torch.equal(part.float().nan_to_num(), expected_part.float().nan_to_num())
+
+
+@pytest.mark.parametrize("norm", ["none", "head"])
+def test_int8_after_rotation_is_within_one_step(instruction_set: str, norm: str) -> None:
+    step = Step(LAYOUTS[0], torch.float32, torch.int8, [30], 32, norm)
+    _, kv = step.run(elementwise)
+    _, expected = step.run(reference)
+    difference = (kv.keys.int() - expected.keys.int()).abs()
+    assert difference.max() <= 1
+    assert (difference != 0).float().mean() < 1e-3
+    torch.testing.assert_close(kv.key_scales, expected.key_scales, rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(kv.values, expected.values)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
+def test_tokens_keep_their_bits_in_any_company(instruction_set: str, cache_dtype: torch.dtype) -> None:
+    step = Step(LAYOUTS[3], torch.bfloat16, cache_dtype, [60, 1, 1], 64, "head")
+    with _threads(1):
+        query, kv = step.run(elementwise)
+    for row in (0, 1, 33, 61):
+        alone, cache = step.run(elementwise, slice(row, row + 1))
+        assert torch.equal(alone[0], query[row])
+        place = step.batch.slot_blocks[row], slice(None), step.batch.slot_offsets[row]
+        for part, expected in zip(_parts(cache), _parts(kv), strict=True):
+            assert torch.equal(part[place], expected[place])
+    with _threads(2):
+        again, cache = step.run(elementwise)
+    assert torch.equal(again, query)
+    for part, expected in zip(_parts(cache)[:2], _parts(kv)[:2], strict=True):
+        place = step.batch.slot_blocks, slice(None), step.batch.slot_offsets
+        assert torch.equal(part[place], expected[place])
+
+
+def test_what_the_kernels_cannot_take_is_refused() -> None:
+    rows, weight = _random(3, 8), _random(8)
+    with pytest.raises(TypeError, match="float64"):
+        elementwise.rms_norm(rows.double(), weight, eps=1e-6)
+    with pytest.raises(ValueError, match="adjacent"):
+        elementwise.rms_norm(_random(8, 3).T, weight, eps=1e-6)
+    with pytest.raises(ValueError, match="weight"):
+        elementwise.rms_norm(rows, weight[:7], eps=1e-6)
+    with pytest.raises(ValueError, match="out is"):
+        elementwise.rms_norm(rows, weight, eps=1e-6, out=rows[:2])
+    with pytest.raises(TypeError, match="bfloat16"):
+        elementwise.rms_norm(rows, weight, eps=1e-6, out=rows.bfloat16())
+    with pytest.raises(ValueError, match="delta"):
+        elementwise.add_rms_norm(rows, rows[:2], weight, eps=1e-6)
+    step = Step(LAYOUTS[0], torch.float32, torch.float32, [3], 32, "head")
+    step.q_norm = _random(63)
+    with pytest.raises(ValueError, match="q_norm"):
+        step.run(elementwise)
+    step = Step(LAYOUTS[0], torch.float32, torch.float32, [3], 33, "none")
+    with pytest.raises(ValueError, match="cos"):
+        step.run(elementwise)
