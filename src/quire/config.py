@@ -17,6 +17,10 @@ from quire.errors import ConfigError, nearest_name
 T = TypeVar("T")
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
+GROUP_SIZES = (32, 64, 128)
+KERNEL_SETS = ("auto", "native", "reference")
 SPECULATIVE_METHODS = ("none", "ngram", "draft-model")
 BUILT_IN_MODEL = "mini"
 MAX_PORT = 65535
@@ -283,11 +287,36 @@ class EngineConfig:
 
     model: str = knob(
         default=BUILT_IN_MODEL,
-        help="The model: the built-in 'mini', a local directory, or a name on the Hugging Face hub.",
+        help="The model: the built-in 'mini', a local directory, a GGUF file, or a name on the Hugging Face "
+        "hub.",
     )
     dtype: str = knob(
         default="auto",
-        help="Type of weights, activations and KV: auto (as stored), bfloat16, float16 or float32.",
+        help="Type of weights and activations: auto (as stored), bfloat16, float16 or float32.",
+    )
+    kv_cache_dtype: str = knob(
+        default="auto",
+        help="Type of the KV cache: auto (as dtype), bfloat16, float16, float32, or int8 (with a scale for "
+        "each head of a token; about half the size of bfloat16).",
+    )
+    quantization: str = knob(
+        default="none",
+        help="Weights in fewer bits, made while loading: int8 (a scale for each output; activations are "
+        "quantized too, a scale for each token), int4 (a scale for each group of inputs; activations are "
+        "not), or none. A checkpoint that is quantized already stays as it is.",
+    )
+    quantization_group_size: int = knob(
+        default=128, help="Inputs that share a scale in int4: 32, 64 or 128. Smaller is more exact and larger."
+    )
+    weight_cache: str = knob(
+        default="auto",
+        help="Directory that keeps weights as they are in memory, so that a later start does not quantize or "
+        "unpack them again. auto: quire/weights in the user's cache directory, for quantized models of at "
+        "least 10^9 parameters, where it pays. Empty: none.",
+    )
+    weight_cache_size: float = knob(
+        default=50.0,
+        help="Most GB (10^9 bytes) in weight_cache; what was not used for longest is removed first.",
     )
     max_model_len: int = knob(
         default=0,
@@ -297,7 +326,14 @@ class EngineConfig:
         default=0.5,
         help="Share of the memory free after loading the weights that the KV cache may take by itself.",
     )
-    num_threads: int = knob(default=0, help="CPU threads for the model's arithmetic. 0: one for each core.")
+    num_threads: int = knob(
+        default=0, help="CPU threads for the model's arithmetic. 0: one for each physical core."
+    )
+    kernels: str = knob(
+        default="auto",
+        help="What computes: native (C++ for this CPU), reference (plain torch, slow), or auto (native if "
+        "Quire was installed with it).",
+    )
     scheduler_cls: str | Any = knob(
         default="quire.scheduling.Scheduler",
         help="The SchedulerInterface class to use, by its dotted name; in Python also the class itself.",
@@ -329,7 +365,15 @@ class EngineConfig:
             object.__setattr__(self, "scheduler_cls", name)
         _require_types(self)
         require_one_of(self, "dtype", DTYPES)
-        require_at_least(self, 0, "max_model_len", "num_threads")
+        require_one_of(self, "kv_cache_dtype", KV_CACHE_DTYPES)
+        require_one_of(self, "quantization", QUANTIZATIONS)
+        require_one_of(self, "kernels", KERNEL_SETS)
+        if self.quantization_group_size not in GROUP_SIZES:
+            raise ConfigError(
+                f"EngineConfig.quantization_group_size is {self.quantization_group_size}; it must be one of "
+                f"{', '.join(map(str, GROUP_SIZES))}"
+            )
+        require_at_least(self, 0, "max_model_len", "num_threads", "weight_cache_size")
         if not 0 < self.memory_fraction < 1:
             raise ConfigError(
                 f"EngineConfig.memory_fraction is {self.memory_fraction}; it must be above 0 and below 1"

@@ -1,11 +1,13 @@
 """Same request, same tokens: alone, in company, in chunks, preempted, and out of the prefix cache.
 
-Log-probabilities are compared too, for equality and not closeness, so this is a test of equal bits.
+Log-probabilities are compared too, for equality and not closeness, so this is a test of equal bits. It holds
+for every type of numbers that Quire computes in, and for both sets of kernels.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 
@@ -64,52 +66,71 @@ def bits(outputs: list[RequestOutput]) -> list[tuple]:
     ]
 
 
+NUMBERS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int8-kv": {"kv_cache_dtype": "int8"},
+    "int4-groups-of-32-and-int8-kv-in-float32": {
+        "dtype": "float32",
+        "quantization": "int4",
+        "quantization_group_size": 32,
+        "kv_cache_dtype": "int8",
+    },
+    "reference-bfloat16": {"kernels": "reference", "dtype": "bfloat16"},
+    "reference-float32": {"kernels": "reference", "dtype": "float32"},
+}
+
+
 @functools.cache
-def alone(dtype: str) -> list[tuple]:
-    with LLM("mini", dtype=dtype, num_kv_blocks=256, enable_prefix_caching=False) as llm:
+def alone(numbers: str) -> list[tuple]:
+    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=256, enable_prefix_caching=False) as llm:
         return bits(run(llm, one_by_one=True))
 
 
-@pytest.fixture(params=["bfloat16", "float32"])
-def dtype(request) -> str:
+@pytest.fixture(params=NUMBERS)
+def numbers(request) -> str:
     return request.param
 
 
-def test_in_a_batch_of_32(dtype):
-    with LLM("mini", dtype=dtype, num_kv_blocks=1024) as llm:
-        assert bits(run(llm)) == alone(dtype)
+def test_in_a_batch_of_32(numbers):
+    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024) as llm:
+        assert bits(run(llm)) == alone(numbers)
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 7, 64])
-def test_in_chunks(dtype, tokens_per_step):
-    with LLM("mini", dtype=dtype, num_kv_blocks=1024, max_num_batched_tokens=tokens_per_step) as llm:
-        assert bits(run(llm)) == alone(dtype)
+def test_in_chunks(numbers, tokens_per_step):
+    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024, max_num_batched_tokens=tokens_per_step) as llm:
+        assert bits(run(llm)) == alone(numbers)
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_with_preemptions_in_the_middle(dtype, caching):
+def test_with_preemptions_in_the_middle(numbers, caching):
     options = {"num_kv_blocks": 24, "max_model_len": 320, "watermark": 0.0, "reserve_full_prompt": False}
-    with LLM("mini", dtype=dtype, enable_prefix_caching=caching, **options) as llm:
-        assert bits(run(llm)) == alone(dtype)
+    with LLM("mini", **NUMBERS[numbers], enable_prefix_caching=caching, **options) as llm:
+        assert bits(run(llm)) == alone(numbers)
         stats = llm.stats()
         assert stats.num_preemptions > 0
         assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_out_of_the_prefix_cache(dtype):
-    with LLM("mini", dtype=dtype, num_kv_blocks=1024) as llm:
+def test_out_of_the_prefix_cache(numbers):
+    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024) as llm:
         first = run(llm)
         second = run(llm)
         assert sum(output.num_cached_tokens for output in second) > 32 * 16
-        assert bits(first) == alone(dtype)
-        assert bits(second) == alone(dtype)
+        assert bits(first) == alone(numbers)
+        assert bits(second) == alone(numbers)
 
 
-def test_with_another_block_size(dtype):
-    with LLM("mini", dtype=dtype, num_kv_blocks=2048, block_size=8) as llm:
-        assert bits(run(llm)) == alone(dtype)
+def test_with_another_block_size(numbers):
+    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=2048, block_size=8) as llm:
+        assert bits(run(llm)) == alone(numbers)
 
 
-def test_in_an_engine_process():
-    with LLM("mini", num_kv_blocks=1024, engine_process=True) as llm:
-        assert bits(run(llm)) == alone("bfloat16")
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_after_a_restart_on_another_number_of_threads(numbers, num_threads):
+    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024, engine_process=True, num_threads=num_threads) as llm:
+        assert bits(run(llm)) == alone(numbers)

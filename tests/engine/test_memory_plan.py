@@ -87,6 +87,22 @@ def test_the_data_type_decides_the_sizes(qwen: ModelConfig):
     assert (wide.weight_bytes, wide.kv_bytes) == (narrow.weight_bytes * 2, narrow.kv_bytes * 2)
 
 
+def test_the_cache_may_have_another_type_than_the_model(qwen: ModelConfig):
+    result = plan(qwen, engine={"kv_cache_dtype": "int8"}, num_kv_blocks=1000)
+    assert (result.dtype, result.kv_dtype) == ("bfloat16", "int8")
+    # Per layer and token, keys and values of 8 heads: 128 bytes and a scale of 4.
+    assert result.kv_bytes_per_token == 2 * 28 * 8 * (128 + 4)
+    wide = plan(qwen, engine={"kv_cache_dtype": "float32"}, num_kv_blocks=1000)
+    assert wide.kv_bytes_per_token == 2 * QWEN3_06B_KV_BYTES_PER_TOKEN
+    assert wide.weight_bytes == result.weight_bytes
+
+
+def test_heads_that_int8_cannot_hold_are_refused(qwen: ModelConfig):
+    odd = dataclasses.replace(qwen, head_dim=6)
+    with pytest.raises(ConfigError, match=r"EngineConfig\.kv_cache_dtype is 'int8'.*multiple of 4.*have 6"):
+        plan(odd, engine={"kv_cache_dtype": "int8"}, num_kv_blocks=1000)
+
+
 def test_num_kv_blocks_wins_over_cache_size(qwen: ModelConfig):
     assert plan(qwen, num_kv_blocks=77, cache_size=4.0).num_blocks == 77
 

@@ -6,7 +6,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from quire.execution.rng import uniforms
 from quire.execution.selection import Filters, draw
-from quire.execution.softmax import sum_exp
+from quire.kernels import sampling
+from quire.kernels.cpu import sampling as native_sampling
 from quire.sampling_params import SamplingParams
 
 
@@ -20,8 +21,16 @@ def filters_of(params, vocab_size):
 
 
 def draw_rows(logits, params, numbers):
+    """Draw with either kind of kernels, once from rows that lie among others."""
     numbers = np.asarray(numbers, dtype=np.float64)
-    return draw(logits, logits.max(axis=1), filters_of(params, logits.shape[1]), numbers)
+    filters = filters_of(params, logits.shape[1])
+    maxima, rows = logits.max(axis=1), np.arange(len(logits))
+    drawn = draw(logits, maxima, filters, numbers, rows=rows, kernels=sampling)
+    among_others = np.full((2 * len(logits), logits.shape[1] + 3), np.nan, dtype=np.float32)
+    among_others[1::2, :-3] = logits
+    native = draw(among_others[:, :-3], maxima, filters, numbers, rows=2 * rows + 1, kernels=native_sampling)
+    assert native.tolist() == drawn.tolist()
+    return drawn
 
 
 def random_params(rng):
@@ -145,16 +154,3 @@ def test_a_filter_that_drops_everything_else_keeps_the_likeliest():
     logits = np.array([[0.0, 1.0, 0.999]], dtype=np.float32)
     for params in (SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(min_p=1.0)):
         assert draw_rows(logits, [params], [EDGE]).tolist() == [1]
-
-
-@pytest.mark.parametrize("vocab_size", [3, 64, 1000, 2048, 70_001])
-def test_sums_are_bit_equal_alone_and_in_company(vocab_size):
-    rng = np.random.default_rng(vocab_size)
-    logits = (rng.normal(size=(17, vocab_size)) * 4).astype(np.float32)
-    maxima, temperature = logits.max(axis=1), rng.random(17) + 0.1
-    together = sum_exp(logits, maxima, temperature)
-    for row in range(len(logits)):
-        alone = slice(row, row + 1)
-        assert sum_exp(logits[alone].copy(), maxima[alone], temperature[alone])[0] == together[row]
-    exact = np.exp((logits.astype(np.float64) - maxima[:, None]) / temperature[:, None]).sum(axis=1)
-    np.testing.assert_allclose(together, exact, rtol=1e-12)

@@ -70,7 +70,7 @@ def generate(
         parts = [tokens[s][computed[s] : computed[s] + chunk] for s in running]
         hidden = harness.step(running, [computed[s] for s in running], parts)
         last_rows = hidden[torch.tensor([len(part) for part in parts]).cumsum(0) - 1]
-        rows = decoder.logits(last_rows)
+        rows = decoder.logits(last_rows).clone()
         for row, s, part in zip(rows, running, parts, strict=True):
             computed[s] += len(part)
             if computed[s] == len(tokens[s]):

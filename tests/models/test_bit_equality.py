@@ -9,20 +9,29 @@ from paged_harness import Generated, PagedHarness, generate, random_prompts
 from checkpoints import make_checkpoint
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.models.loading import load_decoder
+from quire.models.loading import WeightOptions, load_decoder
 
 FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe"]
 PROMPT_LENGTHS = [1, 7, 66, 131]
 NUM_NEW = 6
 
 
-@pytest.fixture(
-    scope="module", params=[(f, d) for f in FAMILIES for d in ("float32", "bfloat16")], ids="-".join
-)
+VARIANTS = [(family, dtype, "none", "native") for family in FAMILIES for dtype in ("float32", "bfloat16")]
+VARIANTS += [(family, "float16", "none", "native") for family in ("qwen3", "gemma3")]
+VARIANTS += [
+    (family, "bfloat16", quantization, "native")
+    for family in ("qwen3", "gemma3", "qwen3_moe")
+    for quantization in ("int8", "int4")
+]
+VARIANTS += [("qwen3", dtype, "none", "reference") for dtype in ("float32", "bfloat16")]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    family, dtype = request.param
+    family, dtype, quantization, kernels = request.param
     path = make_checkpoint(family, tmp_path_factory.mktemp(family), dtype=dtype)
-    return load_decoder(path, ModelConfig.from_directory(path), dtype)
+    options = WeightOptions(dtype=dtype, quantization=quantization, group_size=16, kernels=kernels)
+    return load_decoder(path, ModelConfig.from_directory(path), options=options)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +66,10 @@ def test_in_a_batch_of_32(decoder: Decoder, prompts: list[list[int]], alone: lis
 
 def test_all_prompt_logits_whatever_the_chunk(decoder: Decoder, prompts: list[list[int]]) -> None:
     prompt = prompts[-1]
-    whole = decoder.logits(PagedHarness(decoder, [len(prompt)]).step([0], [0], [prompt]))
+    whole = decoder.logits(PagedHarness(decoder, [len(prompt)]).step([0], [0], [prompt])).clone()
     harness = PagedHarness(decoder, [len(prompt)], seed=4)
     parts = [
-        decoder.logits(harness.step([0], [start], [prompt[start : start + 13]]))
+        decoder.logits(harness.step([0], [start], [prompt[start : start + 13]])).clone()
         for start in range(0, len(prompt), 13)
     ]
     assert torch.equal(torch.cat(parts), whole)

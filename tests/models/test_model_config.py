@@ -46,6 +46,7 @@ def test_a_published_model(tmp_path: Path) -> None:
     assert config.num_parameters == 596_049_920  # as the model's card says: 0.6 B, 0.44 B without embeddings
     assert config.kv_bytes_per_token("bfloat16") == 2 * 28 * 8 * 128 * 2 == 114_688
     assert config.kv_bytes_per_token("float32") == 2 * 114_688
+    assert config.kv_bytes_per_token("int8") == 2 * 28 * 8 * (128 + 4)
     assert (config.dtype, config.max_model_len, config.qk_norm) == ("bfloat16", 40960, "head")
     assert config.ropes[0].theta == 1e6
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.console import stderr_is_terminal
+from quire.cli.offline import ready_llm
 from quire.cli.options import config_options
-from quire.cli.progress import LoadingBar
 from quire.config import EngineConfig
 from quire.errors import ModelError
 from quire.request_output import RequestOutput
@@ -160,13 +160,7 @@ def select(cases: Iterable[Case], tasks: list[str], limit: int) -> list[Case]:
 
 def run_cases(engine: EngineConfig, cases: list[Case]) -> Report:
     """Answer all cases greedily in one batch and score them."""
-    from quire.engine.llm import LLM
-
-    options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
-    with LoadingBar(engine.model) as on_progress:
-        llm = LLM(**options, on_load_progress=on_progress)
-        llm.wait_until_ready()
-    with llm:
+    with ready_llm(engine) as llm:
         tokenizer = llm.get_tokenizer()
         longest = max(len(tokenizer.encode(case.answer, add_special_tokens=False)) for case in cases)
         sampling = SamplingParams(temperature=0.0, max_tokens=longest + SPARE_TOKENS)

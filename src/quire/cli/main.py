@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from quire.cli import chat, evaluate, generate, plan, replay, serve
+from quire.cli.bench import commands as bench
 from quire.cli.manual import ManualCommand, ManualGroup
 
 MANUAL = """
@@ -23,6 +24,7 @@ Examples:
   quire serve                             an OpenAI-compatible server on 127.0.0.1:8000
   quire plan Qwen/Qwen3-0.6B              what fits into this machine's memory
   quire eval                              how well the built-in model answers
+  quire bench throughput                  how fast this machine runs it
   quire replay run.quire                  what the scheduler did, once more
 
 "quire COMMAND --help" explains a command and all of its knobs.
@@ -47,6 +49,7 @@ for _name, _command in (
     ("replay", replay.replay),
 ):
     app.command(_name, cls=ManualCommand)(_command)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from quire.cli.bench.config import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
 from quire.cli.console import flag_name, in_flags, one_line_errors, usage_errors
 from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
 from quire.errors import QuireError
@@ -31,6 +32,10 @@ PANELS: dict[type, str] = {
     SamplingParams: "Sampling",
     RequestOptions: "Scheduling of the request",
     ServerConfig: "HTTP server",
+    WorkloadConfig: "Workload",
+    ArrivalConfig: "Arrivals",
+    TargetConfig: "Server to measure",
+    LatencyConfig: "Batch",
 }
 SHORT_FLAGS = {"model": "-m", "n": "-n"}
 

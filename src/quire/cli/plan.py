@@ -100,7 +100,8 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
     table.add_row("Total", format_bytes(plan.total_bytes), f"{_share(plan)} of what is available")
     table.add_row("Available", format_bytes(plan.available_bytes), "free memory, or what a cgroup leaves")
     table.add_section()
-    table.add_row("KV per token", format_bytes(plan.kv_bytes_per_token), "keys and values of all layers")
+    explanation = f"keys and values of all layers, {plan.kv_dtype}"
+    table.add_row("KV per token", format_bytes(plan.kv_bytes_per_token), explanation)
     table.add_row("KV per block", format_bytes(plan.kv_bytes_per_block), f"{plan.block_size} tokens")
     return table
 

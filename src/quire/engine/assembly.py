@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.engine.cache_growth import CacheGrowth
-from quire.engine.drafting import build_proposer
+from quire.engine.drafting import build_proposer, weight_options
 from quire.kv.connector import KVConnector
 from quire.kv.events import KVEventCollector
 from quire.kv.memory_connector import MemoryConnector
@@ -110,19 +110,21 @@ def build_runner(
     import torch
 
     from quire.execution.model_runner import ModelRunner
+    from quire.kernels.dispatch import kernel_set
     from quire.kv.tensors import KVCacheTensors
     from quire.models.loading import load_decoder
 
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    model = load_decoder(model_path, model_config, plan.dtype, on_progress=on_progress)
+    kernel_set(config.kernels).use_threads(config.num_threads)
+    model = load_decoder(
+        model_path, model_config, options=weight_options(config, model_config), on_progress=on_progress
+    )
     kv_cache = KVCacheTensors(
         num_blocks=plan.num_blocks,
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         block_size=plan.block_size,
         head_dim=model_config.head_dim,
-        dtype=getattr(torch, plan.dtype),
+        dtype=getattr(torch, plan.kv_dtype),
     )
     return ModelRunner(
         model,

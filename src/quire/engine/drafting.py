@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.memory_plan import dtype_of
+from quire.engine.memory_plan import dtype_of, kv_dtype_of
 from quire.errors import ConfigError
 from quire.models.config import ModelConfig
 from quire.models.hub import resolve_model
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.memory_plan import MemoryPlan
     from quire.execution.proposer import Proposer
+    from quire.models.loading import WeightOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,18 +61,39 @@ def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: M
         return NgramProposer(speculation.ngram_min, speculation.ngram_max)
     if draft_model is None:
         return None
+    import torch
+
     from quire.execution.draft_model_proposer import DraftModelProposer
     from quire.kv.tensors import KVCacheTensors
     from quire.models.loading import load_decoder
 
     shape = dataclasses.replace(draft_model.config, max_model_len=plan.max_model_len)
-    decoder = load_decoder(draft_model.path, shape, dtype_of(config, draft_model.config))
+    decoder = load_decoder(draft_model.path, shape, options=weight_options(config, shape))
     kv_cache = KVCacheTensors(
         num_blocks=plan.num_blocks,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         block_size=plan.block_size,
         head_dim=shape.head_dim,
-        dtype=decoder.dtype,
+        dtype=getattr(torch, kv_dtype_of(config, shape)),
     )
     return DraftModelProposer(decoder, kv_cache)
+
+
+def weight_options(config: EngineConfig, model: ModelConfig) -> WeightOptions:
+    """Return how the weights of one of the engine's models are held."""
+    from quire.models.loading import WeightOptions
+    from quire.models.weight_cache import choose_cache
+
+    return WeightOptions(
+        dtype=dtype_of(config, model),
+        quantization=config.quantization,
+        group_size=config.quantization_group_size,
+        kernels=config.kernels,
+        cache=choose_cache(
+            config.weight_cache,
+            max_bytes=int(config.weight_cache_size * 1e9),
+            is_quantized=(config.quantization, model.stored_quantization) != ("none", "none"),
+            num_parameters=model.num_parameters,
+        ),
+    )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from quire.engine.memory_limits import available_memory
 from quire.errors import ConfigError
-from quire.models.config import DTYPE_BYTES
+from quire.models.config import DTYPE_BYTES, INT8_SCALE_BYTES
+from quire.models.weights import weight_bytes
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SchedulerConfig
@@ -30,11 +31,13 @@ class MemoryPlan:
 
     Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the largest step's
     temporary tensors; the other sizes are exact. `num_parameters`, `weight_bytes` and `kv_bytes_per_token`
-    count the draft model's too, if there is one; `dtype` is that of the model itself. `max_model_len` is what
-    requests are held to: the configured length, or the model's own, lowered to what the KV cache holds.
+    count the draft model's too, if there is one; `dtype` and `kv_dtype` are those of the model itself.
+    `max_model_len` is what requests are held to: the configured length, or the model's own, lowered to what
+    the KV cache holds.
     """
 
     dtype: str
+    kv_dtype: str
     num_parameters: int
     weight_bytes: int
     activation_bytes: int
@@ -101,7 +104,7 @@ def plan_memory(
             f"EngineConfig.max_model_len is {wanted}; this model was made for at most {model.max_model_len}"
         )
     shapes = [model] if draft_model is None else [model, draft_model]
-    models = [_Shape(each, dtype_of(config, each), each.num_parameters) for each in shapes]
+    models = [_shape(config, each) for each in shapes]
 
     def plan_at(length: int) -> MemoryPlan:
         return _plan_at(length, config, models, available_bytes=available)
@@ -116,8 +119,24 @@ def plan_memory(
 
 
 def dtype_of(config: EngineConfig, model: ModelConfig) -> str:
-    """Return the type that a model's weights, activations and KV have."""
+    """Return the type that a model's weights and activations have."""
     return model.dtype if config.dtype == "auto" else config.dtype
+
+
+def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
+    """Return the type that a model's KV cache has.
+
+    Raises:
+        ConfigError: it is int8, and the model's heads do not allow that.
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype_of(config, model)
+    if config.kv_cache_dtype == "int8" and model.head_dim % INT8_SCALE_BYTES:
+        raise ConfigError(
+            f"EngineConfig.kv_cache_dtype is 'int8', which needs heads whose size is a multiple of "
+            f"{INT8_SCALE_BYTES}; this model's have {model.head_dim} features: set it to 'auto'"
+        )
+    return config.kv_cache_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +145,15 @@ class _Shape:
 
     model: ModelConfig
     dtype: str
+    kv_dtype: str
     num_parameters: int  # counted once, a walk over all weights
+    weight_bytes: int
+
+
+def _shape(config: EngineConfig, model: ModelConfig) -> _Shape:
+    dtype = dtype_of(config, model)
+    held = weight_bytes(model, dtype, config.quantization, config.quantization_group_size)
+    return _Shape(model, dtype, kv_dtype_of(config, model), model.num_parameters, held)
 
 
 def _plan_at(length: int, config: EngineConfig, models: list[_Shape], *, available_bytes: int) -> MemoryPlan:
@@ -146,11 +173,12 @@ def _plan_at(length: int, config: EngineConfig, models: list[_Shape], *, availab
     ]
     empty = MemoryPlan(
         dtype=models[0].dtype,
+        kv_dtype=models[0].kv_dtype,
         num_parameters=sum(each.num_parameters for each in models),
-        weight_bytes=sum(each.num_parameters * DTYPE_BYTES[each.dtype] for each in models),
+        weight_bytes=sum(each.weight_bytes for each in models),
         activation_bytes=max(activations),  # one model computes at a time
         available_bytes=available_bytes,
-        kv_bytes_per_token=sum(each.model.kv_bytes_per_token(each.dtype) for each in models),
+        kv_bytes_per_token=sum(each.model.kv_bytes_per_token(each.kv_dtype) for each in models),
         block_size=scheduler.block_size,
         num_blocks=0,
         max_num_seqs=scheduler.max_num_seqs,

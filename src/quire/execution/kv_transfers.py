@@ -30,7 +30,8 @@ class KVTransfers:
 
     def after_attention(self, layer: int) -> None:
         """Begin to store what the step has written to the layer."""
-        self._connector.save_kv_layer(layer, *self._kv_cache.layer(layer))
+        kv = self._kv_cache.layer(layer)
+        self._connector.save_kv_layer(layer, kv.keys, kv.values)
 
     def end(self, output: SchedulerOutput) -> KVConnectorOutput:
         """Wait for the stores of a step, and return what has ended or failed since the last one."""

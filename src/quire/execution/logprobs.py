@@ -5,30 +5,39 @@ from __future__ import annotations
 import numpy as np
 
 from quire.execution.arrays import Float32Array, Int64Array
-from quire.execution.ordering import top_tokens
-from quire.execution.softmax import sum_exp
+from quire.kernels.sampling import SamplingKernels
 from quire.step import PositionLogprobs
 
 
 def position_logprobs(
-    logits: Float32Array, chosen: Int64Array, num_logprobs: Int64Array
+    logits: Float32Array,
+    chosen: Int64Array,
+    num_logprobs: Int64Array,
+    *,
+    rows: Int64Array,
+    kernels: SamplingKernels,
 ) -> list[PositionLogprobs]:
     """Return the log-probabilities at each row's position.
 
     Args:
-        logits: [S, V] as the model gave them, without NaN, at least one finite in each row.
+        logits: [R, V] as the model gave them, without NaN, at least one finite in each row.
         chosen: [S] the token that follows, reported first.
         num_logprobs: [S] how many of the likeliest tokens to report besides, 0 or more.
+        rows: [S] which rows of `logits` these are.
+        kernels: look through the rows.
     """
-    rows = np.arange(len(logits))
-    maxima = logits.max(axis=1)
-    log_mass = maxima + np.log(sum_exp(logits, maxima, np.ones(len(logits))))
+    maxima = kernels.largest(logits, rows)[1]
+    log_mass = maxima + np.log(kernels.sum_exp(logits, maxima, np.ones(len(rows)), rows))
     most = min(int(num_logprobs.max()), logits.shape[1])
-    top_ids = top_tokens(logits, most) if most else np.empty((len(logits), 0), dtype=np.int64)
+    top_ids = (
+        top_tokens(logits, most, rows=rows, kernels=kernels)
+        if most
+        else np.empty((len(rows), 0), dtype=np.int64)
+    )
     ids = np.concatenate((chosen[:, None], top_ids), axis=1)
     logprobs = logits[rows[:, None], ids] - log_mass[:, None]
     top_ranks = list(range(1, 1 + most))
-    ranks = [_rank(row, token_id) for row, token_id in zip(logits, chosen.tolist(), strict=True)]
+    ranks = kernels.ranks(logits, chosen, rows).tolist()
     columns = zip(ids.tolist(), logprobs.tolist(), ranks, num_logprobs.tolist(), strict=True)
     return [
         PositionLogprobs(row_ids[: 1 + count], row_logprobs[: 1 + count], [rank, *top_ranks[:count]])
@@ -36,8 +45,14 @@ def position_logprobs(
     ]
 
 
-def _rank(logits: Float32Array, token_id: int) -> int:
-    """Return the place of a token among all of [V], 1 for the likeliest; ties go to the lower id."""
-    logit = logits[token_id]
-    likelier = np.count_nonzero(logits > logit) + np.count_nonzero(logits[:token_id] == logit)
-    return 1 + int(likelier)
+def top_tokens(logits: Float32Array, count: int, *, rows: Int64Array, kernels: SamplingKernels) -> Int64Array:
+    """Return the ids of the `count` (1 to 128) likeliest tokens of each row, in order: [S, min(count, V)]."""
+    count = min(count, logits.shape[1])
+    head = kernels.likeliest(logits, rows)
+    top = np.empty((len(rows), count), dtype=np.int64)
+    enough = head.count >= count
+    if enough.any():
+        top[enough] = head.token_ids[enough, :count]
+    for index in np.flatnonzero(~enough).tolist():
+        top[index] = np.argsort(-logits[rows[index]], kind="stable")[:count]
+    return top

@@ -65,7 +65,7 @@ class ModelRunner:
         self._vocab_size = model.config.vocab_size
         self._proposer = proposer
         self._transfers = None if connector is None else KVTransfers(connector, kv_cache)
-        self._sampler = Sampler(max_num_seqs, self._vocab_size)
+        self._sampler = Sampler(max_num_seqs, self._vocab_size, model.kernels.sampling)
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -224,14 +224,16 @@ class ModelRunner:
         next_ids = self._batch.token_ids[request.slot, start + 1 : start + 1 + len(hidden)].astype(np.int64)
         count = request.sampling_params.prompt_logprobs or 0
         reported: list[PositionLogprobs] = []
+        kernels = self._model.kernels.sampling
         for rows in _pieces(len(hidden), max(1, _PROMPT_LOGITS_ELEMENTS // self._vocab_size)):
             logits = self._model.logits(hidden[rows]).cpu().numpy()
-            maxima = logits.max(axis=1)
+            maxima = kernels.largest(logits)[1]
             unsound = np.flatnonzero(~np.isfinite(maxima))
             if unsound.size:
                 return nonfinite_error(maxima[unsound[0]])
             wanted: Int64Array = np.full(len(logits), count, dtype=np.int64)
-            reported += position_logprobs(logits, next_ids[rows], wanted)
+            all_rows = np.arange(len(logits))
+            reported += position_logprobs(logits, next_ids[rows], wanted, rows=all_rows, kernels=kernels)
         result.prompt_logprobs[request.request_id] = reported
         request.num_prompt_logprobs_reported += len(reported)
         self._batch.prompt_logprobs_end[request.slot] = request.prompt_logprobs_end

@@ -67,6 +67,7 @@ class PersistentBatch:
         self._block_size = block_size
         self._num_kv_blocks = num_blocks
         self._requests: dict[str, RunnerRequest] = {}
+        self._checked_rows: tuple[tuple[str, ...], bytes] | None = None  # until a slot changes hands
         self._by_slot: list[RunnerRequest | None] = [None] * max_num_seqs
         # Zeroed pages are committed when first written; the last column takes the token after the longest.
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -159,6 +160,7 @@ class PersistentBatch:
         request.saved = request.saved[:0]
         request.slot = slot
         self._by_slot[slot] = request
+        self._checked_rows = None
 
     def _write_row(
         self, slot: int, token_ids: IntArray, block_ids: IntArray, num_computed_tokens: int
@@ -176,6 +178,7 @@ class PersistentBatch:
         if slot == _NO_SLOT:
             return None
         self._by_slot[slot] = None
+        self._checked_rows = None
         return slot
 
     def extend_block_tables(self, data: CachedRequestData) -> None:
@@ -262,6 +265,11 @@ class PersistentBatch:
             )
 
     def _check_slots(self, output: SchedulerOutput) -> None:
+        """Raise `InconsistentPlanError` unless each request is in its slot; free for the rows of the last step."""
+        rows = (tuple(output.request_ids), output.slots.tobytes())
+        if rows == self._checked_rows:
+            return
+        self._checked_rows = None
         if len(set(output.request_ids)) != len(output.slots):
             raise InconsistentPlanError(
                 f"{len(output.slots)} slots for the requests {output.request_ids}: each needs one"
@@ -273,6 +281,7 @@ class PersistentBatch:
                 raise InconsistentPlanError(
                     f"request {request_id!r} is scheduled in slot {slot}, which {held_by} holds"
                 )
+        self._checked_rows = rows
 
     def block_tables(self, slots: IntArray) -> IntArray:
         """Return the block tables of `slots`, as wide as the longest needs: [S, B]."""

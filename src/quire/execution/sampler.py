@@ -13,12 +13,14 @@ import dataclasses
 import numpy as np
 import torch
 
-from quire.execution.arrays import BoolArray, Float32Array, Int64Array, take_rows
+from quire.execution.arrays import BoolArray, Float32Array, Int64Array
 from quire.execution.logprobs import position_logprobs
 from quire.execution.rng import uniforms
 from quire.execution.sampling_table import SamplingTable
 from quire.execution.selection import draw
 from quire.execution.token_masks import TokenMasks
+from quire.kernels.dispatch import kernel_set
+from quire.kernels.sampling import SamplingKernels
 from quire.step import NO_TOKEN, IntArray, PositionLogprobs
 
 _NO_CHOICE = (
@@ -42,9 +44,11 @@ class Sampler:
     Args:
         max_num_seqs: number of slots.
         vocab_size: V.
+        kernels: look through the rows of logits; None: the best of this machine.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, kernels: SamplingKernels | None = None) -> None:
+        self._kernels = kernel_set().sampling if kernels is None else kernels
         self.table = SamplingTable(max_num_seqs, vocab_size)
 
     def sample(
@@ -64,7 +68,7 @@ class Sampler:
             token_ids: [max_num_seqs, more than the largest position] known tokens by slot.
             masks: which tokens the rows' grammars allow.
         """
-        rows = _Rows(logits.cpu().numpy(), slots, positions)
+        rows = _Rows(logits.cpu().numpy(), slots, positions, self._kernels)
         kept_raw = self._adjust(rows, token_ids, masks)
         self._draw(rows)
         return SamplerOutput(rows.chosen, self._logprobs(rows, kept_raw), rows.errors)
@@ -97,10 +101,12 @@ class Sampler:
         if drawn.size:
             slots = rows.slots[drawn]
             rows.chosen[drawn] = draw(
-                take_rows(rows.logits, drawn),
+                rows.logits,
                 rows.maxima[drawn],
                 self.table.filters(slots),
                 uniforms(self.table.seeds(slots), rows.positions[drawn]),
+                rows=drawn,
+                kernels=self._kernels,
             )
 
     def _logprobs(self, rows: _Rows, kept_raw: dict[int, Float32Array]) -> dict[int, PositionLogprobs]:
@@ -108,23 +114,25 @@ class Sampler:
         wanted = np.flatnonzero((num_logprobs >= 0) & rows.sound)
         if not wanted.size:
             return {}
-        raw = take_rows(rows.logits, wanted)
-        for index, row in enumerate(wanted.tolist()):
-            if row in kept_raw:
-                raw[index] = kept_raw[row]
-        found = position_logprobs(raw, rows.chosen[wanted], num_logprobs[wanted])
+        for row in np.intersect1d(wanted, list(kept_raw)).tolist():
+            rows.logits[row] = kept_raw[row]
+        found = position_logprobs(
+            rows.logits, rows.chosen[wanted], num_logprobs[wanted], rows=wanted, kernels=self._kernels
+        )
         return dict(zip(wanted.tolist(), found, strict=True))
 
 
 class _Rows:
     """The rows of one call: logits, whose they are, and the choice so far, which is the likeliest token."""
 
-    def __init__(self, logits: Float32Array, slots: Int64Array, positions: Int64Array) -> None:
+    def __init__(
+        self, logits: Float32Array, slots: Int64Array, positions: Int64Array, kernels: SamplingKernels
+    ) -> None:
+        self._kernels = kernels
         self.logits = logits
         self.slots = slots
         self.positions = positions
-        self.chosen: Int64Array = logits.argmax(axis=1)
-        self.maxima = logits[np.arange(len(logits)), self.chosen]
+        self.chosen, self.maxima = kernels.largest(logits)
         self.sound = np.isfinite(self.maxima)
         self.errors = {row: nonfinite_error(self.maxima[row]) for row in np.flatnonzero(~self.sound).tolist()}
         self.chosen[~self.sound] = NO_TOKEN
@@ -133,9 +141,7 @@ class _Rows:
         """Update the choice in `rows`, whose logits have changed; those with no token left keep theirs."""
         if not rows.size:
             return
-        changed = take_rows(self.logits, rows)
-        likeliest = changed.argmax(axis=1)
-        self.maxima[rows] = changed[np.arange(len(rows)), likeliest]
+        likeliest, self.maxima[rows] = self._kernels.largest(self.logits, rows)
         self.chosen[rows] = np.where(np.isfinite(self.maxima[rows]), likeliest, self.chosen[rows])
 
     def refuse_without_choice(self, is_masked: BoolArray) -> None:

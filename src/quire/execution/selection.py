@@ -14,10 +14,9 @@ import dataclasses
 
 import numpy as np
 
-from quire.execution.arrays import BoolArray, Float32Array, Float64Array, Int64Array, take_rows
+from quire.execution.arrays import BoolArray, Float32Array, Float64Array, Int64Array
 from quire.execution.histogram import draw_from_histogram
-from quire.execution.ordering import likeliest
-from quire.execution.softmax import relative_weights, sum_exp
+from quire.kernels.sampling import SamplingKernels, relative_weights
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -30,19 +29,29 @@ class Filters:
     min_p: Float64Array  # 0 keeps all
 
 
-def draw(logits: Float32Array, maxima: Float32Array, filters: Filters, uniforms: Float64Array) -> Int64Array:
+def draw(
+    logits: Float32Array,
+    maxima: Float32Array,
+    filters: Filters,
+    uniforms: Float64Array,
+    *,
+    rows: Int64Array,
+    kernels: SamplingKernels,
+) -> Int64Array:
     """Return one token id per row.
 
     Args:
-        logits: [S, V], after penalties and bans, before temperature.
+        logits: [R, V], after penalties and bans, before temperature.
         maxima: [S] the largest logit of each row, finite.
         filters: for each row.
         uniforms: [S] numbers in [0, 1).
+        rows: [S] which rows of `logits` these are.
+        kernels: look through the rows.
     """
-    token_ids, decided = _Kept(logits, maxima, filters).choose(uniforms)
+    token_ids, decided = _Kept(logits, maxima, filters, rows, kernels).choose(uniforms)
     for row in np.flatnonzero(~decided).tolist():
         token_ids[row] = draw_from_histogram(
-            logits[row],
+            logits[rows[row]],
             temperature=filters.temperature[row : row + 1],
             top_k=int(filters.top_k[row]),
             top_p=float(filters.top_p[row]),
@@ -60,9 +69,16 @@ class _Kept:
     count.
     """
 
-    def __init__(self, logits: Float32Array, maxima: Float32Array, filters: Filters) -> None:
+    def __init__(
+        self,
+        logits: Float32Array,
+        maxima: Float32Array,
+        filters: Filters,
+        rows: Int64Array,
+        kernels: SamplingKernels,
+    ) -> None:
         self.filters = filters
-        self.head = likeliest(logits)
+        self.head = kernels.likeliest(logits, rows)
         weights = relative_weights(self.head.logits, maxima, filters.temperature)
         self.cumulative = np.cumsum(weights, axis=1)
         passing = np.count_nonzero(weights >= filters.min_p[:, None], axis=1)
@@ -75,7 +91,7 @@ class _Kept:
         unknown = np.flatnonzero(self.keeps_all & ~self.reaches_end)
         if unknown.size:
             temperature = filters.temperature[unknown]
-            self.mass[unknown] = sum_exp(take_rows(logits, unknown), maxima[unknown], temperature)
+            self.mass[unknown] = kernels.sum_exp(logits, maxima[unknown], temperature, rows[unknown])
 
     def choose(self, uniforms: Float64Array) -> tuple[Int64Array, BoolArray]:
         """Return a token id per row, and whether the head was enough to decide it."""

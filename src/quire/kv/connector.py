@@ -119,7 +119,8 @@ class KVConnector(ABC):
 
         Args:
             layer: its number.
-            keys: the whole cache's, [num_blocks, num_kv_heads, block_size, head_dim].
+            keys: the whole cache's, [num_blocks, num_kv_heads, block_size, head_dim]. If they are int8, their
+                scales are in the cache's tensor, in the same block.
             values: likewise.
         """
 

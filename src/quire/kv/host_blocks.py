@@ -37,7 +37,7 @@ class TensorBlocks:
         self._tensor = kv_caches.tensor
 
     def read_block(self, block_id: int) -> BlockContent:
-        """Return a copy in host memory: [num_layers, 2, num_kv_heads, block_size, head_dim]."""
+        """Return a copy in host memory, shaped as a block of `KVCacheTensors.tensor`."""
         return self._tensor[block_id].to("cpu", copy=True)
 
     def write_block(self, block_id: int, content: Any) -> None:

@@ -11,6 +11,7 @@ from quire.config import config, knob
 from quire.errors import ModelError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INT8_SCALE_BYTES = 4  # an int8 KV cache has a float32 scale for each head of a token
 NO_ROPE = -1
 
 
@@ -46,6 +47,10 @@ class ModelConfig:
     architecture: str = knob(default="", help="Class name in the checkpoint, such as LlamaForCausalLM.")
     family: str = knob(default="", help="Entry of `quire.models.families.FAMILIES` that knows its weights.")
     dtype: str = knob(default="float32", help="Type of the weights as stored.")
+    stored_quantization: str = knob(
+        default="none", help="What most stored matrices become in memory: none (dtype), int8 or int4."
+    )
+    stored_group_size: int = knob(default=128, help="Inputs that share a scale, for int4.")
     vocab_size: int = knob(default=0, help="Rows of the embedding.")
     hidden_size: int = knob(default=0, help="Features of the residual stream.")
     num_layers: int = knob(default=0, help="Decoder layers.")
@@ -88,15 +93,18 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
-        """Read `config.json` of a Hugging Face model directory.
+        """Read `config.json` of a Hugging Face model directory, or the metadata of a GGUF file.
 
         Raises:
             UnknownArchitectureError: the architecture is not a known one; the message lists those.
-            ModelError: the file is missing, is not JSON, or lacks or contradicts something needed.
+            ModelError: the file is missing, cannot be read, or lacks or contradicts something needed.
         """
         from quire.models.families import read_config
+        from quire.models.gguf.config import read_gguf_config
+        from quire.models.gguf.location import find_gguf
 
-        values = read_json(path / "config.json")
+        gguf = find_gguf(path)
+        values = read_json(path / "config.json") if gguf is None else read_gguf_config(gguf)
         if values is None:
             raise ModelError(f"{path} holds no config.json; is it a Hugging Face model directory?")
         return cls(**read_config(values))
@@ -109,8 +117,13 @@ class ModelConfig:
         return sum(math.prod(source.shape) for spec in weight_specs(self) for source in spec.sources)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of one token's keys and values over all layers, held as `dtype`."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Return the bytes of one token's keys and values over all layers, held as `dtype`.
+
+        With int8 that includes the scales; see `quire.kv.tensors.KVCacheTensors`.
+        """
+        is_int8 = dtype == "int8"
+        head_bytes = self.head_dim + INT8_SCALE_BYTES if is_int8 else self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

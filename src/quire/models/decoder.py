@@ -3,45 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from quire.kernels import dispatch as kernels
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.dispatch import KernelSet
+from quire.kernels.kv_layer import KVLayer
+from quire.kernels.linear import Linear
+from quire.kernels.tiles import HeadLayout
 from quire.kv.tensors import KVCacheTensors
 from quire.models.config import NO_ROPE, ModelConfig
-from quire.models.moe import mixture_of_experts
+from quire.models.moe import Expert, mixture_of_experts
 from quire.models.rotary import RotaryTable
+from quire.models.workspace import StepBuffers, Workspace
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [T, rotary_dim / 2] float32
 
 
 @dataclasses.dataclass(slots=True)
 class DecoderLayer:
-    """The weights of one layer; None where the family has none.
+    """The weights of one layer; None or empty where the family has none.
 
-    Projections are [out, in]; norms are float32 and include the config's `norm_offset`.
+    Norms are float32 and include the config's `norm_offset`.
     """
 
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden], queries, then keys, then values
-    attention_output: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    attention_output_bias: torch.Tensor | None = None
+    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim: queries, then keys, then values
+    attention_output: Linear
     attention_norm: torch.Tensor | None = None
     attention_post_norm: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     mlp_norm: torch.Tensor | None = None
     mlp_post_norm: torch.Tensor | None = None
-    gate_up: torch.Tensor | None = None  # [2 * intermediate, hidden], gate first
-    gate_up_bias: torch.Tensor | None = None
-    down: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    router: torch.Tensor | None = None
-    expert_gate_up: torch.Tensor | None = None  # [experts, 2 * moe_intermediate, hidden]
-    expert_down: torch.Tensor | None = None  # [experts, hidden, moe_intermediate]
+    gate_up: Linear | None = None  # to 2 * intermediate, gate first
+    down: Linear | None = None
+    router: Linear | None = None
+    experts: Sequence[Expert] = ()
 
 
 class LayerHook(Protocol):
@@ -55,14 +55,15 @@ class LayerHook(Protocol):
 
 
 class Decoder:
-    """A decoder-only transformer over plain tensors.
+    """A decoder-only transformer.
 
     Args:
         config: the model's numbers.
         embedding: [vocab, hidden].
         layers: the layers in order.
         norm: [hidden], the last norm, as in the layers.
-        output: [vocab, hidden]; the embedding itself if the two are tied.
+        output: from the hidden states to the vocabulary.
+        kernels: compute everything that is not a matrix product.
     """
 
     def __init__(
@@ -71,18 +72,22 @@ class Decoder:
         embedding: torch.Tensor,
         layers: list[DecoderLayer],
         norm: torch.Tensor,
-        output: torch.Tensor,
+        output: Linear,
+        kernels: KernelSet,
     ) -> None:
         self.config = config
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.output = output
+        self.kernels = kernels
+        self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
         self._rotary = [RotaryTable(rope, config.max_model_len) for rope in config.ropes]
+        self._workspace = Workspace(config, embedding.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights and of the hidden states."""
+        """Type of the hidden states."""
         return self.embedding.dtype
 
     @torch.inference_mode()
@@ -103,110 +108,118 @@ class Decoder:
             hook: is told of each layer.
 
         Returns:
-            [T, hidden], normalized and ready for `logits`.
+            [T, hidden], normalized and ready for `logits`; the next step overwrites it.
         """
         hidden = F.embedding(token_ids, self.embedding)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         angles = [table.rows(batch.positions) for table in self._rotary]
+        buffers = self._workspace.step(len(token_ids))
+        inputs = self._first_norm(hidden, buffers)
         for index, layer in enumerate(self.layers):
             if hook is not None:
                 hook.before_layer(index)
-            hidden = self._attention(index, layer, hidden, angles=angles, kv_cache=kv_cache, batch=batch)
+            delta = self._attention(index, layer, inputs, buffers, angles, kv_cache.layer(index), batch)
             if hook is not None:
                 hook.after_attention(index)
-            hidden = self._feed_forward(layer, hidden)
-        return self._norm(hidden, self.norm)
+            inputs = self._add(hidden, delta, layer.attention_post_norm, layer.mlp_norm, buffers)
+            delta = self._feed_forward(layer, inputs, buffers)
+            inputs = self._add(hidden, delta, layer.mlp_post_norm, self._norm_after(index), buffers)
+        return inputs
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [R, vocab] float32 of rows [R, hidden] of `forward`'s result."""
-        logits = kernels.linear(hidden, self.output)
+        """Return the logits [R, vocab] float32 of rows [R, hidden] of `forward`'s result.
+
+        They are in a buffer that the next call overwrites.
+        """
+        logits = self.output(hidden, out=self._workspace.logits(len(hidden)))
         if self.config.logits_divisor != 1.0:
-            logits = logits / self.config.logits_divisor
-        logits = logits.float()
+            logits /= self.config.logits_divisor
         if self.config.logits_softcap:
-            logits = torch.tanh(logits / self.config.logits_softcap) * self.config.logits_softcap
+            cap = self.config.logits_softcap
+            logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def _attention(
+    def _first_norm(self, hidden: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:
+        norm = self.layers[0].attention_norm if self.layers else self.norm
+        if norm is None:
+            return hidden
+        return self.kernels.rms_norm(hidden, norm, eps=self.config.norm_eps, out=buffers.normed)
+
+    def _norm_after(self, index: int) -> torch.Tensor | None:
+        """Return the norm that takes what layer `index` leaves."""
+        return self.layers[index + 1].attention_norm if index + 1 < len(self.layers) else self.norm
+
+    def _attention(  # noqa: PLR0917 - one call site, on the hot path
         self,
         index: int,
         layer: DecoderLayer,
-        hidden: torch.Tensor,
-        *,
+        inputs: torch.Tensor,
+        buffers: StepBuffers,
         angles: list[Angles],
-        kv_cache: KVCacheTensors,
+        kv: KVLayer,
         batch: AttentionBatch,
     ) -> torch.Tensor:
         config = self.config
-        inputs = self._norm(hidden, layer.attention_norm)
-        query, key, value = self._project(layer, inputs)
         rope = config.layer_ropes[index]
-        if rope != NO_ROPE:
-            query, key = (kernels.apply_rotary(states, *angles[rope]) for states in (query, key))
-        key_blocks, value_blocks = kv_cache.layer(index)
-        kernels.write_kv(key, value, key_blocks, value_blocks, batch)
-        attended = kernels.paged_attention(
+        cos, sin = (None, None) if rope == NO_ROPE else angles[rope]
+        query = self.kernels.rotary_and_write_kv(
+            layer.qkv(inputs, out=buffers.qkv),
+            kv,
+            batch,
+            heads=self._heads,
+            cos=cos,
+            sin=sin,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=config.norm_eps,
+        )
+        attended = self.kernels.paged_attention(
             query,
-            key_blocks,
-            value_blocks,
+            kv,
             batch,
             scale=config.attention_scale,
             window=config.sliding_windows[index],
             softcap=config.attention_softcap,
+            out=buffers.attended,
         )
-        output = kernels.linear(attended.flatten(1), layer.attention_output, layer.attention_output_bias)
-        return self._add(hidden, self._norm(output, layer.attention_post_norm))
+        return layer.attention_output(attended.flatten(1), out=buffers.delta)
 
-    def _project(
-        self, layer: DecoderLayer, inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim], normed if need be."""
-        config = self.config
-        key_start = config.num_heads * config.head_dim
-        value_start = key_start + config.num_kv_heads * config.head_dim
-        qkv = kernels.linear(inputs, layer.qkv, layer.qkv_bias)
-        query, key, value = qkv[:, :key_start], qkv[:, key_start:value_start], qkv[:, value_start:]
-        if config.qk_norm == "full":
-            query, key = self._norm(query, layer.q_norm), self._norm(key, layer.k_norm)
-        query, key, value = (part.view(len(part), -1, config.head_dim) for part in (query, key, value))
-        if config.qk_norm == "head":
-            query, key = self._norm(query, layer.q_norm), self._norm(key, layer.k_norm)
-        return query, key, value
-
-    def _feed_forward(self, layer: DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
-        inputs = self._norm(hidden, layer.mlp_norm)
-        output = self._mlp(layer, inputs) if layer.router is None else self._experts(layer, inputs)
-        return self._add(hidden, self._norm(output, layer.mlp_post_norm))
-
-    def _mlp(self, layer: DecoderLayer, inputs: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(
+        self, layer: DecoderLayer, inputs: torch.Tensor, buffers: StepBuffers
+    ) -> torch.Tensor:
+        if layer.router is not None:
+            return self._experts(layer.router, layer.experts, inputs)
         assert layer.gate_up is not None
         assert layer.down is not None
-        gate_up = kernels.linear(inputs, layer.gate_up, layer.gate_up_bias)
-        return kernels.linear(
-            kernels.gated_activation(gate_up, self.config.activation), layer.down, layer.down_bias
-        )
+        gate_up = layer.gate_up(inputs, out=buffers.gate_up)
+        inner = self.kernels.gated_activation(gate_up, self.config.activation, out=buffers.inner)
+        return layer.down(inner, out=buffers.delta)
 
-    def _experts(self, layer: DecoderLayer, inputs: torch.Tensor) -> torch.Tensor:
-        assert layer.router is not None
-        assert layer.expert_gate_up is not None
-        assert layer.expert_down is not None
+    def _experts(self, router: Linear, experts: Sequence[Expert], inputs: torch.Tensor) -> torch.Tensor:
         return mixture_of_experts(
             inputs,
-            layer.router,
-            layer.expert_gate_up,
-            layer.expert_down,
+            router,
+            experts,
+            self.kernels,
             experts_per_token=self.config.num_experts_per_token,
             normalize=self.config.normalize_expert_weights,
             activation=self.config.activation,
         )
 
-    def _norm(self, states: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        if weight is None:
-            return states
-        return kernels.rms_norm(states, weight, eps=self.config.norm_eps)
-
-    def _add(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        scale = self.config.residual_scale
-        return hidden + (output if scale == 1.0 else output * scale)
+    def _add(
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor,
+        post_norm: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
+        buffers: StepBuffers,
+    ) -> torch.Tensor:
+        """Add a sub-layer's result to the residual stream; return what the next sub-layer takes."""
+        config = self.config
+        if post_norm is not None:
+            delta = self.kernels.rms_norm(delta, post_norm, eps=config.norm_eps, out=buffers.delta)
+        return self.kernels.add_rms_norm(
+            hidden, delta, next_norm, eps=config.norm_eps, scale=config.residual_scale, out=buffers.normed
+        )

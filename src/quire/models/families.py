@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.errors import ModelError, UnknownArchitectureError, nearest_name
 from quire.models.config import DTYPE_BYTES, NO_ROPE
+from quire.models.quantized.description import StoredQuantization, describe_quantization
 from quire.models.ropes import read_rope
 
 HFConfig = Mapping[str, Any]
@@ -108,12 +109,6 @@ def read_config(hf: HFConfig) -> Fields:
 
 
 def _refuse_what_is_not_computed(hf: HFConfig) -> None:
-    quantization = hf.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "of an unnamed kind")
-        raise ModelError(
-            f"the weights are quantized ({method}), which Quire does not read; use the original ones"
-        )
     if hf.get("use_bidirectional_attention"):
         raise ModelError("config.json asks for bidirectional attention; Quire serves causal decoders only")
     for layer_type in hf.get("layer_types") or ():
@@ -137,10 +132,13 @@ def _check(fields: Fields) -> None:
 
 
 def _common(hf: HFConfig) -> Fields:
+    quantization = _stored_quantization(hf)
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     return {
         "dtype": _stored_dtype(hf),
+        "stored_quantization": quantization.kind,
+        "stored_group_size": quantization.group_size,
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
         "num_layers": layers,
@@ -157,6 +155,14 @@ def _common(hf: HFConfig) -> Fields:
         "layer_ropes": (0,) * layers,
         "moe_layers": (False,) * layers,
     }
+
+
+def _stored_quantization(hf: HFConfig) -> StoredQuantization:
+    """Return what the stored matrices become; a GGUF file's says so by itself."""
+    stored = hf.get("stored_quantization")
+    if isinstance(stored, StoredQuantization):
+        return stored
+    return describe_quantization(hf.get("quantization_config") or {})
 
 
 def _stored_dtype(hf: HFConfig) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quire.config import BUILT_IN_MODEL
 from quire.errors import ModelNotFoundError
+from quire.models.gguf.location import SUFFIX as GGUF_SUFFIX
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]
@@ -14,10 +15,11 @@ _BUILT_IN_DIRECTORY = Path(__file__).resolve().parent.parent / BUILT_IN_MODEL
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
-    """Return the directory of the model `name`, downloading it from the Hugging Face hub if need be.
+    """Return the directory or GGUF file of the model `name`, downloading it from the hub if need be.
 
     Args:
-        name: "mini" for the built-in model, the path of a directory, or a hub name such as "Qwen/Qwen3-0.6B".
+        name: "mini" for the built-in model, the path of a directory or of a GGUF file, or a name on the
+            Hugging Face hub such as "Qwen/Qwen3-0.6B".
         weights: download the weights too; without them only what describes the model.
 
     Raises:
@@ -29,7 +31,9 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
     if directory.is_dir():
         return directory
     if directory.exists():
-        raise ModelNotFoundError(f"{name!r} is a file; give the directory that holds config.json")
+        if directory.suffix == GGUF_SUFFIX:
+            return directory
+        raise ModelNotFoundError(f"{name!r} is a file; give a directory or a GGUF file")
     return _download(name, _WANTED_FILES if weights else _DESCRIPTION_FILES)
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
-from quire.kernels import dispatch as kernels
+from quire.kernels.dispatch import KernelSet
+from quire.kernels.linear import Linear
+
+
+class Expert(NamedTuple):
+    """One feed-forward layer of a mixture."""
+
+    gate_up: Linear  # to 2 * size, gate first
+    down: Linear
 
 
 def mixture_of_experts(
     inputs: torch.Tensor,
-    router: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    router: Linear,
+    experts: Sequence[Expert],
+    kernels: KernelSet,
     *,
     experts_per_token: int,
     normalize: bool,
@@ -23,23 +34,24 @@ def mixture_of_experts(
 
     Args:
         inputs: [T, hidden].
-        router: [experts, hidden].
-        gate_up: [experts, 2 * size, hidden].
-        down: [experts, hidden, size].
+        router: to one score per expert.
+        experts: all of them.
+        kernels: compute the experts' activations.
         experts_per_token: how many experts a token goes to (k).
         normalize: scale a token's k weights to sum to 1.
         activation: as for `gated_activation`.
     """
-    scores = kernels.linear(inputs, router).float()
+    scores = router(inputs).float()
     probabilities = (scores - scores.amax(-1, keepdim=True)).exp()
     best, chosen = probabilities.topk(experts_per_token, dim=-1)  # [T, k]
     total = best if normalize else probabilities
     weights = best / _sum_in_order(total).unsqueeze(-1)
     outputs = torch.empty(*chosen.shape, inputs.shape[-1])  # [T, k, hidden] float32
-    for expert in sorted(set(chosen.flatten().tolist())):
-        token, rank = torch.where(chosen == expert)
-        inner = kernels.gated_activation(kernels.linear(inputs[token], gate_up[expert]), activation)
-        outputs[token, rank] = kernels.linear(inner, down[expert]).float()
+    for number in sorted(set(chosen.flatten().tolist())):
+        token, rank = torch.where(chosen == number)
+        expert = experts[number]
+        inner = kernels.gated_activation(expert.gate_up(inputs[token]), activation)
+        outputs[token, rank] = expert.down(inner).float()
     weighted = outputs.mul_(weights.unsqueeze(-1))
     return _sum_in_order(weighted.transpose(1, 2)).to(inputs.dtype)
 

@@ -11,10 +11,16 @@ import tokenizers
 
 from quire.errors import InvalidRequestError, ModelError
 from quire.models.config import read_json
+from quire.models.gguf.file import GGUFFile
+from quire.models.gguf.location import find_gguf
+from quire.models.gguf.tokenizer import read_gguf_tokenizer
 
 if TYPE_CHECKING:
     from quire.models.chat_template import ChatTemplate
 
+TOKENIZER_FILE = "tokenizer.json"
+
+_GGUF_TOKENS = ("bos", "eos", "eot", "eom", "unk", "pad")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -53,9 +59,15 @@ class Tokenizer:
     def from_directory(cls, path: Path) -> Self:
         """Read `tokenizer.json` and what stands beside it in a model directory.
 
+        Of a GGUF file, read the tokenizer that it holds, unless a tokenizer.json lies beside it.
+
         Raises:
-            ModelError: there is no tokenizer.json, or it cannot be read.
+            ModelError: there is no tokenizer, or it cannot be read.
         """
+        gguf = find_gguf(path)
+        if gguf is not None:
+            directory = gguf.parent
+            return cls._from_gguf(gguf, directory if (directory / TOKENIZER_FILE).is_file() else None)
         backend = _read_backend(path)
         settings = read_json(path / "tokenizer_config.json") or {}
         model_config = read_json(path / "config.json") or {}
@@ -74,6 +86,26 @@ class Tokenizer:
             eos_token_ids=tuple(dict.fromkeys(eos_ids)),
             bos_token_id=bos_id,
             chat_template=_template_source(path, settings),
+        )
+
+    @classmethod
+    def _from_gguf(cls, file: Path, directory: Path | None) -> Self:
+        """Read a GGUF file's tokenizer; the text's rules from `directory` if there is one."""
+        content = GGUFFile(file)
+        metadata = content.metadata
+        tokens = metadata.get("tokenizer.ggml.tokens") or []
+        numbers = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_TOKENS}
+        ends = (numbers["eos"], numbers["eot"], numbers["eom"])
+        return cls(
+            read_gguf_tokenizer(content) if directory is None else _read_backend(directory),
+            special_tokens={
+                f"{name}_token": tokens[number]
+                for name, number in numbers.items()
+                if number is not None and f"{name}_token" in _NAMED_TOKENS and number < len(tokens)
+            },
+            eos_token_ids=tuple(dict.fromkeys(number for number in ends if number is not None)),
+            bos_token_id=numbers["bos"],
+            chat_template=metadata.get("tokenizer.chat_template"),
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -140,7 +172,7 @@ class Tokenizer:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    file = path / "tokenizer.json"
+    file = path / TOKENIZER_FILE
     if not file.is_file():
         raise ModelError(f"{path} holds no tokenizer.json, the only tokenizer format that Quire reads")
     try:

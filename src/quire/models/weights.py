@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
-from quire.models.config import ModelConfig
+from quire.models.config import DTYPE_BYTES, ModelConfig
 from quire.models.families import FAMILIES
+
+QUANTIZED_FIELDS = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -42,6 +45,37 @@ def weight_specs(config: ModelConfig) -> Iterator[WeightSpec]:
     yield _single(-1, "norm", names["norm"], (config.hidden_size,))
     if not config.tie_word_embeddings:
         yield _single(-1, "output", names["output"], embedding_shape)
+
+
+def weight_bytes(config: ModelConfig, dtype: str, quantization: str, group_size: int) -> int:
+    """Return the bytes that the weights take in memory.
+
+    A tied embedding counts once, as the output layer: only the rows that are looked up are read beside it.
+
+    Args:
+        config: the model's numbers.
+        dtype: of what is not quantized.
+        quantization: none, int8 or int4; in int4, the output layer is in int8. Matrices that are stored
+            quantized stay as they are.
+        group_size: inputs that share two float32 numbers, for int4.
+    """
+    is_stored = config.stored_quantization != "none"
+    matrices, group_size = (
+        (config.stored_quantization, config.stored_group_size) if is_stored else (quantization, group_size)
+    )
+    per_weight = {"none": DTYPE_BYTES[dtype], "int8": 1.0, "int4": 0.5 + 8 / group_size}
+    total = 0.0
+    for spec in weight_specs(config):
+        kind = matrices if spec.field in QUANTIZED_FIELDS else "none"
+        if spec.field == "output" or (spec.field == "embedding" and config.tie_word_embeddings):
+            kind = output_quantization(quantization)
+        total += per_weight[kind] * sum(math.prod(source.shape) for source in spec.sources)
+    return int(total)
+
+
+def output_quantization(quantization: str) -> str:
+    """Return the quantization of the output layer: it decides between tokens, and 4 bits are too few for that."""
+    return "int8" if quantization == "int4" else quantization
 
 
 def _single(layer: int, field: str, name: str, shape: tuple[int, ...]) -> WeightSpec:

@@ -1,0 +1,153 @@
+"""The commands `quire bench throughput`, `latency` and `serve`: flags in, a report out."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quire.cli.bench.config import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
+from quire.cli.console import EXIT_FAILURE
+from quire.cli.manual import ManualCommand, ManualGroup
+from quire.cli.options import config_options
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+
+MANUAL = """
+Measure how fast an engine is.
+
+Prompts are random tokens, outputs have the length that was asked for: end-of-sequence is ignored. The
+lengths of known workloads are drawn from what is published of them.
+
+Examples:
+  quire bench throughput --dataset sharegpt          all requests at once, offline
+  quire bench latency --batch-size 1                 one batch, again and again
+  quire bench serve --request-rate 4                 requests that arrive by chance, streamed
+"""
+
+app = typer.Typer(
+    help=MANUAL,
+    no_args_is_help=True,
+    cls=ManualGroup,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write settings and figures to this file as JSON; - is stdout, in place of the table.",
+    ),
+]
+
+
+@app.command(cls=ManualCommand)
+@config_options(positional=("model",), workload=WorkloadConfig, engine=EngineConfig)
+def throughput(
+    workload: WorkloadConfig,
+    engine: EngineConfig,
+    *,
+    rounds: Annotated[
+        int,
+        typer.Option(metavar="INT", min=1, help="Run the same requests this often; the fastest counts."),
+    ] = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """Run all requests at once, offline, and report requests and tokens per second.
+
+    The engine runs in this process. Before each round it forgets cached prefixes, so that all rounds do the
+    same work; prefixes that requests of one round share are found.
+
+    Examples:
+      quire bench throughput
+      quire bench throughput --num-prompts 16 --input-len 64 --output-len 128 --rounds 3
+      quire bench throughput ./my-model --dataset mooncake --scale 0.1 --json figures.json
+    """
+    from quire.cli.bench.offline import measure_throughput
+    from quire.cli.bench.report import Report, deliver, require_writable
+
+    require_writable(json_file, "--json")
+    results = measure_throughput(engine, workload, rounds)
+    settings = {"workload": workload, "rounds": rounds, "engine": engine}
+    deliver(Report("throughput", engine.model, settings, results), json_file)
+
+
+@app.command(cls=ManualCommand)
+@config_options(positional=("model",), batch=LatencyConfig, engine=EngineConfig)
+def latency(batch: LatencyConfig, engine: EngineConfig, *, json_file: JsonFile = None) -> None:
+    """Run one batch again and again, and report how long it takes.
+
+    The engine runs in this process. Before each run it forgets cached prefixes, so that every run computes
+    the whole batch.
+
+    Examples:
+      quire bench latency --batch-size 1
+      quire bench latency ./my-model --input-len 1024 --output-len 1
+    """
+    from quire.cli.bench.offline import measure_latency
+    from quire.cli.bench.report import Report, deliver, require_writable
+
+    require_writable(json_file, "--json")
+    results = measure_latency(engine, batch)
+    deliver(Report("latency", engine.model, {"batch": batch, "engine": engine}, results), json_file)
+
+
+@app.command(cls=ManualCommand)
+@config_options(
+    positional=("model",),
+    workload=WorkloadConfig,
+    arrivals=ArrivalConfig,
+    target=TargetConfig,
+    engine=EngineConfig,
+)
+def serve(
+    workload: WorkloadConfig,
+    arrivals: ArrivalConfig,
+    target: TargetConfig,
+    engine: EngineConfig,
+    *,
+    json_file: JsonFile = None,
+    per_request: Annotated[
+        bool, typer.Option("--per-request", help="Put the times of every request into the JSON.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw latencies to this .svg, .png or .pdf file (needs matplotlib)."
+        ),
+    ] = None,
+) -> None:
+    """Send requests as they arrive, and report what each client sees.
+
+    Times to first token (TTFT), per output token after it (TPOT), between outputs (ITL) and to the end are
+    taken from when a request is sent. The engine runs in a process of its own, unless --base-url names a
+    server that runs already.
+
+    Examples:
+      quire bench serve --dataset sharegpt --request-rate 2
+      quire bench serve --max-concurrency 8 --goodput ttft:200 --goodput tpot:50
+      quire bench serve --base-url http://127.0.0.1:8000/v1 --request-rate 4 --plot latencies.svg
+    """
+    from quire.cli.bench.load import measure_serving
+    from quire.cli.bench.measurements import served_figures
+    from quire.cli.bench.plot import draw, require_drawable
+    from quire.cli.bench.report import Report, deliver, require_writable
+    from quire.cli.bench.targets import open_target
+
+    if per_request and json_file is None:
+        raise ConfigError("--per-request goes into the JSON; give --json FILE too")
+    require_writable(json_file, "--json")
+    require_drawable(plot)
+    loaded, records = asyncio.run(measure_serving(open_target(target, engine), workload, arrivals))
+    results = {"workload": loaded.as_dict(), **served_figures(records, arrivals.objectives())}
+    settings = {"workload": workload, "arrivals": arrivals, "target": target, "engine": engine}
+    measured = records if per_request else None
+    deliver(Report("serve", engine.model, settings, results, measured), json_file)
+    if plot is not None:
+        draw(records, plot, engine.model)
+    if results["failed"]:
+        raise typer.Exit(EXIT_FAILURE)

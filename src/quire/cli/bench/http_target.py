@@ -1,0 +1,136 @@
+"""A running OpenAI-compatible server, asked for completions that stream."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import numpy as np
+
+from quire.cli.bench.config import TargetConfig
+from quire.cli.bench.targets import Target, Usage
+from quire.cli.bench.workload import BenchRequest, ordinary_tokens
+from quire.errors import QuireError
+from quire.models.hub import resolve_model
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds to wait for a connection; an answer may take as long as it takes."""
+
+SHOWN_OF_ERROR = 300
+"""Characters of a refusal to show when it is not in OpenAI's form."""
+
+
+@contextlib.asynccontextmanager
+async def server_target(config: TargetConfig, model: str) -> AsyncIterator[Target]:
+    """Connect to the server that `config` names.
+
+    Args:
+        model: whose tokenizer the prompts are made with.
+
+    Raises:
+        ModelError: there is no such model, or it has no tokenizer.
+        QuireError: the server cannot be reached, or does not list the model.
+    """
+    from quire.models.tokenizer import Tokenizer
+
+    vocabulary = ordinary_tokens(Tokenizer.from_directory(resolve_model(model)))
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT)
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout) as client:
+        target = ServerTarget(client, config.base_url.rstrip("/"), vocabulary)
+        await target.choose_model(config.served_model_name)
+        yield target
+
+
+class ServerTarget:
+    """A server behind `base_url`, through `client`; prompts are made of the ids [n] in `vocabulary`."""
+
+    def __init__(self, client: httpx.AsyncClient, base_url: str, vocabulary: np.ndarray) -> None:
+        self.vocabulary = vocabulary
+        self._client = client
+        self._base_url = base_url
+        self._model = ""
+        self.max_model_len: int | None = None
+
+    async def choose_model(self, name: str) -> None:
+        """Ask for the model of this name from now on, or for the first that is listed if it is empty.
+
+        Raises:
+            QuireError: the server cannot be reached, or does not list it.
+        """
+        url = f"{self._base_url}/models"
+        try:
+            response = await self._client.get(url)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise QuireError(f"cannot reach {url}: {error or type(error).__name__}; see --base-url") from None
+        try:
+            models = {model["id"]: model for model in response.json()["data"]}
+        except (ValueError, KeyError, TypeError):
+            raise QuireError(
+                f"{url} answered {response.status_code} without a list of models; "
+                "--base-url ends in /v1 for most servers"
+            ) from None
+        if not models or (name and name not in models):
+            raise QuireError(f"{url} lists {', '.join(models) or 'no model'}, not {name!r}")
+        self._model = name or next(iter(models))
+        self.max_model_len = models[self._model].get("max_model_len")
+
+    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> Usage:
+        """Answer a request; an output is an event with text, as a client of the server sees it."""
+        body = {
+            "model": self._model,
+            "prompt": request.prompt_token_ids,
+            "max_tokens": request.output_len,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        num_outputs = 0
+        usage: dict[str, Any] = {}
+        try:
+            async with self._client.stream("POST", f"{self._base_url}/completions", json=body) as response:
+                if response.is_error:
+                    raise QuireError(_reason(response.status_code, await response.aread()))
+                async for event in _events(response):
+                    if "error" in event:
+                        raise QuireError(str(event["error"]))
+                    usage = event.get("usage") or usage
+                    if _brings_tokens(event, is_first=not num_outputs):
+                        num_outputs += 1
+                        on_output()
+        except httpx.HTTPError as error:
+            raise QuireError(f"the connection failed: {error or type(error).__name__}") from None
+        details = usage.get("prompt_tokens_details") or {}
+        return Usage(usage.get("completion_tokens", num_outputs), details.get("cached_tokens") or 0)
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Yield the objects of a stream of server-sent events."""
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data:").strip()
+        if line.startswith("data:") and data != "[DONE]":
+            try:
+                yield json.loads(data)
+            except ValueError:
+                raise QuireError(
+                    f"the server sent an event that is not JSON: {data[:SHOWN_OF_ERROR]}"
+                ) from None
+
+
+def _brings_tokens(event: dict[str, Any], *, is_first: bool) -> bool:
+    """Whether an event has text; the first choice counts without: its token may be half a character."""
+    choices = event.get("choices") or []
+    return any(is_first or choice.get("text") for choice in choices)
+
+
+def _reason(status: int, body: bytes) -> str:
+    """Return why a server refused a request."""
+    text = body.decode(errors="replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    return f"HTTP {status}: {text[:SHOWN_OF_ERROR]}"

@@ -1,0 +1,108 @@
+"""Requests sent when they arrive, and what became of each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.cli.bench.arrivals import arrival_times
+from quire.cli.bench.config import ArrivalConfig, WorkloadConfig
+from quire.cli.bench.measurements import RequestRecord
+from quire.cli.bench.targets import Target
+from quire.cli.bench.workload import ARRIVALS, BenchRequest, Workload, build_workload
+from quire.cli.console import stderr_is_terminal
+from quire.errors import EngineDeadError, QuireError
+
+
+async def measure_serving(
+    opening: contextlib.AbstractAsyncContextManager[Target], config: WorkloadConfig, arrivals: ArrivalConfig
+) -> tuple[Workload, list[RequestRecord]]:
+    """Warm a target up, send it a workload, and return that and the records of its requests.
+
+    Raises:
+        QuireError: the target cannot be used, or a request of the warm-up failed.
+        EngineDeadError: it ended.
+    """
+    from quire.engine.progress import batch_progress
+
+    generator = np.random.default_rng([config.seed, ARRIVALS])
+    async with opening as target:
+        workload = build_workload(config, target.vocabulary, target.max_model_len)
+        for record in await Load(target, [0.0] * len(workload.warmup), workload.warmup).run():
+            if record.error is not None:
+                raise QuireError(record.error)
+        times = arrival_times(config.num_prompts, arrivals.request_rate, arrivals.burstiness, generator)
+        with batch_progress(config.num_prompts, shown=stderr_is_terminal()) as on_progress:
+            load = Load(
+                target, times.tolist(), workload.requests, arrivals.max_concurrency, on_progress=on_progress
+            )
+            return workload, await load.run()
+
+
+class Load:
+    """Requests on their way to a target.
+
+    Args:
+        target: answers them.
+        arrivals: when each is due, in seconds from the start.
+        requests: in the order of `arrivals`.
+        max_concurrency: most of them under way; 0 for no limit.
+        on_progress: called with (requests ended, tokens generated) after each.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        arrivals: Sequence[float],
+        requests: Sequence[BenchRequest],
+        max_concurrency: int = 0,
+        on_progress: Callable[[int, int], None] = lambda done, tokens: None,
+    ) -> None:
+        self._target = target
+        self._requests = list(zip(requests, arrivals, strict=True))
+        self._gate = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
+        self._on_progress = on_progress
+        self._done = self._tokens = 0
+        self._started = 0.0
+
+    async def run(self) -> list[RequestRecord]:
+        """Send each request when it is due; return their records in the same order once all have ended."""
+        self._started = time.perf_counter()
+        tasks = [asyncio.create_task(self._when_due(request, due)) for request, due in self._requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._started
+
+    async def _when_due(self, request: BenchRequest, due: float) -> RequestRecord:
+        await asyncio.sleep(due - self._now())
+        record = RequestRecord(
+            arrived=due, num_prompt_tokens=len(request.prompt_token_ids), output_len=request.output_len
+        )
+        async with self._gate:
+            await self._send(request, record)
+        self._done += 1
+        self._tokens += record.num_output_tokens
+        self._on_progress(self._done, self._tokens)
+        return record
+
+    async def _send(self, request: BenchRequest, record: RequestRecord) -> None:
+        record.sent = self._now()
+        try:
+            usage = await self._target.send(request, lambda: record.output_times.append(self._now()))
+            record.num_output_tokens, record.num_cached_tokens = usage
+            if not record.output_times:
+                record.error = "the answer had no tokens"
+        except EngineDeadError:
+            raise
+        except QuireError as error:
+            record.error = str(error)
+        record.ended = self._now()

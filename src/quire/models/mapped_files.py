@@ -1,0 +1,35 @@
+"""Tensors that lie where a file is mapped into memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable
+
+import torch
+
+
+def drop_pages(tensor: torch.Tensor) -> None:
+    """Let the system take back the whole pages that `tensor` covers in a private mapping of a file.
+
+    They are read from the file again if they are looked at again; nothing may have been written to them.
+    Where the system offers no such thing, nothing happens.
+    """
+    advise = _madvise()
+    if advise is None:
+        return
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:
+        advise(start, stop - start, mmap.MADV_DONTNEED)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return function

@@ -1,0 +1,115 @@
+"""From whole numbers, scales and zeros, as all kinds of quantized checkpoints have them, to a `Weight`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+
+from quire.kernels.weights import Int4Weight, Int8Weight, Weight
+
+Parts = Mapping[str, torch.Tensor]
+Shape = tuple[int, ...]
+
+KERNEL_GROUPS = (128, 64, 32)  # inputs that share a scale in the kernels for int4
+INT8_ZERO = 128  # the step of unsigned bytes that stands for the 0 of signed ones
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class MatrixFormat:
+    """One way to store a quantized matrix: as several tensors, whose names differ in their last words.
+
+    Args:
+        key: the last word of the tensor that shows that a matrix is stored this way.
+        needed: the last words of all tensors that it is made of.
+        optional: those that may be missing.
+        ignored: those that may be there and are not needed.
+        decode: makes of the tensors by last word, and of the matrix's shape [out, in], the matrix; raises
+            ValueError if they do not fit together.
+    """
+
+    key: str
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    ignored: tuple[str, ...]
+    decode: Callable[[Parts, Shape], Weight]
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the numbers of `bits` (4 or 8) in each int32, lowest first: [...] to [..., 32 / bits] uint8.
+
+    Raises:
+        ValueError: `packed` is of another type.
+    """
+    if packed.dtype != torch.int32:
+        raise ValueError(f"its packed numbers are stored as {packed.dtype}; int32 is needed")
+    octets = packed.contiguous().view(torch.uint8).view(*packed.shape, 4)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
+
+
+def packed_bits(num_words: int, num_values: int) -> int:
+    """Return the bits of each of `num_values` numbers that fill `num_words` words of 32 bits.
+
+    Raises:
+        ValueError: they are neither 4 nor 8.
+    """
+    for bits in (4, 8):
+        if -(-num_values * bits // 32) == num_words:
+            return bits
+    raise ValueError(
+        f"{num_values} weights are packed in {num_words} int32, which is neither 4 nor 8 bits for each"
+    )
+
+
+def grouped(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    *,
+    bits: int,
+    group_of: torch.Tensor | None = None,
+) -> Weight:
+    """Return (value - zero of its group) * scale of its group, in the narrowest form that holds it exactly.
+
+    That is `Int4Weight` for 4 bits, `Int8Weight` for 8 bits with one scale for a row and zeros in the middle,
+    and float32 for all others.
+
+    Args:
+        values: [out, in] uint8.
+        scales: [out, groups], any floating-point type.
+        zeros: like scales, any type.
+        bits: 4 or 8.
+        group_of: [in], the group of each input; None: groups are runs of equal length.
+    """
+    scales, zeros = scales.float(), zeros.float()
+    inputs, groups = values.shape[1], scales.shape[1]
+    if scales.shape != zeros.shape:
+        raise ValueError(
+            f"it has scales {list(scales.shape)} and zeros {list(zeros.shape)}, not one for each"
+        )
+    if group_of is None:
+        if inputs % groups:
+            raise ValueError(f"{inputs} inputs cannot be divided evenly among {groups} groups")
+        if bits == 8 and groups == 1 and bool((zeros == INT8_ZERO).all()):
+            return Int8Weight((values ^ INT8_ZERO).view(torch.int8), scales[:, 0].contiguous())
+        kernel_group = _kernel_group(inputs // groups)
+        if bits == 4 and kernel_group:
+            repeats = inputs // groups // kernel_group
+            return Int4Weight(values, *(part.repeat_interleave(repeats, dim=1) for part in (scales, zeros)))
+        group_of = torch.arange(inputs) // (inputs // groups)
+    group_of = group_of.long()
+    if len(group_of) != inputs or int(group_of.min()) < 0 or int(group_of.max()) >= groups:
+        raise ValueError(f"its {len(group_of)} inputs' groups do not fit {inputs} inputs and {groups} groups")
+    return (values.float() - zeros[:, group_of]) * scales[:, group_of]
+
+
+def require_shape(parts: Parts, name: str, shape: Shape) -> None:
+    """Raise ValueError if the part `name` has another shape."""
+    if tuple(parts[name].shape) != shape:
+        raise ValueError(f"its {name} has shape {list(parts[name].shape)}; {list(shape)} is needed")
+
+
+def _kernel_group(group: int) -> int:
+    """Return the size of the kernels' groups that a group can be cut into, or 0."""
+    return next((size for size in KERNEL_GROUPS if group % size == 0), 0)

@@ -1,0 +1,179 @@
+"""Tokenizers in GGUF files: the ids that `transformers` finds for the same vocabularies."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from transformers import Qwen2Tokenizer
+
+from checkpoints import CHAT_TEMPLATE, make_tokenizer
+from quire.errors import ModelError
+from quire.models.tokenizer import Tokenizer
+
+TEXTS = [
+    "the cache holds keys and values of the tokens",
+    "  It's 12345 o'clock,\n\n\tisn't it?  I'LL see… ",
+    "größer 漢字 e\u0301 🙂<|im_start|>user<|im_end|>x",
+    "",
+]
+
+
+def _write(path: Path, model: str, tokens: list[str], **entries: Any) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    for name, value in entries.items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(f"tokenizer.{name.replace('__', '.')}", value, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(path)
+    return path
+
+
+def _byte_level(published: Path, path: Path, *, pre: str, **entries: Any) -> Path:
+    """Write the published tokenizer's vocabulary with the rules `pre`."""
+    model = json.loads((published / "tokenizer.json").read_text())
+    tokens = sorted(model["model"]["vocab"], key=model["model"]["vocab"].get)
+    special = {entry["content"] for entry in model["added_tokens"]}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["model"]["merges"]]
+    return _write(
+        path,
+        "gpt2",
+        tokens,
+        ggml__pre=pre,
+        ggml__merges=merges,
+        ggml__token_type=[3 if token in special else 1 for token in tokens],
+        ggml__bos_token_id=0,
+        ggml__eos_token_id=2,
+        **entries,
+    )
+
+
+def test_the_same_as_the_tokenizer_it_was_made_of(published: Path, tmp_path: Path) -> None:
+    wanted = Tokenizer.from_directory(published)
+    file = _byte_level(published, tmp_path / "m.gguf", pre="gpt-2", chat_template=CHAT_TEMPLATE)
+    found = Tokenizer.from_directory(file)
+    for text in TEXTS:
+        ids = wanted.encode(text)
+        assert found.encode(text) == ids
+        assert found.decode(ids) == wanted.decode(ids)
+    assert (found.bos_token_id, found.eos_token_ids) == (0, (2,))
+    assert found.special_token_ids == wanted.special_token_ids
+    messages = [{"role": "user", "content": "hello"}]
+    assert found.apply_chat_template(messages) == wanted.apply_chat_template(messages)
+
+
+def test_the_rules_of_qwen2(published: Path, tmp_path: Path) -> None:
+    model = json.loads((published / "tokenizer.json").read_text())["model"]
+    merges = [
+        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]
+    ]
+    wanted = Qwen2Tokenizer(
+        vocab=model["vocab"], merges=merges, extra_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+    found = Tokenizer.from_directory(_byte_level(published, tmp_path / "m.gguf", pre="qwen2"))
+    for text in TEXTS:
+        assert found.encode(text) == wanted.encode(text)
+
+
+def test_the_rules_of_llama_3_keep_up_to_three_digits_together(published: Path, tmp_path: Path) -> None:
+    found = Tokenizer.from_directory(_byte_level(published, tmp_path / "m.gguf", pre="llama-bpe"))
+    words = [word for word, _ in found.backend.pre_tokenizer.pre_tokenize_str("a 12345, I'LL go\n\n x")]
+    assert words == ["a", "Ġ", "123", "45", ",", "ĠI", "'LL", "Ġgo", "ĊĊ", "Ġx"]
+
+
+def test_a_token_at_the_start_where_the_file_asks_for_it(published: Path, tmp_path: Path) -> None:
+    file = _byte_level(published, tmp_path / "m.gguf", pre="gpt-2", ggml__add_bos_token=True)
+    found = Tokenizer.from_directory(file)
+    assert found.encode("the")[0] == 0
+    assert found.encode("the", add_special_tokens=False)[0] != 0
+
+
+def _sentence_piece(text: str, tokens: list[str], scores: list[float]) -> list[int]:
+    """Join the pair with the best score, the first such, until none is left; bytes for what is unknown."""
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [
+            (scores[tokens.index(a + b)], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in tokens
+        ]
+        if not pairs:
+            break
+        place = max(pairs, key=lambda pair: (pair[0], -pair[1]))[1]
+        pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
+    ids = []
+    for piece in pieces:
+        found = [piece] if piece in tokens else [f"<0x{byte:02X}>" for byte in piece.encode()]
+        ids += [tokens.index(token) for token in found]
+    return ids
+
+
+def test_sentence_piece(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [2, 3, 3, *[6] * 256]
+    words = [
+        "▁",
+        "t",
+        "h",
+        "e",
+        "c",
+        "a",
+        "s",
+        "▁t",
+        "he",
+        "▁the",
+        "▁c",
+        "ca",
+        "▁cac",
+        "che",
+        "▁cache",
+        "▁the▁",
+    ]
+    tokens += words
+    types += [1] * len(words)
+    scores = [0.0] * 259 + [float(-number) for number in range(len(words))]
+    entries = {
+        "ggml__token_type": types,
+        "ggml__scores": scores,
+        "ggml__bos_token_id": 1,
+        "ggml__eos_token_id": 2,
+    }
+    found = Tokenizer.from_directory(_write(tmp_path / "m.gguf", "llama", tokens, **entries))
+    for text in ["the cache", "cache the  each", "é the", "hat"]:
+        ids = found.encode(text, add_special_tokens=False)
+        assert ids == _sentence_piece(text, tokens, scores)
+        assert found.encode(text) == [1, *ids]
+        assert found.decode(ids) == text
+
+
+def test_a_tokenizer_beside_the_file_is_used(published: Path, tmp_path: Path) -> None:
+    file = _write(tmp_path / "m.gguf", "bert", ["a", "b"], ggml__eos_token_id=1)
+    with pytest.raises(
+        ModelError, match=r"a tokenizer of the model bert; .*put the model's tokenizer\.json beside"
+    ):
+        Tokenizer.from_directory(file)
+    (tmp_path / "tokenizer.json").write_bytes((published / "tokenizer.json").read_bytes())
+    found = Tokenizer.from_directory(file)
+    assert found.encode("the cache") == Tokenizer.from_directory(published).encode("the cache")
+    assert found.eos_token_ids == (1,)
+
+
+def test_unknown_rules_are_named(published: Path, tmp_path: Path) -> None:
+    file = _byte_level(published, tmp_path / "m.gguf", pre="hieroglyphs")
+    with pytest.raises(
+        ModelError, match="the pre-tokenizer hieroglyphs; Quire builds gpt-2, qwen2, llama-bpe"
+    ):
+        Tokenizer.from_directory(file)
