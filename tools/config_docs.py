@@ -30,6 +30,8 @@ which known one is nearest. Quire has no environment variables.
 - `LLM(model, **knobs)` and `AsyncLLM(EngineConfig(...))` take the engine's and the scheduler's knobs.
 - Every command has those as flags; `quire serve` adds the server's, `quire generate` and `quire chat` add the
   sampling parameters, with temperature 0 as their default.
+- The knobs of the workload, the arrivals, the server to measure and the batch belong to `quire bench`
+  ([bench.md](bench.md)).
 - `structured_outputs`, a class of its own, is one flag of JSON: `--structured-outputs '{"regex": "[0-9]+"}'`.
 """
 

@@ -1,0 +1,263 @@
+"""Quire beside vLLM, OpenVINO GenAI and llama.cpp on one model, in one run, on the CPU.
+
+The model has Qwen3-0.6B's shape and random weights; prompts are random token ids, the same for every engine
+and new in each round; decoding is greedy and goes past any end of sequence. Each engine is a process with its
+own environment, two threads and room for the same number of tokens in its KV cache. Engines take turns; one
+that is not measured is stopped (SIGSTOP). For each precision this program
+
+1. writes what is missing of the model's files, and reads all files once, so that they are in the page cache;
+2. measures the machine's memory bandwidth and its matrix products, for the limits, and again at the end;
+   the best counts;
+3. starts every engine twice, one after another, and measures the time until it has answered a first token:
+   the first start may have to compile or pack what the next one finds on disk;
+4. for each workload warms every engine up with a short run, then measures in rounds, by turns;
+5. notes each engine's peak memory.
+
+A workload's figure is an engine's best round: tokens per second, of the output, or of prompts and output
+where the prompts are what is measured. An engine that fails is left out after that, and the reason printed.
+
+    make bench-peers
+    python benchmarks/peers.py [--engines quire,llamacpp] [--precisions bf16] [--workloads 1x32/32]
+                               [--rounds 3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from peers_engines import CHECKPOINT, HERE, KINDS, PEERS, conversion
+from peers_limit import Machine, least_seconds
+from peers_process import LOG_TAIL_CHARS, EngineError, EngineProcess
+from peers_report import disagreements, failures, tables
+from peers_workload import ENGINES, PRECISIONS, WORKLOADS, Workload
+from rich.console import Console
+
+LOGS = PEERS / "logs"
+STARTS = 2
+TABLE_WIDTH = 130
+READ_CHUNK_BYTES = 2**24
+
+Figures = dict[str, Any]
+
+
+class Comparison:
+    """One precision: its engines, as long as they live, and its figures."""
+
+    def __init__(self, precision: str, engines: list[str], console: Console) -> None:
+        self._precision = precision
+        self._console = console
+        self._running: dict[str, EngineProcess] = {}
+        self._machine = Machine(0.0, {})
+        self.figures: Figures = {
+            "machine": {},
+            "engines": {
+                name: {"start_seconds": [], "peak_bytes": 0, "versions": {}, "failure": ""}
+                for name in engines
+            },
+            "workloads": {},
+        }
+
+    def run(self, workloads: list[Workload], rounds: int) -> None:
+        """Measure everything; see the module."""
+        try:
+            for name in self.figures["engines"]:
+                self._attempt(name, self._prepare_files)
+            self._measure_machine()
+            for name in self._surviving():
+                self._attempt(name, self._start)
+            for workload in workloads:
+                self._measure(workload, min(rounds, workload.max_rounds))
+            for name in list(self._running):
+                self._attempt(name, self._note_memory)
+            self._measure_machine()
+            self._note_limits()
+        finally:
+            for process in self._running.values():
+                process.resume()
+                process.close()
+
+    def _prepare_files(self, name: str) -> None:
+        for directory in dict.fromkeys((CHECKPOINT, KINDS[name].model(self._precision))):
+            if not directory.exists():
+                self._say(f"writing {directory}")
+                write_files(directory)
+            read_files(directory)
+
+    def _measure_machine(self) -> None:
+        self._say("measuring the machine")
+        command = [sys.executable, str(HERE / "peers_machine.py")]
+        measured = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        self._machine = Machine(**measured).best_of(self._machine)
+        self.figures["machine"] = dataclasses.asdict(self._machine)
+
+    def _start(self, name: str) -> None:
+        for number in range(STARTS):
+            self._say(f"starting {KINDS[name].label}, {number + 1} of {STARTS}")
+            process = EngineProcess(KINDS[name], self._precision, LOGS / f"{name}-{self._precision}.log")
+            entry = self.figures["engines"][name]
+            entry["versions"] = process.versions
+            entry["start_seconds"].append(process.seconds_to_ready)
+            if number + 1 < STARTS:
+                process.close()
+        self._running[name] = process
+        process.pause()
+
+    def _measure(self, workload: Workload, rounds: int) -> None:
+        entry: Figures = {
+            "seconds": {name: [] for name in self._running},
+            "same_first_tokens": dict.fromkeys(self._running, 0),
+            "first_tokens": dict.fromkeys(self._running, 0),
+        }
+        self.figures["workloads"][workload.name] = entry
+        self._take_turns(workload.warm_up, "warm-up", entry=None)
+        for number in range(1, rounds + 1):
+            self._take_turns(workload, f"round {number} of {rounds}", entry)
+
+    def _take_turns(self, workload: Workload, seed: str, entry: Figures | None) -> None:
+        prompts = workload.prompts(seed)
+        expected: list[int] = []
+
+        def measure(name: str) -> None:
+            self._say(f"{workload.name}, {seed}: {KINDS[name].label}")
+            with self._running[name].awake() as process:
+                seconds, outputs = process.run(workload, prompts)
+            if entry is None:
+                return
+            entry["seconds"][name].append(seconds)
+            first = [output[0] for output in outputs]
+            expected.extend(first if not expected else ())
+            same = sum(one == other for one, other in zip(first, expected, strict=True))
+            entry["same_first_tokens"][name] += same
+            entry["first_tokens"][name] += len(first)
+
+        for name in list(self._running):
+            self._attempt(name, measure)
+
+    def _note_limits(self) -> None:
+        for name, entry in self.figures["workloads"].items():
+            entry["limit_seconds"] = least_seconds(WORKLOADS[name], self._precision, self._machine)
+
+    def _note_memory(self, name: str) -> None:
+        self.figures["engines"][name]["peak_bytes"] = self._running[name].peak_memory()
+
+    def _attempt(self, name: str, work: Callable[[str], None]) -> None:
+        """Do a piece of work of one engine; if it fails, note why and go on without the engine."""
+        try:
+            work(name)
+        except (EngineError, OSError, subprocess.CalledProcessError) as error:
+            self.figures["engines"][name]["failure"] = reason(error)
+            self._console.print(f"{KINDS[name].label} failed: {reason(error)}", style="red", markup=False)
+            if name in self._running:
+                self._running.pop(name).kill()
+
+    def _surviving(self) -> list[str]:
+        return [name for name, entry in self.figures["engines"].items() if not entry["failure"]]
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"{datetime.datetime.now():%H:%M:%S} {self._precision}: {text}", highlight=False)
+
+
+def reason(error: Exception) -> str:
+    """Return what went wrong, with the last words of a command that failed."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"{error}\n{error.stderr.decode(errors='replace')[-LOG_TAIL_CHARS:].strip()}"
+    return str(error)
+
+
+def write_files(target: Path) -> None:
+    """Write a model directory, which appears under its name only when it is whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        whole = Path(scratch) / target.name
+        subprocess.run(conversion(target.name, whole), capture_output=True, check=True)
+        shutil.move(whole, target)
+
+
+def read_files(directory: Path) -> None:
+    """Read all files of a directory, so that they are in the page cache."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            while file.read(READ_CHUNK_BYTES):
+                pass
+
+
+def chosen(names: Iterable[str], text: str, option: str) -> list[str]:
+    """Return the names that an option lists, in the order of all names.
+
+    Raises:
+        SystemExit: one of them is not known.
+    """
+    known, wanted = list(names), text.split(",")
+    for name in wanted:
+        if name not in known:
+            raise SystemExit(f"--{option} has {name!r}, which is none of {', '.join(known)}")
+    return [name for name in known if name in wanted]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the options' parser."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for option, names in (("engines", ENGINES), ("precisions", PRECISIONS), ("workloads", tuple(WORKLOADS))):
+        everything = ",".join(names)
+        result.add_argument(f"--{option}", default=everything, help=f"some of {everything} (default: all)")
+    result.add_argument(
+        "--rounds", type=int, default=3, help="of each workload, the long one apart (default: 3)"
+    )
+    result.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    return result
+
+
+def main() -> None:
+    """Measure and print."""
+    options, progress = parser().parse_args(), Console(stderr=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or stopped workers would stay behind
+    engines = chosen(ENGINES, options.engines, "engines")
+    workloads = [WORKLOADS[name] for name in chosen(WORKLOADS, options.workloads, "workloads")]
+    results: Figures = {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "precisions": {},
+    }
+    for precision in chosen(PRECISIONS, options.precisions, "precisions"):
+        comparison = Comparison(precision, engines, progress)
+        results["precisions"][precision] = comparison.figures
+        comparison.run(workloads, options.rounds)
+        if options.json:  # after each precision: the next may take an hour
+            options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    report(results)
+
+
+def report(results: Figures) -> None:
+    """Print the tables and what they were measured with."""
+    console = Console()
+    console = Console(width=max(console.width, TABLE_WIDTH))
+    for table in tables(results):
+        console.print(table)
+    for line in (*failures(results), *disagreements(results)):
+        console.print(line, markup=False, highlight=False)
+    versions: dict[str, str] = {}
+    for figures in results["precisions"].values():
+        for entry in figures["engines"].values():
+            versions |= entry["versions"]
+    words = [results["date"], *(f"{name} {version}" for name, version in versions.items())]
+    console.print(", ".join(words), f"Python {results['python']}, {results['cores']} cores", sep=", ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Writes the comparison's model as GGUF files, bf16 and Q8_0, for llama.cpp.
+
+    .peers/llamacpp/bin/python benchmarks/peers_gguf.py CHECKPOINT bf16|int8 FILE
+
+CHECKPOINT is what `peers_model.py` wrote. Matrices stay as they are; norms become float32, as llama.cpp asks.
+int8 is llama.cpp's own Q8_0 of the bf16 file: blocks of 32 with a scale each, the embedding too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+import safetensors
+from peers_workload import NUM_THREADS, PRECISIONS
+
+TENSOR_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """Return llama.cpp's name of a tensor: `blk.3.attn_q` for `model.layers.3.self_attn.q_proj`."""
+    stem = name.removesuffix(".weight")
+    if stem in TENSOR_NAMES:
+        return f"{TENSOR_NAMES[stem]}.weight"
+    number, rest = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{number}.{TENSOR_NAMES[rest]}.weight"
+
+
+def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Write the model's sizes."""
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
+    """Write the tokenizer, filled up with unused tokens to the size of the vocabulary."""
+    size = config["vocab_size"]
+    tokens = [f"[UNUSED_{number}]" for number in range(size)]
+    types = [gguf.TokenType.UNUSED] * size
+    for text, number in tokenizer["model"]["vocab"].items():
+        tokens[number], types[number] = text, gguf.TokenType.NORMAL
+    for entry in tokenizer["added_tokens"]:
+        tokens[entry["id"]], types[entry["id"]] = entry["content"], gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(["a b"])  # an empty list cannot be written; prompts are token ids
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+
+
+def add_tensors(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
+    """Write all tensors of the checkpoint."""
+    for name, entry in safetensors.deserialize((checkpoint / "model.safetensors").read_bytes()):
+        bits = np.frombuffer(entry["data"], np.uint16)
+        if len(entry["shape"]) == 1:
+            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            rows = bits.reshape(entry["shape"]).view(np.uint8)
+            writer.add_tensor(gguf_name(name), rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def write_bf16(checkpoint: Path, path: Path) -> None:
+    """Write the bf16 file."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    writer = gguf.GGUFWriter(path, "qwen3")
+    add_config(writer, config)
+    add_tokenizer(writer, tokenizer, config)
+    add_tensors(writer, checkpoint)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_int8(checkpoint: Path, path: Path) -> None:
+    """Write the Q8_0 file, through a bf16 one that is not kept."""
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    parameters.nthread = NUM_THREADS
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        source = Path(directory, "bf16.gguf")
+        write_bf16(checkpoint, source)
+        status = llama_cpp.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(parameters))
+    if status:
+        raise SystemExit(f"llama.cpp could not quantize {source}: status {status}")
+
+
+def main() -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("precision", choices=PRECISIONS)
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args()
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    {"bf16": write_bf16, "int8": write_int8}[options.precision](options.checkpoint, options.file)
+
+
+if __name__ == "__main__":
+    main()

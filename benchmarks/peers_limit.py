@@ -1,0 +1,91 @@
+"""The least time that a workload can take on a machine: the roofline, step by step.
+
+The steps are those of an engine that batches continuously, of up to 512 tokens: every request that generates
+has one, and prompts fill the rest in the order of arrival. A step takes at least as long as its bytes need at
+the bandwidth that was measured, and as long as its products need at the measured rate. Its bytes are the
+weights once (the head's, if any request samples), the keys and values that it reads (a shared prefix once for
+all that share it) and those that it writes. Whatever else an engine does is not in the limit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from peers_workload import SHAPE, Workload
+
+STEP_TOKENS = 512
+# Of one weight and of one key or value. In int8 an engine may keep keys and values in bytes, and one does.
+VALUE_BYTES = {"bf16": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine reaches: bytes per second, and operations per second by precision."""
+
+    bandwidth: float
+    gemm_rate: dict[str, float]
+
+    def best_of(self, other: Machine) -> Machine:
+        """Return the better of two measurements in each figure."""
+        names = self.gemm_rate | other.gemm_rate
+        rates = {name: max(self.gemm_rate.get(name, 0), other.gemm_rate.get(name, 0)) for name in names}
+        return Machine(max(self.bandwidth, other.bandwidth), rates)
+
+
+@dataclass
+class Step:
+    """What one step computes; all of it in tokens, `attended` in pairs of a token and one it looks at."""
+
+    computed: int = 0
+    sampled: int = 0
+    attended: int = 0
+    cached_read: int = 0
+
+    def add(self, num_tokens: int, cached: int, *, shared: int, samples: bool) -> None:
+        """Add the tokens of a request that has `cached` before them, the first `shared` common to all."""
+        self.computed += num_tokens
+        self.sampled += samples
+        self.attended += num_tokens * cached + num_tokens * (num_tokens + 1) // 2
+        self.cached_read += cached - shared
+
+
+def steps_of(workload: Workload) -> Iterator[Step]:
+    """Yield the steps of a workload."""
+    shared, whole = workload.shared_tokens, workload.shared_tokens + workload.prompt_tokens
+    prompts = deque([shared] * workload.num_requests)  # by request, how much of it is cached
+    generating: list[int] = []
+    last = whole + workload.output_tokens - 1  # the last output is never computed
+    while prompts or generating:
+        step = Step(cached_read=shared)
+        for cached in generating:
+            step.add(1, cached, shared=shared, samples=True)
+        generating = [cached + 1 for cached in generating]
+        while prompts and step.computed < STEP_TOKENS:
+            cached = prompts.popleft()
+            num_tokens = min(STEP_TOKENS - step.computed, whole - cached)
+            is_whole = cached + num_tokens == whole
+            step.add(num_tokens, cached, shared=shared, samples=is_whole)
+            if is_whole:
+                generating.append(whole)
+            else:
+                prompts.appendleft(cached + num_tokens)
+        generating = [cached for cached in generating if cached < last]
+        yield step
+
+
+def step_seconds(step: Step, precision: str, machine: Machine) -> float:
+    """Return the least seconds of one step. Attention is computed in bf16 in both precisions."""
+    weights = SHAPE.layer_weights + (SHAPE.head_weights if step.sampled else 0)
+    kv_values = SHAPE.kv_values * (step.cached_read + step.computed)
+    num_bytes = VALUE_BYTES[precision] * (weights + kv_values)
+    products = 2 * (SHAPE.layer_weights * step.computed + SHAPE.head_weights * step.sampled)
+    attention = 4 * SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_dim * step.attended
+    computing = products / machine.gemm_rate[precision] + attention / machine.gemm_rate["bf16"]
+    return max(num_bytes / machine.bandwidth, computing)
+
+
+def least_seconds(workload: Workload, precision: str, machine: Machine) -> float:
+    """Return the least seconds that the whole workload takes, from its arrival to its last token."""
+    return sum(step_seconds(step, precision, machine) for step in steps_of(workload))

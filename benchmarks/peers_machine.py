@@ -1,0 +1,83 @@
+"""Measures what the machine can do at most, for the limits that engines are held against.
+
+    python benchmarks/peers_machine.py
+
+Prints one line of JSON: bytes read from memory per second, and operations per second (a multiplication and an
+addition count two) of matrix products by type. Each is the best of many: a limit is what was ever reached.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peers_workload import NUM_THREADS, SHAPE
+
+READ_BYTES = 2**30  # far more than any cache holds
+READ_REPEATS = 20
+ROWS = (128, 256, 512)
+GEMM_REPEATS = 40
+ONE_ROW_REPEATS = 20
+
+
+def least_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Return the shortest of several runs."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def packed(weights: torch.Tensor, rows: int) -> Callable[[torch.Tensor], Any]:
+    """Return oneDNN's product with bf16 weights, [out, in], packed for that many rows."""
+    layout = torch.ops.mkldnn._reorder_linear_weight(weights, rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, layout, None, "none", [], "")
+
+
+def read_bandwidth() -> float:
+    """Return bytes read per second: the better of a plain sum and the head's product with one row."""
+    values = torch.ones(READ_BYTES // 4)
+    summed = READ_BYTES / least_seconds(values.sum, READ_REPEATS)
+    head = packed(torch.ones(SHAPE.vocab_size, SHAPE.hidden_size, dtype=torch.bfloat16), 1)
+    row = torch.ones(1, SHAPE.hidden_size, dtype=torch.bfloat16)
+    return max(summed, 2 * SHAPE.head_weights / least_seconds(lambda: head(row), ONE_ROW_REPEATS))
+
+
+def bf16_rate(rows: int) -> float:
+    """Return operations per second of the MLP's products in bf16."""
+    sizes = SHAPE.intermediate_size, SHAPE.hidden_size
+    product = packed(torch.randn(sizes, dtype=torch.float32).bfloat16(), rows)
+    x = torch.randn(rows, SHAPE.hidden_size).bfloat16()
+    return 2 * rows * sizes[0] * sizes[1] / least_seconds(lambda: product(x), GEMM_REPEATS)
+
+
+def int8_rate(rows: int) -> float:
+    """Return operations per second of the same products in int8 with bf16 results, by oneDNN's `qlinear`."""
+    sizes = SHAPE.intermediate_size, SHAPE.hidden_size
+    weights = torch.randint(-127, 128, sizes, dtype=torch.int8)
+    layout = torch.ops.onednn.qlinear_prepack(weights, [rows, SHAPE.hidden_size])
+    scales, zeros = torch.full((sizes[0],), 0.01), torch.zeros(sizes[0], dtype=torch.int32)
+    x = torch.randint(0, 255, (rows, SHAPE.hidden_size), dtype=torch.uint8)
+
+    def product() -> Any:
+        return torch.ops.onednn.qlinear_pointwise(
+            x, 0.01, 128, layout, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
+        )
+
+    return 2 * rows * sizes[0] * sizes[1] / least_seconds(product, GEMM_REPEATS)
+
+
+def main() -> None:
+    """Measure and print."""
+    torch.set_num_threads(NUM_THREADS)
+    rates = {"bf16": max(map(bf16_rate, ROWS)), "int8": max(map(int8_rate, ROWS))}
+    print(json.dumps({"bandwidth": read_bandwidth(), "gemm_rate": rates}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What is measured beside peers: the model's shape, the cache that every engine gets, and the six workloads.
+
+Plain Python only: every engine's worker imports it in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+PRECISIONS = ("bf16", "int8")
+ENGINES = ("quire", "vllm", "openvino", "llamacpp")
+
+NUM_THREADS = 2
+MAX_NUM_SEQS = 64
+# Tokens of KV cache: four requests of 4,160 tokens, or 64 that share 1,024 and hold 64 of their own, and some
+# to spare. A whole number of blocks of 16, 32 and 128 tokens. 2.5 GB in bf16.
+KV_TOKENS = 21_760
+MAX_MODEL_LEN = 4_224
+
+WARM_UP_PROMPT_TOKENS = 512
+WARM_UP_OUTPUT_TOKENS = 4
+FIRST_ORDINARY_TOKEN = 1_000  # below are the tokenizer's own
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder with grouped-query attention, a gated MLP and an embedding tied to the head."""
+
+    vocab_size: int = 151_936
+    hidden_size: int = 1_024
+    intermediate_size: int = 3_072
+    num_layers: int = 28
+    num_heads: int = 16
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of all layers' matrices."""
+        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads) * self.hidden_size
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        """Elements of the matrix that gives logits."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def kv_values(self) -> int:
+        """Elements of one token's keys and values in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+SHAPE = ModelShape()  # Qwen3-0.6B's
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that arrive together. Sizes in tokens; `shared_tokens` is a prefix that is in the cache.
+
+    `shared_tokens` comes on top of `prompt_tokens`, which each request has of its own.
+    """
+
+    name: str
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    shared_tokens: int = 0
+    counts_prompts: bool = False
+    max_rounds: int = 3
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens that the rate counts: outputs, and prompts where they are what is measured."""
+        prompts = self.prompt_tokens if self.counts_prompts else 0
+        return self.num_requests * (prompts + self.output_tokens)
+
+    @property
+    def warm_up(self) -> Workload:
+        """The same requests, cut short."""
+        return Workload(
+            self.name,
+            self.num_requests,
+            min(self.prompt_tokens, WARM_UP_PROMPT_TOKENS),
+            min(self.output_tokens, WARM_UP_OUTPUT_TOKENS),
+            self.shared_tokens,
+        )
+
+    def prompts(self, seed: str) -> list[list[int]]:
+        """Return the requests' token ids: random, the same for one seed, equal in the shared prefix alone."""
+        generator = random.Random(f"{self.name} {seed}")
+        ids = range(FIRST_ORDINARY_TOKEN, SHAPE.vocab_size - FIRST_ORDINARY_TOKEN)
+        prefix = generator.choices(ids, k=self.shared_tokens)
+        return [prefix + generator.choices(ids, k=self.prompt_tokens) for _ in range(self.num_requests)]
+
+
+WORKLOADS = {
+    entry.name: entry
+    for entry in (
+        Workload("1x32/32", 1, 32, 32),
+        Workload("16x32/32", 16, 32, 32),
+        Workload("8x256/1", 8, 256, 1, counts_prompts=True),
+        Workload("16x128/64", 16, 128, 64),
+        Workload("4x4096/64", 4, 4_096, 64, max_rounds=1),
+        Workload("64x1024+32/32", 64, 32, 32, shared_tokens=1_024),
+    )
+}

@@ -1,0 +1,142 @@
+"""What fewer bits cost: the logits of small random models, against float32 over the same weights.
+
+The models are those of the tests, wider, in float32; prompts are random tokens. Random weights have no large
+outliers and no training to make up for, so the figures compare the kinds with each other, not with what a
+trained model loses: `quire eval` tells that. With --gguf, also a Q8_0 file computed as bfloat16 and as int8,
+against float32 over the file's own numbers, which needs the `gguf` package.
+
+    python benchmarks/quality.py [--families qwen3 llama] [--tokens 256] [--gguf]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quire.kernels.batch import AttentionBatch
+from quire.kv.tensors import KVCacheTensors
+from quire.models.config import ModelConfig
+from quire.models.loading import WeightOptions, load_decoder
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / part) for part in (".", "models")]
+
+BLOCK_SIZE = 16
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a model is held."""
+
+    name: str
+    dtype: str = "bfloat16"
+    quantization: str = "none"
+    group_size: int = 128
+    kv_dtype: str = "bfloat16"
+
+
+EXACT = Kind("float32", dtype="float32", kv_dtype="float32")
+KINDS = (
+    Kind("bfloat16"),
+    Kind("int8", quantization="int8"),
+    Kind("int4, groups of 32", quantization="int4", group_size=32),
+    Kind("int4, groups of 128", quantization="int4"),
+    Kind("bfloat16, int8 KV", kv_dtype="int8"),
+    Kind("int8, int8 KV", quantization="int8", kv_dtype="int8"),
+)
+
+
+def compute_logits(path: Path, kind: Kind, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [T, vocab] after each token of one prompt."""
+    config = ModelConfig.from_directory(path)
+    options = WeightOptions(dtype=kind.dtype, quantization=kind.quantization, group_size=kind.group_size)
+    decoder = load_decoder(path, config, options=options)
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    kv_cache = KVCacheTensors(
+        num_blocks=num_blocks,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        block_size=BLOCK_SIZE,
+        head_dim=config.head_dim,
+        dtype=getattr(torch, kind.kv_dtype),
+    )
+    table = np.arange(num_blocks, dtype=np.int32)[None]
+    batch = AttentionBatch.build(np.array([0]), np.array([len(token_ids)]), table, BLOCK_SIZE)
+    return decoder.logits(decoder.forward(token_ids, kv_cache, batch)).clone()
+
+
+def report(name: str, logits: torch.Tensor, exact: torch.Tensor) -> None:
+    """Print one row: errors in shares of the exact logits' spread, the divergence of the distributions."""
+    error = (logits - exact).abs() / exact.std()
+    divergence = torch.nn.functional.kl_div(
+        logits.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    same = (logits.argmax(-1) == exact.argmax(-1)).float().mean()
+    print(
+        f"| {name:22} | {error.mean():8.2%} | {error.max():7.1%} | {divergence.mean():9.5f} | "
+        f"{divergence.max():8.4f} | {same:9.1%} |"
+    )
+
+
+def print_head(title: str) -> None:
+    """Print the head of a table."""
+    print(f"\n{title}\n")
+    print("| held as                | mean err | max err | mean KL   | max KL   | same best |")
+    print("|---|---|---|---|---|---|")
+
+
+def compare_family(family: str, directory: Path, token_ids: torch.Tensor) -> None:
+    """Print a family's table."""
+    from checkpoints import make_checkpoint
+
+    path = make_checkpoint(family, directory / family, **SHAPE)
+    exact = compute_logits(path, EXACT, token_ids)
+    print_head(f"{family}: errors of logits in shares of their standard deviation, divergences in nats")
+    for kind in KINDS:
+        report(kind.name, compute_logits(path, kind, token_ids), exact)
+
+
+def compare_gguf(directory: Path, token_ids: torch.Tensor) -> None:
+    """Print what becomes of a Q8_0 file, whose groups of 32 no kernel holds."""
+    from gguf_checkpoints import write_gguf
+
+    from checkpoints import make_checkpoint
+
+    path = make_checkpoint("qwen3", directory / "q8_0", **SHAPE)
+    file, _ = write_gguf(path, "qwen3", "Q8_0")
+    exact = compute_logits(file, EXACT, token_ids)
+    print_head("A Q8_0 file, against float32 over its own numbers")
+    for kind in KINDS[:2]:
+        report(kind.name, compute_logits(file, kind, token_ids), exact)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--families", nargs="+", default=["qwen3", "llama", "gemma", "mixtral"])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--gguf", action="store_true")
+    arguments = parser.parse_args()
+    token_ids = torch.from_numpy(np.random.default_rng(0).integers(3, 384, arguments.tokens))
+    with tempfile.TemporaryDirectory() as directory:
+        for family in arguments.families:
+            compare_family(family, Path(directory), token_ids)
+        if arguments.gguf:
+            compare_gguf(Path(directory), token_ids)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Where the time of a decode step goes, at several numbers of requests, beside what the machine allows.
+
+Every part of a step is wrapped in a clock: the engine's phases, and inside the forward pass each kind of kernel,
+summed over the layers. What the clocks cost themselves is in the rows (about 0.3 us for each call). The limit
+of a row is the time that its weights or KV take at the bandwidth given, or its products at the rate given,
+whichever is longer; `make bench-peers` measures both.
+
+    python benchmarks/step_profile.py MODEL [--requests 1 16] [--context 64] [--quantization int8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quire import LLM, SamplingParams
+from quire.engine.core import EngineCore
+from quire.execution.model_runner import ModelRunner
+from quire.execution.sampler import Sampler
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.linear import Linear
+from quire.models import loading
+from quire.models.decoder import Decoder
+from quire.scheduling import Scheduler
+
+PHASES: tuple[tuple[type, str, str], ...] = (
+    (EngineCore, "step", "whole step"),
+    (Scheduler, "schedule", "schedule"),
+    (Scheduler, "update_from_output", "update_from_output"),
+    (ModelRunner, "execute", "execute"),
+    (AttentionBatch, "build", "  batch"),
+    (Decoder, "forward", "  forward"),
+    (Decoder, "logits", "  logits"),
+    (Sampler, "sample", "  sample"),
+)
+KERNELS = ("rms_norm", "add_rms_norm", "gated_activation", "rotary_and_write_kv", "paged_attention")
+MATRICES = ("qkv", "attention_output", "gate_up", "down")
+WARM_STEPS = 4
+
+
+class Clock:
+    """Seconds by name within the current step, and the finished steps."""
+
+    def __init__(self) -> None:
+        self.current: dict[str, float] = defaultdict(float)
+        self.steps: list[dict[str, float]] = []
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, timed."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.current[name] += time.perf_counter() - start
+            if name == PHASES[0][2]:
+                self.steps.append(dict(self.current))
+                self.current.clear()
+            return result
+
+        return timed
+
+    def wrap_method(self, owner: type, method: str, name: str) -> None:
+        """Time a method of a class, or a class method."""
+        function = owner.__dict__[method]
+        if isinstance(function, classmethod):
+            setattr(owner, method, classmethod(self.wrap(name, function.__func__)))
+        else:
+            setattr(owner, method, self.wrap(name, function))
+
+
+class TimedLinear:
+    """A dense layer with a clock."""
+
+    def __init__(self, linear: Linear, clock: Clock, name: str) -> None:
+        self._call = clock.wrap(name, linear.__call__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Multiply, timed."""
+        return self._call(*args, **kwargs)
+
+
+def wrap_kernels(decoder: Decoder, clock: Clock) -> None:
+    """Put clocks into a loaded decoder."""
+    for layer in decoder.layers:
+        for name in MATRICES:
+            setattr(layer, name, TimedLinear(getattr(layer, name), clock, f"    {name}"))
+    kernels = decoder.kernels
+
+    class Timed:
+        name = kernels.name
+
+    for name in KERNELS:
+        setattr(Timed, name, staticmethod(clock.wrap(f"    {name}", getattr(kernels, name))))
+    decoder.kernels = Timed()  # type: ignore[assignment]
+
+
+def limits(decoder: Decoder, num_requests: int, context: int, options: argparse.Namespace) -> dict[str, float]:
+    """Return the least seconds of each kind of kernel in a step."""
+    config = decoder.config
+    weight_bytes = {"none": 2.0, "int8": 1.0, "int4": 0.5625}[options.quantization]
+    sizes = {
+        "qkv": config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
+        "attention_output": config.hidden_size * config.num_heads * config.head_dim,
+        "gate_up": 2 * config.hidden_size * config.intermediate_size,
+        "down": config.hidden_size * config.intermediate_size,
+    }
+    result = {}
+    for name, size in sizes.items():
+        seconds = max(size * weight_bytes / options.bandwidth, 2 * size * num_requests / options.rate)
+        result[f"    {name}"] = seconds * config.num_layers
+    head = config.vocab_size * config.hidden_size
+    result["  logits"] = max(head * min(weight_bytes, 2.0) / options.bandwidth, 2 * head * num_requests / options.rate)
+    kv_bytes = config.kv_bytes_per_token(config.dtype) * context * num_requests
+    result["    paged_attention"] = kv_bytes / options.bandwidth
+    return result
+
+
+def measure(llm: LLM, clock: Clock, num_requests: int, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Yield the median seconds of each part over the decode steps of one run."""
+    vocabulary = llm.info.vocab_size - 1000
+    prompts = [
+        [1000 + (index * 7919 + place * 104729) % vocabulary for place in range(options.context)]
+        for index in range(num_requests)
+    ]
+    clock.steps.clear()
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=options.steps, ignore_eos=True))
+    steps = clock.steps[-options.steps + WARM_STEPS :]
+    for name in sorted({name for step in steps for name in step}, key=_order):
+        yield name, statistics.median(step.get(name, 0.0) for step in steps)
+
+
+def _order(name: str) -> int:
+    phases = [phase for *_, phase in PHASES]
+    inner = [f"    {kind}" for kind in (*KERNELS, *MATRICES)]
+    place = phases.index("  forward") + 1
+    return [*phases[:place], *inner, *phases[place:]].index(name)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="model to run")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16], help="at once (default: 1 16)")
+    parser.add_argument("--context", type=int, default=64, help="prompt tokens of each (default: 64)")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps (default: 32)")
+    parser.add_argument("--quantization", default="none", help="none, int8 or int4")
+    parser.add_argument("--bandwidth", type=float, default=30.5e9, help="bytes/s (default: 30.5e9)")
+    parser.add_argument("--rate", type=float, default=None, help="operations/s (default: 450e9, int8 860e9)")
+    options = parser.parse_args()
+    if options.rate is None:
+        options.rate = 860e9 if options.quantization == "int8" else 450e9
+    clock = Clock()
+    decoders: list[Decoder] = []
+    load = loading.load_decoder
+
+    def load_and_keep(*args: Any, **kwargs: Any) -> Decoder:
+        decoders.append(load(*args, **kwargs))
+        return decoders[-1]
+
+    loading.load_decoder = load_and_keep
+    for owner, method, name in PHASES:
+        clock.wrap_method(owner, method, name)
+    with LLM(options.model, dtype="bfloat16", quantization=options.quantization, enable_prefix_caching=False) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+        (decoder,) = decoders
+        wrap_kernels(decoder, clock)
+        for num_requests in options.requests:
+            least = limits(decoder, num_requests, options.context, options)
+            print(f"\n{num_requests} requests, context from {options.context}, {options.quantization}: ms per decode step")
+            for name, seconds in measure(llm, clock, num_requests, options):
+                share = f"{least[name] * 1e3:8.3f} {least[name] / seconds:6.0%}" if name in least else ""
+                print(f"{name:26} {seconds * 1e3:8.3f}   {share}")
+
+
+if __name__ == "__main__":
+    main()

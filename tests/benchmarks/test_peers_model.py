@@ -1,0 +1,19 @@
+"""The model's int8 file, against its bf16 one."""
+
+from __future__ import annotations
+
+import torch
+from peers_model import quantized
+
+
+def test_int8_weights_times_their_scales_are_the_weights_to_half_a_scale():
+    weights = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    norm = torch.ones(40, dtype=torch.bfloat16)
+    result = quantized({"layer.up_proj.weight": weights, "layer.norm.weight": norm})
+    assert set(result) == {"layer.up_proj.weight", "layer.up_proj.weight_scale", "layer.norm.weight"}
+    values, scales = result["layer.up_proj.weight"], result["layer.up_proj.weight_scale"].float()
+    assert values.dtype == torch.int8
+    assert scales.shape == (24, 1)
+    assert torch.equal(values.abs().amax(dim=1), torch.full((24,), 127, dtype=torch.int8))
+    assert torch.all((values * scales - weights.float()).abs() <= 0.5001 * scales)
+    assert result["layer.norm.weight"] is norm

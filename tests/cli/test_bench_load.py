@@ -1,0 +1,190 @@
+"""`quire bench serve`: when requests are sent, and what is understood of a server's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+
+import httpx
+import numpy as np
+import pytest
+
+from quire.cli.bench.config import TargetConfig
+from quire.cli.bench.http_target import ServerTarget
+from quire.cli.bench.load import Load
+from quire.cli.bench.targets import Usage, open_target
+from quire.cli.bench.workload import BenchRequest
+from quire.config import EngineConfig, SchedulerConfig
+from quire.errors import ConfigError, EngineDeadError, QueueFullError, QuireError
+
+REQUEST = BenchRequest([5, 6, 7], 3)
+
+
+class FakeTarget:
+    """Answers with one output per token, after giving way to others; knows how many it answered at once."""
+
+    vocabulary = np.arange(10)
+    max_model_len = None
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.running = self.most_running = 0
+        self.order: list[list[int]] = []
+
+    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> Usage:
+        self.order.append(request.prompt_token_ids)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            for _ in range(request.output_len):
+                await asyncio.sleep(0)
+                on_output()
+            if self.failure is not None:
+                raise self.failure
+        finally:
+            self.running -= 1
+        return Usage(request.output_len, 1)
+
+
+def requests(count: int) -> list[BenchRequest]:
+    return [BenchRequest([number], 3) for number in range(count)]
+
+
+async def test_records_are_in_order_and_their_times_too():
+    target = FakeTarget()
+    progress: list[tuple[int, int]] = []
+    load = Load(
+        target,
+        [0.0, 0.004, 0.002],
+        requests(3),
+        on_progress=lambda done, tokens: progress.append((done, tokens)),
+    )
+    records = await load.run()
+    assert target.order == [[0], [2], [1]]
+    assert [record.arrived for record in records] == [0.0, 0.004, 0.002]
+    for record in records:
+        times = [record.arrived, record.sent, *record.output_times, record.ended]
+        assert times == sorted(times)
+        assert len(record.output_times) == record.num_output_tokens == 3
+        assert (record.num_cached_tokens, record.error) == (1, None)
+    assert progress == [(1, 3), (2, 6), (3, 9)]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0, 6), (1, 1), (4, 4)])
+async def test_concurrency_is_limited(limit: int, expected: int):
+    target = FakeTarget()
+    await Load(target, [0.0] * 6, requests(6), limit).run()
+    assert target.most_running == expected
+    assert target.order == [[number] for number in range(6)]
+
+
+async def test_a_request_that_fails_does_not_stop_the_others():
+    records = await Load(FakeTarget(QueueFullError("full")), [0.0] * 3, requests(3)).run()
+    assert [record.error for record in records] == ["full"] * 3
+    assert [record.num_output_tokens for record in records] == [0] * 3
+
+
+async def test_an_engine_that_dies_stops_all():
+    target = FakeTarget(EngineDeadError("gone"))
+    with pytest.raises(EngineDeadError):
+        await Load(target, [0.0, 0.0, 3600.0], requests(3)).run()
+    assert target.order == [[0], [1]]
+
+
+async def test_an_answer_without_tokens_is_a_failure():
+    (record,) = await Load(FakeTarget(), [0.0], [BenchRequest([1], 0)]).run()
+    assert record.error == "the answer had no tokens"
+
+
+def sse(*events: object) -> bytes:
+    return b"".join(f"data: {json.dumps(event)}\n\n".encode() for event in events) + b"data: [DONE]\n\n"
+
+
+def choice(text: str) -> dict:
+    return {"choices": [{"text": text}], "usage": None}
+
+
+def server(answer: httpx.Response, models: object = None) -> tuple[ServerTarget, list[httpx.Request]]:
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return answer if request.method == "POST" else httpx.Response(200, json=models)
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+    return ServerTarget(client, "http://host/v1", np.arange(3)), seen
+
+
+async def sent(target: ServerTarget) -> tuple[Usage, int]:
+    outputs: list[None] = []
+    usage = await target.send(REQUEST, lambda: outputs.append(None))
+    return usage, len(outputs)
+
+
+async def test_events_with_text_are_outputs_and_the_usage_has_the_counts():
+    usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+    body = sse(choice(""), choice("a"), choice(""), choice("b"), {"choices": [], "usage": usage})
+    target, seen = server(httpx.Response(200, content=b": ping\n\n" + body))
+    assert await sent(target) == (Usage(3, 2), 3)
+    body = json.loads(seen[0].content)
+    assert (body["prompt"], body["max_tokens"], body["ignore_eos"]) == ([5, 6, 7], 3, True)
+    assert body["stream_options"] == {"include_usage": True}
+
+
+async def test_without_a_usage_outputs_are_counted():
+    target, _ = server(httpx.Response(200, content=sse(choice("a"), choice("b"))))
+    assert await sent(target) == (Usage(2, 0), 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (httpx.Response(429, json={"error": {"message": "come back later"}}), "HTTP 429: come back later"),
+        (httpx.Response(502, content=b"<html>"), "HTTP 502: <html>"),
+        (httpx.Response(200, content=sse({"error": {"message": "it broke"}})), "it broke"),
+        (httpx.Response(200, content=b"data: {\n\n"), "not JSON"),
+    ],
+)
+async def test_a_refusal_says_why(answer: httpx.Response, message: str):
+    target, _ = server(answer)
+    with pytest.raises(QuireError, match=message):
+        await sent(target)
+
+
+async def test_the_model_is_the_first_that_is_listed_or_the_one_asked_for():
+    models = {"data": [{"id": "a", "max_model_len": 77}, {"id": "b"}]}
+    target, _ = server(httpx.Response(200), models)
+    await target.choose_model("")
+    assert target.max_model_len == 77
+    await target.choose_model("b")
+    assert target.max_model_len is None
+    with pytest.raises(QuireError, match="lists a, b, not 'c'"):
+        await target.choose_model("c")
+
+
+@pytest.mark.parametrize("models", [[], {"data": None}, {"data": [{}]}])
+async def test_what_is_no_list_of_models(models: object):
+    target, _ = server(httpx.Response(200), models)
+    with pytest.raises(QuireError, match="ends in /v1"):
+        await target.choose_model("")
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineConfig(dtype="float32"),
+        EngineConfig(scheduler=SchedulerConfig(max_num_seqs=3)),
+    ],
+)
+def test_flags_of_an_engine_mean_nothing_to_a_server(engine: EngineConfig):
+    with pytest.raises(ConfigError, match=r"--\S+ is \S+, but with --base-url no engine is started"):
+        open_target(TargetConfig(base_url="http://host/v1"), engine)
+
+
+def test_a_server_without_httpx_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "quire.cli.bench.http_target")
+    with pytest.raises(ConfigError, match=r'pip install "quire\[bench\]"'):
+        open_target(TargetConfig(base_url="http://host/v1"), EngineConfig())
