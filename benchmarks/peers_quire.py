@@ -16,7 +16,9 @@ class QuireEngine:
     """See `Engine`."""
 
     def __init__(self, model: str, precision: str) -> None:
-        quantization: dict[str, Any] = {"quantization": "int8"} if precision == "int8" else {}
+        # OpenVINO keeps its KV in 8 bits too where weights are int8.
+        int8 = {"quantization": "int8", "kv_cache_dtype": "int8"}
+        quantization: dict[str, Any] = int8 if precision == "int8" else {}
         self._llm = LLM(
             model,
             dtype="bfloat16",

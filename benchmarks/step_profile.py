@@ -1,9 +1,9 @@
 """Where the time of a decode step goes, at several numbers of requests, beside what the machine allows.
 
-Every part of a step is wrapped in a clock: the engine's phases, and inside the forward pass each kind of kernel,
-summed over the layers. What the clocks cost themselves is in the rows (about 0.3 us for each call). The limit
-of a row is the time that its weights or KV take at the bandwidth given, or its products at the rate given,
-whichever is longer; `make bench-peers` measures both.
+Every part of a step is wrapped in a clock: the engine's phases, and inside the forward pass each kind of
+kernel, summed over the layers. What the clocks cost themselves is in the rows (about 0.3 us for each call).
+The limit of a row is the time that its weights or KV take at the bandwidth given, or its products at the rate
+given, whichever is longer; `make bench-peers` measures both.
 
     python benchmarks/step_profile.py MODEL [--requests 1 16] [--context 64] [--quantization int8]
 """
@@ -100,7 +100,9 @@ def wrap_kernels(decoder: Decoder, clock: Clock) -> None:
     decoder.kernels = Timed()  # type: ignore[assignment]
 
 
-def limits(decoder: Decoder, num_requests: int, context: int, options: argparse.Namespace) -> dict[str, float]:
+def limits(
+    decoder: Decoder, num_requests: int, context: int, options: argparse.Namespace
+) -> dict[str, float]:
     """Return the least seconds of each kind of kernel in a step."""
     config = decoder.config
     weight_bytes = {"none": 2.0, "int8": 1.0, "int4": 0.5625}[options.quantization]
@@ -115,13 +117,17 @@ def limits(decoder: Decoder, num_requests: int, context: int, options: argparse.
         seconds = max(size * weight_bytes / options.bandwidth, 2 * size * num_requests / options.rate)
         result[f"    {name}"] = seconds * config.num_layers
     head = config.vocab_size * config.hidden_size
-    result["  logits"] = max(head * min(weight_bytes, 2.0) / options.bandwidth, 2 * head * num_requests / options.rate)
+    result["  logits"] = max(
+        head * min(weight_bytes, 2.0) / options.bandwidth, 2 * head * num_requests / options.rate
+    )
     kv_bytes = config.kv_bytes_per_token(config.dtype) * context * num_requests
     result["    paged_attention"] = kv_bytes / options.bandwidth
     return result
 
 
-def measure(llm: LLM, clock: Clock, num_requests: int, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
+def measure(
+    llm: LLM, clock: Clock, num_requests: int, options: argparse.Namespace
+) -> Iterator[tuple[str, float]]:
     """Yield the median seconds of each part over the decode steps of one run."""
     vocabulary = llm.info.vocab_size - 1000
     prompts = [
@@ -168,13 +174,16 @@ def main() -> None:
     loading.load_decoder = load_and_keep
     for owner, method, name in PHASES:
         clock.wrap_method(owner, method, name)
-    with LLM(options.model, dtype="bfloat16", quantization=options.quantization, enable_prefix_caching=False) as llm:
+    with LLM(
+        options.model, dtype="bfloat16", quantization=options.quantization, enable_prefix_caching=False
+    ) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
         (decoder,) = decoders
         wrap_kernels(decoder, clock)
         for num_requests in options.requests:
             least = limits(decoder, num_requests, options.context, options)
-            print(f"\n{num_requests} requests, context from {options.context}, {options.quantization}: ms per decode step")
+            kind = f"{num_requests} requests, context from {options.context}, {options.quantization}"
+            print(f"\n{kind}: ms per decode step")
             for name, seconds in measure(llm, clock, num_requests, options):
                 share = f"{least[name] * 1e3:8.3f} {least[name] / seconds:6.0%}" if name in least else ""
                 print(f"{name:26} {seconds * 1e3:8.3f}   {share}")

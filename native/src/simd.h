@@ -122,6 +122,15 @@ QUIRE_INLINE f32x16 load(const int8_t* from) {
 #endif
 }
 
+// The low 8 bits of each lane.
+QUIRE_INLINE i8x16 low_bytes(i32x16 values) {
+#if defined(__AVX512F__)
+  return bits_as<i8x16>(_mm512_cvtepi32_epi8(bits_as<__m512i>(values)));
+#else
+  return __builtin_convertvector(values, i8x16);
+#endif
+}
+
 QUIRE_INLINE void store(float* to, f32x16 values) { std::memcpy(to, &values, sizeof values); }
 
 QUIRE_INLINE void store(bf16* to, f32x16 values) {

@@ -306,7 +306,8 @@ class EngineConfig:
         "not), or none. A checkpoint that is quantized already stays as it is.",
     )
     quantization_group_size: int = knob(
-        default=128, help="Inputs that share a scale in int4: 32, 64 or 128. Smaller is more exact and larger."
+        default=128,
+        help="Inputs that share a scale in int4: 32, 64 or 128. Smaller is more exact and larger.",
     )
     weight_cache: str = knob(
         default="auto",

@@ -132,5 +132,7 @@ def test_with_another_block_size(numbers):
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_after_a_restart_on_another_number_of_threads(numbers, num_threads):
-    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024, engine_process=True, num_threads=num_threads) as llm:
+    with LLM(
+        "mini", **NUMBERS[numbers], num_kv_blocks=1024, engine_process=True, num_threads=num_threads
+    ) as llm:
         assert bits(run(llm)) == alone(numbers)

@@ -46,7 +46,9 @@ def _assert_rows_keep_their_bits(linear: Linear, rows: torch.Tensor) -> None:
             assert torch.equal(part, expected[start : start + count]), (count, start)
 
 
-def _assert_close(linear: Linear, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _assert_close(
+    linear: Linear, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
     wide, matrix = rows.double(), weight.double()
     expected = F.linear(wide, matrix, None if bias is None else bias.double())
     magnitude = F.linear(wide.abs(), matrix.abs(), None if bias is None else bias.double().abs())
@@ -94,9 +96,7 @@ def test_int8(instruction_set: str, dtype: torch.dtype, inputs: int, outputs: in
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", [32, 128])
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 100), (384, 1000)])
-def test_int4(
-    instruction_set: str, dtype: torch.dtype, group_size: int, inputs: int, outputs: int
-) -> None:
+def test_int4(instruction_set: str, dtype: torch.dtype, group_size: int, inputs: int, outputs: int) -> None:
     rows = _random(ROWS, inputs, dtype=dtype)
     quantized = quantize_int4(_random(outputs, inputs, seed=1), group_size)
     linear = PackedLinear([quantized], dtype=dtype)

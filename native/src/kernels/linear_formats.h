@@ -15,7 +15,8 @@ constexpr int kTileRows = 3;
 constexpr int kTileRows = 2;
 #endif
 
-constexpr int kMinTasksPerThread = 4;  // below that, panels are cut into several tasks of rows
+constexpr int kTasksPerThread = 64;  // wanted where there are many rows
+constexpr int kMinTaskRows = 8 * kTileRows;  // fewer are not worth reading a panel again
 
 QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -113,11 +114,12 @@ struct Split {
   int64_t num_row_tasks;
 };
 
-// A task is a panel and some of the rows: all of them, unless that leaves threads without work.
+// A task is a panel and some of the rows: all of them, unless they are so many that a task would be long enough for threads to
+// wait for the one that has the last.
 inline Split split_rows(int64_t num_rows, int64_t num_panels, int num_threads) {
-  const int64_t wanted = static_cast<int64_t>(num_threads) * kMinTasksPerThread;
-  int64_t row_tasks = 1;
-  if (num_panels < wanted) row_tasks = smaller((wanted + num_panels - 1) / num_panels, (num_rows + kTileRows - 1) / kTileRows);
+  const int64_t wanted = (static_cast<int64_t>(num_threads) * kTasksPerThread + num_panels - 1) / num_panels;
+  const int64_t most = num_rows / kMinTaskRows;
+  const int64_t row_tasks = wanted < most ? wanted : most > 1 ? most : 1;
   const int64_t rows_per_task = round_up((num_rows + row_tasks - 1) / row_tasks, kTileRows);
   return {rows_per_task, (num_rows + rows_per_task - 1) / rows_per_task};
 }

@@ -5,23 +5,19 @@
 
 namespace quire::QUIRE_ISA {
 
-QUIRE_INLINE f32x16 load_row(const LinearCall& call, int64_t row, int64_t column) {
-  const int64_t place = row * call.row_stride + column;
-  const int64_t left = call.weight->in_features - column;
-  const auto read = [&](auto* from) { return left >= kLanes ? load(from) : load_some(from, static_cast<int>(left)); };
-  switch (call.row_type) {
-    case DType::kBFloat16: return read(static_cast<const bf16*>(call.rows) + place);
-    case DType::kFloat16: return read(static_cast<const fp16*>(call.rows) + place);
-    default: return read(static_cast<const float*>(call.rows) + place);
-  }
+// Sixteen numbers of a row of `count`, with zeros after its end.
+template <class T>
+QUIRE_INLINE f32x16 load_inputs(const T* row, int64_t input, int64_t count) {
+  const int64_t left = count - input;
+  return left >= kLanes ? load(row + input) : load_some(row + input, static_cast<int>(left > 0 ? left : 0));
 }
 
-// Row `row` with 127 for its largest magnitude, rounded to nearest, plus 128; zeros up to `padded`. Returns the scale.
-inline float quantize_row(const LinearCall& call, int64_t row, uint8_t* to, int64_t padded) {
-  const int64_t num_inputs = call.weight->in_features;
+// A row with 127 for its largest magnitude, rounded to nearest, plus 128; zeros up to `padded`. Returns the scale.
+template <class T>
+float quantize_inputs(const T* row, int64_t num_inputs, uint8_t* to, int64_t padded) {
   f32x16 largest = {}, unsound = {};
-  for (int64_t column = 0; column < num_inputs; column += kLanes) {
-    const f32x16 values = load_row(call, row, column);
+  for (int64_t input = 0; input < num_inputs; input += kLanes) {
+    const f32x16 values = load_inputs(row, input, num_inputs);
     largest = maximum(largest, maximum(values, -values));
     unsound += values * 0.0f;
   }
@@ -30,24 +26,37 @@ inline float quantize_row(const LinearCall& call, int64_t row, uint8_t* to, int6
   const float inverse = limit > 0.0f ? 127.0f / limit : 0.0f;
   // Adding 1.5 * 2^23 rounds to a whole number, ties to even, and leaves it in the low bits.
   constexpr float kRound = 12582912.0f;
-  for (int64_t column = 0; column < padded; column += kLanes) {
-    const f32x16 values = column < num_inputs ? load_row(call, row, column) : f32x16{};
+  for (int64_t input = 0; input < padded; input += kLanes) {
+    const f32x16 values = load_inputs(row, input, num_inputs);
     const i32x16 rounded = bits_as<i32x16>(values * inverse + kRound) - bits_as<i32x16>(splat(kRound));
-    const auto bytes = __builtin_convertvector(rounded + 128, i8x16);
-    if (padded - column >= kLanes) {
-      std::memcpy(to + column, &bytes, kLanes);
-    } else {
-      std::memcpy(to + column, &bytes, padded - column);
-    }
+    const i8x16 bytes = low_bytes(rounded + 128);
+    std::memcpy(to + input, &bytes, smaller(padded - input, kLanes));
   }
   return scale;
 }
 
+inline float quantize_row(const LinearCall& call, int64_t row, uint8_t* to, int64_t padded) {
+  const int64_t place = row * call.row_stride, count = call.weight->in_features;
+  switch (call.row_type) {
+    case DType::kBFloat16: return quantize_inputs(static_cast<const bf16*>(call.rows) + place, count, to, padded);
+    case DType::kFloat16: return quantize_inputs(static_cast<const fp16*>(call.rows) + place, count, to, padded);
+    default: return quantize_inputs(static_cast<const float*>(call.rows) + place, count, to, padded);
+  }
+}
+
+// A row in another type, with zeros up to `padded`.
 template <class T>
 void convert_row(const LinearCall& call, int64_t row, T* to, int64_t padded) {
-  for (int64_t column = 0; column < padded; column += kLanes) {
-    const f32x16 values = column < call.weight->in_features ? load_row(call, row, column) : f32x16{};
-    store_some(to + column, values, static_cast<int>(smaller(padded - column, kLanes)));
+  const int64_t place = row * call.row_stride, count = call.weight->in_features;
+  const auto convert = [&](auto* from) {
+    for (int64_t input = 0; input < padded; input += kLanes) {
+      store_some(to + input, load_inputs(from, input, count), static_cast<int>(smaller(padded - input, kLanes)));
+    }
+  };
+  switch (call.row_type) {
+    case DType::kBFloat16: return convert(static_cast<const bf16*>(call.rows) + place);
+    case DType::kFloat16: return convert(static_cast<const fp16*>(call.rows) + place);
+    default: return convert(static_cast<const float*>(call.rows) + place);
   }
 }
 
@@ -71,7 +80,7 @@ QUIRE_INLINE void load_bias(const float* bias, int64_t column, int64_t count, f3
   }
 }
 
-inline void store_row(const LinearCall& call, int64_t row, int64_t column, int64_t count, f32x16 (&values)[2]) {
+QUIRE_INLINE void store_row(const LinearCall& call, int64_t row, int64_t column, int64_t count, f32x16 (&values)[2]) {
   const int64_t place = row * call.out_stride + column;
   switch (call.out_type) {
     case DType::kFloat32: return store_columns(static_cast<float*>(call.out) + place, values, count);

@@ -86,7 +86,7 @@ const char* int8_row(const Column& column, const WeightSource& source, int64_t r
     for (int64_t input = 0; input < num_inputs; input += kLanes) {
       const f32x16 weights = load_weights(source, row * num_inputs + input, num_inputs - input);
       const i32x16 rounded = bits_as<i32x16>(weights * inverse + kRound) - bits_as<i32x16>(splat(kRound));
-      const i8x16 bytes = __builtin_convertvector(rounded, i8x16);
+      const i8x16 bytes = low_bytes(rounded);
       std::memcpy(values + input, &bytes, kLanes);
     }
   }
@@ -131,7 +131,7 @@ void pack_int4_row(const Column& column, const WeightSource& source, int64_t row
         const f32x16 steps = load_weights(source, place + input, group_size - input) * inverse + 8.0f;
         const f32x16 bounded = minimum(maximum(steps, f32x16{}), splat(15.0f));
         const i32x16 rounded = bits_as<i32x16>(bounded + kRound) - bits_as<i32x16>(splat(kRound));
-        const i8x16 bytes = __builtin_convertvector(rounded, i8x16);
+        const i8x16 bytes = low_bytes(rounded);
         std::memcpy(nibbles + input, &bytes, kLanes);
       }
     }

@@ -39,7 +39,7 @@ void write_int8(const T* head, int64_t count, int8_t* to, float* scale) {
     // The limit changes nothing, but keeps the product and the sum after it from being rounded as one.
     const f32x16 scaled = minimum(load_left(head + column, left) * inverse, splat(127.0f));
     // Adding 1.5 * 2^23 rounds to a whole number, ties to even, and leaves it in the low bits.
-    const auto bytes = __builtin_convertvector(bits_as<i32x16>(scaled + 12582912.0f), i8x16);
+    const auto bytes = low_bytes(bits_as<i32x16>(scaled + 12582912.0f));
     std::memcpy(to + column, &bytes, left >= kLanes ? kLanes : left);
   }
 }

@@ -265,7 +265,7 @@ class PersistentBatch:
             )
 
     def _check_slots(self, output: SchedulerOutput) -> None:
-        """Raise `InconsistentPlanError` unless each request is in its slot; free for the rows of the last step."""
+        """Raise `InconsistentPlanError` unless each request is in its slot; costs nothing if the last step did."""
         rows = (tuple(output.request_ids), output.slots.tobytes())
         if rows == self._checked_rows:
             return

@@ -107,11 +107,13 @@ class ReferenceKernels:
 
     @staticmethod
     def use_threads(num_threads: int) -> None:
+        """See `KernelSet`."""
         if num_threads:
             torch.set_num_threads(num_threads)
 
     @staticmethod
     def linear(parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any) -> Linear:
+        """See `KernelSet`."""
         options.pop("memory", None)  # torch allocates by itself
         return reference_linear(parts, bias, **options)
 
@@ -139,8 +141,8 @@ def kernel_set(name: str = "auto") -> KernelSet:
             "C++ compiler and then Quire again, or set it to 'auto'"
         )
     logger.warning(
-        "Quire was installed without its native kernels and runs on the much slower reference ones; install a "
-        "C++ compiler and then Quire again"
+        "Quire was installed without its native kernels and runs on the much slower reference ones; install "
+        "a C++ compiler and then Quire again"
     )
     return ReferenceKernels()
 

@@ -83,7 +83,9 @@ class Int8Linear(Linear):
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
         super().__init__(parts, bias)
-        quantized = [part if isinstance(part, Int8Weight) else quantize_int8(dequantize(part)) for part in parts]
+        quantized = [
+            part if isinstance(part, Int8Weight) else quantize_int8(dequantize(part)) for part in parts
+        ]
         self._values = torch.cat([part.values for part in quantized]).t()
         self._scales = torch.cat([part.scales for part in quantized])
 

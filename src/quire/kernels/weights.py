@@ -60,7 +60,7 @@ def quantize_int4(weight: torch.Tensor, group_size: int) -> Int4Weight:
     The largest magnitude of a group becomes 8 steps below its zero, which uses all sixteen steps where
     plus and minus 7 would use fifteen (as GGUF's Q4_0 does).
     """
-    groups = weight.float().unflatten(1, (-1, group_size))
+    groups = weight.float().reshape(len(weight), -1, group_size)
     place = groups.abs().argmax(dim=2, keepdim=True)
     scales = groups.gather(2, place) / -INT4_ZERO
     inverse = torch.where(scales != 0, 1.0 / scales, 0.0)
@@ -74,6 +74,6 @@ def dequantize(weight: Weight) -> torch.Tensor:
     if isinstance(weight, Int8Weight):
         return weight.values.float() * weight.scales[:, None]
     if isinstance(weight, Int4Weight):
-        groups = weight.values.float().unflatten(1, (-1, weight.group_size))
+        groups = weight.values.float().reshape(*weight.scales.shape, -1)
         return ((groups - weight.zeros[:, :, None]) * weight.scales[:, :, None]).flatten(1)
     return weight.float()

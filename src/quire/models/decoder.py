@@ -69,6 +69,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
+        *,
         embedding: torch.Tensor,
         layers: list[DecoderLayer],
         norm: torch.Tensor,
@@ -186,9 +187,7 @@ class Decoder:
         )
         return layer.attention_output(attended.flatten(1), out=buffers.delta)
 
-    def _feed_forward(
-        self, layer: DecoderLayer, inputs: torch.Tensor, buffers: StepBuffers
-    ) -> torch.Tensor:
+    def _feed_forward(self, layer: DecoderLayer, inputs: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:
         if layer.router is not None:
             return self._experts(layer.router, layer.experts, inputs)
         assert layer.gate_up is not None

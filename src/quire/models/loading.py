@@ -163,7 +163,7 @@ class _Loader:
         return weight
 
     def _tensor(self, spec: WeightSpec) -> torch.Tensor:
-        """Return the sources one below the other; a single one in the right type stays where the file is mapped."""
+        """Return the sources one below the other; a single one in the right type stays in the mapped file."""
         parts = [self._checkpoint.tensor(source).to(self._dtype) for source in spec.sources]
         self._release(spec.sources)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -74,7 +74,7 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: str, group_size:
 
 
 def output_quantization(quantization: str) -> str:
-    """Return the quantization of the output layer: it decides between tokens, and 4 bits are too few for that."""
+    """Return the quantization of the output layer: it decides between tokens, and 4 bits are too few."""
     return "int8" if quantization == "int4" else quantization
 
 

@@ -50,7 +50,9 @@ class PackedLinear(Linear):
     ) -> None:
         super().__init__(parts, bias)
         if self.in_features > MAX_INPUTS:
-            raise ValueError(f"a layer has {self.in_features} input features; at most {MAX_INPUTS} are supported")
+            raise ValueError(
+                f"a layer has {self.in_features} input features; at most {MAX_INPUTS} are supported"
+            )
         kind = quantization_of(parts, quantization, group_size)
         parts = [_as_source(part, kind) for part in parts]
         first = parts[0]
@@ -92,11 +94,19 @@ def _as_source(part: Weight, kind: str) -> Weight:
         return part.contiguous()
     if isinstance(part, Int8Weight):
         return Int8Weight(part.values.contiguous(), part.scales.float().contiguous())
-    return Int4Weight(part.values.contiguous(), part.scales.float().contiguous(), part.zeros.float().contiguous())
+    return Int4Weight(
+        part.values.contiguous(), part.scales.float().contiguous(), part.zeros.float().contiguous()
+    )
 
 
 def _source(part: Weight) -> tuple[int, int, int, int, int]:
     if isinstance(part, torch.Tensor):
         return address(part), TYPE_NUMBERS[part.dtype], num_rows(part), 0, 0
     zeros = part.zeros if isinstance(part, Int4Weight) else None
-    return address(part.values), TYPE_NUMBERS[part.values.dtype], num_rows(part), address(part.scales), address(zeros)
+    return (
+        address(part.values),
+        TYPE_NUMBERS[part.values.dtype],
+        num_rows(part),
+        address(part.scales),
+        address(zeros),
+    )
