@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
@@ -46,7 +47,6 @@ from peers_workload import ENGINES, PRECISIONS, WORKLOADS, Workload
 from rich.console import Console
 
 LOGS = PEERS / "logs"
-STARTS = 2
 TABLE_WIDTH = 130
 READ_CHUNK_BYTES = 2**24
 
@@ -70,14 +70,14 @@ class Comparison:
             "workloads": {},
         }
 
-    def run(self, workloads: list[Workload], rounds: int) -> None:
+    def run(self, workloads: list[Workload], *, rounds: int, starts: int) -> None:
         """Measure everything; see the module."""
         try:
             for name in self.figures["engines"]:
                 self._attempt(name, self._prepare_files)
             self._measure_machine()
             for name in self._surviving():
-                self._attempt(name, self._start)
+                self._attempt(name, functools.partial(self._start, starts=starts))
             for workload in workloads:
                 self._measure(workload, min(rounds, workload.max_rounds))
             for name in list(self._running):
@@ -103,14 +103,14 @@ class Comparison:
         self._machine = Machine(**measured).best_of(self._machine)
         self.figures["machine"] = dataclasses.asdict(self._machine)
 
-    def _start(self, name: str) -> None:
-        for number in range(STARTS):
-            self._say(f"starting {KINDS[name].label}, {number + 1} of {STARTS}")
+    def _start(self, name: str, *, starts: int) -> None:
+        for number in range(starts):
+            self._say(f"starting {KINDS[name].label}, {number + 1} of {starts}")
             process = EngineProcess(KINDS[name], self._precision, LOGS / f"{name}-{self._precision}.log")
             entry = self.figures["engines"][name]
             entry["versions"] = process.versions
             entry["start_seconds"].append(process.seconds_to_ready)
-            if number + 1 < STARTS:
+            if number + 1 < starts:
                 process.close()
         self._running[name] = process
         process.pause()
@@ -218,6 +218,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--rounds", type=int, default=3, help="of each workload, the long one apart (default: 3)"
     )
+    result.add_argument("--starts", type=int, default=2, help="of each engine (default: 2)")
     result.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     return result
 
@@ -237,7 +238,7 @@ def main() -> None:
     for precision in chosen(PRECISIONS, options.precisions, "precisions"):
         comparison = Comparison(precision, engines, progress)
         results["precisions"][precision] = comparison.figures
-        comparison.run(workloads, options.rounds)
+        comparison.run(workloads, rounds=options.rounds, starts=options.starts)
         if options.json:  # after each precision: the next may take an hour
             options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     report(results)

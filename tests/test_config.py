@@ -51,6 +51,7 @@ def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
     ("cls", "values", "message"),
     [
         (EngineConfig, {"dtype": "bfloat"}, "dtype is 'bfloat'; did you mean 'bfloat16'"),
+        (EngineConfig, {"num_threads": 2000}, "num_threads is 2000; it must be at most 1024"),
         (EngineConfig, {"memory_fraction": 1.0}, "memory_fraction is 1.0; it must be above 0 and below 1"),
         (EngineConfig, {"max_model_len": -1}, "max_model_len is -1; it must be at least 0"),
         (EngineConfig, {"scheduler": SchedulerConfig(block_size=0)}, "block_size is 0; it must be at least"),

@@ -69,9 +69,10 @@ std::vector<int32_t> AttentionPlanner::order_by_tables() const {
     return (step_.num_computed_tokens[sequence] + step_.num_tokens[sequence] + step_.block_size - 1) / step_.block_size;
   };
   std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    const int64_t common = std::min(num_entries(a), num_entries(b));
-    const int difference = std::memcmp(table(a), table(b), common * sizeof(int32_t));
-    return difference != 0 ? difference < 0 : a < b;
+    const int64_t num_a = num_entries(a), num_b = num_entries(b);
+    const int difference = std::memcmp(table(a), table(b), std::min(num_a, num_b) * sizeof(int32_t));
+    if (difference != 0) return difference < 0;
+    return num_a != num_b ? num_a < num_b : a < b;
   });
   return order;
 }

@@ -8,6 +8,8 @@
 #include <immintrin.h>
 #endif
 
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace quire {
@@ -37,22 +39,38 @@ void pin_this_thread(int cpu) {
 #endif
 }
 
+int checked(int num_threads, const std::vector<int>& pinned) {
+  if (num_threads < 1) throw std::invalid_argument(std::to_string(num_threads) + " threads; there must be at least 1");
+  if (!pinned.empty() && pinned.size() != static_cast<size_t>(num_threads)) {
+    throw std::invalid_argument(std::to_string(pinned.size()) + " CPUs for " + std::to_string(num_threads) +
+                                " threads; there must be one for each, or none");
+  }
+  return num_threads;
+}
+
 uint64_t range_state(int64_t begin, int64_t end) { return static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(begin); }
 
 }  // namespace
 
 ThreadPool::ThreadPool(int num_threads, std::vector<int> pinned)
-    : num_threads_(num_threads), ranges_(new Range[num_threads]) {
-  for (int thread = 1; thread < num_threads; ++thread) {
-    const int cpu = pinned.empty() ? -1 : pinned[thread];
-    threads_.emplace_back([this, thread, cpu] {
-      if (cpu >= 0) pin_this_thread(cpu);
-      serve(thread);
-    });
+    : num_threads_(checked(num_threads, pinned)), ranges_(new Range[num_threads]) {
+  try {
+    for (int thread = 1; thread < num_threads; ++thread) {
+      const int cpu = pinned.empty() ? -1 : pinned[thread];
+      threads_.emplace_back([this, thread, cpu] {
+        if (cpu >= 0) pin_this_thread(cpu);
+        serve(thread);
+      });
+    }
+  } catch (...) {
+    stop();  // those that there are, or the end of the process would be theirs
+    throw;
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopping_.store(true);

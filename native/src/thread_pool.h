@@ -18,7 +18,8 @@ class ThreadPool {
  public:
   using Body = void (*)(void* context, int64_t task, int thread);
 
-  // `num_threads` counts the caller. `pinned`: one CPU id for each thread, or empty.
+  // `num_threads` counts the caller. `pinned`: one CPU id for each thread, or empty; the caller's is not used. Throws
+  // std::invalid_argument if a number is not as it must be, std::system_error if the system has no threads left.
   explicit ThreadPool(int num_threads, std::vector<int> pinned = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -35,6 +36,7 @@ class ThreadPool {
     std::atomic<uint64_t> state{0};  // end in the high half, next task in the low half
   };
 
+  void stop();
   void serve(int thread);
   void work(int thread);
   bool wait_for_job(uint64_t& seen);

@@ -1,6 +1,7 @@
-// What a test needs: a check that says where it failed, random numbers, and every instruction set of this CPU.
+// What a test needs: a check that says where it failed, random numbers of every type, and every instruction set of this CPU.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -51,6 +52,45 @@ inline float to_float(bf16 number) {
   float result;
   std::memcpy(&result, &bits, sizeof result);
   return result;
+}
+
+// The types of tensors: how a number gets into one, what it is worth, and what a result in it may be off by, relative to its
+// magnitude, after one rounding and some in float32.
+template <class T>
+T from_float(float number);
+template <>
+inline float from_float(float number) { return number; }
+template <>
+inline bf16 from_float(float number) { return to_bf16({number})[0]; }
+template <>
+inline fp16 from_float(float number) { return {static_cast<half>(number)}; }
+
+inline double number_of(float number) { return number; }
+inline double number_of(bf16 number) { return to_float(number); }
+inline double number_of(fp16 number) { return static_cast<float>(number.number); }
+inline double number_of(int8_t number) { return number; }
+
+template <class T>
+struct TypeOf;
+template <>
+struct TypeOf<float> { static constexpr DType dtype = DType::kFloat32; static constexpr double rounding = 3e-6; };
+template <>
+struct TypeOf<bf16> { static constexpr DType dtype = DType::kBFloat16; static constexpr double rounding = 0x1p-7; };
+template <>
+struct TypeOf<fp16> { static constexpr DType dtype = DType::kFloat16; static constexpr double rounding = 0x1p-10; };
+template <>
+struct TypeOf<int8_t> { static constexpr DType dtype = DType::kInt8; };
+
+template <class T>
+std::vector<T> random_numbers(int64_t count, float deviation = 1.0f) {
+  std::vector<T> numbers;
+  for (const float number : random_floats(count, deviation)) numbers.push_back(from_float<T>(number));
+  return numbers;
+}
+
+template <class T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
 inline std::vector<const Kernels*> all_kernels() {

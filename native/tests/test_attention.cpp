@@ -41,21 +41,8 @@ struct Step {
   }
 };
 
-template <class T>
-T from_float(float number);
 template <>
-float from_float(float number) { return number; }
-template <>
-bf16 from_float(float number) { return to_bf16({number})[0]; }
-template <>
-fp16 from_float(float number) { return {static_cast<half>(number)}; }
-template <>
-int8_t from_float(float number) { return static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, number * 40))); }
-
-double number_of(float number) { return number; }
-double number_of(bf16 number) { return quire::test::to_float(number); }
-double number_of(fp16 number) { return static_cast<float>(number.number); }
-double number_of(int8_t number) { return number; }
+int8_t quire::test::from_float(float number) { return static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, number * 40))); }
 
 template <class T>
 void check_case(const Case& shape, DType type) {

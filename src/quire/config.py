@@ -24,6 +24,7 @@ KERNEL_SETS = ("auto", "native", "reference")
 SPECULATIVE_METHODS = ("none", "ngram", "draft-model")
 BUILT_IN_MODEL = "mini"
 MAX_PORT = 65535
+MAX_THREADS = 1024
 
 
 def knob(*, default: Any, help: str) -> Any:
@@ -375,6 +376,11 @@ class EngineConfig:
                 f"{', '.join(map(str, GROUP_SIZES))}"
             )
         require_at_least(self, 0, "max_model_len", "num_threads", "weight_cache_size")
+        if self.num_threads > MAX_THREADS:
+            raise ConfigError(
+                f"EngineConfig.num_threads is {self.num_threads}; it must be at most {MAX_THREADS}, and more "
+                "than the machine has cores gain nothing: 0 takes one for each"
+            )
         if not 0 < self.memory_fraction < 1:
             raise ConfigError(
                 f"EngineConfig.memory_fraction is {self.memory_fraction}; it must be above 0 and below 1"

@@ -84,7 +84,10 @@ def test_the_data_type_decides_the_sizes(qwen: ModelConfig):
     narrow = plan(qwen, num_kv_blocks=1000)
     wide = plan(qwen, engine={"dtype": "float32"}, num_kv_blocks=1000)
     assert narrow.dtype == "bfloat16"
-    assert (wide.weight_bytes, wide.kv_bytes) == (narrow.weight_bytes * 2, narrow.kv_bytes * 2)
+    # The embedding, which is tied, is looked up in the file unless that has it in another type.
+    second_embedding = 151_936 * 1024 * 4
+    assert wide.weight_bytes == narrow.weight_bytes * 2 + second_embedding
+    assert wide.kv_bytes == narrow.kv_bytes * 2
 
 
 def test_the_cache_may_have_another_type_than_the_model(qwen: ModelConfig):
@@ -153,16 +156,55 @@ def test_activations_grow_with_the_step(qwen: ModelConfig):
         scheduler = SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs)
         return activation_bytes(scheduler, qwen, "bfloat16", max_model_len=4096)
 
-    # 7,680 more tokens: residual stream and projections in bfloat16 and float32.
-    assert activations(8192, 1) - activations(512, 1) == 7680 * (1024 * 12 + 48 * 128 * 6)
+    # 7,680 more tokens: residual stream, normed, added; queries twice, keys, values; gate, up, their product.
+    kept = (3 * 1024 + 48 * 128 + 3 * 3072) * 2
+    inside = 3072 * 4  # a row as a product takes it
+    assert 7680 * kept <= activations(8192, 1) - activations(512, 1) <= 7680 * (kept + inside)
     assert activations(512, 512) > 512 * 151_936 * 4  # float32 logits, at the least
 
 
-def test_the_bounds_of_attention_are_the_kernels_own():
-    from quire.kernels import tiles
+def test_the_bounds_are_the_kernels_own():
+    from quire.kernels import sampling, tiles
+    from quire.kernels.cpu import attention
 
     assert tiles.TILE == memory_plan.ATTENTION_TILE
     assert tiles.SCRATCH_FLOATS == memory_plan.ATTENTION_SCRATCH_FLOATS
+    assert sampling.MOST_HEAD_TOKENS == memory_plan.HEAD_TOKENS
+    assert attention.HEAD_DIM_MULTIPLE == memory_plan.NATIVE_HEAD_DIM_MULTIPLE
+    assert attention.MAX_HEAD_DIM == memory_plan.NATIVE_MAX_HEAD_DIM
+
+
+def test_native_attention_needs_little_beside_the_reference(qwen: ModelConfig):
+    def activations(model: ModelConfig, **kernels: bool) -> int:
+        scheduler = SchedulerConfig(max_num_seqs=8)
+        return activation_bytes(scheduler, model, "bfloat16", max_model_len=40_960, **kernels)
+
+    assert activations(qwen) < 200_000_000
+    assert activations(qwen, is_native=False) > 1_000_000_000
+    odd = dataclasses.replace(qwen, head_dim=120)  # left to the reference
+    assert activations(odd) > 1_000_000_000
+
+
+def test_experts_need_room_for_the_results_of_every_choice(qwen: ModelConfig):
+    mixture = dataclasses.replace(
+        qwen, num_experts=64, num_experts_per_token=8, moe_intermediate_size=768, moe_layers=(True,) * 28
+    )
+    sizes = [
+        activation_bytes(
+            SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=1), model, "bfloat16", max_model_len=512
+        )
+        for model in (qwen, mixture)
+    ]
+    assert sizes[1] - sizes[0] >= 8192 * 8 * 1024 * 4  # float32, for each token and chosen expert
+
+
+def test_the_plan_names_what_the_weights_are_held_as(qwen: ModelConfig):
+    plain, int8 = plan(qwen), plan(qwen, engine={"quantization": "int8"})
+    assert (plain.quantization, plain.weight_type) == ("none", "bfloat16")
+    assert (int8.quantization, int8.weight_type) == ("int8", "int8")
+    assert int8.weight_bytes < 0.51 * plain.weight_bytes
+    stored = dataclasses.replace(qwen, stored_quantization="int4", stored_group_size=32)
+    assert plan(stored, engine={"quantization": "int8"}).weight_type == "int4"
 
 
 def test_a_configured_length_that_does_not_fit_is_refused(qwen: ModelConfig):
@@ -224,7 +266,7 @@ def test_the_places_of_drafts_need_logits_too(qwen: ModelConfig):
         for num_drafts in (0, 64, 480, 1000)
     ]
     assert sizes[1] - sizes[0] > 0
-    assert sizes[2] - sizes[1] == (480 - 64) * 151_936 * 20  # logits and what sampling makes of them
+    assert sizes[2] - sizes[1] >= (480 - 64) * 151_936 * 4 * 2  # logits, and those before penalties
     assert sizes[3] == sizes[2]  # a step has no more places than tokens
 
 

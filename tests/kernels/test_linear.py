@@ -132,6 +132,23 @@ def test_parts_of_any_kinds(kinds: tuple[str, str]) -> None:
         torch.testing.assert_close(linear(rows), expected, atol=0.5, rtol=0.02)
 
 
+@pytest.mark.parametrize("first", ["float", "int8", "int4-64", "int4-128"])
+def test_parts_in_groups_of_another_size_than_asked_for(first: str) -> None:
+    make: dict[str, Weight] = {
+        "float": _random(48, 256, seed=1),
+        "int8": quantize_int8(_random(48, 256, seed=1)),
+        "int4-64": quantize_int4(_random(48, 256, seed=1), 64),
+        "int4-128": quantize_int4(_random(48, 256, seed=1), 128),
+    }
+    kept = quantize_int4(_random(48, 256, seed=2), 32)
+    linear = PackedLinear([make[first], kept], dtype=torch.float32, quantization="int4", group_size=128)
+    found = linear(torch.eye(256)).t()
+    expected = torch.cat([dequantize(make[first]), dequantize(kept)])
+    exact = slice(0 if first.startswith("int4") else 48, None)
+    torch.testing.assert_close(found[exact], expected[exact], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.4)
+
+
 def test_asymmetric_int4() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = Int4Weight(

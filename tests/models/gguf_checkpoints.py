@@ -44,13 +44,16 @@ _NAMES = {
 }
 
 
-def write_gguf(checkpoint: Path, family: str, kind: str, **metadata: Any) -> tuple[Path, Path]:
+def write_gguf(
+    checkpoint: Path, family: str, kind: str, *, has_tokenizer: bool = False, **metadata: Any
+) -> tuple[Path, Path]:
     """Convert the float32 checkpoint in directory `checkpoint`.
 
     Args:
         checkpoint: the directory.
         family: one of `ARCHITECTURES`.
         kind: of the matrices, as ggml calls it: F32, BF16, Q8_0 and so on.
+        has_tokenizer: write the checkpoint's tokenizer into the file too.
         metadata: more of it, {architecture}. before each name and dots for double underscores.
 
     Returns:
@@ -68,6 +71,8 @@ def write_gguf(checkpoint: Path, family: str, kind: str, **metadata: Any) -> tup
             value,
             gguf.GGUFValueType.get_type(value),
         )
+    if has_tokenizer:
+        _add_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()))
     if family == "llama-3.1":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config["rope_parameters"], config))
     floats = {}
@@ -105,6 +110,18 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, published: dict[str, Any]) -> None:
+    vocabulary, merges = published["model"]["vocab"], published["model"]["merges"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = {entry["content"] for entry in published["added_tokens"]}
+    types = gguf.TokenType
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([types.CONTROL if token in special else types.NORMAL for token in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
 
 
 def _llama3_factors(rope: dict[str, Any], config: dict[str, Any]) -> np.ndarray[Any, Any]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import gguf
 import pytest
+import tokenizers
 from transformers import Qwen2Tokenizer
 
 from checkpoints import CHAT_TEMPLATE, make_tokenizer
 from quire.errors import ModelError
-from quire.models.tokenizer import Tokenizer
+from quire.models.tokenizer import Tokenizer, tokenizer_json
 
 TEXTS = [
     "the cache holds keys and values of the tokens",
@@ -75,6 +76,17 @@ def test_the_same_as_the_tokenizer_it_was_made_of(published: Path, tmp_path: Pat
     assert found.special_token_ids == wanted.special_token_ids
     messages = [{"role": "user", "content": "hello"}]
     assert found.apply_chat_template(messages) == wanted.apply_chat_template(messages)
+
+
+def test_as_the_text_of_a_tokenizer_json(published: Path, tmp_path: Path) -> None:
+    file = _byte_level(published, tmp_path / "m.gguf", pre="gpt-2")
+    text = tokenizer_json(file)
+    found, wanted = tokenizers.Tokenizer.from_str(text), Tokenizer.from_directory(published)
+    assert [found.encode(text).ids for text in TEXTS] == [wanted.encode(text) for text in TEXTS]
+    assert tokenizer_json(tmp_path) == text  # the directory of the file
+    (tmp_path / "tokenizer.json").write_text("beside it")
+    assert tokenizer_json(file) == "beside it"
+    assert tokenizer_json(published) == (published / "tokenizer.json").read_text()
 
 
 def test_the_rules_of_qwen2(published: Path, tmp_path: Path) -> None:

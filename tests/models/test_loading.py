@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
 from quire.errors import ModelError
-from quire.kernels.linear import Linear
+from quire.kernels.cpu.memory import WeightMemory
+from quire.kernels.linear import Int4Linear, Linear
+from quire.models import weights
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.models.loading import load_decoder
+from quire.models.loading import WeightOptions, load_decoder
+from quire.models.weights import WeightSpec, weight_bytes, weight_specs
 
 
 def _load(path: Path, dtype: str = "auto", **kwargs: Any) -> Decoder:
@@ -104,6 +109,63 @@ def test_progress_ends_at_the_whole(qwen3: Path) -> None:
     assert calls[-1] == (2 * ModelConfig.from_directory(qwen3).num_parameters,) * 2
 
 
+def test_progress_does_not_count_the_weights_again_for_each_matrix(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, walks = ModelConfig.from_directory(qwen3), []
+
+    def counted(config: ModelConfig) -> Iterator[WeightSpec]:
+        walks.append(config)
+        return weight_specs(config)
+
+    monkeypatch.setattr(weights, "weight_specs", counted)
+    load_decoder(qwen3, config, on_progress=lambda done, total: None)
+    assert len(walks) <= 1
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_the_memory_that_the_weights_take_is_what_is_planned(
+    stored: str, is_tied: bool, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the feed-forward layer's inputs, groups of 32 divide those of gate and up only.
+    sizes = {"hidden_size": 256, "intermediate_size": 528, "tie_word_embeddings": is_tied}
+    path = make_checkpoint("qwen3", tmp_path, dtype=stored, **sizes)
+    config = ModelConfig.from_directory(path)
+    packed: list[int] = []
+    allocate = WeightMemory.allocate
+
+    def noted(memory: WeightMemory, num_bytes: int) -> torch.Tensor:
+        packed.append(num_bytes)
+        return allocate(memory, num_bytes)
+
+    monkeypatch.setattr(WeightMemory, "allocate", noted)
+    options = WeightOptions("bfloat16", quantization=quantization, group_size=32, kernels="native")
+    decoder = load_decoder(path, config, options=options)
+    embedding = 0 if is_tied and stored == "bfloat16" else decoder.embedding.nbytes  # mapped, and seldom read
+    planned = weight_bytes(config, "bfloat16", quantization, 32)
+    assert planned == pytest.approx(sum(packed) + embedding, rel=0.01)
+
+
+def test_the_reference_holds_int4_as_what_it_stands_for(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=256, intermediate_size=528)
+    config = ModelConfig.from_directory(path)
+    options = WeightOptions(quantization="int4", group_size=32, kernels="reference")
+    decoder = load_decoder(path, config, options=options)
+    matrices = [
+        getattr(layer, name)
+        for layer in decoder.layers
+        for name in ("qkv", "attention_output", "gate_up", "down")
+    ]
+    held = decoder.embedding.nbytes
+    for linear in (*matrices, decoder.output):
+        weight = linear._float._weight if isinstance(linear, Int4Linear) else linear._values
+        held += weight.nbytes
+    planned = weight_bytes(config, "bfloat16", "int4", 32, is_native=False)
+    assert planned == pytest.approx(held, rel=0.02)
+
+
 def test_missing_weight_is_named(qwen3: Path) -> None:
     _change(qwen3, model__layers__1__self_attn__k_proj__weight=None)
     with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.self_attn\.k_proj\.weight"):
@@ -131,9 +193,11 @@ def test_misshapen_weight_is_named(qwen3: Path) -> None:
         _load(qwen3)
 
 
-def test_integer_weight_is_refused(qwen3: Path) -> None:
-    _change(qwen3, model__norm__weight=torch.zeros(64, dtype=torch.int8))
-    with pytest.raises(ModelError, match=r"model\.norm\.weight .* stored as torch\.int8"):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_weights_of_other_types_are_refused(qwen3: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    _change(qwen3, model__layers__0__self_attn__o_proj__weight=torch.zeros(64, 128, dtype=dtype))
+    with pytest.raises(ModelError, match=rf"{re.escape(name)} .* stored as {dtype}; only bfloat16"):
         _load(qwen3)
 
 

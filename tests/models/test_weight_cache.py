@@ -189,6 +189,15 @@ def test_the_file_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     assert [cache.read(key) is not None for key in "abcd"] == [True, False, True, True]
 
 
+def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+    abandoned, in_work = tmp_path / "a.tmp", tmp_path / "b.tmp"
+    for file in (abandoned, in_work):
+        file.touch()
+    os.utime(abandoned, (0, 0))
+    WeightCache(tmp_path, GB).write("key", {"forms": {}, "sizes": []}, [])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["b.tmp", "key.quireweights"]
+
+
 def test_what_is_more_than_the_limit_is_not_written(model: Path, tmp_path: Path) -> None:
     cache = WeightCache(tmp_path / "cache", 1000)
     _start(model, cache)

@@ -29,7 +29,7 @@ TOKENIZER = Tokenizer.from_directory(MINI)
 NUM_TOKENS = TOKENIZER.vocab_size
 VOCAB = NUM_TOKENS + 70  # the logits are wider than the tokenizer
 EOS = TOKENIZER.eos_token_ids
-BACKEND = LLGuidanceBackend(MINI / "tokenizer.json", VOCAB, lambda: EOS)
+BACKEND = LLGuidanceBackend((MINI / "tokenizer.json").read_text, VOCAB, lambda: EOS)
 FEW = settings(max_examples=25, deadline=None)
 
 
@@ -272,7 +272,7 @@ def test_after_an_early_end_nothing_else_comes():
 
 @pytest.mark.parametrize("vocab_size", [NUM_TOKENS - 40, NUM_TOKENS, NUM_TOKENS + 1, VOCAB])
 def test_ids_that_are_no_text_are_never_allowed(vocab_size):
-    backend = LLGuidanceBackend(MINI / "tokenizer.json", vocab_size, lambda: EOS)
+    backend = LLGuidanceBackend((MINI / "tokenizer.json").read_text, vocab_size, lambda: EOS)
     grammar = backend.compile(StructuredOutputsParams(regex="(?s:.*)"))
     found = allowed(grammar, vocab_size)
     assert found & TOKENIZER.special_token_ids == set(EOS)
@@ -343,12 +343,12 @@ def test_rules_nested_as_deep_as_fits_do_not_end_the_process():
 def test_a_model_without_an_end_or_with_an_unreadable_tokenizer(tmp_path):
     spec = StructuredOutputsParams(regex="a")
     with pytest.raises(InvalidRequestError, match="end-of-sequence"):
-        LLGuidanceBackend(MINI / "tokenizer.json", VOCAB, lambda: ()).compile(spec)
+        LLGuidanceBackend((MINI / "tokenizer.json").read_text, VOCAB, lambda: ()).compile(spec)
     with pytest.raises(InvalidRequestError, match="cannot read"):
-        LLGuidanceBackend(tmp_path / "tokenizer.json", VOCAB, lambda: EOS).compile(spec)
+        LLGuidanceBackend((tmp_path / "tokenizer.json").read_text, VOCAB, lambda: EOS).compile(spec)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidRequestError, match="cannot read"):
-        LLGuidanceBackend(tmp_path / "tokenizer.json", VOCAB, lambda: EOS).compile(spec)
+        LLGuidanceBackend((tmp_path / "tokenizer.json").read_text, VOCAB, lambda: EOS).compile(spec)
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma"])
@@ -356,7 +356,7 @@ def test_tokenizers_with_other_decoders(tmp_path, kind):
     tokenizer = byte_level() if kind == "byte-level" else sentencepiece(kind)
     tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
     eos = tokenizer.backend.token_to_id("</s>")
-    backend = LLGuidanceBackend(tmp_path / "tokenizer.json", tokenizer.vocab_size, lambda: [eos])
+    backend = LLGuidanceBackend((tmp_path / "tokenizer.json").read_text, tokenizer.vocab_size, lambda: [eos])
     choices = ["a the b", "STOP", "é漢!", "hello"]
     start = backend.compile(StructuredOutputsParams(choice=choices))
     spelled = set()
@@ -373,7 +373,7 @@ def test_a_tokenizer_that_llguidance_misreads_is_refused(tmp_path):
     tokenizer = sentencepiece("metaspace")
     tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(InvalidRequestError, match="reads 'A small sample"):
-        LLGuidanceBackend(tmp_path / "tokenizer.json", 512, lambda: [1]).compile(
+        LLGuidanceBackend((tmp_path / "tokenizer.json").read_text, 512, lambda: [1]).compile(
             StructuredOutputsParams(regex="a")
         )
 
@@ -384,7 +384,7 @@ import sys
 from pathlib import Path
 from quire.scheduling.llguidance_backend import LLGuidanceBackend
 from quire.structured_outputs import StructuredOutputsParams
-backend = LLGuidanceBackend(Path({str(MINI)!r}) / "tokenizer.json", 1536, lambda: [1])
+backend = LLGuidanceBackend((Path({str(MINI)!r}) / "tokenizer.json").read_text, 1536, lambda: [1])
 before = "llguidance" in sys.modules
 backend.compile(StructuredOutputsParams(regex="a"))
 print(before, "llguidance" in sys.modules, "torch" in sys.modules)

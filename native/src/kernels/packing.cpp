@@ -60,13 +60,15 @@ void pack_float16_row(const Column& column, const WeightSource& source, int64_t 
   }
 }
 
+// NaN if there is a NaN or an infinity: what is scaled by it becomes one too.
 QUIRE_INLINE float largest_magnitude(const WeightSource& source, int64_t place, int64_t count) {
-  f32x16 largest = {};
+  f32x16 largest = {}, unsound = {};
   for (int64_t input = 0; input < count; input += kLanes) {
     const f32x16 values = load_weights(source, place + input, count - input);
     largest = maximum(largest, maximum(values, -values));
+    unsound += values * 0.0f;
   }
-  return max_of_lanes(largest);
+  return max_of_lanes(largest) + sum_of_lanes(unsound);
 }
 
 // The steps of a row, in `buffer`; its scale and sum go into the panel.

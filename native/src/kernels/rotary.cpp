@@ -24,16 +24,18 @@ void rotate_head(T* head, const float* cos, const float* sin, int64_t half) {
   }
 }
 
+// The scale is NaN if the head holds a NaN or an infinity, which int8 cannot say.
 template <class T>
 void write_int8(const T* head, int64_t count, int8_t* to, float* scale) {
-  f32x16 largest = {};
+  f32x16 largest = {}, unsound = {};
   for (int64_t column = 0; column < count; column += kLanes) {
     const f32x16 values = load_left(head + column, count - column);
     largest = maximum(largest, maximum(values, -values));
+    unsound += values * 0.0f;
   }
   const float limit = max_of_lanes(largest);
   const float inverse = limit > 0.0f ? 1.0f / limit * 127.0f : 0.0f;
-  *scale = limit / 127.0f;
+  *scale = limit / 127.0f + sum_of_lanes(unsound);
   for (int64_t column = 0; column < count; column += kLanes) {
     const int64_t left = count - column;
     // The limit changes nothing, but keeps the product and the sum after it from being rounded as one.

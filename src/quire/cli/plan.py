@@ -90,7 +90,7 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
     title = f"Memory plan of {name} ({architecture}, {plan.dtype})"
     table = _table(title, "", "size", "how it comes about", right=("size",))
     rows = (
-        ("Weights", plan.weight_bytes, f"{plan.num_parameters:,} parameters"),
+        ("Weights", plan.weight_bytes, f"{plan.num_parameters:,} parameters, {plan.weight_type}"),
         ("Activations", plan.activation_bytes, "temporary tensors of the largest step, estimated"),
         ("KV cache", plan.kv_bytes, f"{plan.num_blocks:,} blocks, {plan.num_kv_tokens:,} tokens"),
     )

@@ -54,12 +54,17 @@ def build_context(
 
 
 def _grammar_backend(model_path: Path, model_config: ModelConfig) -> LLGuidanceBackend:
+    def tokenizer() -> str:
+        from quire.models.tokenizer import tokenizer_json  # slow, and seldom needed here
+
+        return tokenizer_json(model_path)
+
     def eos_token_ids() -> tuple[int, ...]:
-        from quire.models.tokenizer import Tokenizer  # slow, and seldom needed here
+        from quire.models.tokenizer import Tokenizer
 
         return Tokenizer.from_directory(model_path).eos_token_ids
 
-    return LLGuidanceBackend(model_path / "tokenizer.json", model_config.vocab_size, eos_token_ids)
+    return LLGuidanceBackend(tokenizer, model_config.vocab_size, eos_token_ids)
 
 
 def _connector(config: EngineConfig) -> KVConnector | None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from quire.engine.memory_limits import available_memory
 from quire.errors import ConfigError
+from quire.kernels import has_native_kernels
 from quire.models.config import DTYPE_BYTES, INT8_SCALE_BYTES
-from quire.models.weights import weight_bytes
+from quire.models.weights import held_quantization, weight_bytes
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SchedulerConfig
@@ -17,12 +18,20 @@ if TYPE_CHECKING:
 
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
+FLOAT64_BYTES = 8
 GB = 10**9
 
-# As in quire.kernels.tiles, which needs torch and so cannot be imported here.
+# As in quire.kernels.tiles, .sampling and .cpu.attention, which need torch and so cannot be imported here.
 ATTENTION_TILE = 64
 ATTENTION_SCRATCH_FLOATS = 1_048_576
 ATTENTION_INTERMEDIATES = 4  # queries, keys or values, scores, sums
+NATIVE_HEAD_DIM_MULTIPLE = 16
+NATIVE_MAX_HEAD_DIM = 256
+NATIVE_SPAN = 1024  # tokens; see native/src/attention.h and native/src/kernels/attention.cpp
+NATIVE_SPAN_BYTES = 4 << 20  # states of the spans of one number, over all threads
+NATIVE_MAX_SPAN_BYTES = 64 << 20
+NATIVE_THREAD_BYTES = 16 << 20  # what the threads need of their own
+HEAD_TOKENS = 1024  # the most that sampling looks at in order
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +40,13 @@ class MemoryPlan:
 
     Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the largest step's
     temporary tensors; the other sizes are exact. `num_parameters`, `weight_bytes` and `kv_bytes_per_token`
-    count the draft model's too, if there is one; `dtype` and `kv_dtype` are those of the model itself.
-    `max_model_len` is what requests are held to: the configured length, or the model's own, lowered to what
-    the KV cache holds.
+    count the draft model's too, if there is one; `dtype`, `quantization` and `kv_dtype` are those of the
+    model itself, `quantization` that of most matrices: none, int8 or int4. `max_model_len` is what requests
+    are held to: the configured length, or the model's own, lowered to what the KV cache holds.
     """
 
     dtype: str
+    quantization: str
     kv_dtype: str
     num_parameters: int
     weight_bytes: int
@@ -48,6 +58,11 @@ class MemoryPlan:
     max_num_seqs: int
     max_model_len: int
     model_max_len: int
+
+    @property
+    def weight_type(self) -> str:
+        """What most weights are held as."""
+        return self.dtype if self.quantization == "none" else self.quantization
 
     @property
     def kv_bytes_per_block(self) -> int:
@@ -152,8 +167,14 @@ class _Shape:
 
 def _shape(config: EngineConfig, model: ModelConfig) -> _Shape:
     dtype = dtype_of(config, model)
-    held = weight_bytes(model, dtype, config.quantization, config.quantization_group_size)
+    held = weight_bytes(
+        model, dtype, config.quantization, config.quantization_group_size, is_native=_has_native(config)
+    )
     return _Shape(model, dtype, kv_dtype_of(config, model), model.num_parameters, held)
+
+
+def _has_native(config: EngineConfig) -> bool:
+    return config.kernels != "reference" and has_native_kernels()
 
 
 def _plan_at(length: int, config: EngineConfig, models: list[_Shape], *, available_bytes: int) -> MemoryPlan:
@@ -168,15 +189,23 @@ def _plan_at(length: int, config: EngineConfig, models: list[_Shape], *, availab
     scheduler = config.scheduler
     num_drafts = config.speculation.max_drafts(scheduler.max_num_seqs)
     activations = [
-        activation_bytes(scheduler, each.model, each.dtype, max_model_len=length, num_drafts=num_drafts)
+        activation_bytes(
+            scheduler,
+            each.model,
+            each.dtype,
+            max_model_len=length,
+            num_drafts=num_drafts,
+            is_native=_has_native(config),
+        )
         for each in models
     ]
     empty = MemoryPlan(
         dtype=models[0].dtype,
+        quantization=held_quantization(models[0].model, config.quantization),
         kv_dtype=models[0].kv_dtype,
         num_parameters=sum(each.num_parameters for each in models),
         weight_bytes=sum(each.weight_bytes for each in models),
-        activation_bytes=max(activations),  # one model computes at a time
+        activation_bytes=sum(activations),  # each model keeps its buffers
         available_bytes=available_bytes,
         kv_bytes_per_token=sum(each.model.kv_bytes_per_token(each.kv_dtype) for each in models),
         block_size=scheduler.block_size,
@@ -195,25 +224,55 @@ def activation_bytes(
     *,
     max_model_len: int,
     num_drafts: int = 0,
+    is_native: bool = True,
 ) -> int:
-    """Estimate the temporary tensors of the largest step in bytes.
+    """Estimate the buffers and temporary tensors of the largest step in bytes.
 
-    Counts what is alive at the widest point of a step of `max_num_batched_tokens` tokens: inside attention,
-    inside the feed-forward layer, or in the sampler with `max_num_seqs` rows and `num_drafts` more,
-    whichever is most.
+    Counts the buffers that a model keeps (`quire.models.workspace`), and what is alive beside them at the
+    widest point of a step of `max_num_batched_tokens` tokens: inside attention, inside the feed-forward
+    layer, or in the sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most.
     """
     tokens = scheduler.max_num_batched_tokens
-    rows = min(scheduler.max_num_seqs, tokens)
-    item = DTYPE_BYTES[dtype]
-    stream = tokens * model.hidden_size * (2 * item + 2 * FLOAT32_BYTES)  # residual, normed; norms in float32
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads  # queries, attention output, keys, values
-    attention = tokens * heads * model.head_dim * (item + FLOAT32_BYTES)
-    attention += _attention_scratch_bytes(model, rows, max_model_len)
-    experts_width = model.num_experts_per_token * model.moe_intermediate_size
-    feed_forward = tokens * 3 * max(model.intermediate_size, experts_width) * item  # gate, up, their product
     places = min(scheduler.max_num_seqs + num_drafts, tokens)
-    sampler = places * model.vocab_size * (3 * FLOAT32_BYTES + INT64_BYTES)  # logits, sorted, sums, and order
-    return max(stream + max(attention, feed_forward), sampler)
+    item = DTYPE_BYTES[dtype]
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    attended = model.num_heads * model.head_dim
+    inner = model.intermediate_size
+    # Residual stream, normed rows, what a layer adds; gate and up, and their product.
+    kept = tokens * (3 * model.hidden_size + qkv + attended + 3 * inner) * item
+    kept += places * model.vocab_size * FLOAT32_BYTES
+    widest = max(model.hidden_size, attended, inner, model.moe_intermediate_size)
+    rows = tokens * widest * FLOAT32_BYTES  # as the products take them
+    attention = _attention_bytes(scheduler, model, max_model_len, is_native=is_native)
+    if is_native:
+        sampler = places * HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)
+        sampler += places * model.vocab_size * FLOAT32_BYTES  # the logits before penalties and masks
+    else:
+        attention += tokens * (qkv + attended) * FLOAT32_BYTES
+        rows += tokens * (2 * model.hidden_size + 3 * inner) * FLOAT32_BYTES
+        # The logits before penalties and masks; what sampling makes of them in float64, and an order.
+        sampler = places * model.vocab_size * (FLOAT32_BYTES + FLOAT64_BYTES + INT64_BYTES)
+    return kept + max(attention, rows + _expert_bytes(model, tokens, item), sampler)
+
+
+def _expert_bytes(model: ModelConfig, tokens: int, item: int) -> int:
+    """Return the bytes of `quire.models.moe` in a step in which one of the experts gets every token."""
+    outputs = model.num_experts_per_token * model.hidden_size * FLOAT32_BYTES
+    of_one = (2 * model.hidden_size + 3 * model.moe_intermediate_size) * item
+    of_one += model.hidden_size * FLOAT32_BYTES
+    return tokens * (outputs + of_one) if model.num_experts else 0
+
+
+def _attention_bytes(
+    scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int, *, is_native: bool
+) -> int:
+    """Return the bytes of scratch memory that attention takes at most."""
+    if is_native and not model.head_dim % NATIVE_HEAD_DIM_MULTIPLE and model.head_dim <= NATIVE_MAX_HEAD_DIM:
+        spans = -(-max_model_len // NATIVE_SPAN)
+        states = min(spans * NATIVE_SPAN_BYTES, NATIVE_MAX_SPAN_BYTES) if spans > 1 else 0
+        return states + NATIVE_THREAD_BYTES
+    rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    return _attention_scratch_bytes(model, rows, max_model_len)
 
 
 def _attention_scratch_bytes(model: ModelConfig, num_seqs: int, max_model_len: int) -> int:
@@ -247,9 +306,9 @@ def _check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
     free = plan.available_bytes - plan.weight_bytes
     if free < 0:
         raise ConfigError(
-            f"the weights take {format_bytes(plan.weight_bytes)} as {plan.dtype}, but only "
+            f"the weights take {format_bytes(plan.weight_bytes)} as {plan.weight_type}, but only "
             f"{format_bytes(plan.available_bytes)} of memory is available; "
-            "use a smaller model, or a narrower EngineConfig.dtype"
+            "use a smaller model, a narrower EngineConfig.dtype, or EngineConfig.quantization"
         )
     if plan.kv_bytes > free:
         raise ConfigError(

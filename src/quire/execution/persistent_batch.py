@@ -265,7 +265,7 @@ class PersistentBatch:
             )
 
     def _check_slots(self, output: SchedulerOutput) -> None:
-        """Raise `InconsistentPlanError` unless each request is in its slot; costs nothing if the last step did."""
+        """Raise `InconsistentPlanError` unless each request is in its slot; quick if rows are as before."""
         rows = (tuple(output.request_ids), output.slots.tobytes())
         if rows == self._checked_rows:
             return

@@ -2,3 +2,10 @@
 
 This package stays light so that importing it costs nothing; `reference` and `attention` import torch.
 """
+
+import importlib.util
+
+
+def has_native_kernels() -> bool:
+    """Return whether Quire was installed with its native kernels."""
+    return importlib.util.find_spec("quire.kernels.cpu._native") is not None

@@ -7,7 +7,6 @@ same signatures and are tested against each other.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from quire.errors import ConfigError
-from quire.kernels import reference, sampling
+from quire.kernels import has_native_kernels, reference, sampling
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.kv_layer import KVLayer
-from quire.kernels.linear import Linear, OneDnnLinear, quantization_of, reference_linear
+from quire.kernels.linear import Linear, reference_linear
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.weights import Weight
 
@@ -133,8 +132,10 @@ def kernel_set(name: str = "auto") -> KernelSet:
     """
     if name == "reference":
         return ReferenceKernels()
-    if importlib.util.find_spec("quire.kernels.cpu._native") is not None:
-        return _native_kernels()
+    if has_native_kernels():
+        from quire.kernels.cpu.kernel_set import NativeKernels
+
+        return NativeKernels()
     if name == "native":
         raise ConfigError(
             "EngineConfig.kernels is 'native', but Quire was installed without its native kernels; install a "
@@ -145,51 +146,3 @@ def kernel_set(name: str = "auto") -> KernelSet:
         "a C++ compiler and then Quire again"
     )
     return ReferenceKernels()
-
-
-def _native_kernels() -> KernelSet:
-    from quire.kernels.cpu import attention, elementwise, threads
-    from quire.kernels.cpu import sampling as native_sampling
-    from quire.kernels.cpu.linear import PackedLinear
-
-    class NativeKernels:
-        """C++, for the instruction set of this CPU."""
-
-        name = "native"
-        sampling: sampling.SamplingKernels = native_sampling
-
-        @staticmethod
-        def use_threads(num_threads: int) -> None:
-            threads.use_threads(num_threads)
-            torch.set_num_threads(1)  # what is left to torch is small, and its threads would compete
-
-        rms_norm = staticmethod(elementwise.rms_norm)
-        add_rms_norm = staticmethod(elementwise.add_rms_norm)
-        gated_activation = staticmethod(elementwise.gated_activation)
-        rotary_and_write_kv = staticmethod(elementwise.rotary_and_write_kv)
-        paged_attention = staticmethod(attention.paged_attention)
-
-        @staticmethod
-        def linear(
-            parts: Sequence[Weight],
-            bias: torch.Tensor | None = None,
-            *,
-            dtype: torch.dtype,
-            quantization: str = "none",
-            group_size: int = 128,
-            memory: Any = None,
-        ) -> Linear:
-            is_float = quantization_of(parts, quantization, group_size) == "none"
-            if is_float and dtype == torch.bfloat16 and _has_matrix_unit():
-                return OneDnnLinear(parts, bias)
-            return PackedLinear(
-                parts, bias, dtype=dtype, quantization=quantization, group_size=group_size, memory=memory
-            )
-
-    return NativeKernels()
-
-
-@functools.cache
-def _has_matrix_unit() -> bool:
-    """Whether this CPU multiplies bfloat16 tiles (AMX), which oneDNN uses and the native kernels do not."""
-    return torch.cpu._is_amx_tile_supported()

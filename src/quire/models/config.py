@@ -51,6 +51,9 @@ class ModelConfig:
         default="none", help="What most stored matrices become in memory: none (dtype), int8 or int4."
     )
     stored_group_size: int = knob(default=128, help="Inputs that share a scale, for int4.")
+    embedding_dtype: str = knob(
+        default="", help="Type of the embedding as stored; empty: it is quantized there, or not known."
+    )
     vocab_size: int = knob(default=0, help="Rows of the embedding.")
     hidden_size: int = knob(default=0, help="Features of the residual stream.")
     num_layers: int = knob(default=0, help="Decoder layers.")

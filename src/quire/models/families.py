@@ -135,8 +135,10 @@ def _common(hf: HFConfig) -> Fields:
     quantization = _stored_quantization(hf)
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    dtype = _stored_dtype(hf)
     return {
-        "dtype": _stored_dtype(hf),
+        "dtype": dtype,
+        "embedding_dtype": hf.get("embedding_dtype", dtype),
         "stored_quantization": quantization.kind,
         "stored_group_size": quantization.group_size,
         "vocab_size": hf["vocab_size"],

@@ -101,6 +101,7 @@ class _Loader:
         for spec in specs:
             self._by_layer.setdefault(spec.layer, {})[spec.field] = spec
         self._on_progress = on_progress
+        self._num_weights = sum(math.prod(source.shape) for spec in specs for source in spec.sources)
         self._num_loaded = 0
 
     def load(self) -> Decoder:
@@ -173,9 +174,8 @@ class _Loader:
             self._checkpoint.release(source)
             self._num_loaded += math.prod(source.shape)
         if self._on_progress is not None:
-            total = self._config.num_parameters
-            done = min(self._num_loaded, total)  # a tied embedding is read twice
-            self._on_progress(done * self._dtype.itemsize, total * self._dtype.itemsize)
+            done = min(self._num_loaded, self._num_weights)  # a tied embedding is read twice
+            self._on_progress(done * self._dtype.itemsize, self._num_weights * self._dtype.itemsize)
 
 
 def _weight_memory(kernels: KernelSet) -> Any:

@@ -19,6 +19,7 @@ from quire.models.quantized.matrices import MatrixFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)  # old checkpoints hold these; they follow from the config
 
 
@@ -90,7 +91,7 @@ class SafetensorsWeights:
             raise ModelError(
                 f"{name} in {self._path} has shape {list(tensor.shape)}; config.json asks for {list(shape)}"
             )
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
+        if tensor.dtype not in _DTYPES:
             raise ModelError(
                 f"{name} in {self._path} is stored as {tensor.dtype}; only bfloat16, float16 and "
                 "float32 weights are supported"

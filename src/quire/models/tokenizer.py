@@ -171,6 +171,21 @@ class Tokenizer:
         return ids, self.decode(ids, skip_special_tokens=False)
 
 
+def tokenizer_json(path: Path) -> str:
+    """Return a model's `tokenizer.json`, or what a GGUF file without one beside it holds, in that form.
+
+    Raises:
+        ModelError: the GGUF file's tokenizer cannot be read.
+        OSError: the file cannot be read.
+    """
+    gguf = find_gguf(path)
+    file = (path if gguf is None else gguf.parent) / TOKENIZER_FILE
+    if gguf is None or file.is_file():
+        return file.read_text(encoding="utf-8")
+    text: str = read_gguf_tokenizer(GGUFFile(gguf)).to_str()
+    return text
+
+
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     file = path / TOKENIZER_FILE
     if not file.is_file():

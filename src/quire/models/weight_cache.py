@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ AUTO = "auto"
 MIN_PARAMETERS = 1_000_000_000  # of which packing takes a second or more
 
 _SUFFIX = ".quireweights"
+_UNFINISHED = ".tmp"
+_ABANDONED = 3600  # seconds without a write after which an unfinished file's process must have died
 _MAGIC = b"quire-w1"
 _FOOTER = 16  # bytes: the magic, the length of the manifest, its CRC-32
 _CHUNK = 64 << 20  # bytes read at once by one thread
@@ -97,7 +100,7 @@ class WeightCache:
     @contextlib.contextmanager
     def _new_file(self, file: Path) -> Iterator[int]:
         """Give a new file's descriptor; it appears as `file` at once and whole, or not at all."""
-        descriptor, name = tempfile.mkstemp(dir=self._directory, prefix=file.stem, suffix=".tmp")
+        descriptor, name = tempfile.mkstemp(dir=self._directory, prefix=file.stem, suffix=_UNFINISHED)
         try:
             try:
                 yield descriptor
@@ -110,7 +113,10 @@ class WeightCache:
             raise
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the oldest files until `num_bytes` more fit into the limit."""
+        """Remove the oldest files until `num_bytes` more fit into the limit, and what was never finished."""
+        for file in self._directory.glob(f"*{_UNFINISHED}"):
+            if time.time() - file.stat().st_mtime > _ABANDONED:
+                file.unlink(missing_ok=True)
         states = [(file, file.stat()) for file in self._directory.glob(f"*{_SUFFIX}")]
         states.sort(key=lambda state: state[1].st_mtime_ns)
         total = sum(state.st_size for _, state in states) + num_bytes

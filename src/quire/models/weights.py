@@ -47,10 +47,13 @@ def weight_specs(config: ModelConfig) -> Iterator[WeightSpec]:
         yield _single(-1, "output", names["output"], embedding_shape)
 
 
-def weight_bytes(config: ModelConfig, dtype: str, quantization: str, group_size: int) -> int:
+def weight_bytes(
+    config: ModelConfig, dtype: str, quantization: str, group_size: int, *, is_native: bool = True
+) -> int:
     """Return the bytes that the weights take in memory.
 
-    A tied embedding counts once, as the output layer: only the rows that are looked up are read beside it.
+    A tied embedding counts as the output layer; beside it only the rows that are looked up are read, where
+    the file is mapped, unless the file has it in another type: then it is held a second time.
 
     Args:
         config: the model's numbers.
@@ -58,19 +61,40 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: str, group_size:
         quantization: none, int8 or int4; in int4, the output layer is in int8. Matrices that are stored
             quantized stay as they are.
         group_size: inputs that share two float32 numbers, for int4.
+        is_native: held by native kernels; the reference holds int4 as the float32 numbers that it stands for.
     """
-    is_stored = config.stored_quantization != "none"
-    matrices, group_size = (
-        (config.stored_quantization, config.stored_group_size) if is_stored else (quantization, group_size)
-    )
-    per_weight = {"none": DTYPE_BYTES[dtype], "int8": 1.0, "int4": 0.5 + 8 / group_size}
-    total = 0.0
+    matrices = held_quantization(config, quantization)
+    if config.stored_quantization != "none":
+        group_size = config.stored_group_size
+    total = 0
     for spec in weight_specs(config):
         kind = matrices if spec.field in QUANTIZED_FIELDS else "none"
-        if spec.field == "output" or (spec.field == "embedding" and config.tie_word_embeddings):
+        if spec.field == "embedding" and config.tie_word_embeddings:
             kind = output_quantization(quantization)
-        total += per_weight[kind] * sum(math.prod(source.shape) for source in spec.sources)
-    return int(total)
+            if config.embedding_dtype != dtype:
+                total += config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
+        elif spec.field == "output":
+            kind = output_quantization(quantization)
+        for source in spec.sources:
+            is_wide = not is_native and kind == "int4" and source.shape[1] % group_size == 0
+            held_as = ("none", "float32") if is_wide else (kind, dtype)
+            total += _bytes_as(*held_as, source.shape, group_size)
+    return total
+
+
+def held_quantization(config: ModelConfig, quantization: str) -> str:
+    """Return the quantization that most matrices have in memory, where `quantization` is asked for."""
+    return quantization if config.stored_quantization == "none" else config.stored_quantization
+
+
+def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int) -> int:
+    """Return the bytes of a tensor that is held as `kind`, in int8 instead of int4 if groups do not fit."""
+    if kind == "none":
+        return math.prod(shape) * DTYPE_BYTES[dtype]
+    rows, inputs = shape
+    if kind == "int4" and inputs % group_size == 0:
+        return rows * (inputs // 2 + inputs // group_size * 8)  # scale and zero
+    return rows * (inputs + 8)  # scale and sum
 
 
 def output_quantization(quantization: str) -> str:

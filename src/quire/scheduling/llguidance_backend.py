@@ -7,7 +7,6 @@ import json
 import re
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,16 +30,19 @@ class LLGuidanceBackend:
     llguidance is imported and the tokenizer read at the first compilation: most engines never need them.
 
     Args:
-        tokenizer_file: the model's `tokenizer.json`.
+        read_tokenizer: called once, at the first compilation, for the text of the model's `tokenizer.json`.
         vocab_size: width of the model's logits; ids from the tokenizer's own size on are never allowed.
-        read_eos_token_ids: called once, at the first compilation, for the ids that end a sequence.
+        read_eos_token_ids: called likewise, for the ids that end a sequence.
     """
 
     def __init__(
-        self, tokenizer_file: Path, vocab_size: int, read_eos_token_ids: Callable[[], Sequence[int]]
+        self,
+        read_tokenizer: Callable[[], str],
+        vocab_size: int,
+        read_eos_token_ids: Callable[[], Sequence[int]],
     ) -> None:
         self.vocab_size = vocab_size
-        self._tokenizer_file = tokenizer_file
+        self._read_tokenizer = read_tokenizer
         self._read_eos_token_ids = read_eos_token_ids
         self._reading = threading.Lock()
 
@@ -76,8 +78,7 @@ class LLGuidanceBackend:
                 param="structured_outputs",
             )
         try:
-            text = self._tokenizer_file.read_text(encoding="utf-8")
-            tokenizer = LLTokenizer(text, eos_token=eos_token_ids)
+            tokenizer = LLTokenizer(self._read_tokenizer(), eos_token=eos_token_ids)
             _require_true_spelling(tokenizer)
         except (OSError, ValueError) as error:
             raise InvalidRequestError(

@@ -54,12 +54,8 @@ class PackedLinear(Linear):
                 f"a layer has {self.in_features} input features; at most {MAX_INPUTS} are supported"
             )
         kind = quantization_of(parts, quantization, group_size)
-        parts = [_as_source(part, kind) for part in parts]
-        first = parts[0]
-        if kind != "int4":
-            group_size = 0
-        elif isinstance(first, Int4Weight):
-            group_size = first.group_size
+        group_size = _group_size(parts, group_size) if kind == "int4" else 0
+        parts = [_as_source(part, kind, group_size) for part in parts]
         layout = (FORMATS[dtype if kind == "none" else kind], self.out_features, self.in_features, group_size)
         memory = memory or WeightMemory()
         self._panels = memory.allocate(_native.packed_bytes(*layout))
@@ -85,7 +81,12 @@ class PackedLinear(Linear):
         return out
 
 
-def _as_source(part: Weight, kind: str) -> Weight:
+def _group_size(parts: Sequence[Weight], wanted: int) -> int:
+    """Return the group size of parts in 4 bits, the smallest if they differ; `wanted` if there are none."""
+    return min((part.group_size for part in parts if isinstance(part, Int4Weight)), default=wanted)
+
+
+def _as_source(part: Weight, kind: str, group_size: int) -> Weight:
     """Return `part` in a form that can be packed as `kind`."""
     fits = isinstance(part, torch.Tensor) or (kind == "int8") == isinstance(part, Int8Weight)
     if not fits or (kind == "none" and not isinstance(part, torch.Tensor)):
@@ -94,9 +95,9 @@ def _as_source(part: Weight, kind: str) -> Weight:
         return part.contiguous()
     if isinstance(part, Int8Weight):
         return Int8Weight(part.values.contiguous(), part.scales.float().contiguous())
-    return Int4Weight(
-        part.values.contiguous(), part.scales.float().contiguous(), part.zeros.float().contiguous()
-    )
+    repeats = part.group_size // group_size  # groups are powers of two
+    scales, zeros = (table.float().repeat_interleave(repeats, dim=1) for table in (part.scales, part.zeros))
+    return Int4Weight(part.values.contiguous(), scales.contiguous(), zeros.contiguous())
 
 
 def _source(part: Weight) -> tuple[int, int, int, int, int]:

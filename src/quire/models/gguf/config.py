@@ -34,6 +34,7 @@ _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as Llama 3.1
 _LONG_ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_TENSORS = (_ROPE_FACTORS, *_LONG_ROPE_FACTORS.values())
 _DTYPES = {0: "float32", 1: "float16"}  # by ggml's number; all others are computed in bfloat16
+_EMBEDDING_DTYPES = _DTYPES | {30: "bfloat16"}
 _FLOAT32, _Q4_0 = 0, 2
 
 
@@ -72,6 +73,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     values["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     kind = _matrix_kind(file)
     values["dtype"] = _DTYPES.get(kind, "bfloat16")
+    values["embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors["token_embd.weight"].kind, "")
     values["stored_quantization"] = StoredQuantization("int4", 32) if kind == _Q4_0 else StoredQuantization()
     for name in ("bos_token_id", "eos_token_id"):
         values[name] = file.metadata.get(f"tokenizer.ggml.{name}")

@@ -1,0 +1,141 @@
+// Norms and activations against plain loops in double, for all types and instruction sets; and the same bits on any number of
+// threads. Memory is of exactly the size needed, for a sanitizer to see a step beyond.
+#include "elementwise.h"
+
+#include "check.h"
+
+using namespace quire;
+using namespace quire::test;
+
+constexpr double kSmallest = 2e-6;
+
+// Rows with others' numbers between them.
+template <class T>
+struct Rows {
+  int64_t num_rows, num_features, stride;
+  std::vector<T> numbers;
+
+  Rows(int64_t rows, int64_t features, float deviation)
+      : num_rows(rows), num_features(features), stride(features + 3), numbers(random_numbers<T>((rows - 1) * stride + features, deviation)) {}
+  double at(int64_t row, int64_t feature) const { return number_of(numbers[row * stride + feature]); }
+};
+
+template <class T>
+void check_row(const char* what, const Rows<T>& out, int64_t row, const std::vector<double>& expected) {
+  for (int64_t i = 0; i < out.num_features; ++i) {
+    const double error = std::fabs(out.at(row, i) - expected[i]);
+    CHECK(error <= TypeOf<T>::rounding * std::fabs(expected[i]) + kSmallest, "%s: %.9g instead of %.9g, feature %ld of %ld", what,
+          out.at(row, i), expected[i], static_cast<long>(i), static_cast<long>(out.num_features));
+  }
+}
+
+template <class T>
+void check_norm(const Kernels& kernels, int64_t num_rows, int64_t num_features) {
+  const Rows<T> before(num_rows, num_features, 2.0f), delta(num_rows, num_features, 1.0f);
+  const std::vector<float> weight = random_floats(num_features);
+  constexpr float kScale = 0.22f, kEps = 1e-5f;
+  std::vector<T> first_result;
+  for (const int num_threads : {1, 3}) {
+    ThreadPool pool(num_threads);
+    Rows<T> rows = before, out = before;
+    kernels.norm({rows.numbers.data(), delta.numbers.data(), weight.data(), out.numbers.data(), TypeOf<T>::dtype, num_rows,
+                  num_features, rows.stride, delta.stride, out.stride, kScale, kEps},
+                 pool);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      std::vector<double> sums, normed;
+      double squares = 0.0;
+      for (int64_t i = 0; i < num_features; ++i) {
+        sums.push_back(before.at(row, i) + delta.at(row, i) * kScale);
+        squares += rows.at(row, i) * rows.at(row, i);
+      }
+      for (int64_t i = 0; i < num_features; ++i) {
+        normed.push_back(rows.at(row, i) / std::sqrt(squares / num_features + kEps) * weight[i]);
+      }
+      check_row(kernels.instruction_set, rows, row, sums);
+      check_row(kernels.instruction_set, out, row, normed);
+    }
+    if (num_threads == 1) first_result = out.numbers;
+    CHECK(same_bits(out.numbers, first_result), "%s: a norm depends on the threads", kernels.instruction_set);
+    Rows<T> alone = before;
+    kernels.norm({alone.numbers.data(), delta.numbers.data(), nullptr, nullptr, TypeOf<T>::dtype, num_rows, num_features,
+                  alone.stride, delta.stride, 0, kScale, kEps},
+                 pool);
+    CHECK(same_bits(alone.numbers, rows.numbers), "%s: the sum depends on the norm after it", kernels.instruction_set);
+  }
+}
+
+double activate(Activation activation, double x) {
+  switch (activation) {
+    case Activation::kSilu: return x / (1.0 + std::exp(-x));
+    case Activation::kGeluTanh: return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+    case Activation::kGelu: return 0.5 * x * (1.0 + std::erf(x / std::sqrt(2.0)));
+  }
+  return 0.0;
+}
+
+template <class T>
+void check_activation(const Kernels& kernels, Activation activation, int64_t num_rows, int64_t num_features) {
+  const Rows<T> gate_up(num_rows, 2 * num_features, 3.0f);
+  std::vector<T> first_result;
+  for (const int num_threads : {1, 3}) {
+    ThreadPool pool(num_threads);
+    Rows<T> out(num_rows, num_features, 1.0f);
+    const T between = out.numbers.size() > static_cast<size_t>(num_features) ? out.numbers[num_features] : T{};
+    kernels.gated_activation({gate_up.numbers.data(), out.numbers.data(), TypeOf<T>::dtype, activation, num_rows, num_features,
+                              gate_up.stride, out.stride},
+                             pool);
+    std::vector<T> results;
+    for (int64_t row = 0; row < num_rows; ++row) {
+      std::vector<double> expected;
+      for (int64_t i = 0; i < num_features; ++i) {
+        expected.push_back(activate(activation, gate_up.at(row, i)) * gate_up.at(row, num_features + i));
+        results.push_back(out.numbers[row * out.stride + i]);
+      }
+      check_row(kernels.instruction_set, out, row, expected);
+    }
+    if (num_rows > 1) CHECK(number_of(out.numbers[num_features]) == number_of(between), "%s: beyond a row", kernels.instruction_set);
+    if (num_threads == 1) first_result = results;
+    CHECK(same_bits(results, first_result), "%s: an activation depends on the threads", kernels.instruction_set);
+  }
+}
+
+// A row with a NaN or an infinity has NaN in its norm, and no other row has.
+template <class T>
+void what_is_unsound_stays_in_its_row(const Kernels& kernels) {
+  constexpr int64_t kRows = 3, kFeatures = 37;
+  ThreadPool pool(1);
+  for (const float unsound : {std::nanf(""), HUGE_VALF}) {
+    Rows<T> rows(kRows, kFeatures, 1.0f);
+    rows.numbers[rows.stride + 20] = from_float<T>(unsound);
+    Rows<T> out = rows;
+    const std::vector<float> weight(kFeatures, 1.0f);
+    kernels.norm({rows.numbers.data(), nullptr, weight.data(), out.numbers.data(), TypeOf<T>::dtype, kRows, kFeatures, rows.stride, 0,
+                  out.stride, 1.0f, 1e-6f},
+                 pool);
+    CHECK(std::isnan(out.at(1, 20)), "%s: %g became %g", kernels.instruction_set, unsound, out.at(1, 20));
+    for (const int64_t row : {0, 2}) {
+      for (int64_t i = 0; i < kFeatures; ++i) CHECK(std::isfinite(out.at(row, i)), "%s: row %ld", kernels.instruction_set, static_cast<long>(row));
+    }
+  }
+}
+
+template <class T>
+void check_type(const Kernels& kernels) {
+  for (const int64_t num_features : {1, 15, 16, 24, 64, 100, 900}) {
+    for (const int64_t num_rows : {1, 5, 40}) {
+      check_norm<T>(kernels, num_rows, num_features);
+      for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu}) {
+        check_activation<T>(kernels, activation, num_rows, num_features);
+      }
+    }
+  }
+  what_is_unsound_stays_in_its_row<T>(kernels);
+}
+
+int main() {
+  for (const Kernels* kernels : all_kernels()) {
+    check_type<float>(*kernels);
+    check_type<bf16>(*kernels);
+    check_type<fp16>(*kernels);
+  }
+}

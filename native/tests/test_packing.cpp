@@ -1,0 +1,182 @@
+// Panels, read number by number as linear.h lays them out, against the matrix that went in: for all formats, sources and
+// instruction sets, at sizes with all kinds of rests. Sources are of exactly the size needed.
+#include "packing.h"
+
+#include <algorithm>
+
+#include "check.h"
+
+using namespace quire;
+using namespace quire::test;
+
+struct Case {
+  WeightFormat format;
+  int64_t out_features, in_features, group_size;
+};
+
+class Panels {
+ public:
+  Panels(const Kernels& kernels, ThreadPool& pool, const Case& shape, const std::vector<WeightSource>& sources)
+      : shape_(shape), weight_{shape.format, shape.out_features, shape.in_features, shape.group_size, nullptr}, memory_(weight_.bytes()) {
+    PackCall call{&weight_, memory_.data, sources.data(), static_cast<int64_t>(sources.size()), nullptr};
+    Aligned scratch(kernels.pack_scratch(call, pool.num_threads()));
+    call.scratch = scratch.data;
+    kernels.pack(call, pool);
+  }
+
+  // The number of an output and an input as it is stored, in steps if the format has a scale.
+  double number(int64_t output, int64_t input) const {
+    const int64_t column = output % kPanelColumns;
+    switch (shape_.format) {
+      case WeightFormat::kFloat32: return at<float>(output, 0, input * kPanelColumns + column);
+      case WeightFormat::kBFloat16: return number_of(at<bf16>(output, 0, (input / 2 * kPanelColumns + column) * 2 + input % 2));
+      case WeightFormat::kFloat16: return number_of(at<fp16>(output, 0, input * kPanelColumns + column));
+      case WeightFormat::kInt8: return at<int8_t>(output, 0, (input / 4 * kPanelColumns + column) * 4 + input % 4);
+      case WeightFormat::kInt4: break;
+    }
+    const int64_t in_group = input % shape_.group_size;
+    const int64_t word = (in_group / 8 * kPanelColumns + column) * 2 + in_group % 2;
+    return at<uint16_t>(output, group_start(input) + kPanelColumns * 8, word) >> (in_group % 8 / 2 * 4) & 0xf;
+  }
+  float scale(int64_t output, int64_t input) const { return at<float>(output, tail(input), output % kPanelColumns); }
+  float zero(int64_t output, int64_t input) const { return at<float>(output, tail(input), kPanelColumns + output % kPanelColumns); }
+  int32_t sum(int64_t output) const { return at<int32_t>(output, tail(0), kPanelColumns + output % kPanelColumns); }
+
+  // Whether the outputs that fill up the last panel are zeros: by their numbers, or by their scales.
+  bool ends_with_zeros() const {
+    const bool is_scaled = shape_.format == WeightFormat::kInt8 || shape_.format == WeightFormat::kInt4;
+    for (int64_t output = shape_.out_features; output < weight_.num_panels() * kPanelColumns; ++output) {
+      for (int64_t input = 0; input < shape_.in_features; ++input) {
+        if ((is_scaled ? scale(output, input) : number(output, input)) != 0.0) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  int64_t group_start(int64_t input) const {
+    return input / shape_.group_size * (kPanelColumns * 8 + shape_.group_size * kPanelColumns / 2);
+  }
+  int64_t tail(int64_t input) const {
+    return shape_.format == WeightFormat::kInt4 ? group_start(input) : (shape_.in_features + 3) / 4 * kPanelColumns * 4;
+  }
+  template <class T>
+  T at(int64_t output, int64_t offset, int64_t index) const {
+    T value;
+    std::memcpy(&value, memory_.data + output / kPanelColumns * weight_.panel_bytes() + offset + index * sizeof(T), sizeof value);
+    return value;
+  }
+
+  const Case shape_;
+  const PackedWeight weight_;
+  const Aligned memory_;
+};
+
+// How far a number may be from the one that went in, and the scale that its row or group should have.
+void check_quantized(const Panels& panels, const Case& shape, int64_t output, const std::vector<double>& row) {
+  const int64_t group_size = shape.format == WeightFormat::kInt4 ? shape.group_size : shape.in_features;
+  for (int64_t first = 0; first < shape.in_features; first += group_size) {
+    const auto is_smaller = [](double a, double b) { return std::fabs(a) < std::fabs(b); };
+    const double extreme = *std::max_element(row.begin() + first, row.begin() + first + group_size, is_smaller);
+    const double scale = shape.format == WeightFormat::kInt4 ? extreme / -8.0 : std::fabs(extreme) / 127.0;
+    CHECK(std::fabs(panels.scale(output, first) - scale) <= 1e-6 * std::fabs(scale), "scale %g, not %g", panels.scale(output, first), scale);
+    int64_t sum = 0;
+    for (int64_t input = first; input < first + group_size; ++input) {
+      const double steps = panels.number(output, input), zero = shape.format == WeightFormat::kInt4 ? 8.0 : 0.0;
+      // The number opposite to the extreme may be a whole step beyond the last one of four bits.
+      const bool is_beyond = shape.format == WeightFormat::kInt4 && steps == 15.0;
+      const double bound = std::fabs(scale) * (is_beyond ? 1.0001 : 0.5001);
+      CHECK(std::fabs((steps - zero) * scale - row[input]) <= bound, "%g steps of %g for %g", steps, scale, row[input]);
+      sum += static_cast<int64_t>(steps);
+    }
+    CHECK(shape.format == WeightFormat::kInt4 || sum == panels.sum(output), "sum %d", panels.sum(output));
+  }
+}
+
+template <class T>
+void check_floats(const Kernels& kernels, ThreadPool& pool, const Case& shape) {
+  const int64_t split = shape.out_features / 3;  // two sources, one below the other
+  const std::vector<T> above = random_numbers<T>(split * shape.in_features, 0.1f);
+  const std::vector<T> below = random_numbers<T>((shape.out_features - split) * shape.in_features, 0.1f);
+  const Panels panels(kernels, pool, shape,
+                      {{above.data(), TypeOf<T>::dtype, split, nullptr, nullptr},
+                       {below.data(), TypeOf<T>::dtype, shape.out_features - split, nullptr, nullptr}});
+  std::vector<T> matrix = above;
+  matrix.insert(matrix.end(), below.begin(), below.end());
+  for (int64_t output = 0; output < shape.out_features; ++output) {
+    std::vector<double> row;
+    for (int64_t input = 0; input < shape.in_features; ++input) row.push_back(number_of(matrix[output * shape.in_features + input]));
+    if (shape.format == WeightFormat::kInt8 || shape.format == WeightFormat::kInt4) {
+      check_quantized(panels, shape, output, row);
+      continue;
+    }
+    for (int64_t input = 0; input < shape.in_features; ++input) {
+      const float number = static_cast<float>(row[input]);
+      const double expected = shape.format == WeightFormat::kBFloat16  ? number_of(from_float<bf16>(number))
+                              : shape.format == WeightFormat::kFloat16 ? number_of(from_float<fp16>(number))
+                                                                       : number;
+      CHECK(panels.number(output, input) == expected, "%s: %g, not %g", kernels.instruction_set, panels.number(output, input), expected);
+    }
+  }
+  CHECK(panels.ends_with_zeros(), "%s: the end of the last panel", kernels.instruction_set);
+}
+
+// Steps of a checkpoint that is quantized already stay as they are.
+template <class T>
+void check_steps(const Kernels& kernels, ThreadPool& pool, const Case& shape) {
+  constexpr bool kIsInt4 = sizeof(T) == 1 && T(-1) > T(0);
+  std::vector<T> steps(shape.out_features * shape.in_features);
+  for (T& step : steps) step = static_cast<T>(kIsInt4 ? random_int(0, 15) : random_int(-128, 127));
+  const int64_t num_groups = kIsInt4 ? shape.in_features / shape.group_size : 1;
+  const std::vector<float> scales = random_floats(shape.out_features * num_groups), zeros = random_floats(shape.out_features * num_groups);
+  const Panels panels(kernels, pool, shape,
+                      {{steps.data(), kIsInt4 ? DType::kUInt8 : DType::kInt8, shape.out_features, scales.data(), zeros.data()}});
+  for (int64_t output = 0; output < shape.out_features; ++output) {
+    int64_t sum = 0;
+    for (int64_t input = 0; input < shape.in_features; ++input) {
+      const int64_t group = output * num_groups + (kIsInt4 ? input / shape.group_size : 0);
+      const double step = steps[output * shape.in_features + input];
+      CHECK(panels.number(output, input) == step, "%s: %g, not %g", kernels.instruction_set, panels.number(output, input), step);
+      CHECK(panels.scale(output, input) == scales[group], "%s: a scale", kernels.instruction_set);
+      CHECK(!kIsInt4 || panels.zero(output, input) == zeros[group], "%s: a zero", kernels.instruction_set);
+      sum += static_cast<int64_t>(step);
+    }
+    CHECK(kIsInt4 || panels.sum(output) == sum, "%s: a sum", kernels.instruction_set);
+  }
+  CHECK(panels.ends_with_zeros(), "%s: the end of the last panel", kernels.instruction_set);
+}
+
+// A row or group that cannot be quantized is NaN as a whole, and no other is.
+void what_is_unsound_stays_so(const Kernels& kernels, ThreadPool& pool, WeightFormat format) {
+  const Case shape{format, 3, 64, 32};
+  for (const float unsound : {std::nanf(""), HUGE_VALF}) {
+    std::vector<float> matrix = random_floats(shape.out_features * shape.in_features);
+    matrix[shape.in_features + 5] = unsound;
+    const Panels panels(kernels, pool, shape, {{matrix.data(), DType::kFloat32, shape.out_features, nullptr, nullptr}});
+    CHECK(std::isnan(panels.scale(1, 5)), "%s: a scale of %g for %g", kernels.instruction_set, panels.scale(1, 5), unsound);
+    CHECK(std::isfinite(panels.scale(0, 5)) && std::isfinite(panels.scale(2, 5)), "%s: a NaN spread", kernels.instruction_set);
+  }
+}
+
+int main() {
+  ThreadPool pool(3);
+  for (const Kernels* kernels : all_kernels()) {
+    for (int turn = 0; turn < 8; ++turn) {
+      const int64_t in_features = turn < 2 ? turn + 1 : random_int(1, 150), out_features = random_int(3, 100);
+      const int64_t group_size = turn % 2 ? 32 : 128;
+      for (const WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8}) {
+        const Case shape{format, out_features, in_features, 0};
+        check_floats<float>(*kernels, pool, shape);
+        check_floats<bf16>(*kernels, pool, shape);
+        check_floats<fp16>(*kernels, pool, shape);
+      }
+      check_steps<int8_t>(*kernels, pool, {WeightFormat::kInt8, out_features, in_features, 0});
+      const Case in_groups{WeightFormat::kInt4, out_features, group_size * random_int(1, 3), group_size};
+      check_floats<float>(*kernels, pool, in_groups);
+      check_floats<bf16>(*kernels, pool, in_groups);
+      check_steps<uint8_t>(*kernels, pool, in_groups);
+    }
+    what_is_unsound_stays_so(*kernels, pool, WeightFormat::kInt8);
+    what_is_unsound_stays_so(*kernels, pool, WeightFormat::kInt4);
+  }
+}

@@ -1,0 +1,50 @@
+"""Which kernels are chosen, and that Quire runs where the native ones could not be built."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.kernels import dispatch
+from quire.kernels.cpu import _native, threads
+
+WITHOUT_NATIVE_KERNELS = """
+import sys
+sys.modules["quire.kernels.cpu._native"] = None
+from quire import LLM, SamplingParams
+with LLM("mini", num_kv_blocks=64, max_num_seqs=4, weight_cache="") as llm:
+    (output,) = llm.generate(["What is"], SamplingParams(max_tokens=4, temperature=0.7, seed=1))
+print(len(output.outputs[0].token_ids))
+"""
+
+
+def test_without_native_kernels_the_reference_runs_and_that_is_said_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NATIVE_KERNELS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "4\n"
+    assert done.stderr.count("without its native kernels") == 1
+
+
+def test_native_kernels_that_are_missing_are_an_error_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "has_native_kernels", lambda: False)
+    choose = dispatch.kernel_set.__wrapped__
+    with pytest.raises(ConfigError, match=r"EngineConfig\.kernels is 'native', but .* set it to 'auto'"):
+        choose("native")
+    assert choose("auto").name == "reference"
+
+
+def test_more_threads_than_cpus_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    before = _native.num_threads()
+    try:
+        with caplog.at_level(logging.WARNING):
+            threads.use_threads(threads._usable_cpus())
+            assert not caplog.records
+            threads.use_threads(threads._usable_cpus() + 1)
+    finally:
+        _native.set_threads(before, [])
+    assert "may use only" in caplog.text
