@@ -51,7 +51,7 @@ sanitize:  ## Test the native kernels under AddressSanitizer and ThreadSanitizer
 	for sanitizer in address,undefined thread; do \
 		cmake -S native -B build/sanitize-$$sanitizer -DQUIRE_SANITIZE=$$sanitizer > /dev/null && \
 		cmake --build build/sanitize-$$sanitizer -j 2 > /dev/null && \
-		ctest --test-dir build/sanitize-$$sanitizer --output-on-failure || exit 1; \
+		ctest --test-dir build/sanitize-$$sanitizer --no-tests=error --output-on-failure || exit 1; \
 	done
 
 conformance: $(READY)  ## List each row of the specifications with the tests that show it

@@ -56,7 +56,7 @@ QUIRE_INLINE f32x16 tanh(f32x16 x) {
   return magnitude < 0.625f ? near : signed_far;
 }
 
-// Within 2.5 ulp.
+// Within 3 ulp.
 QUIRE_INLINE f32x16 erf(f32x16 x) {
   const f32x16 magnitude = x < 0.0f ? -x : x;
   const f32x16 square = x * x;

@@ -38,7 +38,7 @@ __attribute__((noinline)) void check_all() {
       const float tangent = quire::QUIRE_ISA::tanh(splat(x))[bits % kLanes];
       CHECK(ulps(tangent, std::tanh(static_cast<double>(x))) < 1.4, "tanh(%.9g) = %.9g", x, tangent);
       const float error = quire::QUIRE_ISA::erf(splat(x))[bits % kLanes];
-      CHECK(ulps(error, std::erf(static_cast<double>(x))) < 2.5, "erf(%.9g) = %.9g", x, error);
+      CHECK(ulps(error, std::erf(static_cast<double>(x))) < 3.0, "erf(%.9g) = %.9g", x, error);
     }
   }
   CHECK(quire::QUIRE_ISA::exp(splat(0.0f))[0] == 1.0f, "exp(0)");
