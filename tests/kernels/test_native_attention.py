@@ -46,9 +46,9 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(params=[2, 5])
 def several_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _native.num_threads()
-    _native.set_threads(request.param, [])
+    _native.set_threads(request.param)
     yield
-    _native.set_threads(before, [])
+    _native.set_threads(before)
 
 
 def check_against_naive(
@@ -166,9 +166,9 @@ def test_bits_do_not_depend_on_threads(
     how = {"kernel": paged_attention, "dtype": types[0], "chunks": chunks, "window": 2100}
     outputs = run_paged(sequences, **how)
     num_threads = _native.num_threads()
-    _native.set_threads(1, [])
+    _native.set_threads(1)
     expected = run_paged(sequences, **how)
-    _native.set_threads(num_threads, [])
+    _native.set_threads(num_threads)
     assert_equal_bits(outputs, expected, num_threads)
 
 
@@ -183,7 +183,7 @@ def test_key_scores_do_not_depend_on_threads(several_threads: None) -> None:
     batch, cache, query = _random_step([300, 1500], [20, 1])
     scores = torch.zeros(2, cache.num_blocks, cache.block_size)
     paged_attention(query, cache.layer(0), batch, scale=0.1, key_scores=scores[0])
-    _native.set_threads(1, [])
+    _native.set_threads(1)
     paged_attention(query, cache.layer(0), batch, scale=0.1, key_scores=scores[1])
     assert torch.equal(scores[0], scores[1])
     assert scores[0].sum().item() == pytest.approx(21 * query.shape[1], rel=1e-5)
@@ -207,6 +207,34 @@ def test_a_broken_sequence_does_not_touch_its_company(instruction_set: str, dtyp
     assert torch.equal(outputs[0], expected[0])
     assert torch.equal(outputs[2], expected[2])
     assert outputs[1][3:].isnan().all()
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("window", [0, 9])
+def test_what_is_broken_later_does_not_reach_back(
+    instruction_set: str, types: tuple[torch.dtype, torch.dtype], window: int
+) -> None:
+    """Tokens of a step go through a tile together, those that see the broken one and those that do not."""
+    sequences = Sequences.random([150, 40, 1100], 4, 2, 32, shared=16)
+    how = {"kernel": paged_attention, "dtype": types[0], "kv_dtype": types[1], "window": window}
+    expected = run_paged(sequences, **how)
+    for sequence, token in ((0, 99), (1, 30), (2, 1063)):
+        sequences.value[sequence][token] = float("nan")
+        sequences.key[sequence][token + 2] = float("inf")
+    for chunks in (10_000, [100, 31, 1064, 1000], 1):
+        outputs = run_paged(sequences, shared=16, chunks=chunks, **how)
+        for sequence, token in ((0, 99), (1, 30), (2, 1063)):
+            assert torch.equal(outputs[sequence][:token], expected[sequence][:token]), (chunks, sequence)
+            seeing = outputs[sequence][token : token + window if window else None]
+            assert seeing.isnan().all(), (chunks, sequence)
+
+
+def test_a_span_of_nothing_but_nan_is_not_nothing(instruction_set: str) -> None:
+    sequences = Sequences.random([1030], 2, 1, 16)
+    sequences.key[0][1024:] = float("nan")
+    output = run_paged(sequences, kernel=paged_attention)[0]
+    assert not output[:1024].isnan().any()
+    assert output[1024:].isnan().all()
 
 
 def test_large_scores_do_not_overflow(instruction_set: str) -> None:

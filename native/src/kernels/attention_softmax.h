@@ -34,9 +34,6 @@ QUIRE_INLINE float largest(f32x16 values) {
 #endif
 }
 
-QUIRE_INLINE void store_weights(float* to, f32x16 values) { store(to, values); }
-QUIRE_INLINE void store_weights(bf16* to, f32x16 values) { store(to, values); }
-
 // The scores of one row in a tile, ready for the softmax. The row sees the keys from `first` to `last`.
 QUIRE_INLINE void finish_scores(const AttentionCall& call, const float* raw, const float* key_scales, int first, int last,
                                 f32x16 (&scores)[kTileVectors]) {
@@ -81,7 +78,7 @@ QUIRE_INLINE float weigh(const f32x16 (&scores)[kTileVectors], const float* valu
 #pragma GCC unroll 4
   for (int i = 0; i < kTileVectors; ++i) {
     if (value_scales != nullptr) shares[i] = shares[i] * load(value_scales + i * kLanes);
-    store_weights(weights + i * kLanes, shares[i]);
+    store(weights + i * kLanes, shares[i]);
   }
   return factor;
 }
@@ -95,7 +92,7 @@ inline void clear(const State& state, int64_t num_rows, int64_t head_dim) {
 // Adds a later span. Rows that saw nothing of it keep their bits.
 inline __attribute__((noinline)) void merge(const State& into, const State& later, int64_t num_rows, int64_t head_dim) {
   for (int64_t row = 0; row < num_rows; ++row) {
-    if (later.best[row] == kNothing) continue;
+    if (sum_of_lanes(load(later.sums + row * kLanes)) == 0.0f) continue;  // of what was seen, the sum is at least 1, or NaN
     const float best = later.best[row] > into.best[row] ? later.best[row] : into.best[row];
     const f32x16 old_factor = exp(splat(into.best[row] - best));
     const f32x16 new_factor = exp(splat(later.best[row] - best));

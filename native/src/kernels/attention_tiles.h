@@ -38,8 +38,6 @@ struct Tile {
   alignas(64) float value_scales[kTileTokens];
 };
 
-// -- packing ------------------------------------------------------------------------------------------------------------
-
 // The tile that comes next, fetched a row at a time all through the work on this one: a core has few lines under way at once,
 // and waits when it is asked for more.
 struct Ahead {
@@ -171,6 +169,8 @@ struct Float32Path {
   }
 };
 
+// -- packing ------------------------------------------------------------------------------------------------------------
+
 // Packs the keys of a tile that lie from `first` to `end`.
 template <class Path, class T>
 void pack_keys(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_dim, char* to) {
@@ -239,15 +239,34 @@ QUIRE_INLINE void score(int num_rows, const typename Path::Number* rows, int64_t
 
 // -- sums: R rows of weights times the values of a tile ------------------------------------------------------------------------
 
-// totals[row] = totals[row] * factors[row] + weights[row] x values, for N vectors of features.
+// totals[row] = totals[row] * factors[row] + weights[row] x values. Tokens from `first` to `end` have weights other than zero.
+template <class Number>
+struct WeightedSum {
+  const Number* weights;  // [rows, 64]
+  const float* factors;   // [rows]
+  const char* values;     // packed
+  int first;
+  int end;
+  int64_t head_dim;
+  float* totals;  // [rows, head_dim]
+
+  // The same from a row and a feature on.
+  QUIRE_INLINE WeightedSum from(int row, int64_t feature) const {
+    return {weights + row * kTileTokens, factors + row, values + feature * 4, first, end, head_dim, totals + row * head_dim + feature};
+  }
+};
+
+// R rows and N vectors of features.
 template <class Path, bool kFetches, int R, int N>
-void add_features(const typename Path::Number* weights, const float* factors, const char* values, int first_step, int end_step,
-                  int64_t head_dim, float* totals, Ahead& ahead) {
-  const int64_t step_bytes = head_dim * 4;
+QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, Ahead& ahead) {
+  const int64_t head_dim = sum.head_dim, step_bytes = head_dim * 4;
   f32x16 sums[R][N];
 #pragma GCC unroll 24
-  for (int i = 0; i < R * N; ++i) sums[i / N][i % N] = load(totals + i / N * head_dim + i % N * kLanes) * factors[i / N];
-  const char* at = values + first_step * step_bytes;
+  for (int i = 0; i < R * N; ++i) sums[i / N][i % N] = load(sum.totals + i / N * head_dim + i % N * kLanes) * sum.factors[i / N];
+  const int first_step = sum.first / Path::kInputs;
+  const int end_step = (sum.end + Path::kInputs - 1) / Path::kInputs;
+  const typename Path::Number* weights = sum.weights;
+  const char* at = sum.values + first_step * step_bytes;
 #pragma GCC unroll 1
   for (int step = first_step; step < end_step; ++step, at += step_bytes) {
     if (kFetches) ahead.fetch();
@@ -262,42 +281,28 @@ void add_features(const typename Path::Number* weights, const float* factors, co
     }
   }
 #pragma GCC unroll 24
-  for (int i = 0; i < R * N; ++i) store(totals + i / N * head_dim + i % N * kLanes, sums[i / N][i % N]);
+  for (int i = 0; i < R * N; ++i) store(sum.totals + i / N * head_dim + i % N * kLanes, sums[i / N][i % N]);
 }
 
 template <class Path, int N, int R = kValueRows>
-QUIRE_INLINE void add_features_of(int num_rows, const typename Path::Number* weights, const float* factors, const char* values,
-                                  int first_step, int end_step, int64_t head_dim, float* totals, Ahead& ahead) {
-  if (num_rows == R && ahead.num_left > 0) {
-    add_features<Path, true, R, N>(weights, factors, values, first_step, end_step, head_dim, totals, ahead);
-  } else if (num_rows == R) {
-    add_features<Path, false, R, N>(weights, factors, values, first_step, end_step, head_dim, totals, ahead);
-  } else if constexpr (R > 1) {
-    add_features_of<Path, N, R - 1>(num_rows, weights, factors, values, first_step, end_step, head_dim, totals, ahead);
-  }
+QUIRE_INLINE void add_rows(int num_rows, const WeightedSum<typename Path::Number>& sum, Ahead& ahead) {
+  if (num_rows == R && ahead.num_left > 0) return add_features<Path, true, R, N>(sum, ahead);
+  if (num_rows == R) return add_features<Path, false, R, N>(sum, ahead);
+  if constexpr (R > 1) add_rows<Path, N, R - 1>(num_rows, sum, ahead);
 }
 
 template <class Path, int N = kValueVectors>
-QUIRE_INLINE void add_vectors(int num_vectors, int num_rows, const typename Path::Number* weights, const float* factors,
-                              const char* values, int first_step, int end_step, int64_t head_dim, float* totals, Ahead& ahead) {
-  if (num_vectors >= N) {
-    add_features_of<Path, N>(num_rows, weights, factors, values, first_step, end_step, head_dim, totals, ahead);
-  } else if constexpr (N > 1) {
-    add_vectors<Path, N - 1>(num_vectors, num_rows, weights, factors, values, first_step, end_step, head_dim, totals, ahead);
-  }
+QUIRE_INLINE void add_vectors(int num_vectors, int num_rows, const WeightedSum<typename Path::Number>& sum, Ahead& ahead) {
+  if (num_vectors >= N) return add_rows<Path, N>(num_rows, sum, ahead);
+  if constexpr (N > 1) add_vectors<Path, N - 1>(num_vectors, num_rows, sum, ahead);
 }
 
-// The tokens from `first` to `end` have weights other than zero.
 template <class Path>
-QUIRE_INLINE void add_values(int num_rows, const typename Path::Number* weights, const float* factors, const char* values,
-                             int first, int end, int64_t head_dim, float* totals, Ahead& ahead) {
-  const int first_step = first / Path::kInputs;
-  const int end_step = (end + Path::kInputs - 1) / Path::kInputs;
+QUIRE_INLINE void add_values(int num_rows, const WeightedSum<typename Path::Number>& sum, Ahead& ahead) {
   for (int row = 0; row < num_rows; row += kValueRows) {
     const int count = num_rows - row < kValueRows ? num_rows - row : kValueRows;
-    for (int64_t feature = 0; feature < head_dim; feature += kValueVectors * kLanes) {
-      add_vectors<Path>(static_cast<int>((head_dim - feature) / kLanes), count, weights + row * kTileTokens, factors + row,
-                        values + feature * 4, first_step, end_step, head_dim, totals + row * head_dim + feature, ahead);
+    for (int64_t feature = 0; feature < sum.head_dim; feature += kValueVectors * kLanes) {
+      add_vectors<Path>(static_cast<int>((sum.head_dim - feature) / kLanes), count, sum.from(row, feature), ahead);
     }
   }
 }

@@ -1,0 +1,121 @@
+// The rows that one KV head of a row block has, and where in the cache the keys and values lie that they see. Compiled once for
+// each instruction set.
+#pragma once
+
+#include "attention.h"
+#include "attention_tiles.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+
+alignas(64) constexpr char kZeros[kMaxHeadDim * sizeof(float)] = {};
+
+QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Row `i` is head `i % group` of the KV head's, for token `i / group` of the block.
+struct HeadRows {
+  const AttentionCall& call;
+  const AttentionPlan& plan;
+  const KVLayer& kv;
+  const RowBlock& block;
+  int64_t head;
+  int64_t head_dim;
+
+  HeadRows(const AttentionCall& the_call, const RowBlock& the_block, int64_t the_head)
+      : call(the_call), plan(*the_call.plan), kv(*the_call.kv), block(the_block), head(the_head), head_dim(kv.head_dim) {}
+
+  int64_t count() const { return static_cast<int64_t>(block.num_tokens) * plan.group; }
+  int64_t first_row(const AttentionVisit& visit) const { return static_cast<int64_t>(visit.first_token) * plan.group; }
+  int64_t end_row(const AttentionVisit& visit) const { return first_row(visit) + static_cast<int64_t>(visit.num_tokens) * plan.group; }
+  const AttentionSpan& span(int index) const { return plan.spans[block.first_span + index]; }
+
+  const AttentionToken& token_of(int64_t row) const { return plan.tokens[block.first_token + row / plan.group]; }
+  int64_t query_head(int64_t row) const { return head * plan.group + row % plan.group; }
+  // Among the rows of all heads and tokens: that of the row's result.
+  int64_t place(int64_t row) const { return token_of(row).row * kv.num_kv_heads * plan.group + query_head(row); }
+
+  // The first and the last key of a tile that a row sees.
+  QUIRE_INLINE void limits(const AttentionVisit& visit, int64_t row, int* first, int* last) const {
+    const int64_t position = token_of(row).position - static_cast<int64_t>(visit.tile) * kTileTokens;
+    const int64_t oldest = plan.window == 0 ? 0 : position - plan.window + 1;
+    *first = oldest > 0 ? static_cast<int>(oldest) : 0;
+    *last = static_cast<int>(smaller(position, kTileTokens - 1));
+  }
+
+  // Puts the queries in `to`, [count, head_dim], as the numbers that products are computed in.
+  template <class Number>
+  void take_query(Number* to) const {
+    switch (call.query_type) {
+      case DType::kBFloat16: return take_query_from(static_cast<const bf16*>(call.query), to);
+      case DType::kFloat16: return take_query_from(static_cast<const fp16*>(call.query), to);
+      default: return take_query_from(static_cast<const float*>(call.query), to);
+    }
+  }
+
+  // Where the keys and values of a visit lie in a cache of T. `of_head`: the KV head, this or another.
+  template <class T>
+  void locate(const AttentionVisit& visit, int64_t of_head, Tile& tile) const {
+    for (int key = 0; key < kTileTokens; ++key) {
+      if (key == visit.first_key) key = visit.end_key;
+      if (key >= kTileTokens) break;
+      tile.rows[0][key] = tile.rows[1][key] = kZeros;
+      tile.key_scales[key] = tile.value_scales[key] = 0.0f;
+    }
+    const int32_t* table = plan.block_tables + visit.sequence * plan.table_stride;
+    const int64_t start = static_cast<int64_t>(visit.tile) * kTileTokens;
+    for (int key = visit.first_key; key < visit.end_key;) {
+      const int64_t entry = table[(start + key) / plan.block_size];
+      const int64_t offset = (start + key) % plan.block_size;
+      const int count = static_cast<int>(smaller(plan.block_size - offset, visit.end_key - key));
+      locate_piece<T>(kv.keys, of_head, entry, offset, count, tile.rows[0] + key, tile.key_scales + key);
+      locate_piece<T>(kv.values, of_head, entry, offset, count, tile.rows[1] + key, tile.value_scales + key);
+      key += count;
+    }
+  }
+
+  // The tile that this thread will most likely want after visit `visit - 1` of a span: short contexts have few tiles, so the
+  // first one of the next block or head counts too. False if there is none.
+  template <class T>
+  bool locate_following(int span_index, int visit, Tile& tile) const {
+    if (visit < span(span_index).num_visits) {
+      locate<T>(plan.visits[span(span_index).first_visit + visit], head, tile);
+      return true;
+    }
+    const RowBlock* next_block = &block;
+    int64_t next_head = head;
+    int64_t next_span = block.first_span + span_index + 1;
+    if (span_index + 1 == block.num_spans) {
+      if (++next_block == plan.blocks + plan.num_blocks) {
+        next_block = plan.blocks;
+        ++next_head;
+      }
+      if (next_head == kv.num_kv_heads) return false;
+      next_span = next_block->first_span;
+    }
+    locate<T>(plan.visits[plan.spans[next_span].first_visit], next_head, tile);
+    return true;
+  }
+
+ private:
+  template <class From, class Number>
+  void take_query_from(const From* from, Number* to) const {
+    for (int64_t row = 0; row < count(); ++row, to += head_dim) {
+      const From* numbers = from + token_of(row).row * call.query_stride + query_head(row) * head_dim;
+      for (int64_t i = 0; i < head_dim; i += kLanes) store(to + i, load(numbers + i));
+    }
+  }
+
+  template <class T>
+  QUIRE_INLINE void locate_piece(const CachePart& part, int64_t of_head, int64_t entry, int64_t offset, int count,
+                                 const char** rows, float* scales) const {
+    const int64_t token_bytes = part.strides[2] * static_cast<int64_t>(sizeof(T));
+    const char* row = static_cast<const char*>(part.numbers) +
+                      (entry * part.strides[0] + of_head * part.strides[1]) * static_cast<int64_t>(sizeof(T)) + offset * token_bytes;
+    for (int i = 0; i < count; ++i) rows[i] = row + i * token_bytes;
+    if (part.scales == nullptr) return;
+    const float* scale = part.scales + entry * part.scale_strides[0] + of_head * part.scale_strides[1];
+    for (int i = 0; i < count; ++i) scales[i] = scale[(offset + i) * part.scale_strides[2]];
+  }
+};
+
+}  // namespace quire::QUIRE_ISA
