@@ -1,7 +1,6 @@
 #include "context.h"
 
 #include <new>
-#include <utility>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
@@ -35,9 +34,9 @@ void Context::forget_threads() {
   pool_ = std::make_unique<ThreadPool>(1);
 }
 
-void Context::set_threads(int num_threads, std::vector<int> cpus) {
+void Context::set_threads(int num_threads) {
   const std::lock_guard<std::mutex> lock(mutex);
-  pool_ = std::make_unique<ThreadPool>(num_threads, std::move(cpus));
+  pool_ = std::make_unique<ThreadPool>(num_threads);
 }
 
 bool Context::set_instruction_set(const char* name) {

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include "dispatch.h"
 #include "thread_pool.h"
@@ -17,7 +16,7 @@ class Context {
 
   // Replaces the threads; arguments and exceptions as for ThreadPool. A child of fork() begins with one thread, whatever its
   // parent had.
-  void set_threads(int num_threads, std::vector<int> cpus);
+  void set_threads(int num_threads);
 
   // Uses another instruction set from now on; false if this CPU or this build lacks it.
   bool set_instruction_set(const char* name);

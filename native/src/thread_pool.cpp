@@ -1,9 +1,5 @@
 #include "thread_pool.h"
 
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -28,23 +24,8 @@ void pause() {
 #endif
 }
 
-void pin_this_thread(int cpu) {
-#if defined(__linux__)
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(cpu, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // a CPU that is not ours: the thread stays unpinned
-#else
-  (void)cpu;
-#endif
-}
-
-int checked(int num_threads, const std::vector<int>& pinned) {
+int checked(int num_threads) {
   if (num_threads < 1) throw std::invalid_argument(std::to_string(num_threads) + " threads; there must be at least 1");
-  if (!pinned.empty() && pinned.size() != static_cast<size_t>(num_threads)) {
-    throw std::invalid_argument(std::to_string(pinned.size()) + " CPUs for " + std::to_string(num_threads) +
-                                " threads; there must be one for each, or none");
-  }
   return num_threads;
 }
 
@@ -52,16 +33,9 @@ uint64_t range_state(int64_t begin, int64_t end) { return static_cast<uint64_t>(
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads, std::vector<int> pinned)
-    : num_threads_(checked(num_threads, pinned)), ranges_(new Range[num_threads]) {
+ThreadPool::ThreadPool(int num_threads) : num_threads_(checked(num_threads)), ranges_(new Range[num_threads]) {
   try {
-    for (int thread = 1; thread < num_threads; ++thread) {
-      const int cpu = pinned.empty() ? -1 : pinned[thread];
-      threads_.emplace_back([this, thread, cpu] {
-        if (cpu >= 0) pin_this_thread(cpu);
-        serve(thread);
-      });
-    }
+    for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
   } catch (...) {
     stop();  // those that there are, or the end of the process would be theirs
     throw;

@@ -18,9 +18,10 @@ class ThreadPool {
  public:
   using Body = void (*)(void* context, int64_t task, int thread);
 
-  // `num_threads` counts the caller. `pinned`: one CPU id for each thread, or empty; the caller's is not used. Throws
-  // std::invalid_argument if a number is not as it must be, std::system_error if the system has no threads left.
-  explicit ThreadPool(int num_threads, std::vector<int> pinned = {});
+  // `num_threads` counts the caller. Throws std::invalid_argument if it is below 1, std::system_error if the system has no
+  // threads left. They are not pinned: work is taken over from a thread that has lost its core, which pinning would keep waiting
+  // for it.
+  explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

@@ -19,9 +19,9 @@ int64_t sum_of_tasks(Context& context) {
   return sum;
 }
 
-bool is_refused(Context& context, int num_threads, const std::vector<int>& cpus) {
+bool is_refused(Context& context, int num_threads) {
   try {
-    context.set_threads(num_threads, cpus);
+    context.set_threads(num_threads);
   } catch (const std::invalid_argument&) {
     return true;
   }
@@ -29,21 +29,20 @@ bool is_refused(Context& context, int num_threads, const std::vector<int>& cpus)
 }
 
 void a_wrong_number_of_threads_is_refused(Context& context) {
-  context.set_threads(2, {});
-  CHECK(is_refused(context, 0, {}), "no threads");
-  CHECK(is_refused(context, -1, {}), "fewer than none");
-  CHECK(is_refused(context, 3, {0}), "one CPU for three threads");
+  context.set_threads(2);
+  CHECK(is_refused(context, 0), "no threads");
+  CHECK(is_refused(context, -1), "fewer than none");
   CHECK(context.pool().num_threads() == 2 && sum_of_tasks(context) == 499500, "the pool is no longer as it was");
 }
 
 void a_forked_child_works_with_threads_of_its_own(Context& context) {
-  context.set_threads(3, {});
+  context.set_threads(3);
   CHECK(sum_of_tasks(context) == 499500, "before the fork");
   const pid_t child = fork();
   if (child == 0) {
     alarm(30);  // ends a child that waits for threads that it does not have
     const bool is_right = context.pool().num_threads() == 1 && sum_of_tasks(context) == 499500;
-    context.set_threads(1, {});
+    context.set_threads(1);
     _exit(is_right && sum_of_tasks(context) == 499500 ? 0 : 1);
   }
   int status = -1;

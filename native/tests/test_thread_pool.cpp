@@ -63,6 +63,4 @@ int main() {
     slow_tasks_are_taken_over(pool);
   }
   for (int pool = 0; pool < 50; ++pool) ThreadPool(4);  // ends at once, whether or not its threads have begun
-  ThreadPool pinned(2, {0, 0});
-  every_task_runs_once(pinned, 100);
 }

@@ -46,5 +46,5 @@ def test_more_threads_than_cpus_are_warned_of(caplog: pytest.LogCaptureFixture) 
             assert not caplog.records
             threads.use_threads(threads._usable_cpus() + 1)
     finally:
-        _native.set_threads(before, [])
+        _native.set_threads(before)
     assert "may use only" in caplog.text

@@ -187,9 +187,9 @@ def test_any_number_of_threads_gives_the_same_bits(quantization: str) -> None:
     before = _native.num_threads()
     results = []
     for num_threads in (1, 2, 5):
-        _native.set_threads(num_threads, [])
+        _native.set_threads(num_threads)
         results.append(linear(rows))
-    _native.set_threads(before, [])
+    _native.set_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -202,6 +202,25 @@ def test_a_row_of_zeros_and_one_of_nan_stay_what_they_are() -> None:
         result = linear(rows)
         assert (result[[0, 2]] == 0).all()
         assert result[1].isnan().all(), quantization
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_no_rows_give_none(quantization: str) -> None:
+    linear = PackedLinear([_random(20, 128)], dtype=torch.float32, quantization=quantization)
+    assert linear(torch.empty(0, 128)).shape == (0, 20)
+
+
+def test_what_the_kernel_cannot_take_is_refused() -> None:
+    linear = PackedLinear([_random(20, 64)], dtype=torch.float32)
+    rows = _random(3, 64)
+    with pytest.raises(ValueError, match=r"rows is \(3, 63\)"):
+        linear(rows[:, 1:])
+    with pytest.raises(ValueError, match="numbers adjacent"):
+        linear(_random(64, 3).t())
+    with pytest.raises(ValueError, match=r"out is \(3, 21\)"):
+        linear(rows, out=torch.empty(3, 21))
+    with pytest.raises(TypeError, match=r"torch\.float64"):
+        linear(rows.double())
 
 
 def test_too_many_inputs_are_refused() -> None:

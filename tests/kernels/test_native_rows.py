@@ -37,11 +37,11 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
     before = _native.num_threads()
-    _native.set_threads(count, [])
+    _native.set_threads(count)
     try:
         yield
     finally:
-        _native.set_threads(before, [])
+        _native.set_threads(before)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

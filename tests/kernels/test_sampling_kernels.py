@@ -29,11 +29,11 @@ def kernels(request):
 @contextlib.contextmanager
 def threads(count):
     before = _native.num_threads()
-    _native.set_threads(count, [])
+    _native.set_threads(count)
     try:
         yield
     finally:
-        _native.set_threads(before, [])
+        _native.set_threads(before)
 
 
 def rows_with_ties(num_rows, vocab_size, levels, seed=0):
@@ -205,3 +205,5 @@ def test_what_the_kernels_cannot_take_is_refused():
         native.largest(logits, np.arange(2, dtype=np.int32))
     with pytest.raises(ValueError, match="maxima is"):
         native.sum_exp(logits, np.zeros(2, dtype=np.float32), np.ones(3))
+    with pytest.raises(IndexError, match="from 0 to 699"):
+        native.ranks(np.zeros((2, 700), dtype=np.float32), np.array([0, 700]))

@@ -1,5 +1,4 @@
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include "module.h"
 
@@ -8,9 +7,7 @@ namespace nb = nanobind;
 namespace quire {
 
 void bind_threads(nb::module_& module) {
-  module.def("set_threads", [](int num_threads, std::vector<int> cpus) {
-    Context::get().set_threads(num_threads, std::move(cpus));
-  });
+  module.def("set_threads", [](int num_threads) { Context::get().set_threads(num_threads); });
   module.def("num_threads", [] { return Context::get().pool().num_threads(); });
   module.def("set_instruction_set", [](const std::string& name) { return Context::get().set_instruction_set(name.c_str()); });
   module.def("instruction_set", [] { return Context::get().kernels().instruction_set; });

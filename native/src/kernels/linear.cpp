@@ -143,6 +143,7 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
 }  // namespace
 
 void linear(const LinearCall& call, ThreadPool& pool) {
+  if (call.num_rows == 0) return;
   switch (call.weight->format) {
     case WeightFormat::kFloat32: return multiply_float<Float32Format>(call, pool);
     case WeightFormat::kBFloat16: return multiply_float<BFloat16Format>(call, pool);

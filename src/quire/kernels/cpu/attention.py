@@ -11,14 +11,13 @@ from quire.kernels import attention as reference
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.layers import native_layer
-from quire.kernels.cpu.tensors import TYPE_NUMBERS, address
+from quire.kernels.cpu.tensors import address, float_type
 from quire.kernels.kv_layer import KVLayer
 
 HEAD_DIM_MULTIPLE = 16
 MAX_HEAD_DIM = 256
 
 _NAME = "cpu attention"  # among a batch's plans
-_QUERY_TYPES = {dtype: TYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def paged_attention(
@@ -51,9 +50,7 @@ def paged_attention(
     token_stride, head_stride, feature_stride = query.stride()
     if feature_stride != 1 or head_stride != head_dim:
         raise ValueError(f"the query's strides are {query.stride()}; the numbers of a token must be adjacent")
-    query_type = _QUERY_TYPES.get(query.dtype)
-    if query_type is None:
-        raise TypeError(f"the query is {query.dtype}; it must be float32, bfloat16 or float16")
+    query_type = float_type("the query", query)
     if out is None:
         out = query.new_empty((num_tokens, num_heads, head_dim))
     elif out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():

@@ -11,11 +11,10 @@ import torch
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.layers import native_layer
-from quire.kernels.cpu.tensors import TYPE_NUMBERS, address
+from quire.kernels.cpu.tensors import FLOAT_TYPES, address, row_stride
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.tiles import HeadLayout
 
-_FLOAT_TYPES = {dtype: TYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _NAME = "cpu rotary"  # among a layer's handles and a batch's plans
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # Activation in native/src/elementwise.h
 
@@ -41,9 +40,9 @@ def rms_norm(
         _type_of(rows, out),
         num_rows,
         num_features,
-        _row_stride("rows", rows),
+        row_stride("rows", rows),
         0,
-        _row_stride("out", out, (num_rows, num_features)),
+        row_stride("out", out, (num_rows, num_features)),
         1.0,
         eps,
     )
@@ -83,9 +82,9 @@ def add_rms_norm(
         dtype,
         num_rows,
         num_features,
-        _row_stride("residual", residual),
-        _row_stride("delta", delta, shape),
-        _row_stride("out", out, shape),
+        row_stride("residual", residual),
+        row_stride("delta", delta, shape),
+        row_stride("out", out, shape),
         scale,
         eps,
     )
@@ -113,8 +112,8 @@ def gated_activation(
         _ACTIVATIONS[activation],
         num_rows,
         num_features,
-        _row_stride("gate_up", gate_up),
-        _row_stride("out", out, shape),
+        row_stride("gate_up", gate_up),
+        row_stride("out", out, shape),
     )
     return out
 
@@ -146,13 +145,13 @@ def rotary_and_write_kv(
     layer = kv.handles.get(_NAME)
     if layer is None or not layer.is_of(heads, q_norm, k_norm):
         layer = kv.handles[_NAME] = _Layer(kv, heads, q_norm, k_norm)
-    row_stride = _row_stride("qkv", qkv, (step.num_rows, layer.width))
+    qkv_stride = row_stride("qkv", qkv, (step.num_rows, layer.width))
     _native.rotary_and_write_kv(
         layer.native,
         qkv.data_ptr(),
         _type_of(qkv, qkv),
         step.num_rows,
-        row_stride,
+        qkv_stride,
         heads.num_heads,
         step.cos_address,
         step.sin_address,
@@ -165,7 +164,7 @@ def rotary_and_write_kv(
         step.blocks_address,
         step.offsets_address,
     )
-    return qkv.as_strided((step.num_rows, heads.num_heads, heads.head_dim), (row_stride, heads.head_dim, 1))
+    return qkv.as_strided((step.num_rows, heads.num_heads, heads.head_dim), (qkv_stride, heads.head_dim, 1))
 
 
 class _Step:
@@ -214,23 +213,12 @@ class _Layer:
 
 def _type_of(rows: torch.Tensor, out: torch.Tensor) -> int:
     """Return the number of the type that both have."""
-    dtype = _FLOAT_TYPES.get(rows.dtype)
+    dtype = FLOAT_TYPES.get(rows.dtype)
     if dtype is None or out.dtype is not rows.dtype:
         raise TypeError(
             f"the rows are {rows.dtype} and out is {out.dtype}; both must be float32, bfloat16 or float16"
         )
     return dtype
-
-
-def _row_stride(name: str, rows: torch.Tensor, shape: tuple[int, ...] | None = None) -> int:
-    """Return the elements between rows that should have this shape."""
-    row_stride, stride = rows.stride()
-    if stride != 1 or (shape is not None and rows.shape != shape):
-        raise ValueError(
-            f"{name} is {tuple(rows.shape)} with strides {rows.stride()}; it must be "
-            f"{'two-dimensional' if shape is None else list(shape)}, and a row's numbers adjacent"
-        )
-    return row_stride
 
 
 def _check_weight(weight: torch.Tensor, num_features: int) -> None:

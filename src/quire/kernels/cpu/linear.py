@@ -12,7 +12,7 @@ import torch
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import WeightMemory
-from quire.kernels.cpu.tensors import TYPE_NUMBERS, address
+from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, float_type, row_stride
 from quire.kernels.linear import Linear, quantization_of
 from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize, num_rows
 
@@ -65,18 +65,24 @@ class PackedLinear(Linear):
             self._weight.pack([_source(part) for part in parts])
 
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Linear`."""
+        """See `Linear`.
+
+        Raises:
+            TypeError: a type is none of floats.
+            ValueError: a shape or stride is not as it must be.
+        """
+        num_rows = len(rows)
         if out is None:
-            out = rows.new_empty(rows.shape[0], self.out_features)
+            out = rows.new_empty((num_rows, self.out_features))
         self._weight.linear(
             rows.data_ptr(),
-            TYPE_NUMBERS[rows.dtype],
-            rows.stride(0),
-            rows.shape[0],
+            float_type("rows", rows),
+            row_stride("rows", rows, (num_rows, self.in_features)),
+            num_rows,
             self._bias,
             out.data_ptr(),
-            TYPE_NUMBERS[out.dtype],
-            out.stride(0),
+            float_type("out", out),
+            row_stride("out", out, (num_rows, self.out_features)),
         )
         return out
 

@@ -54,9 +54,15 @@ def sum_exp(
 
 
 def ranks(logits: Float32Array, token_ids: Int64Array, rows: Int64Array | None = None) -> Int64Array:
-    """Return the place of one token of each row, [S]; see `quire.kernels.sampling.ranks`."""
+    """Return the place of one token of each row, [S]; see `quire.kernels.sampling.ranks`.
+
+    Raises:
+        IndexError: a token id is not in the vocabulary.
+    """
     where = _where(logits, rows)
     token_ids = _numbers("token_ids", token_ids, np.int64, where[3])
+    if ((token_ids < 0) | (token_ids >= where[4])).any():
+        raise IndexError(f"token ids are {token_ids}; they must be from 0 to {where[4] - 1}")
     places = np.empty(where[3], dtype=np.int64)
     _native.ranks(*where, token_ids.ctypes.data, places.ctypes.data)
     return places

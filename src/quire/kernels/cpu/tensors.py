@@ -1,4 +1,4 @@
-"""How tensors are told to the native kernels: as an address and the number of a type."""
+"""How tensors are told to the native kernels: as an address, the number of a type, and strides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,36 @@ TYPE_NUMBERS = {  # DType in native/src/types.h
     torch.uint8: 4,
 }
 
+FLOAT_TYPES = {dtype: TYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
 
 def address(tensor: torch.Tensor | None) -> int:
     """Return the address of a tensor's first number, 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def float_type(name: str, tensor: torch.Tensor) -> int:
+    """Return the number of a tensor's type.
+
+    Raises:
+        TypeError: it is no type of floats that the kernels have.
+    """
+    number = FLOAT_TYPES.get(tensor.dtype)
+    if number is None:
+        raise TypeError(f"{name} is {tensor.dtype}; it must be float32, bfloat16 or float16")
+    return number
+
+
+def row_stride(name: str, rows: torch.Tensor, shape: tuple[int, ...] | None = None) -> int:
+    """Return the elements between rows that should have this shape.
+
+    Raises:
+        ValueError: they have another, or the numbers of a row are not adjacent.
+    """
+    stride, number_stride = rows.stride()
+    if number_stride != 1 or (shape is not None and rows.shape != shape):
+        raise ValueError(
+            f"{name} is {tuple(rows.shape)} with strides {rows.stride()}; it must be "
+            f"{'two-dimensional' if shape is None else list(shape)}, and a row's numbers adjacent"
+        )
+    return stride

@@ -21,7 +21,7 @@ def use_threads(num_threads: int) -> None:
             num_threads,
             _usable_cpus(),
         )
-    _native.set_threads(num_threads or _usable_cores(), [])
+    _native.set_threads(num_threads or _usable_cores())
 
 
 def _usable_cores() -> int:
