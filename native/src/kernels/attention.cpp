@@ -107,30 +107,43 @@ class HeadTask {
   }
 
   void attend_tile(const AttentionVisit& visit, const Tile& tile, const Tile* next, const State& state) {
-    const int64_t head_dim = rows_.head_dim;
+    const int64_t head_dim = rows_.head_dim, first_row = rows_.first_row(visit), end_row = rows_.end_row(visit);
     Ahead ahead{nullptr, 0, 0};
     if (next != nullptr) ahead = {next->rows[0], 2 * kTileTokens, head_dim * static_cast<int64_t>(sizeof(T))};
+    if (end_row - first_row <= kChunkRows) {
+      const int count = static_cast<int>(end_row - first_row);
+      score_unpacked<Path, T>(count, query_ + first_row * head_dim, head_dim, tile, visit.first_key, visit.end_key, scores_, ahead);
+      take_scores(visit, tile, first_row, count, UnpackedValues<Path, T>{&tile}, state, ahead);
+      return;
+    }
     pack_keys<Path, T>(tile, ahead, visit.first_key, visit.end_key, head_dim, keys_);
     pack_values<Path, T>(tile, ahead, visit.first_key, visit.end_key, head_dim, values_);
-    const float* value_scales = sizeof(T) == 1 ? tile.value_scales : nullptr;
-    const int64_t end_row = rows_.end_row(visit);
-    for (int64_t row = rows_.first_row(visit); row < end_row; row += kChunkRows) {
+    for (int64_t row = first_row; row < end_row; row += kChunkRows) {
       const int count = static_cast<int>(smaller(kChunkRows, end_row - row));
       score<Path>(count, query_ + row * head_dim, head_dim, keys_, scores_, ahead);
-      float factors[kChunkRows];
-      int first_seen = kTileTokens, last_seen = 0;
-      for (int i = 0; i < count; ++i) {
-        int first, last;
-        rows_.limits(visit, row + i, &first, &last);
-        first_seen = first < first_seen ? first : first_seen;
-        last_seen = last > last_seen ? last : last_seen;
-        f32x16 scores[kTileVectors];
-        finish_scores_of(i, tile, first, last, scores);
-        factors[i] = weigh(scores, value_scales, state.best + row + i, state.sums + (row + i) * kLanes, weights_ + i * kTileTokens);
-      }
-      const WeightedSum<Number> sum{weights_, factors, values_, first_seen, last_seen + 1, head_dim, state.totals + row * head_dim};
-      add_values<Path>(count, sum, ahead);
+      take_scores(visit, tile, row, count, PackedValues<Path>{values_, head_dim}, state, ahead);
     }
+  }
+
+  // Takes what the scores of some rows give into their state.
+  template <class Values>
+  QUIRE_INLINE void take_scores(const AttentionVisit& visit, const Tile& tile, int64_t first_row, int count, const Values& values,
+                                const State& state, Ahead& ahead) {
+    const float* value_scales = sizeof(T) == 1 ? tile.value_scales : nullptr;
+    float factors[kChunkRows];
+    int first_seen = kTileTokens, last_seen = 0;
+    for (int i = 0; i < count; ++i) {
+      const int64_t row = first_row + i;
+      int first, last;
+      rows_.limits(visit, row, &first, &last);
+      first_seen = first < first_seen ? first : first_seen;
+      last_seen = last > last_seen ? last : last_seen;
+      f32x16 scores[kTileVectors];
+      finish_scores_of(i, tile, first, last, scores);
+      factors[i] = weigh(scores, value_scales, state.best + row, state.sums + row * kLanes, weights_ + i * kTileTokens);
+    }
+    add_values<Path>(count, {weights_, factors, first_seen, last_seen + 1, rows_.head_dim, state.totals + first_row * rows_.head_dim},
+                     values, ahead);
   }
 
   QUIRE_INLINE void finish_scores_of(int row, const Tile& tile, int first, int last, f32x16 (&scores)[kTileVectors]) const {
@@ -248,7 +261,7 @@ void attend(const AttentionCall& call, ThreadPool& pool) {
   const Layout layout(call, pool.num_threads());
   const int64_t num_tasks = call.kv->num_kv_heads * plan.num_blocks;
   const auto task_of = [&](int64_t task, int thread) {
-    return Task(call, layout, plan.blocks[task % plan.num_blocks], task / plan.num_blocks, thread);
+    return Task(call, layout, plan.blocks[task / call.kv->num_kv_heads], task % call.kv->num_kv_heads, thread);
   };
   if (layout.is_split) {
     parallel_for(pool, call.kv->num_kv_heads * plan.num_spans, [&](int64_t task, int thread) {

@@ -85,11 +85,11 @@ struct HeadRows {
     int64_t next_head = head;
     int64_t next_span = block.first_span + span_index + 1;
     if (span_index + 1 == block.num_spans) {
-      if (++next_block == plan.blocks + plan.num_blocks) {
-        next_block = plan.blocks;
-        ++next_head;
+      if (++next_head == kv.num_kv_heads) {
+        next_head = 0;
+        ++next_block;
       }
-      if (next_head == kv.num_kv_heads) return false;
+      if (next_block == plan.blocks + plan.num_blocks) return false;
       next_span = next_block->first_span;
     }
     locate<T>(plan.visits[plan.spans[next_span].first_visit], next_head, tile);

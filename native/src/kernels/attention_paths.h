@@ -1,0 +1,129 @@
+// In what numbers attention computes its products, and how keys and values become columns of them. Compiled once for each
+// instruction set.
+#pragma once
+
+#include "attention.h"
+#include "simd.h"
+#include "transpose.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int kTileVectors = kTileTokens / kLanes;
+constexpr int kMaxHeadDim = 256;
+
+// Where the keys and values of a tile lie, and their scales (int8 only). Tokens that nobody sees lead to zeros.
+struct Tile {
+  const char* rows[2][kTileTokens];  // keys, values
+  alignas(64) float key_scales[kTileTokens];
+  alignas(64) float value_scales[kTileTokens];
+};
+
+// The tile that comes next, fetched a row at a time all through the work on this one: a core has few lines under way at once,
+// and waits when it is asked for more.
+struct Ahead {
+  const char* const* rows;
+  int64_t num_left;
+  int64_t row_bytes;
+
+  QUIRE_INLINE void fetch() {
+    if (num_left == 0) return;
+    for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(*rows + at, 0, 2);
+    ++rows;
+    --num_left;
+  }
+};
+
+// -- paths: in what numbers the products are computed ---------------------------------------------------------------------
+
+// Pairs of bf16, summed in float32. Keys are packed as [head_dim / 2][64][2], values as [32][head_dim][2].
+struct BFloat16Path {
+  using Number = bf16;
+  using Column = u32x16;
+  static constexpr int kInputs = 2;  // numbers of a sum that one step adds
+
+  static QUIRE_INLINE Column column(const char* at) {
+    Column result;
+    std::memcpy(&result, at, sizeof result);
+    return result;
+  }
+  static QUIRE_INLINE uint32_t input(const bf16* row, int64_t step) {
+    uint32_t pair;
+    std::memcpy(&pair, row + 2 * step, sizeof pair);
+    return pair;
+  }
+  static QUIRE_INLINE void add(f32x16& sum, uint32_t input, Column column) {
+#if defined(__AVX512BF16__)
+    sum = bits_as<f32x16>(_mm512_dpbf16_ps(bits_as<__m512>(sum), bits_as<__m512bh>(_mm512_set1_epi32(input)),
+                                           bits_as<__m512bh>(column)));
+#else
+    sum += bf16_to_float({static_cast<uint16_t>(input)}) * bits_as<f32x16>(column << 16);
+    sum += bf16_to_float({static_cast<uint16_t>(input >> 16)}) * bits_as<f32x16>(column & 0xffff0000u);
+#endif
+  }
+
+  // 2 * N features, of which each pair becomes a lane. bf16 holds 8-bit numbers exactly.
+  template <int N>
+  static QUIRE_INLINE u32x16 load_pairs(const bf16* from) {
+    u32x16 pairs{};
+    std::memcpy(&pairs, from, N * 4);
+    return pairs;
+  }
+  template <int N>
+  static QUIRE_INLINE u32x16 load_pairs(const int8_t* from) {
+    const f32x16 low = load(from);
+    const f32x16 high = N == kLanes ? load(from + kLanes) : f32x16{};
+#if defined(__AVX512BF16__)
+    return bits_as<u32x16>(_mm512_cvtne2ps_pbh(bits_as<__m512>(high), bits_as<__m512>(low)));
+#else
+    bf16 numbers[2 * kLanes];
+    store(numbers, low);
+    store(numbers + kLanes, high);
+    return load_pairs<kLanes>(numbers);
+#endif
+  }
+
+  static QUIRE_INLINE u32x16 pair_values(const bf16* even, const bf16* odd) { return load_wide(even) | load_wide(odd) << 16; }
+  static QUIRE_INLINE u32x16 pair_values(const int8_t* even, const int8_t* odd) {
+    return bits_as<u32x16>(load(even)) >> 16 | bits_as<u32x16>(load(odd));  // the low halves of the odd ones are zero
+  }
+
+  // N pairs of features of sixteen tokens, each in a lane of every column.
+  template <int N, class T>
+  static QUIRE_INLINE void key_columns(const T* const* rows, int64_t feature, Column (&columns)[kLanes]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) columns[i] = load_pairs<N>(rows[i] + feature);
+    transpose(columns);
+  }
+
+  // Sixteen features of a step's tokens, of which `rows` are the numbers.
+  template <class T>
+  static QUIRE_INLINE Column value_column(const T* const* rows, int64_t feature) {
+    return pair_values(rows[0] + feature, rows[1] + feature);
+  }
+};
+
+// Float32 throughout. Keys are packed as [head_dim][64], values as [64][head_dim].
+struct Float32Path {
+  using Number = float;
+  using Column = f32x16;
+  static constexpr int kInputs = 1;
+
+  static QUIRE_INLINE Column column(const char* at) { return load(reinterpret_cast<const float*>(at)); }
+  static QUIRE_INLINE float input(const float* row, int64_t step) { return row[step]; }
+  static QUIRE_INLINE void add(f32x16& sum, float input, Column column) { sum += input * column; }
+
+  template <int N, class T>
+  static QUIRE_INLINE void key_columns(const T* const* rows, int64_t feature, Column (&columns)[kLanes]) {
+    u32x16 bits[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) bits[i] = bits_as<u32x16>(load(rows[i] + feature));
+    transpose(bits);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) columns[i] = bits_as<f32x16>(bits[i]);
+  }
+
+  template <class T>
+  static QUIRE_INLINE Column value_column(const T* const* rows, int64_t feature) { return load(rows[0] + feature); }
+};
+
+}  // namespace quire::QUIRE_ISA
