@@ -61,10 +61,6 @@ struct LinearCall {
   char* scratch;  // LinearScratch::total bytes, aligned to 64
 };
 
-constexpr int kLine = 64;  // bytes of a cache line
-
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 // Where the parts of the scratch memory of a call begin, in bytes.
 struct LinearScratch {
   int64_t rows = 0;     // the rows as the format wants them

@@ -21,4 +21,8 @@ struct fp16 {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kUInt8 = 4 };
 
+constexpr int kLine = 64;  // bytes of a cache line
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
 }  // namespace quire

@@ -75,16 +75,13 @@ class HeadTask {
   void attend_span(int span, const State& state) {
     clear(state, rows_.count(), rows_.head_dim);
     const AttentionSpan& visits = rows_.span(span);
-    Tile* tile = tiles_;
-    Tile* next = tiles_ + 1;
     for (int i = 0; i < visits.num_visits; ++i) {
       const AttentionVisit& visit = rows_.plan.visits[visits.first_visit + i];
-      if (i == 0) rows_.template locate<T>(visit, rows_.head, *tile);
-      const bool is_fetched = rows_.template locate_following<T>(span, i + 1, *next);
-      attend_tile(visit, *tile, is_fetched ? next : nullptr, state);
-      Tile* const done = tile;
-      tile = next;
-      next = done;
+      Tile& tile = tiles_[i % 2];
+      Tile& next = tiles_[(i + 1) % 2];
+      if (i == 0) rows_.template locate<T>(visit, rows_.head, tile);
+      const bool is_fetched = rows_.template locate_following<T>(span, i + 1, next);
+      attend_tile(visit, tile, is_fetched ? &next : nullptr, state);
     }
   }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "bf16_pairs.h"
 #include "simd.h"
 #include "transpose.h"
 
@@ -46,20 +47,8 @@ struct BFloat16Path {
     std::memcpy(&result, at, sizeof result);
     return result;
   }
-  static QUIRE_INLINE uint32_t input(const bf16* row, int64_t step) {
-    uint32_t pair;
-    std::memcpy(&pair, row + 2 * step, sizeof pair);
-    return pair;
-  }
-  static QUIRE_INLINE void add(f32x16& sum, uint32_t input, Column column) {
-#if defined(__AVX512BF16__)
-    sum = bits_as<f32x16>(_mm512_dpbf16_ps(bits_as<__m512>(sum), bits_as<__m512bh>(_mm512_set1_epi32(input)),
-                                           bits_as<__m512bh>(column)));
-#else
-    sum += bf16_to_float({static_cast<uint16_t>(input)}) * bits_as<f32x16>(column << 16);
-    sum += bf16_to_float({static_cast<uint16_t>(input >> 16)}) * bits_as<f32x16>(column & 0xffff0000u);
-#endif
-  }
+  static QUIRE_INLINE uint32_t input(const bf16* row, int64_t step) { return load_pair(row + 2 * step); }
+  static QUIRE_INLINE void add(f32x16& sum, uint32_t input, Column column) { add_pair_products(sum, input, column); }
 
   // 2 * N features, of which each pair becomes a lane. bf16 holds 8-bit numbers exactly.
   template <int N>

@@ -10,8 +10,6 @@ namespace quire::QUIRE_ISA {
 
 alignas(64) constexpr char kZeros[kMaxHeadDim * sizeof(float)] = {};
 
-QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Row `i` is head `i % group` of the KV head's, for token `i / group` of the block.
 struct HeadRows {
   const AttentionCall& call;

@@ -37,7 +37,7 @@ struct ThreadScratch {
  private:
   int64_t take(int64_t bytes) {
     const int64_t start = total;
-    total += lines(bytes);
+    total += round_up(bytes, kLine);
     return start;
   }
 };
@@ -57,9 +57,9 @@ struct Layout {
     const AttentionPlan& plan = *call.plan;
     const int64_t num_heads = call.kv->num_kv_heads * plan.group;
     normalizers = 0;
-    visit_scores = normalizers + (call.key_scores != nullptr ? lines(2 * plan.num_tokens * num_heads * 4) : 0);
+    visit_scores = normalizers + (call.key_scores != nullptr ? round_up(2 * plan.num_tokens * num_heads * 4, kLine) : 0);
     partials = visit_scores + (call.key_scores != nullptr ? plan.num_visits * kTileTokens * 4 : 0);
-    partial_bytes = lines(State::bytes(plan.max_rows(), call.kv->head_dim));
+    partial_bytes = round_up(State::bytes(plan.max_rows(), call.kv->head_dim), kLine);
     const int64_t all_partials = plan.num_spans * call.kv->num_kv_heads * partial_bytes;
     is_split = num_threads > 1 && plan.num_spans > plan.num_blocks && all_partials <= kMaxPartialBytes &&
                plan.num_blocks * call.kv->num_kv_heads < kTasksPerThread * num_threads;

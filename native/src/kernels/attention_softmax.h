@@ -11,17 +11,15 @@ namespace quire::QUIRE_ISA {
 
 constexpr float kNothing = -__builtin_inff();
 
-constexpr int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 // Running maximum, sum (in sixteen lanes) and total of each row.
 struct State {
   float* best;
   float* sums;
   float* totals;
 
-  static int64_t bytes(int64_t num_rows, int64_t head_dim) { return lines(num_rows * 4) + num_rows * (kLanes + head_dim) * 4; }
+  static int64_t bytes(int64_t num_rows, int64_t head_dim) { return round_up(num_rows * 4, kLine) + num_rows * (kLanes + head_dim) * 4; }
   static State at(char* memory, int64_t num_rows) {
-    float* sums = reinterpret_cast<float*>(memory + lines(num_rows * 4));
+    float* sums = reinterpret_cast<float*>(memory + round_up(num_rows * 4, kLine));
     return {reinterpret_cast<float*>(memory), sums, sums + num_rows * kLanes};
   }
 };

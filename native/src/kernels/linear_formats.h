@@ -1,6 +1,7 @@
 // How the formats of weights are multiplied, and how a product is cut into tasks and tiles.
 #pragma once
 
+#include "bf16_pairs.h"
 #include "linear.h"
 #include "simd.h"
 
@@ -17,8 +18,6 @@ constexpr int kTileRows = 2;
 
 constexpr int kTasksPerThread = 64;  // wanted where there are many rows
 constexpr int kMinTaskRows = 8 * kTileRows;  // fewer are not worth reading a panel again
-
-QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // -- formats: how one step along the inputs adds to the sums of 2 x 16 columns --------------------------------------------
 
@@ -56,24 +55,12 @@ struct BFloat16Format {
   static constexpr int kInputs = 2;
   static constexpr int kStepBytes = kPanelColumns * 4;
 
-  static QUIRE_INLINE Input input(const Row* row, int64_t step) {
-    Input pair;
-    std::memcpy(&pair, row + 2 * step, sizeof pair);
-    return pair;
-  }
+  static QUIRE_INLINE Input input(const Row* row, int64_t step) { return load_pair(row + 2 * step); }
   static QUIRE_INLINE void weights(const char* at, Column (&columns)[2]) {
     std::memcpy(&columns[0], at, sizeof columns[0]);
     std::memcpy(&columns[1], at + sizeof columns[0], sizeof columns[1]);
   }
-  static QUIRE_INLINE void add(Sum& sum, Input input, Column column) {
-#if defined(__AVX512BF16__)
-    sum = bits_as<f32x16>(_mm512_dpbf16_ps(bits_as<__m512>(sum), bits_as<__m512bh>(_mm512_set1_epi32(input)),
-                                           bits_as<__m512bh>(column)));
-#else
-    sum += bf16_to_float({static_cast<uint16_t>(input)}) * bits_as<f32x16>(column << 16);
-    sum += bf16_to_float({static_cast<uint16_t>(input >> 16)}) * bits_as<f32x16>(column & 0xffff0000u);
-#endif
-  }
+  static QUIRE_INLINE void add(Sum& sum, Input input, Column column) { add_pair_products(sum, input, column); }
 };
 
 // Inputs are stored with 128 added, as the instruction wants them unsigned; the sum of the column takes that away again.

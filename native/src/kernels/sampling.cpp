@@ -14,8 +14,6 @@ constexpr int64_t kBlockTokens = 1024;  // of which one search is made when the 
 constexpr float kLowest = -3.40282347e38f;
 constexpr float kInfinity = __builtin_inff();
 
-QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // `lanes` hold 0 or -1.
 QUIRE_INLINE bool any_of_lanes(i32x16 lanes) {
 #if defined(__AVX512F__)

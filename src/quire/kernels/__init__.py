@@ -3,9 +3,11 @@
 This package stays light so that importing it costs nothing; `reference` and `attention` import torch.
 """
 
+import functools
 import importlib.util
 
 
+@functools.cache  # a memory plan asks for every length that it tries
 def has_native_kernels() -> bool:
     """Return whether Quire was installed with its native kernels."""
     return importlib.util.find_spec("quire.kernels.cpu._native") is not None

@@ -1,0 +1,27 @@
+// Products of pairs of bf16, summed in float32: the one way in which matrices and attention compute in bf16. Compiled once for
+// each instruction set.
+#pragma once
+
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+
+// Two numbers that a row has next to each other.
+QUIRE_INLINE uint32_t load_pair(const bf16* from) {
+  uint32_t pair;
+  std::memcpy(&pair, from, sizeof pair);
+  return pair;
+}
+
+// Adds the two products of `pair` with each lane's pair to the lane's sum.
+QUIRE_INLINE void add_pair_products(f32x16& sum, uint32_t pair, u32x16 column) {
+#if defined(__AVX512BF16__)
+  sum = bits_as<f32x16>(
+      _mm512_dpbf16_ps(bits_as<__m512>(sum), bits_as<__m512bh>(_mm512_set1_epi32(pair)), bits_as<__m512bh>(column)));
+#else
+  sum += bf16_to_float({static_cast<uint16_t>(pair)}) * bits_as<f32x16>(column << 16);
+  sum += bf16_to_float({static_cast<uint16_t>(pair >> 16)}) * bits_as<f32x16>(column & 0xffff0000u);
+#endif
+}
+
+}  // namespace quire::QUIRE_ISA
