@@ -47,7 +47,7 @@ class Seen:
 
 
 class FakeLLM:
-    """Prompts that begin with a fault's name cause it: hold, queue, die, fail, crash, cut, empty."""
+    """Prompts that begin with a fault's name cause it: hold, queue, die, fail, late, crash, cut, empty."""
 
     def __init__(self):
         self.config = EngineConfig()
@@ -111,6 +111,9 @@ class FakeLLM:
         if text.startswith("empty"):
             return
         sequences = [self._tokens(params, index) for index in range(params.n)]
+        if text.startswith("late"):  # its reader comes when it has failed already
+            yield self._output(text, ids, params, request_id, sequences, 5, FinishReason.ERROR)
+            return
         for step in range(1, max(len(tokens) for tokens, _ in sequences) + 1):
             await asyncio.sleep(0)
             if step == 4 and text.startswith("hold"):

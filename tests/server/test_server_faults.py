@@ -9,6 +9,7 @@ import socket
 import httpx
 import openai
 import pytest
+from fake_llm import REPLY
 
 USER = {"role": "user", "content": "hold on"}
 
@@ -26,6 +27,7 @@ async def complete(http, prompt, **fields):
     [
         ("die", 503, "engine_dead"),
         ("fail", 500, "generation_failed"),
+        ("late", 500, "generation_failed"),
         ("cut", 500, None),
         ("empty", 500, None),
         ("crash", 500, "internal_error"),
@@ -48,6 +50,16 @@ async def test_failures_in_a_stream_are_its_last_event(http, prompt, code):
     assert good
     assert json.loads(last)["error"]["code"] == code
     assert "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize("others", [[], ["late"]])
+async def test_a_slow_reader_gets_what_was_generated_before_the_failure(http, others):
+    response = await complete(http, ["late", *others], stream=True)
+    assert response.status_code == 200
+    *pieces, last = [json.loads(event) for event in events_of(response.text)]
+    assert [piece["choices"][0]["text"] for piece in pieces] == [REPLY[:4]]
+    assert [piece["choices"][0]["finish_reason"] for piece in pieces] == [None]
+    assert last["error"]["code"] == "generation_failed"
 
 
 async def test_openai_client_raises_on_a_failure_in_a_stream(client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
 from quire.engine.messages import ErrorInfo
@@ -29,7 +30,8 @@ async def generate(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield `(prompt index, cumulative output)` until every prompt's request has finished.
 
-    Closing the generator closes every stream, which aborts what still runs in the engine.
+    Closing the generator closes every stream, which aborts what still runs in the engine. What a request that
+    fails has generated is yielded before the failure is raised, however late the reader is.
 
     Args:
         streams: one for each prompt.
@@ -48,8 +50,11 @@ async def generate(
         async with contextlib.aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
                 timers[index].observe(output)
-                for completion in output.outputs:
-                    _require_no_failure(completion)
+                failures = [error for one in output.outputs if (error := _failure_of(one)) is not None]
+                if failures:
+                    if any(completion.token_ids for completion in output.outputs):
+                        yield index, _without_failures(output)  # they may have come together with the failure
+                    raise failures[0]
                 if output.finished:
                     unfinished.discard(index)
                 yield index, output
@@ -75,15 +80,26 @@ async def naming_fields(fields: Mapping[str, str], stream: OutputStream) -> Outp
             raise InvalidRequestError(f"{field}: {error}", param=field) from None
 
 
-def _require_no_failure(completion: CompletionOutput) -> None:
+def _failure_of(completion: CompletionOutput) -> Exception | None:
+    """Return what a completion that ended without being complete means for its call; None if it did not."""
     if completion.finish_reason is FinishReason.ERROR:
         message = completion.error or "the request failed in the engine"
         if completion.error_type is not None:
-            raise ErrorInfo(completion.error_type, message).to_exception()
-        raise ApiError(500, message, kind=SERVER_ERROR, code="generation_failed")
+            return ErrorInfo(completion.error_type, message).to_exception()
+        return ApiError(500, message, kind=SERVER_ERROR, code="generation_failed")
     if completion.finish_reason is FinishReason.ABORT:
         message = "the request was aborted before its answer was complete"
-        raise ApiError(503, message, kind=UNAVAILABLE, code="aborted")
+        return ApiError(503, message, kind=UNAVAILABLE, code="aborted")
+    return None
+
+
+def _without_failures(output: RequestOutput) -> RequestOutput:
+    """Return `output` as if the completions that failed were still running."""
+    completions = [
+        completion if _failure_of(completion) is None else dataclasses.replace(completion, finish_reason=None)
+        for completion in output.outputs
+    ]
+    return dataclasses.replace(output, outputs=completions, finished=False)
 
 
 async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
