@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 
+import native_settings
 import pytest
 
 from quire.errors import ConfigError
@@ -39,12 +40,8 @@ def test_native_kernels_that_are_missing_are_an_error_if_asked_for(monkeypatch: 
 
 
 def test_more_threads_than_cpus_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    before = _native.num_threads()
-    try:
-        with caplog.at_level(logging.WARNING):
-            threads.use_threads(threads._usable_cpus())
-            assert not caplog.records
-            threads.use_threads(threads._usable_cpus() + 1)
-    finally:
-        _native.set_threads(before)
+    with native_settings.threads(_native.num_threads()), caplog.at_level(logging.WARNING):
+        threads.use_threads(threads._usable_cpus())
+        assert not caplog.records
+        threads.use_threads(threads._usable_cpus() + 1)
     assert "may use only" in caplog.text

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from native_settings import threads
 
-from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear import MAX_INPUTS, PackedLinear
 from quire.kernels.cpu.memory import WeightMemory
 from quire.kernels.linear import FloatLinear, Linear, OneDnnLinear, reference_linear
@@ -19,23 +18,12 @@ ROWS = 70
 COUNTS = [*range(1, 18), 24, 25, 31, 64, 69]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(64, 384), (72, 100), (256, 769), (333, 1000), (40, 6), (1, 33)]  # inputs, outputs
-INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512bf16"]
 # Relative to the sum of magnitudes of a sum's terms: what sums in float32, or bfloat16 results, may be off.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """One that this CPU has; the tests of the others would say nothing about it."""
-    best = _native.instruction_set()
-    if not _native.set_instruction_set(request.param):
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    _native.set_instruction_set(best)
 
 
 def _assert_rows_keep_their_bits(linear: Linear, rows: torch.Tensor) -> None:
@@ -184,12 +172,10 @@ def test_strided_rows_and_results_of_another_type(dtype: torch.dtype) -> None:
 def test_any_number_of_threads_gives_the_same_bits(quantization: str) -> None:
     linear = PackedLinear([_random(300, 128)], dtype=torch.bfloat16, quantization=quantization)
     rows = _random(40, 128, dtype=torch.bfloat16)
-    before = _native.num_threads()
     results = []
     for num_threads in (1, 2, 5):
-        _native.set_threads(num_threads)
-        results.append(linear(rows))
-    _native.set_threads(before)
+        with threads(num_threads):
+            results.append(linear(rows))
     assert all(torch.equal(result, results[0]) for result in results)
 
 

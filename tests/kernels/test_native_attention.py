@@ -11,6 +11,7 @@ import torch
 from attention_harness import Sequences, check_key_scores, naive_attention, run_paged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from native_settings import threads
 
 from quire.kernels import attention as reference
 from quire.kernels.batch import AttentionBatch
@@ -18,7 +19,6 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.attention import paged_attention
 from quire.kv.tensors import KVCacheTensors
 
-INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512bf16"]
 SHAPES = [(4, 2, 64), (6, 6, 80), (3, 1, 96), (4, 2, 128), (2, 1, 256), (14, 2, 32), (5, 1, 16)]
 TYPES = [  # of the query, of the cache
     (torch.float32, torch.float32),
@@ -33,22 +33,10 @@ TOLERANCES = {torch.float32: (5e-6, 0.0), torch.bfloat16: (2**-7, 2**-7), torch.
 LENGTHS = [1, 5, 64, 65, 200]
 
 
-@pytest.fixture(params=INSTRUCTION_SETS, scope="module")
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """One that this CPU has; the tests of the others would say nothing about it."""
-    best = _native.instruction_set()
-    if not _native.set_instruction_set(request.param):
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    _native.set_instruction_set(best)
-
-
 @pytest.fixture(params=[2, 5])
 def several_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = _native.num_threads()
-    _native.set_threads(request.param)
-    yield
-    _native.set_threads(before)
+    with threads(request.param):
+        yield
 
 
 def check_against_naive(
@@ -165,11 +153,9 @@ def test_bits_do_not_depend_on_threads(
     sequences = Sequences.random([2500, 1100, 40], 2, 1, 16)
     how = {"kernel": paged_attention, "dtype": types[0], "chunks": chunks, "window": 2100}
     outputs = run_paged(sequences, **how)
-    num_threads = _native.num_threads()
-    _native.set_threads(1)
-    expected = run_paged(sequences, **how)
-    _native.set_threads(num_threads)
-    assert_equal_bits(outputs, expected, num_threads)
+    with threads(1):
+        expected = run_paged(sequences, **how)
+    assert_equal_bits(outputs, expected, _native.num_threads())
 
 
 @pytest.mark.parametrize("block_size", [16, 7, 128])
@@ -183,8 +169,8 @@ def test_key_scores_do_not_depend_on_threads(several_threads: None) -> None:
     batch, cache, query = _random_step([300, 1500], [20, 1])
     scores = torch.zeros(2, cache.num_blocks, cache.block_size)
     paged_attention(query, cache.layer(0), batch, scale=0.1, key_scores=scores[0])
-    _native.set_threads(1)
-    paged_attention(query, cache.layer(0), batch, scale=0.1, key_scores=scores[1])
+    with threads(1):
+        paged_attention(query, cache.layer(0), batch, scale=0.1, key_scores=scores[1])
     assert torch.equal(scores[0], scores[1])
     assert scores[0].sum().item() == pytest.approx(21 * query.shape[1], rel=1e-5)
 

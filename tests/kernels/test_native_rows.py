@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from native_settings import threads
 
 from quire.kernels import reference
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.cpu import _native, elementwise
+from quire.kernels.cpu import elementwise
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.tiles import HeadLayout
 from quire.kv.tensors import KVCacheTensors
@@ -22,26 +22,6 @@ COUNTS = [*range(1, 18), 31, 69]
 RELATIVE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SMALLEST = 2e-6
 POISON = float("nan")
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """One that this CPU has; the tests of the others would say nothing about it."""
-    best = _native.instruction_set()
-    if not _native.set_instruction_set(request.param):
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    _native.set_instruction_set(best)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = _native.num_threads()
-    _native.set_threads(count)
-    try:
-        yield
-    finally:
-        _native.set_threads(before)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -129,13 +109,13 @@ def test_activations_over_the_whole_range(instruction_set: str, activation: str)
 
 
 def _assert_rows_keep_their_bits(kernel: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> None:
-    with _threads(1):
+    with threads(1):
         expected = kernel(rows.clone())
     for count in COUNTS:
         for start in (0, 1, len(rows) - count):
             part = kernel(rows[start : start + count].clone())
             assert torch.equal(part, expected[start : start + count]), (count, start)
-    with _threads(2):
+    with threads(2):
         assert torch.equal(kernel(rows.clone()), expected)
 
 
@@ -277,7 +257,7 @@ def test_int8_after_rotation_is_within_one_step(instruction_set: str, norm: str)
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
 def test_tokens_keep_their_bits_in_any_company(instruction_set: str, cache_dtype: torch.dtype) -> None:
     step = Step(LAYOUTS[3], torch.bfloat16, cache_dtype, [60, 1, 1], 64, "head")
-    with _threads(1):
+    with threads(1):
         query, kv = step.run(elementwise)
     for row in (0, 1, 33, 61):
         alone, cache = step.run(elementwise, slice(row, row + 1))
@@ -285,7 +265,7 @@ def test_tokens_keep_their_bits_in_any_company(instruction_set: str, cache_dtype
         place = step.batch.slot_blocks[row], slice(None), step.batch.slot_offsets[row]
         for part, expected in zip(_parts(cache), _parts(kv), strict=True):
             assert torch.equal(part[place], expected[place])
-    with _threads(2):
+    with threads(2):
         again, cache = step.run(elementwise)
     assert torch.equal(again, query)
     for part, expected in zip(_parts(cache)[:2], _parts(kv)[:2], strict=True):

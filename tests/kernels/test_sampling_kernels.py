@@ -1,39 +1,24 @@
 """What sampling asks of whole rows of logits: against full sorts, and bit for bit in any company."""
 
-import contextlib
-
 import numpy as np
 import pytest
+from native_settings import INSTRUCTION_SETS, instructions, threads
 
 from quire.execution.logprobs import top_tokens
 from quire.kernels import sampling as reference
-from quire.kernels.cpu import _native
 from quire.kernels.cpu import sampling as native
 
 VOCAB_SIZES = [1, 5, 17, 512, 513, 1300, 9000, 40_003]
 
 
-@pytest.fixture(params=["reference", "portable", "avx2", "avx512", "avx512bf16"])
+@pytest.fixture(params=["reference", *INSTRUCTION_SETS])
 def kernels(request):
     """The reference, or the native kernels with an instruction set that this CPU has."""
     if request.param == "reference":
         yield reference
         return
-    best = _native.instruction_set()
-    if not _native.set_instruction_set(request.param):
-        pytest.skip(f"this CPU has no {request.param}")
-    yield native
-    _native.set_instruction_set(best)
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = _native.num_threads()
-    _native.set_threads(count)
-    try:
-        yield
-    finally:
-        _native.set_threads(before)
+    with instructions(request.param):
+        yield native
 
 
 def rows_with_ties(num_rows, vocab_size, levels, seed=0):
