@@ -66,7 +66,7 @@ std::vector<int32_t> AttentionPlanner::order_by_tables() const {
   std::vector<int32_t> order(step_.num_sequences);
   std::iota(order.begin(), order.end(), 0);
   const auto num_entries = [&](int32_t sequence) {
-    return (step_.num_computed_tokens[sequence] + step_.num_tokens[sequence] + step_.block_size - 1) / step_.block_size;
+    return ceil_div(step_.num_computed_tokens[sequence] + step_.num_tokens[sequence], step_.block_size);
   };
   std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
     const int64_t num_a = num_entries(a), num_b = num_entries(b);

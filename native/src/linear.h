@@ -29,7 +29,7 @@ struct PackedWeight {
   int64_t group_size;  // kInt4 only: a multiple of 16 that divides in_features
   const char* panels;  // aligned to 64 bytes
 
-  int64_t num_panels() const { return (out_features + kPanelColumns - 1) / kPanelColumns; }
+  int64_t num_panels() const { return ceil_div(out_features, kPanelColumns); }
   int64_t panel_bytes() const;
   int64_t bytes() const { return num_panels() * panel_bytes(); }
 };

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "thread_pool.h"
+#include "types.h"
 
 namespace quire {
 
@@ -24,7 +25,7 @@ struct LogitRows {
   int64_t vocab_size;
 
   const float* row(int64_t index) const { return logits + (rows == nullptr ? index : rows[index]) * row_stride; }
-  int64_t num_pieces() const { return (vocab_size + kPieceTokens - 1) / kPieceTokens; }
+  int64_t num_pieces() const { return ceil_div(vocab_size, kPieceTokens); }
 };
 
 struct Token {
@@ -57,7 +58,7 @@ struct LikeliestCall {
     const int64_t most = rows.vocab_size / kMinGroups;
     return most < 1 ? 1 : most < 16 ? most : most / 16 * 16;
   }
-  int64_t num_groups() const { return (rows.vocab_size + group_size() - 1) / group_size(); }
+  int64_t num_groups() const { return ceil_div(rows.vocab_size, group_size()); }
   // The groups' maxima of each row; the same again for each thread to put in order; and each thread's tokens.
   int64_t scratch_bytes(int num_threads) const {
     return (rows.num_rows + num_threads) * num_groups() * sizeof(float) + num_threads * (kMostHeadTokens + 1) * sizeof(Token);

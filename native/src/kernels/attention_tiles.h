@@ -77,10 +77,10 @@ struct UnpackedValues {
   const Tile* tile;
 
   // Rows of the next tile to fetch in each of `num_steps`.
-  static int64_t num_fetches(const Ahead& ahead, int64_t num_steps) { return (ahead.num_left + num_steps - 1) / num_steps; }
+  static int64_t num_fetches(const Ahead& ahead, int64_t num_steps) { return ceil_div(ahead.num_left, num_steps); }
 
   // Sixteen features of the tokens of a step.
-  QUIRE_INLINE typename Path::Column column(int step, int64_t feature) const {
+  QUIRE_INLINE typename Path::Column column(int64_t step, int64_t feature) const {
     const T* rows[Path::kInputs];
     for (int i = 0; i < Path::kInputs; ++i) rows[i] = reinterpret_cast<const T*>(tile->rows[1][step * Path::kInputs + i]);
     return Path::template value_column<T>(rows, feature);
@@ -98,7 +98,7 @@ struct PackedValues {
 
   static int64_t num_fetches(const Ahead&, int64_t) { return 1; }
 
-  QUIRE_INLINE typename Path::Column column(int step, int64_t feature) const {
+  QUIRE_INLINE typename Path::Column column(int64_t step, int64_t feature) const {
     return Path::column(values + (step * head_dim + feature) * 4);
   }
 };
@@ -121,8 +121,8 @@ void pack_keys(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_
 // The same of values.
 template <class Path, class T>
 void pack_values(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_dim, char* to) {
-  const int end_step = (end + Path::kInputs - 1) / Path::kInputs;
-  for (int step = first / Path::kInputs; step < end_step; ++step) {
+  const int64_t end_step = ceil_div(end, Path::kInputs);
+  for (int64_t step = first / Path::kInputs; step < end_step; ++step) {
     ahead.fetch();
     const UnpackedValues<Path, T> values{&tile};
     for (int64_t feature = 0; feature < head_dim; feature += kLanes) {
@@ -179,8 +179,8 @@ void score_unpacked_rows(const typename Path::Number* query, int64_t head_dim, c
                          Ahead& ahead) {
   // All keys of the next tile while this one's keys are read; its values are for the weighted sums.
   constexpr int64_t kFeatures = kLanes * Path::kInputs;
-  const int64_t num_reads = (end - first / kLanes * kLanes + kLanes - 1) / kLanes * ((head_dim + kFeatures - 1) / kFeatures);
-  const int64_t num_fetches = (kTileTokens + num_reads - 1) / num_reads;
+  const int64_t num_reads = ceil_div(end - first / kLanes * kLanes, kLanes) * ceil_div(head_dim, kFeatures);
+  const int64_t num_fetches = ceil_div(kTileTokens, num_reads);
   for_each_lanes<T>(tile, first, end, [&](int token, const T* const* rows) {
     f32x16 sums[R];
 #pragma GCC unroll 6
@@ -229,10 +229,10 @@ QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, co
   for (int i = 0; i < R * N; ++i) {
     sums[i / N][i % N] = load(totals + i / N * sum.head_dim + i % N * kLanes) * sum.factors[first_row + i / N];
   }
-  const int first_step = sum.first / Path::kInputs, end_step = (sum.end + Path::kInputs - 1) / Path::kInputs;
+  const int64_t first_step = sum.first / Path::kInputs, end_step = ceil_div(sum.end, Path::kInputs);
   const int64_t num_fetches = kFetches ? Values::num_fetches(ahead, end_step - first_step) : 0;
 #pragma GCC unroll 1
-  for (int step = first_step; step < end_step; ++step) {
+  for (int64_t step = first_step; step < end_step; ++step) {
     for (int64_t i = 0; i < num_fetches; ++i) ahead.fetch();
     decltype(Path::input(weights, 0)) inputs[R];
 #pragma GCC unroll 6

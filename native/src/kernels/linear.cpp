@@ -76,7 +76,7 @@ template <class Format>
 void multiply_float(const LinearCall& call, ThreadPool& pool) {
   using Row = typename Format::Row;
   const PackedWeight& weight = *call.weight;
-  const int64_t num_steps = (weight.in_features + Format::kInputs - 1) / Format::kInputs;
+  const int64_t num_steps = ceil_div(weight.in_features, Format::kInputs);
   const Row* rows = static_cast<const Row*>(call.rows);
   int64_t row_stride = call.row_stride;
   const bool is_direct = sizeof(Row) == (call.row_type == DType::kFloat32 ? 4 : 2) &&

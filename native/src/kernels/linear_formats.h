@@ -104,18 +104,18 @@ struct Split {
 // A task is a panel and some of the rows: all of them, unless they are so many that a task would be long enough for threads to
 // wait for the one that has the last.
 inline Split split_rows(int64_t num_rows, int64_t num_panels, int num_threads) {
-  const int64_t wanted = (static_cast<int64_t>(num_threads) * kTasksPerThread + num_panels - 1) / num_panels;
+  const int64_t wanted = ceil_div(static_cast<int64_t>(num_threads) * kTasksPerThread, num_panels);
   const int64_t most = num_rows / kMinTaskRows;
   const int64_t row_tasks = wanted < most ? wanted : most > 1 ? most : 1;
-  const int64_t rows_per_task = round_up((num_rows + row_tasks - 1) / row_tasks, kTileRows);
-  return {rows_per_task, (num_rows + rows_per_task - 1) / rows_per_task};
+  const int64_t rows_per_task = round_up(ceil_div(num_rows, row_tasks), kTileRows);
+  return {rows_per_task, ceil_div(num_rows, rows_per_task)};
 }
 
 // Calls visit(first_row, count, pass) for tiles of nearly equal height.
 template <class Visit>
 QUIRE_INLINE void for_each_tile(int64_t first_row, int64_t last_row, const Visit& visit) {
   const int64_t num_rows = last_row - first_row;
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t num_tiles = ceil_div(num_rows, kTileRows);
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t start = first_row + num_rows * tile / num_tiles;
     const int64_t stop = first_row + num_rows * (tile + 1) / num_tiles;

@@ -175,7 +175,7 @@ const char* steps_of(const Column& column, const WeightSource& source, int64_t r
 void pack_steps(const PackCall& call, int64_t panel, char* to, char* buffer) {
   const PackedWeight& weight = *call.weight;
   const int inputs = weight.format == WeightFormat::kFloat32 ? 1 : weight.format == WeightFormat::kBFloat16 ? 2 : 4;
-  const int64_t num_steps = (weight.in_features + inputs - 1) / inputs;
+  const int64_t num_steps = ceil_div(weight.in_features, inputs);
   const int64_t row_bytes = (num_steps + kLanes) * 4;
   char* zeros = buffer + kLanes * row_bytes;
   std::memset(zeros, 0, row_bytes);

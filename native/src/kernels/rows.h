@@ -28,7 +28,7 @@ QUIRE_INLINE void store_left(T* to, f32x16 values, int64_t left) {
 template <class Visit>
 void for_each_row(ThreadPool& pool, int64_t num_rows, int64_t numbers_per_row, const Visit& visit) {
   const int64_t rows_per_task = numbers_per_row >= kNumbersPerTask ? 1 : kNumbersPerTask / numbers_per_row;
-  const int64_t num_tasks = (num_rows + rows_per_task - 1) / rows_per_task;
+  const int64_t num_tasks = ceil_div(num_rows, rows_per_task);
   parallel_for(pool, num_tasks, [&](int64_t task, int) {
     const int64_t end = (task + 1) * rows_per_task;
     for (int64_t row = task * rows_per_task; row < end && row < num_rows; ++row) visit(row);

@@ -199,7 +199,7 @@ void likeliest(const LikeliestCall& call, ThreadPool& pool) {
   const bool has_threshold = rows.vocab_size > kMinGroups;
   if (has_threshold) {
     const int64_t groups_per_task = kPieceTokens / group_size + 1;
-    const int64_t tasks_per_row = (num_groups + groups_per_task - 1) / groups_per_task;
+    const int64_t tasks_per_row = ceil_div(num_groups, groups_per_task);
     parallel_for(pool, rows.num_rows * tasks_per_row, [&](int64_t task, int) {
       const int64_t row = task / tasks_per_row;
       const int64_t first = task % tasks_per_row * groups_per_task;
