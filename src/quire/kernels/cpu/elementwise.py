@@ -11,7 +11,7 @@ import torch
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.layers import native_layer
-from quire.kernels.cpu.tensors import FLOAT_TYPES, address, row_stride
+from quire.kernels.cpu.tensors import address, float_type, row_stride
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.tiles import HeadLayout
 
@@ -149,7 +149,7 @@ def rotary_and_write_kv(
     _native.rotary_and_write_kv(
         layer.native,
         qkv.data_ptr(),
-        _type_of(qkv, qkv),
+        float_type("qkv", qkv),
         step.num_rows,
         qkv_stride,
         heads.num_heads,
@@ -213,12 +213,9 @@ class _Layer:
 
 def _type_of(rows: torch.Tensor, out: torch.Tensor) -> int:
     """Return the number of the type that both have."""
-    dtype = FLOAT_TYPES.get(rows.dtype)
-    if dtype is None or out.dtype is not rows.dtype:
-        raise TypeError(
-            f"the rows are {rows.dtype} and out is {out.dtype}; both must be float32, bfloat16 or float16"
-        )
-    return dtype
+    if out.dtype is not rows.dtype:
+        raise TypeError(f"the rows are {rows.dtype} and out is {out.dtype}; both must have the same type")
+    return float_type("rows", rows)
 
 
 def _check_weight(weight: torch.Tensor, num_features: int) -> None:

@@ -71,18 +71,18 @@ class PackedLinear(Linear):
             TypeError: a type is none of floats.
             ValueError: a shape or stride is not as it must be.
         """
-        num_rows = len(rows)
+        count = len(rows)
         if out is None:
-            out = rows.new_empty((num_rows, self.out_features))
+            out = rows.new_empty((count, self.out_features))
         self._weight.linear(
             rows.data_ptr(),
             float_type("rows", rows),
-            row_stride("rows", rows, (num_rows, self.in_features)),
-            num_rows,
+            row_stride("rows", rows, (count, self.in_features)),
+            count,
             self._bias,
             out.data_ptr(),
             float_type("out", out),
-            row_stride("out", out, (num_rows, self.out_features)),
+            row_stride("out", out, (count, self.out_features)),
         )
         return out
 

@@ -12,7 +12,7 @@ TYPE_NUMBERS = {  # DType in native/src/types.h
     torch.uint8: 4,
 }
 
-FLOAT_TYPES = {dtype: TYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_FLOAT_TYPES = {dtype: TYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -26,7 +26,7 @@ def float_type(name: str, tensor: torch.Tensor) -> int:
     Raises:
         TypeError: it is no type of floats that the kernels have.
     """
-    number = FLOAT_TYPES.get(tensor.dtype)
+    number = _FLOAT_TYPES.get(tensor.dtype)
     if number is None:
         raise TypeError(f"{name} is {tensor.dtype}; it must be float32, bfloat16 or float16")
     return number
