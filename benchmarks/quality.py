@@ -21,8 +21,8 @@ import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kv.tensors import KVCacheTensors
+from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.config import ModelConfig
-from quire.models.loading import WeightOptions, load_decoder
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / part) for part in (".", "models")]
 

@@ -24,7 +24,7 @@ from quire.execution.model_runner import ModelRunner
 from quire.execution.sampler import Sampler
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.linear import Linear
-from quire.models import loading
+from quire.models.checkpoints import loading
 from quire.models.decoder import Decoder
 from quire.scheduling import Scheduler
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.generation_config import GenerationConfig, StructuredOutputConfig
 from quire.engine.messages import check_types
 from quire.errors import ConfigError, InvalidRequestError
+from quire.front.openvino.generation_config import GenerationConfig, StructuredOutputConfig
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import (
     MAX_CHOICES,

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from quire.config import EngineConfig, SchedulerConfig, ServerConfig
-    from quire.engine.async_llm import AsyncLLM
-    from quire.engine.generation_config import GenerationConfig, StructuredOutputConfig
-    from quire.engine.llm import LLM
-    from quire.engine.pipeline import ContinuousBatchingPipeline
+    from quire.front.async_llm import AsyncLLM
+    from quire.front.llm import LLM
+    from quire.front.openvino.generation_config import GenerationConfig, StructuredOutputConfig
+    from quire.front.openvino.pipeline import ContinuousBatchingPipeline
     from quire.request_options import RequestOptions
     from quire.request_output import CompletionOutput, RequestOutput
     from quire.sampling_params import SamplingParams
@@ -41,18 +41,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "quire.engine.llm",
-    "AsyncLLM": "quire.engine.async_llm",
+    "LLM": "quire.front.llm",
+    "AsyncLLM": "quire.front.async_llm",
     "CompletionOutput": "quire.request_output",
-    "ContinuousBatchingPipeline": "quire.engine.pipeline",
+    "ContinuousBatchingPipeline": "quire.front.openvino.pipeline",
     "EngineConfig": "quire.config",
-    "GenerationConfig": "quire.engine.generation_config",
+    "GenerationConfig": "quire.front.openvino.generation_config",
     "RequestOutput": "quire.request_output",
     "RequestOptions": "quire.request_options",
     "SamplingParams": "quire.sampling_params",
     "SchedulerConfig": "quire.config",
     "ServerConfig": "quire.config",
-    "StructuredOutputConfig": "quire.engine.generation_config",
+    "StructuredOutputConfig": "quire.front.openvino.generation_config",
     "StructuredOutputsParams": "quire.structured_outputs",
 }
 

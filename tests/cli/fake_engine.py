@@ -99,7 +99,7 @@ class FakeAsyncLLM:
 def install_fake_async_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeAsyncLLM]:
     """Put the fake where commands import `AsyncLLM` from."""
     FakeAsyncLLM.instances = []
-    module = types.ModuleType("quire.engine.async_llm")
+    module = types.ModuleType("quire.front.async_llm")
     module.AsyncLLM = FakeAsyncLLM
-    monkeypatch.setitem(sys.modules, "quire.engine.async_llm", module)
+    monkeypatch.setitem(sys.modules, "quire.front.async_llm", module)
     return FakeAsyncLLM

@@ -58,9 +58,9 @@ class FakeLLM:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     FakeLLM.calls = []
-    module = types.ModuleType("quire.engine.llm")
+    module = types.ModuleType("quire.front.llm")
     module.LLM = FakeLLM
-    monkeypatch.setitem(sys.modules, "quire.engine.llm", module)
+    monkeypatch.setitem(sys.modules, "quire.front.llm", module)
     lines = [
         json.dumps({"task": case.task, "messages": case.messages, "answer": case.answer}) for case in CASES
     ]

@@ -12,8 +12,8 @@ from fake_engine import FakeAsyncLLM, finished_output, install_fake_async_llm
 from typer.testing import CliRunner, Result
 
 from quire.cli.answers import JsonAnswers, TextAnswers, answer_record
-from quire.cli.in_order import InOrder
 from quire.cli.main import app
+from quire.cli.ordered_streams import InOrder
 from quire.cli.prompts import Prompt, parse_lines
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.request_output import Logprob

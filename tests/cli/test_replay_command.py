@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from quire.cli.main import app
 from quire.config import SchedulerConfig
+from quire.recording.recorder import RecordingScheduler
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.scheduling.recording.recorder import RecordingScheduler
 from quire.step import ModelRunnerOutput
 
 sys.path.append(str(Path(__file__).parents[1] / "scheduling" / "recording"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from checkpoints import make_checkpoint
 from models.gguf_checkpoints import write_gguf
+
+from checkpoints import make_checkpoint
 from quire import LLM, SamplingParams, StructuredOutputsParams
 
 

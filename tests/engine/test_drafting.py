@@ -9,12 +9,12 @@ import pytest
 
 from checkpoints import make_checkpoint
 from quire.config import EngineConfig, SpeculationConfig
-from quire.engine.arguments import engine_config
 from quire.engine.drafting import build_proposer, find_draft_model
 from quire.engine.memory_plan import MemoryPlan, plan_memory
 from quire.errors import ConfigError, ModelNotFoundError
 from quire.execution.draft_model_proposer import DraftModelProposer
 from quire.execution.ngram_proposer import NgramProposer
+from quire.front.arguments import engine_config
 from quire.models.config import ModelConfig
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from engine_checks import check_after_every_step, tiny_config
 
+from engine_checks import check_after_every_step, tiny_config
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import (

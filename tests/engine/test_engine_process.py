@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from engine_checks import TINY, is_zombie, tiny_config, wait_for_end
 
+from engine_checks import TINY, is_zombie, tiny_config, wait_for_end
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import EngineDeadError
 
@@ -21,7 +21,7 @@ LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
 FRONT = """
 import sys, asyncio, os, signal
 from quire import LLM, AsyncLLM, SamplingParams, EngineConfig, SchedulerConfig
-from quire.engine.process_client import EngineProcess
+from quire.front.process_client import EngineProcess
 from engine_checks import tiny_config
 model, how = sys.argv[1:]
 long = SamplingParams(max_tokens=450, ignore_eos=True)

@@ -7,15 +7,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from engine_checks import tiny_config
 
+from engine_checks import tiny_config
 from quire.engine import loop as engine_loop
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import EngineCoreRequest, Explain, Reply, StepOutputs
+from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.sampling_params import SamplingParams
 from quire.scheduling.interface import PauseState
-from quire.scheduling.llguidance_backend import LLGuidanceBackend
 from quire.structured_outputs import StructuredOutputsParams
 
 

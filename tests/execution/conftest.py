@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from checkpoints import make_checkpoint
+from quire.models.checkpoints.loading import load_decoder
 from quire.models.config import ModelConfig
-from quire.models.loading import load_decoder
 
 
 @pytest.fixture(scope="session")

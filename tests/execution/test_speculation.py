@@ -19,8 +19,8 @@ from step_driver import (
 from checkpoints import make_checkpoint
 from quire.execution.draft_model_proposer import DraftModelProposer
 from quire.execution.ngram_proposer import NgramProposer
+from quire.models.checkpoints.loading import load_decoder
 from quire.models.config import ModelConfig
-from quire.models.loading import load_decoder
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, NewRequestData
 

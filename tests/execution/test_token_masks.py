@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_driver import add_all, int_array, make_driver, plan
 
-from quire.execution.places import Places
 from quire.execution.sampler import Sampler
+from quire.execution.sampling_positions import Places
 from quire.execution.token_masks import TokenMasks
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, GrammarOutput

@@ -7,9 +7,9 @@ import torch
 from paged_harness import Generated, PagedHarness, generate, random_prompts
 
 from checkpoints import make_checkpoint
+from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.models.loading import WeightOptions, load_decoder
 
 FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe"]
 PROMPT_LENGTHS = [1, 7, 66, 131]

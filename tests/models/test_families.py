@@ -10,8 +10,8 @@ import torch
 from paged_harness import PagedHarness, generate, random_prompts
 
 from checkpoints import FAMILIES, make_model, save_checkpoint
+from quire.models.checkpoints.loading import load_decoder
 from quire.models.config import ModelConfig
-from quire.models.loading import load_decoder
 
 NUM_NEW = 48
 PROMPT_LENGTHS = [1, 5, 40, 83]

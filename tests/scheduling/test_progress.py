@@ -7,9 +7,9 @@ from fake_runner import naive_generation
 from scene import BAD, CLASSES, GatedGrammars, Scene, allowed_by_class
 
 from quire.errors import InvalidRequestError
+from quire.grammar.manager import COMPILE_TIMEOUT
 from quire.kv.memory_connector import MemoryConnector
 from quire.scheduling import PauseState
-from quire.scheduling.grammars import COMPILE_TIMEOUT
 from quire.status import FinishReason, RequestStatus
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
-from quire.cli.in_order import InOrder
+from quire.cli.ordered_streams import InOrder
 from quire.cli.prompts import Prompt
 from quire.request_output import RequestOutput, TokenLogprobs
 

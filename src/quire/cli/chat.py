@@ -17,7 +17,7 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.engine.async_llm import AsyncLLM
+    from quire.front.async_llm import AsyncLLM
 
 COMMANDS = """\
   /reset         forget the conversation
@@ -46,7 +46,7 @@ def chat(
       quire chat
       quire chat Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
     """
-    from quire.engine.async_llm import AsyncLLM
+    from quire.front.async_llm import AsyncLLM
 
     with asyncio.Runner() as runner:
         llm = runner.run(_started(AsyncLLM, engine))

@@ -22,7 +22,7 @@ from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.engine.async_llm import AsyncLLM
+    from quire.front.async_llm import AsyncLLM
 
 LONGEST_WAIT = 1.0  # seconds before a prompt that found the engine's queue full is sent again
 SUBMITTED_PER_RUNNING = 2  # requests handed to the engine for each that can run: enough to keep it busy
@@ -118,8 +118,8 @@ async def _answer_all(
     engine: EngineConfig, prompts: list[Prompt], send: Sender, answers: Answers
 ) -> list[str]:
     """Start an engine, answer every prompt, stop the engine; return the errors of single prompts."""
-    from quire.engine.async_llm import AsyncLLM
-    from quire.engine.progress import batch_progress
+    from quire.front.async_llm import AsyncLLM
+    from quire.front.progress import batch_progress
 
     llm = AsyncLLM(engine)
     try:

@@ -11,13 +11,13 @@ from quire.cli.progress import LoadingBar
 from quire.config import EngineConfig
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
+    from quire.front.llm import LLM
 
 
 @contextlib.contextmanager
 def ready_llm(engine: EngineConfig) -> Iterator[LLM]:
     """Load the model that `engine` names, showing how far that is; yield its `LLM`, and end it afterwards."""
-    from quire.engine.llm import LLM
+    from quire.front.llm import LLM
 
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     with LoadingBar(engine.model) as on_progress:

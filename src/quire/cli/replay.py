@@ -14,7 +14,7 @@ from quire.cli.console import EXIT_FAILURE, one_line_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from quire.scheduling.recording.replay import ReplayReport
+    from quire.recording.replay import ReplayReport
 
 
 def replay(
@@ -35,9 +35,9 @@ def replay(
       quire replay run.quire
       quire replay run.quire --perfetto trace.json
     """
-    from quire.scheduling.recording.frames import Recording
-    from quire.scheduling.recording.perfetto import write_trace
-    from quire.scheduling.recording.replay import replay as replay_recording
+    from quire.recording.file_format import Recording
+    from quire.recording.perfetto import write_trace
+    from quire.recording.replay import replay as replay_recording
 
     with one_line_errors():
         num_events = None if perfetto is None else write_trace(Recording(file), perfetto)

@@ -1,1 +1,1 @@
-"""One engine: its step loop, its processes, and the Python front doors."""
+"""What runs beside the model: the step loop, its process, and the memory plan."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.engine.cache_growth import CacheGrowth
 from quire.engine.drafting import build_proposer, weight_options
+from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.kv.connector import KVConnector
 from quire.kv.events import KVEventCollector
 from quire.kv.memory_connector import MemoryConnector
 from quire.registry import Registry
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
-from quire.scheduling.llguidance_backend import LLGuidanceBackend
 
 if TYPE_CHECKING:
     from quire.engine.drafting import DraftModel
@@ -91,7 +91,7 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerCo
     size = {"num_blocks": plan.num_blocks, "max_model_len": plan.max_model_len}
     if not config.record_path:
         return scheduler_cls(config.scheduler, context=context, **size)
-    from quire.scheduling.recording.recorder import RecordingScheduler
+    from quire.recording.recorder import RecordingScheduler
 
     return RecordingScheduler(
         config.scheduler, context=context, scheduler_cls=scheduler_cls, path=Path(config.record_path), **size
@@ -117,7 +117,7 @@ def build_runner(
     from quire.execution.model_runner import ModelRunner
     from quire.kernels.dispatch import kernel_set
     from quire.kv.tensors import KVCacheTensors
-    from quire.models.loading import load_decoder
+    from quire.models.checkpoints.loading import load_decoder
 
     kernel_set(config.kernels).use_threads(config.num_threads)
     model = load_decoder(

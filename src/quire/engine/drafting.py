@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.memory_plan import MemoryPlan
     from quire.execution.proposer import Proposer
-    from quire.models.loading import WeightOptions
+    from quire.models.checkpoints.loading import WeightOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: M
 
     from quire.execution.draft_model_proposer import DraftModelProposer
     from quire.kv.tensors import KVCacheTensors
-    from quire.models.loading import load_decoder
+    from quire.models.checkpoints.loading import load_decoder
 
     shape = dataclasses.replace(draft_model.config, max_model_len=plan.max_model_len)
     decoder = load_decoder(draft_model.path, shape, options=weight_options(config, shape))
@@ -82,8 +82,8 @@ def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: M
 
 def weight_options(config: EngineConfig, model: ModelConfig) -> WeightOptions:
     """Return how the weights of one of the engine's models are held."""
-    from quire.models.loading import WeightOptions
-    from quire.models.weight_cache import choose_cache
+    from quire.models.checkpoints.loading import WeightOptions
+    from quire.models.checkpoints.weight_cache import choose_cache
 
     return WeightOptions(
         dtype=dtype_of(config, model),

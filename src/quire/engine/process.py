@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.engine.process DIRECTORY`, started by `quire.engine.process_client`.
+"""The engine process: `python -m quire.engine.process DIRECTORY`, started by `quire.front.process_client`.
 
 DIRECTORY is the private one of the sockets.
 

@@ -12,9 +12,9 @@ from quire.execution.arrays import Int64Array
 from quire.execution.kv_transfers import KVTransfers
 from quire.execution.logprobs import position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch, RunnerRequest
-from quire.execution.places import Places
 from quire.execution.proposer import Proposer
 from quire.execution.sampler import Sampler, SamplerOutput, nonfinite_error
+from quire.execution.sampling_positions import Places
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kv.connector import KVConnector

@@ -25,7 +25,7 @@ class RowsToContinue:
 
 
 class Proposer(ABC):
-    """Proposes drafts. A bad one costs time and never changes a token: see `quire.execution.places`."""
+    """Proposes drafts. A bad one costs time and never a token: see `quire.execution.sampling_positions`."""
 
     def copy_blocks(self, copies: IntArray) -> None:  # noqa: B027 - most keep no KV
         """Take part in the KV cache's copies [N, 2] of blocks (from, to)."""

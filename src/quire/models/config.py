@@ -102,9 +102,9 @@ class ModelConfig:
             UnknownArchitectureError: the architecture is not a known one; the message lists those.
             ModelError: the file is missing, cannot be read, or lacks or contradicts something needed.
         """
+        from quire.models.checkpoints.gguf.config import read_gguf_config
+        from quire.models.checkpoints.gguf.location import find_gguf
         from quire.models.families import read_config
-        from quire.models.gguf.config import read_gguf_config
-        from quire.models.gguf.location import find_gguf
 
         gguf = find_gguf(path)
         values = read_json(path / "config.json") if gguf is None else read_gguf_config(gguf)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import ModelError, UnknownArchitectureError, nearest_name
+from quire.models.checkpoints.quantized.description import StoredQuantization, describe_quantization
 from quire.models.config import DTYPE_BYTES, NO_ROPE
-from quire.models.quantized.description import StoredQuantization, describe_quantization
 from quire.models.ropes import read_rope
 
 HFConfig = Mapping[str, Any]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.config import BUILT_IN_MODEL
 from quire.errors import ModelNotFoundError
-from quire.models.gguf.location import SUFFIX as GGUF_SUFFIX
+from quire.models.checkpoints.gguf.location import SUFFIX as GGUF_SUFFIX
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]

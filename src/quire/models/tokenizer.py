@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 import tokenizers
 
 from quire.errors import InvalidRequestError, ModelError
+from quire.models.checkpoints.gguf.file import GGUFFile
+from quire.models.checkpoints.gguf.location import find_gguf
+from quire.models.checkpoints.gguf.tokenizer import read_gguf_tokenizer
 from quire.models.config import read_json
-from quire.models.gguf.file import GGUFFile
-from quire.models.gguf.location import find_gguf
-from quire.models.gguf.tokenizer import read_gguf_tokenizer
 
 if TYPE_CHECKING:
     from quire.models.chat_template import ChatTemplate

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+from quire.grammar.manager import GrammarBackend
 from quire.kv.connector import KVConnector
 from quire.kv.events import KVEventSink
-from quire.scheduling.grammars import GrammarBackend
 
 
 def no_drafts(num_running: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quire.config import SchedulerConfig
 from quire.errors import InvalidRequestError, QueueFullError
 from quire.request import Request
-from quire.scheduling.slots import token_limit
+from quire.scheduling.running_slots import token_limit
 
 BLIND_ORDERS = ("fcfs", "fair", "longest-prefix")  # to priorities
 BLIND_RETENTIONS = ("lru", "lfu")

@@ -24,12 +24,11 @@ from quire.errors import DuplicateRequestError, InvalidRequestError, RequestTime
 from quire.kv.connector import KVConnector
 from quire.kv.leases import LeaseKind
 from quire.request import Request
-from quire.scheduling.admission import AdmissionPhase
+from quire.scheduling.admission_phase import AdmissionPhase
 from quire.scheduling.beams import BeamPhase
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.explanation import explain
 from quire.scheduling.interface import PauseState, SchedulerInterface
-from quire.scheduling.landing import LandingPhase
 from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats
 from quire.scheduling.plan import Plan
 from quire.scheduling.refusals import (
@@ -38,7 +37,8 @@ from quire.scheduling.refusals import (
     refuse_if_queue_is_full,
     refuse_priority_without_policy,
 )
-from quire.scheduling.running import RunningPhase
+from quire.scheduling.results import LandingPhase
+from quire.scheduling.running_phase import RunningPhase
 from quire.scheduling.state import SchedulerState
 from quire.scheduling.step_mix import step_mix
 from quire.scheduling.transfers import TransferPhase

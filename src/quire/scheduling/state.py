@@ -13,6 +13,7 @@ from collections.abc import Container, Iterator
 import numpy as np
 
 from quire.config import SchedulerConfig
+from quire.grammar.manager import Grammars
 from quire.kv.block_pool import BlockPool
 from quire.kv.leases import LeaseKind, LeaseTable
 from quire.kv.manager import NO_PREFIX, KVCacheManager
@@ -22,11 +23,10 @@ from quire.scheduling.beams import BeamGroup, BeamGroups
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.drain_rate import DrainRate
-from quire.scheduling.grammars import Grammars
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS
-from quire.scheduling.slots import RunningSlots, token_limit
-from quire.scheduling.waiting_room import WaitingRoom
+from quire.scheduling.running_slots import RunningSlots, token_limit
+from quire.scheduling.waiting import WaitingRoom
 from quire.status import FinishReason, RequestStatus
 from quire.step import IntArray, SchedulerOutput
 

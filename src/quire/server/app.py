@@ -22,7 +22,7 @@ from quire.server.requests import get_request, list_requests
 from quire.server.responses import Health, ModelCard, ModelList, Version, encode
 
 if TYPE_CHECKING:
-    from quire.engine.async_llm import AsyncLLM
+    from quire.front.async_llm import AsyncLLM
 
 Handler = Callable[[Request], Awaitable[Response]]
 

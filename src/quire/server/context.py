@@ -16,7 +16,7 @@ from quire.server.lifecycle import Lifecycle
 from quire.server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from quire.engine.async_llm import AsyncLLM
+    from quire.front.async_llm import AsyncLLM
 
 
 ENGINE_TIMEOUT = 2.0

@@ -21,8 +21,8 @@ from pydantic_core import PydanticCustomError
 from quire.errors import InvalidRequestError
 from quire.request_options import RequestOptions
 from quire.sampling_params import MAX_BEAM_WIDTH, SamplingParams
+from quire.server.response_format import ResponseFormat, StructuredOutputs
 from quire.server.strict_model import StrictModel, optional_field
-from quire.server.structured_outputs import ResponseFormat, StructuredOutputs
 
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 16

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
-from quire.engine.async_llm import AsyncLLM
+from quire.front.async_llm import AsyncLLM
 from quire.server.listening import bound_socket
 
 if TYPE_CHECKING:

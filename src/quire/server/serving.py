@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from quire.config import ServerConfig
-from quire.engine.async_llm import AsyncLLM
+from quire.front.async_llm import AsyncLLM
 from quire.server.app import create_app
 from quire.server.context import ServerContext
 from quire.server.http_server import HttpServer

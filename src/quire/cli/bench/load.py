@@ -27,7 +27,7 @@ async def measure_serving(
         QuireError: the target cannot be used, or a request of the warm-up failed.
         EngineDeadError: it ended.
     """
-    from quire.engine.progress import batch_progress
+    from quire.front.progress import batch_progress
 
     generator = np.random.default_rng([config.seed, ARRIVALS])
     async with opening as target:

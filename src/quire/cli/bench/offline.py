@@ -25,7 +25,7 @@ from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
+    from quire.front.llm import LLM
 
 
 def exactly(num_tokens: int) -> SamplingParams:

@@ -18,7 +18,7 @@ from quire.errors import ConfigError, QuireError
 if TYPE_CHECKING:
     import numpy as np
 
-    from quire.engine.async_llm import AsyncLLM
+    from quire.front.async_llm import AsyncLLM
 
 
 class Usage(NamedTuple):
@@ -85,7 +85,7 @@ def _refuse_engine_flags(engine: EngineConfig) -> None:
 @contextlib.asynccontextmanager
 async def engine_target(engine: EngineConfig) -> AsyncIterator[Target]:
     """Start an engine in a process of its own; end it afterwards."""
-    from quire.engine.async_llm import AsyncLLM
+    from quire.front.async_llm import AsyncLLM
 
     llm = AsyncLLM(engine)
     try:

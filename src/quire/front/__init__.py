@@ -1,0 +1,1 @@
+"""Beside the client: requests and text in and out, clients of engines. Nothing here imports torch."""

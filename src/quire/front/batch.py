@@ -1,0 +1,79 @@
+"""Running a batch of requests to its end, with no more of them in the engine's queue than it takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from quire.errors import QueueFullError
+from quire.front.input_processor import ProcessedRequest
+from quire.front.live_requests import Front
+from quire.front.output_processor import RequestState
+from quire.request_output import RequestOutput
+
+
+class Batch:
+    """Requests on their way through an engine.
+
+    Args:
+        front: of the engine, which is ready.
+        requests: prepared by `front`.
+        max_live_sequences: how many sequences are handed to the engine at a time, so that a batch of any
+            length goes through its bounded queue.
+    """
+
+    def __init__(self, front: Front, requests: list[ProcessedRequest], max_live_sequences: int) -> None:
+        self.results: dict[int, RequestOutput] = {}
+        self.num_generated_tokens = 0
+        self._front = front
+        self._size = len(requests)
+        self._pending = deque(enumerate(requests))
+        self._live: dict[int, RequestState] = {}
+        self._max_live_sequences = max_live_sequences
+        self._must_wait = False  # the queue was full; until something ends it will stay so
+
+    @property
+    def live(self) -> Mapping[int, RequestState]:
+        """Requests that the engine has, by their index, some perhaps finished in the last step."""
+        return self._live
+
+    def run(self, advance: Callable[[], None]) -> list[RequestOutput]:
+        """Call `advance` until all requests are done; return their outputs in order.
+
+        Raises:
+            QuireError: the engine refuses a request, or ends; the others are aborted.
+            BaseException: whatever `advance` raises, KeyboardInterrupt among them; all are aborted.
+        """
+        try:
+            while self._pending or self._live:
+                self._submit()
+                advance()
+                self._collect()
+        finally:
+            for state in self._live.values():
+                self._front.discard(state)
+        return [self.results[index] for index in range(self._size)]
+
+    def _submit(self) -> None:
+        """Hand over as many pending requests as may be live."""
+        num_live = sum(len(state.completions) for state in self._live.values())
+        while self._pending and not self._must_wait and num_live < self._max_live_sequences:
+            index, processed = self._pending.popleft()
+            state = self._live[index] = self._front.submit(processed)
+            num_live += len(state.completions)
+
+    def _collect(self) -> None:
+        """Take finished requests out, and put those that the full queue refused back in front."""
+        for index, state in reversed(list(self._live.items())):
+            if state.failure is None and not state.finished:
+                continue
+            del self._live[index]
+            if state.failure is None:
+                self.results[index] = state.snapshot()
+                self.num_generated_tokens += sum(len(one.token_ids) for one in state.completions)
+                self._must_wait = False
+            elif isinstance(state.failure, QueueFullError) and self._live:
+                self._pending.appendleft((index, state.processed))
+                self._must_wait = True
+            else:
+                raise state.failure

@@ -1,0 +1,225 @@
+"""From what a caller asks to what the engine takes: checked, tokenized, every default resolved."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.engine.messages import EngineCoreRequest, EngineInfo, check_types
+from quire.errors import InvalidRequestError
+from quire.front.arguments import prompt_text_or_ids
+from quire.request_options import RequestOptions, require_text
+from quire.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.scheduling.beam_search import num_candidates
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MASK_64 = 2**64 - 1
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ProcessedRequest:
+    """A request as its caller knows it, and as the engine does.
+
+    `params` are the caller's, with nothing left open; those of `core_request` may ask for more
+    log-probabilities.
+    """
+
+    request_id: str
+    prompt: str | None
+    params: SamplingParams
+    core_request: EngineCoreRequest
+    arrival_time: float  # seconds on this process's monotonic clock
+
+
+class InputProcessor:
+    """Turns prompts and parameters into requests for one engine.
+
+    Args:
+        tokenizer: of the engine's model.
+        info: of the engine; its lengths and vocabulary bound the requests.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        self._tokenizer = tokenizer
+        self._info = info
+        self._serial = itertools.count()
+
+    def process(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        prompt_text: str | None = None,
+        **options: Any,
+    ) -> ProcessedRequest:
+        """Check and tokenize one request.
+
+        Args:
+            prompt: text, or token ids.
+            params: as the caller gave them.
+            request_id: the caller's name for it; one is made up if None.
+            prompt_text: what a prompt of token ids was made from, for the output.
+            options: fields of `RequestOptions`.
+
+        Raises:
+            InvalidRequestError: it can never be served as written.
+            ConfigError: an option has an unknown name.
+        """
+        arrival_time = time.monotonic()
+        serial = next(self._serial)
+        request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
+        require_text(request_id, "request_id", allow_empty=False)
+        prompt = prompt_text_or_ids(prompt)
+        token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self._check_prompt(token_ids if prompt else [])
+        params = self._resolve(params, len(token_ids))
+        assert params.seed is not None
+        core_request = EngineCoreRequest(
+            sequences=[
+                (f"{request_id}#{serial}.{index}", derived_seed(params.seed, index))
+                for index in range(params.num_sequences)
+            ],
+            prompt_token_ids=token_ids,
+            sampling_params=self._with_rankable_tokens(params),
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            options=RequestOptions(**options),
+        )
+        return ProcessedRequest(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else prompt_text,
+            params=params,
+            core_request=core_request,
+            arrival_time=arrival_time,
+        )
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; it must hold at least one token", param="prompt")
+        limit = self._info.max_model_len
+        if len(token_ids) > limit - 1:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; with at least one token of output the limit is "
+                f"{limit - 1}, from max_model_len {limit}",
+                param="prompt",
+            )
+        self._check_vocabulary(token_ids, "prompt")
+
+    def _check_vocabulary(self, token_ids: Iterable[int], param: str) -> None:
+        size = self._info.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise InvalidRequestError(
+                    f"{param} holds the token id {token_id}; the vocabulary has ids 0 to {size - 1}",
+                    param=param,
+                )
+
+    def _resolve(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
+        """Return `params` with nothing left open, and nothing that the engine could not take."""
+        _check_parameter_types(params)
+        self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
+        self._check_vocabulary(params.logit_bias, "logit_bias")
+        for sequence in params.bad_words_token_ids:
+            self._check_vocabulary(sequence, "bad_words_token_ids")
+        for word in params.stop:
+            require_text(word, "stop")
+        return dataclasses.replace(
+            params,
+            max_tokens=self._max_tokens(params, prompt_length),
+            seed=_random_seed() if params.seed is None else params.seed,
+            bad_words_token_ids=self._bad_words(params),
+        )
+
+    def _with_rankable_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` as the engine gets them: with the log-probabilities that ranking needs."""
+        if params.beam_width:
+            return dataclasses.replace(params, temperature=0.0, logprobs=self._num_candidates(params))
+        if params.is_ranked and params.logprobs is None:
+            return dataclasses.replace(params, logprobs=0)  # those of the chosen tokens only
+        return params
+
+    def _num_candidates(self, params: SamplingParams) -> int:
+        """Return how many likeliest tokens a beam search needs at each position."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(params, name)}; beam search returns each completion's "
+                    "cumulative_logprob only: leave it out",
+                    param=name,
+                )
+        needed = num_candidates(params, self._tokenizer.eos_token_ids)
+        limit = min(MAX_LOGPROBS, self._info.vocab_size)
+        if needed > limit:
+            raise InvalidRequestError(
+                f"beam_width is {params.beam_width} and {needed - params.beam_width} token ids end the "
+                f"output, together {needed}; the limit is {limit}; lower beam_width, or give fewer "
+                "stop_token_ids",
+                param="beam_width",
+            )
+        return needed
+
+    def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int:
+        limit = self._info.max_model_len
+        room = limit - prompt_length
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequestError(
+                f"the prompt has {prompt_length} tokens and max_tokens is {params.max_tokens}, together "
+                f"{prompt_length + params.max_tokens}; the limit is max_model_len {limit}, which leaves "
+                f"max_tokens {room}",
+                param="max_tokens",
+            )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}; after a prompt of {prompt_length} tokens, max_model_len "
+                f"{limit} leaves {room}",
+                param="min_tokens",
+            )
+        return room if params.max_tokens is None else params.max_tokens
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of all bad words, at the start of a word and within one."""
+        sequences = dict.fromkeys(params.bad_words_token_ids)
+        for word in params.bad_words:
+            for spelling in (word, f" {word}"):
+                token_ids = self._tokenizer.encode(spelling, add_special_tokens=False)
+                if token_ids:
+                    sequences[tuple(token_ids)] = None
+        return tuple(sequences)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Return the seed of completion `index`: the request's own for the first, then far from it.
+
+    The others are successive outputs of SplitMix64 (Steele, Lea and Flood 2014) started at `seed`, without
+    their lowest bit.
+    """
+    if index == 0:
+        return seed
+    mixed = (seed + index * _GOLDEN_GAMMA) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+def _random_seed() -> int:
+    return int.from_bytes(os.urandom(8)) >> 1
+
+
+def _check_parameter_types(params: Any) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling_params must be SamplingParams, not {type(params).__name__}", param="sampling_params"
+        )
+    try:
+        check_types(params)
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        raise InvalidRequestError(f"sampling parameters: {error}") from error

@@ -1,0 +1,195 @@
+"""What every front door does with an engine's messages, whoever waits for them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.engine.messages import (
+    AbortRequests,
+    EngineInfo,
+    FromEngine,
+    LoadProgress,
+    Ready,
+    Reply,
+    RequestRefused,
+    StartupFailed,
+    StepOutputs,
+    StopRequests,
+    ToEngine,
+)
+from quire.errors import EngineDeadError, QuireError
+from quire.front.input_processor import InputProcessor, ProcessedRequest
+from quire.front.output_processor import OutputProcessor, RequestState
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+
+class EngineClient(Protocol):
+    """An engine, seen from a front door."""
+
+    def send(self, message: ToEngine) -> None:
+        """Hand over `message`; answers come from `receive`."""
+
+    def receive(self, timeout: float | None) -> list[FromEngine]:
+        """Return what the engine has to say, waiting at most `timeout` seconds (None: for ever).
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+
+    def close(self) -> None:
+        """End the engine."""
+
+
+class Front:
+    """An engine's client with the table of its live requests.
+
+    Args:
+        client: the engine.
+        tokenizer: of its model.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.outputs = OutputProcessor(tokenizer)
+        self.failure: QuireError | None = None
+        self.last_step_time = time.monotonic()
+        self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        self._info: EngineInfo | None = None
+        self._inputs: InputProcessor | None = None
+        self._call_ids = itertools.count()
+        self._calls: dict[int, Callable[[Reply], None]] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._info is not None
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine is; only once it is ready."""
+        self.raise_failure()
+        assert self._info is not None, "the engine is not ready"
+        return self._info
+
+    def raise_failure(self) -> None:
+        """Raise what ended the engine, if it has ended."""
+        if self.failure is not None:
+            raise copy.copy(self.failure)
+
+    def prepare(
+        self, prompt: str | Sequence[int], params: SamplingParams, **options: Any
+    ) -> ProcessedRequest:
+        """Check and tokenize a request; see `InputProcessor.process` for `options` and errors."""
+        self.raise_failure()
+        assert self._inputs is not None, "the engine is not ready"
+        return self._inputs.process(prompt, params, **options)
+
+    def prepare_chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, **options: Any
+    ) -> ProcessedRequest:
+        """Check and tokenize a conversation, as the model's chat template writes it."""
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return self.prepare(token_ids, params, prompt_text=text, **options)
+
+    def submit(
+        self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None
+    ) -> RequestState:
+        """Enter a request into the table and send it.
+
+        Raises:
+            DuplicateRequestError: its id is in use.
+            EngineDeadError: the engine has ended.
+        """
+        self.raise_failure()
+        if not self.outputs:
+            self.last_step_time = time.monotonic()  # until now there was nothing to do
+        state = self.outputs.add(processed, on_update)
+        try:
+            self.client.send(processed.core_request)
+        except BaseException:  # Ctrl-C too: the caller gets no state that it could discard
+            self.discard(state)
+            raise
+        return state
+
+    def discard(self, state: RequestState) -> None:
+        """Abort a request that nobody waits for any more; nothing happens if it has ended."""
+        live = self.outputs.remove(state)
+        if live:
+            self.client.send(AbortRequests(live))
+
+    def abort(self, request_id: str | None) -> None:
+        """Abort a request, or all if None; each answers with finish reason "abort"."""
+        live = self.outputs.live_sequence_ids(request_id)
+        if live:
+            self.client.send(AbortRequests(live))
+
+    def queued_sequence_ids(self, request_id: str) -> list[str]:
+        """Return the engine's names for what waits or runs of a request; none if it has ended."""
+        state = self.outputs.get(request_id)
+        if state is None:
+            return []
+        queued = state.processed.core_request.queued_sequence_ids
+        live = state.live_sequence_ids
+        return [sequence_id for sequence_id in queued if sequence_id in live]
+
+    def call(self, make: Callable[[int], ToEngine], on_reply: Callable[[Reply], None]) -> None:
+        """Send the message that `make` makes for a call id; `on_reply` gets the answer."""
+        self.raise_failure()
+        call_id = next(self._call_ids)
+        self._calls[call_id] = on_reply
+        self.client.send(make(call_id))
+
+    def receive(self, timeout: float | None) -> None:
+        """Take in what the engine has to say, waiting at most `timeout` seconds (None: for ever).
+
+        If the engine has ended, every live request is answered with that and `failure` is set.
+        """
+        try:
+            messages = self.client.receive(timeout)
+        except EngineDeadError as error:
+            self._fail(error)
+            return
+        for message in messages:
+            self._dispatch(message)
+
+    def close(self) -> None:
+        """End the engine; what is still live is answered with `EngineDeadError`."""
+        self.client.close()
+        self.failure = None
+        self._fail(EngineDeadError("the engine has been shut down"))
+
+    def _fail(self, failure: QuireError) -> None:
+        """Note that the engine has ended (the first reason counts), and answer every live request."""
+        if self.failure is None:
+            self.failure = failure
+        self._calls.clear()
+        self.outputs.fail_all(self.failure)
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case StepOutputs(outputs, stats):
+                if stats is not None:
+                    self.last_step_time = time.monotonic()
+                to_stop = self.outputs.apply(outputs)
+                if to_stop:
+                    self.client.send(StopRequests(to_stop))
+            case RequestRefused(sequence_ids, error):
+                self.outputs.refuse(sequence_ids, error.to_exception())
+            case Reply(call_id):
+                self._calls.pop(call_id)(message)
+            case LoadProgress(done, total):
+                self.on_progress(done, total)
+            case Ready(info):
+                self._info = info
+                self._inputs = InputProcessor(self.tokenizer, info)
+            case StartupFailed(error):
+                self._fail(error.to_exception())

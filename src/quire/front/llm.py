@@ -1,0 +1,145 @@
+"""`LLM`: whole batches of prompts, in the caller's process unless asked otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from quire.config import BUILT_IN_MODEL
+from quire.engine.messages import EngineInfo
+from quire.front.arguments import conversations_of, engine_config, one_for_each, prompts_of
+from quire.front.batch import Batch
+from quire.front.input_processor import ProcessedRequest
+from quire.front.progress import batch_progress
+from quire.front.session import Session
+from quire.request_output import RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.scheduling.outputs import SchedulerStats
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[dict[str, Any]]
+
+
+class LLM:
+    """A model and its engine, for batches.
+
+    Args:
+        model: the built-in "mini", a local directory, or a name on the Hugging Face hub.
+        engine_process: run the engine in a process of its own. It is started at once and first waited for
+            when it is needed; `wait_until_ready` waits for nothing else.
+        on_load_progress: called while weights load with (bytes done, bytes in all).
+        **options: fields of `EngineConfig`, `SchedulerConfig` and `SpeculationConfig` by name;
+            `scheduler=SchedulerConfig(...)` and `speculation=SpeculationConfig(...)` set all of theirs.
+
+    Raises:
+        ConfigError: an option is unknown or unusable; the message names the nearest known one.
+        ModelError: the model cannot be found, read or understood.
+    """
+
+    def __init__(
+        self,
+        model: str = BUILT_IN_MODEL,
+        *,
+        engine_process: bool = False,
+        on_load_progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = engine_config(model, options)
+        self._session = Session(self.config, engine_process=engine_process, on_progress=on_load_progress)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine is; waits until it is ready."""
+        return self.wait_until_ready()
+
+    def wait_until_ready(self) -> EngineInfo:
+        """Return once the engine takes requests.
+
+        Raises:
+            QuireError: why it could not be built.
+        """
+        return self._session.wait_until_ready()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer."""
+        return self._session.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Complete prompts and return their outputs in the same order.
+
+        A request that fails alone, because its grammar is none or its time is up or while it runs, has finish
+        reason "error" and says why. Ctrl-C aborts all of them, and so does any exception; the engine stays
+        usable.
+
+        Args:
+            prompts: one prompt or several; each is text, or token ids.
+            sampling_params: for all prompts, or one for each; the defaults if None.
+            progress: show a progress bar on standard error.
+            options: fields of `RequestOptions`, for all prompts: priority, cache_salt, tenant, timeout, …
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters can never be served; nothing was run.
+            EngineDeadError: the engine process has ended.
+        """
+        self.wait_until_ready()
+        batch = prompts_of(prompts)
+        params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
+        prepare = self._session.front.prepare
+        requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
+        return self._run(requests, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one conversation or several, as the model's chat template writes them."""
+        self.wait_until_ready()
+        batch = conversations_of(messages)
+        params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
+        prepare = self._session.front.prepare_chat
+        requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
+        return self._run(requests, progress)
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's state as it is now."""
+        return self._session.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False, and nothing happens, while any block is in use."""
+        return self._session.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End the engine; the object is not usable afterwards."""
+        self._session.close()
+
+    def _run(self, requests: list[ProcessedRequest], progress: bool) -> list[RequestOutput]:
+        batch = Batch(self._session.front, requests, 2 * self.config.scheduler.max_num_seqs)
+        with batch_progress(len(requests), shown=progress) as report:
+
+            def advance() -> None:
+                self._session.advance()
+                report(len(batch.results), batch.num_generated_tokens)
+
+            outputs = batch.run(advance)
+            report(len(outputs), batch.num_generated_tokens)
+        return outputs

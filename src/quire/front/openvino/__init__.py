@@ -1,0 +1,1 @@
+"""The engine under the names that OpenVINO GenAI users know."""

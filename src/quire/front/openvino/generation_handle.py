@@ -1,0 +1,141 @@
+"""What `ContinuousBatchingPipeline.add_request` returns: a request's status, its tokens, and its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+from quire.front.output_processor import CompletionState, RequestState
+from quire.request_output import TokenLogprobs
+from quire.status import FinishReason
+
+
+class GenerationStatus(enum.Enum):
+    """Where a request of the pipeline stands."""
+
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+    IGNORED = enum.auto()  # it failed; `GenerationOutput.error` or the log says why
+    CANCEL = enum.auto()  # ended by `GenerationHandle.cancel`
+    STOP = enum.auto()  # ended by `GenerationHandle.stop`
+
+
+@dataclasses.dataclass(slots=True)
+class GenerationOutput:
+    """Generated tokens of one completion.
+
+    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set. `score` is their sum in nats,
+    which is known of a beam search's hypothesis without them.
+    """
+
+    generated_ids: list[int]
+    generated_log_probs: list[float]
+    score: float
+    finish_reason: FinishReason | None
+    error: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class GenerationResult:
+    """What `ContinuousBatchingPipeline.generate` returns for one prompt; lists are over its completions.
+
+    `scores` are cumulative log-probabilities in nats, 0 where they are not known.
+    """
+
+    request_id: int
+    texts: list[str]
+    scores: list[float]
+    finish_reasons: list[FinishReason | None]
+    status: GenerationStatus
+
+
+class GenerationHandle:
+    """A request of the pipeline; reading does not make it run, `ContinuousBatchingPipeline.step` does.
+
+    Args:
+        state: of the request.
+        end: aborts it.
+        echoed_token_ids: put in front of each completion.
+    """
+
+    def __init__(
+        self, state: RequestState, end: Callable[[RequestState], None], echoed_token_ids: list[int]
+    ) -> None:
+        self._state = state
+        self._end = end
+        self._echoed = echoed_token_ids
+        self._num_read = [0] * len(state.completions)
+        self._ended_by: GenerationStatus | None = None
+
+    def get_status(self) -> GenerationStatus:
+        """Return where the request stands."""
+        if self._ended_by is not None:
+            return self._ended_by
+        if self._state.failure is not None:
+            return GenerationStatus.IGNORED
+        return status_of([completion.finish_reason for completion in self._state.completions])
+
+    def can_read(self) -> bool:
+        """Whether there are tokens that `read` has not returned."""
+        return any(
+            len(completion.token_ids) > self._num_read[completion.index] for completion in self._completions()
+        )
+
+    def read(self) -> dict[int, GenerationOutput]:
+        """Return the tokens since the last call, by completion; only completions that have any."""
+        fresh = {}
+        for completion in self._completions():
+            start = self._num_read[completion.index]
+            if len(completion.token_ids) > start:
+                fresh[completion.index] = self._output(completion, start)
+                self._num_read[completion.index] = len(completion.token_ids)
+        return fresh
+
+    def read_all(self) -> list[GenerationOutput]:
+        """Return all tokens so far, read or not, of each completion, the echoed prompt included."""
+        return [self._output(completion, 0) for completion in self._completions()]
+
+    def stop(self) -> None:
+        """End the request and keep what it has generated."""
+        self._end_as(GenerationStatus.STOP)
+
+    def cancel(self) -> None:
+        """End the request and drop what it has generated."""
+        self._end_as(GenerationStatus.CANCEL)
+
+    def _end_as(self, status: GenerationStatus) -> None:
+        if self.get_status() is GenerationStatus.RUNNING:
+            self._ended_by = status
+            self._end(self._state)
+
+    def _completions(self) -> list[CompletionState]:
+        return [] if self._ended_by is GenerationStatus.CANCEL else self._state.completions
+
+    def _output(self, completion: CompletionState, start: int) -> GenerationOutput:
+        token_ids = completion.token_ids[start:]
+        logprobs = None if completion.logprobs is None else completion.logprobs[start:]
+        chosen = chosen_logprobs(token_ids, logprobs)
+        return GenerationOutput(
+            generated_ids=token_ids if start else [*self._echoed, *token_ids],
+            generated_log_probs=chosen,
+            score=sum(chosen) if chosen else completion.cumulative_logprob or 0.0,
+            finish_reason=completion.finish_reason,
+            error=completion.error,
+        )
+
+
+def status_of(reasons: Sequence[FinishReason | None]) -> GenerationStatus:
+    """Return the status of a request whose completions ended for `reasons`, None for one that runs."""
+    if None in reasons:
+        return GenerationStatus.RUNNING
+    if FinishReason.ERROR in reasons:
+        return GenerationStatus.IGNORED
+    return GenerationStatus.STOP if FinishReason.ABORT in reasons else GenerationStatus.FINISHED
+
+
+def chosen_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> list[float]:
+    """Return the log-probability of each token, in nats; none if they were not asked for."""
+    if logprobs is None:
+        return []
+    return [entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True)]

@@ -1,0 +1,350 @@
+"""From what the engine says to what the caller sees: text, stop strings, log-probabilities, the `n` best.
+
+The table of live requests keeps each one's prompt, parameters and tokens so far: all that is needed to
+continue it on another engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from quire.engine.messages import ErrorInfo
+from quire.errors import DuplicateRequestError, QuireError
+from quire.front.detokenizer import DecoderFactory
+from quire.front.input_processor import ProcessedRequest
+from quire.front.stop_strings import StoppableText
+from quire.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from quire.sampling_params import SamplingParams
+from quire.scheduling.outputs import EngineCoreOutput
+from quire.status import FinishReason
+from quire.step import PositionLogprobs
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class CompletionState:
+    """One completion as it grows."""
+
+    def __init__(self, index: int, sequence_id: str, text: StoppableText, params: SamplingParams) -> None:
+        self.index = index
+        self.sequence_id = sequence_id
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._error: ErrorInfo | None = None
+        self._text = text
+        self._sums_logprobs = params.logprobs is not None or params.num_sequences > params.n
+        self._sum_of_logprobs = 0.0
+        self._logprob_of_beam: float | None = None
+        self._min_tokens = params.min_tokens
+        self._shows_stop_token = params.include_stop_str_in_output
+
+    @property
+    def text(self) -> str:
+        """Text released so far."""
+        return self._text.text
+
+    @property
+    def error(self) -> str | None:
+        """What was wrong, if it ended with an error."""
+        return None if self._error is None else self._error.message
+
+    @property
+    def exception(self) -> QuireError | None:
+        """The error as one of `quire.errors`; None if it belongs to none of them."""
+        return self._error.to_exception() if self._error is not None and self._error.kind else None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the tokens' log-probabilities in nats, None if they are not known."""
+        return self._sum_of_logprobs if self._sums_logprobs else self._logprob_of_beam
+
+    def apply(self, output: EngineCoreOutput, logprobs: list[TokenLogprobs]) -> bool:
+        """Add what the engine produced; return whether a stop string ended it before the engine did.
+
+        Args:
+            output: from the engine.
+            logprobs: of each new token, if the caller asked for them.
+        """
+        self._logprob_of_beam = output.cumulative_logprob
+        num_shown = len(output.new_token_ids)
+        if output.finish_reason is FinishReason.STOP and not self._shows_stop_token:
+            num_shown -= 1  # the end-of-sequence or stop token itself
+        chosen = [entry.logprobs[0] for entry in output.logprobs or ()]
+        for position, token_id in enumerate(output.new_token_ids):
+            self.token_ids.append(token_id)
+            if self.logprobs is not None:
+                self.logprobs.append(logprobs[position])
+            if self._sums_logprobs:
+                self._sum_of_logprobs += chosen[position]
+            word = self._text.push(token_id, may_stop=self._may_stop()) if position < num_shown else None
+            if word is not None:
+                self._finish(FinishReason.STOP, word)
+                return output.finish_reason is None
+        if output.finish_reason is not None:
+            word = self._text.finish(may_stop=self._may_stop())
+            if word is None:
+                self._finish(output.finish_reason, output.stop_reason)
+                self._error = _error_of(output)
+            else:
+                self._finish(FinishReason.STOP, word)
+        return False
+
+    def snapshot(self) -> CompletionOutput:
+        """Return the completion so far, as a value of its own."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids.copy(),
+            logprobs=None if self.logprobs is None else self.logprobs.copy(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            error_type=self._error.kind or None if self._error is not None else None,
+            cumulative_logprob=self.cumulative_logprob,
+        )
+
+    def _may_stop(self) -> bool:
+        return len(self.token_ids) >= self._min_tokens
+
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+
+def _error_of(output: EngineCoreOutput) -> ErrorInfo | None:
+    """Return the error of a terminal output, if it has one; its `kind` may be empty."""
+    if output.error is None:
+        return None
+    return ErrorInfo(output.error_type, output.error, output.error_param)
+
+
+class RequestState:
+    """A live request: what it asked, its completions so far, and how to tell its caller of news."""
+
+    def __init__(
+        self, processed: ProcessedRequest, completions: list[CompletionState], on_update: Callable[[], None]
+    ) -> None:
+        self.processed = processed
+        self.completions = completions
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if processed.params.prompt_logprobs is None else [None]
+        )
+        self.num_cached_tokens = 0
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+        self.failure: QuireError | None = None
+        self.on_update = on_update
+
+    @property
+    def request_id(self) -> str:
+        """The caller's name for it."""
+        return self.processed.request_id
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions have ended."""
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    @property
+    def live_sequence_ids(self) -> list[str]:
+        """The engine's names for the completions that have not ended."""
+        return [completion.sequence_id for completion in self.completions if completion.finish_reason is None]
+
+    @property
+    def error_before_output(self) -> QuireError | None:
+        """Why the engine ended all completions before anything was generated; None if it did not."""
+        has_tokens = any(completion.token_ids for completion in self.completions)
+        exceptions = [completion.exception for completion in self.completions]
+        return None if has_tokens or None in exceptions else exceptions[0]
+
+    def snapshot(self) -> RequestOutput:
+        """Return all that is known so far, as a value of its own."""
+        finished = self.finished
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.processed.prompt,
+            prompt_token_ids=self.processed.core_request.prompt_token_ids,
+            outputs=self._outputs(finished=finished),
+            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.copy(),
+            num_cached_tokens=self.num_cached_tokens,
+            finished=finished,
+            metrics=self._metrics() if finished else None,
+        )
+
+    def _outputs(self, *, finished: bool) -> list[CompletionOutput]:
+        """Return the caller's `n` completions: all there are, or once all have ended the best of them."""
+        params = self.processed.params
+        if params.num_sequences == params.n:
+            return [completion.snapshot() for completion in self.completions]
+        if not finished:
+            logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+            return [CompletionOutput(index, "", [], logprobs) for index in range(params.n)]
+        best = sorted(self.completions, key=_rank)[: params.n]
+        return [dataclasses.replace(one.snapshot(), index=index) for index, one in enumerate(best)]
+
+    def _metrics(self) -> RequestMetrics:
+        start = self.processed.arrival_time
+        end = time.monotonic() if self.finish_time is None else self.finish_time
+        first = end if self.first_token_time is None else self.first_token_time
+        return RequestMetrics(
+            time_to_first_token=first - start,
+            total_time=end - start,
+            num_output_tokens=sum(len(completion.token_ids) for completion in self.completions),
+        )
+
+
+def _rank(completion: CompletionState) -> tuple[bool, float]:
+    """Return what `best_of` sorts by: what failed comes last, the likeliest first."""
+    return completion.finish_reason is FinishReason.ERROR, -(completion.cumulative_logprob or 0.0)
+
+
+class OutputProcessor:
+    """The table of live requests, kept up to date by the engine's outputs.
+
+    Outputs for sequences that are not in the table, because they have ended here already, are dropped: every
+    request gets exactly one terminal output.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoders = DecoderFactory(tokenizer)
+        self._requests: dict[str, RequestState] = {}
+        self._sequences: dict[str, tuple[RequestState, CompletionState]] = {}
+        self._token_texts: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def get(self, request_id: str) -> RequestState | None:
+        """Return a live request, None if there is none of that id."""
+        return self._requests.get(request_id)
+
+    def add(self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None) -> RequestState:
+        """Enter a request; `on_update` is called after each change, at most once per step.
+
+        Raises:
+            DuplicateRequestError: its id is in use.
+        """
+        request_id = processed.request_id
+        if request_id in self._requests:
+            raise DuplicateRequestError(
+                f"the request id {request_id!r} is in use by a live request; choose another",
+                param="request_id",
+            )
+        completions = [
+            CompletionState(index, sequence_id, self._new_text(processed), processed.params)
+            for index, sequence_id in enumerate(processed.core_request.sequence_ids)
+        ]
+        state = RequestState(processed, completions, on_update)
+        self._requests[request_id] = state
+        for completion in completions:
+            self._sequences[completion.sequence_id] = (state, completion)
+        return state
+
+    def apply(self, outputs: Iterable[EngineCoreOutput]) -> list[str]:
+        """Apply a step's outputs; return the sequences that the engine must stop, in their stop strings."""
+        to_stop: list[str] = []
+        updated: dict[str, RequestState] = {}
+        now = time.monotonic()
+        for output in outputs:
+            state, completion = self._sequences.get(output.request_id, (None, None))
+            if state is None or completion is None:
+                continue
+            try:
+                to_stop += self._apply_one(state, completion, output, now)
+            except Exception as error:
+                logger.exception("the output of request %r could not be processed", state.request_id)
+                to_stop += state.live_sequence_ids
+                self._fail(state, QuireError(f"the output could not be processed: {error!r}"))
+                updated.pop(state.request_id, None)
+                continue
+            updated[state.request_id] = state
+        for state in updated.values():
+            if state.finished:
+                state.finish_time = now
+                del self._requests[state.request_id]
+            state.on_update()
+        return to_stop
+
+    def refuse(self, sequence_ids: Iterable[str], failure: QuireError) -> None:
+        """End the request of these sequences with an exception for its caller."""
+        for sequence_id in sequence_ids:
+            state, _ = self._sequences.get(sequence_id, (None, None))
+            if state is not None:
+                self._fail(state, failure)
+
+    def fail_all(self, failure: QuireError) -> None:
+        """End all requests with an exception for their callers."""
+        for state in list(self._requests.values()):
+            self._fail(state, failure)
+
+    def remove(self, state: RequestState) -> list[str]:
+        """Forget a request, if it is live; return its sequences that the engine still has."""
+        if self._requests.get(state.request_id) is not state:
+            return []
+        del self._requests[state.request_id]
+        live = state.live_sequence_ids
+        for sequence_id in live:
+            self._sequences.pop(sequence_id, None)
+        return live
+
+    def live_sequence_ids(self, request_id: str | None = None) -> list[str]:
+        """Return the engine's names for what lives of a request, or of all requests if None."""
+        if request_id is None:
+            return list(self._sequences)
+        state = self._requests.get(request_id)
+        return [] if state is None else state.live_sequence_ids
+
+    def _new_text(self, processed: ProcessedRequest) -> StoppableText:
+        params = processed.params
+        decoder = self._decoders.make(
+            processed.core_request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        return StoppableText(decoder, params.stop, include_stop=params.include_stop_str_in_output)
+
+    def _apply_one(
+        self, state: RequestState, completion: CompletionState, output: EngineCoreOutput, now: float
+    ) -> list[str]:
+        """Apply one output; return its sequence if the engine must stop it."""
+        logprobs: list[TokenLogprobs] = []
+        if completion.logprobs is not None:
+            logprobs = [self._logprobs(entry) for entry in output.logprobs or ()]
+        stopped_here = completion.apply(output, logprobs)
+        if completion.finish_reason is not None:
+            del self._sequences[output.request_id]
+        state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if output.new_token_ids and state.first_token_time is None:
+            state.first_token_time = now
+        if output.prompt_logprobs and state.prompt_logprobs is not None:
+            state.prompt_logprobs.extend(self._logprobs(entry) for entry in output.prompt_logprobs)
+        return [output.request_id] if stopped_here else []
+
+    def _fail(self, state: RequestState, failure: QuireError) -> None:
+        state.failure = copy.copy(failure)  # each caller raises its own
+        self.remove(state)
+        state.on_update()
+
+    def _logprobs(self, entry: PositionLogprobs) -> TokenLogprobs:
+        return {
+            token_id: Logprob(logprob=logprob, rank=rank, decoded_token=self._token_text(token_id))
+            for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+        }
+
+    def _token_text(self, token_id: int) -> str:
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self._tokenizer.token_text(token_id)
+        return text

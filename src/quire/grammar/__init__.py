@@ -1,0 +1,1 @@
+"""Structured output: grammars, their compilation, and the tokens they allow."""

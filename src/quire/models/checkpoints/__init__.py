@@ -1,0 +1,1 @@
+"""Model files: their formats, and the way from them to packed weights."""

@@ -1,0 +1,110 @@
+"""The weights of a model on disk, mapped into memory and read tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from quire.errors import ModelError
+from quire.kernels.weights import Weight, dequantize
+from quire.models.checkpoints.gguf.location import find_gguf
+from quire.models.checkpoints.gguf.weights import GGUFWeights
+from quire.models.checkpoints.safetensors import SafetensorsWeights
+from quire.models.config import ModelConfig
+from quire.models.weights import WeightSource, WeightSpec
+
+_TIED_OUTPUT = "lm_head.weight"
+
+
+class WeightStore(Protocol):
+    """The files of one checkpoint. Weights have the names of Hugging Face's format, whatever the files'."""
+
+    def close(self) -> None:
+        """Close the files. What was read stays valid."""
+
+    def names(self) -> Set[str]:
+        """Return the names of all tensors in the files, as they are there."""
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the names, in the files, of the tensors that weight `name` is made of, present or not."""
+
+    def is_needless(self, name: str) -> bool:
+        """Return whether a tensor in the files may be there without any weight being made of it."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """Return a weight; raise `ModelError` if its shape is another, or Quire does not read its kind."""
+
+    def release(self, name: str) -> None:
+        """Let the system drop the pages that held a weight."""
+
+
+class Checkpoint:
+    """The weights of a model, open while the context lasts; what it returned stays valid afterwards.
+
+    Args:
+        path: directory of safetensors files with their config.json; or a GGUF file, or a directory with one.
+
+    Raises:
+        ModelError: the files are missing, or cannot be read, or their weights are of a kind not supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        gguf = find_gguf(path)
+        self._store: WeightStore = SafetensorsWeights(path) if gguf is None else GGUFWeights(gguf)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+    def check_names(self, specs: list[WeightSpec], config: ModelConfig) -> None:
+        """Raise `ModelError` if a weight is missing, or one is there that the model has no place for."""
+        names = self._store.names()
+        wanted = {
+            stored
+            for spec in specs
+            for source in spec.sources
+            for stored in self._store.stored_names(source.name)
+        }
+        missing = sorted(wanted - names)
+        if missing:
+            raise ModelError(f"{self._path} lacks {_listed(missing)}, which {config.architecture} needs")
+        if config.tie_word_embeddings:
+            wanted.update(self._store.stored_names(_TIED_OUTPUT))
+        unexpected = sorted(name for name in names - wanted if not self._store.is_needless(name))
+        if unexpected:
+            raise ModelError(
+                f"{self._path} holds {_listed(unexpected)}, which {config.architecture} as described by "
+                "its config does not have"
+            )
+
+    def weight(self, source: WeightSource) -> Weight:
+        """Return a matrix as it is stored: in floating point where the file is mapped, or quantized.
+
+        Raises:
+            ModelError: it has another shape than `source`, or a type that Quire does not read.
+        """
+        return self._store.read(source.name, source.shape)
+
+    def tensor(self, source: WeightSource) -> torch.Tensor:
+        """Return a tensor in floating point: where the file is mapped, or dequantized to float32.
+
+        Raises:
+            ModelError: see `weight`.
+        """
+        weight = self._store.read(source.name, source.shape)
+        return weight if isinstance(weight, torch.Tensor) else dequantize(weight)
+
+    def release(self, source: WeightSource) -> None:
+        """Let the system drop the pages that held `source`; if read again, they come from the file again."""
+        self._store.release(source.name)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

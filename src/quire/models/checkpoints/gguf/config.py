@@ -1,0 +1,123 @@
+"""From a GGUF file's metadata to a config as Hugging Face's format has it. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.errors import ModelError
+from quire.models.checkpoints.gguf.file import GGUFFile
+from quire.models.checkpoints.quantized.description import StoredQuantization
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+}
+_ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as Llama 3.1 has them
+_LONG_ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+ROPE_TENSORS = (_ROPE_FACTORS, *_LONG_ROPE_FACTORS.values())
+_DTYPES = {0: "float32", 1: "float16"}  # by ggml's number; all others are computed in bfloat16
+_EMBEDDING_DTYPES = _DTYPES | {30: "bfloat16"}
+_FLOAT32, _Q4_0 = 0, 2
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """Return what config.json would say of the model in a GGUF file.
+
+    Raises:
+        ModelError: the file cannot be read, or the architecture is not one that Quire reads from GGUF.
+    """
+    file = GGUFFile(path)
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ModelError(
+            f"{path} holds the architecture {architecture}; Quire reads {', '.join(_ARCHITECTURES)} from "
+            "GGUF files"
+        )
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(
+            f"{path} lacks token_embd.weight; is it a language model, and all of it in one file?"
+        )
+    values = {
+        name: file.metadata[f"{architecture}.{key}"]
+        for name, key in _KEYS.items()
+        if f"{architecture}.{key}" in file.metadata
+    }
+    layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if values.get("num_hidden_layers") != len(layers):
+        raise ModelError(
+            f"{path} says that it has {values.get('num_hidden_layers')} layers and holds tensors of "
+            f"{len(layers)}"
+        )
+    values["architectures"] = [_ARCHITECTURES[architecture]]
+    values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    values["tie_word_embeddings"] = "output.weight" not in file.tensors
+    values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    values["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    kind = _matrix_kind(file)
+    values["dtype"] = _DTYPES.get(kind, "bfloat16")
+    values["embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors["token_embd.weight"].kind, "")
+    values["stored_quantization"] = StoredQuantization("int4", 32) if kind == _Q4_0 else StoredQuantization()
+    for name in ("bos_token_id", "eos_token_id"):
+        values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
+    try:
+        return values | _rope(file, architecture, values)
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise ModelError(f"the metadata of {path} cannot be understood: {error!r}") from error
+
+
+def _matrix_kind(file: GGUFFile) -> int:
+    """Return ggml's number for the kind of a layer's first matrix."""
+    names = ("blk.0.attn_q.weight", "blk.0.attn_qkv.weight", "token_embd.weight")
+    return next(file.tensors[name].kind for name in names if name in file.tensors)
+
+
+def _rope(file: GGUFFile, architecture: str, values: dict[str, Any]) -> dict[str, Any]:
+    def entry(key: str) -> Any:
+        return file.metadata.get(f"{architecture}.rope.{key}")
+
+    found: dict[str, Any] = {}
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    if entry("dimension_count"):
+        found["partial_rotary_factor"] = entry("dimension_count") / head_dim
+    original = entry("scaling.original_context_length")
+    scaling = {"rope_type": entry("scaling.type"), "factor": entry("scaling.factor")}
+    if _ROPE_FACTORS in file.tensors:
+        factors = _floats(file, _ROPE_FACTORS)
+        original = values["max_position_embeddings"]  # one set of factors for every length
+        scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    elif all(name in file.tensors for name in _LONG_ROPE_FACTORS.values()):
+        scaling = {key: _floats(file, name) for key, name in _LONG_ROPE_FACTORS.items()} | {
+            "rope_type": "longrope"
+        }
+        scaling["attention_factor"] = entry("scaling.attn_factor")
+    if scaling["rope_type"] in (None, "none"):
+        return found
+    found["rope_scaling"] = scaling | {"original_max_position_embeddings": original}
+    return found
+
+
+def _floats(file: GGUFFile, name: str) -> list[float]:
+    info = file.tensors[name]
+    if info.kind != _FLOAT32:
+        raise ModelError(f"{name} in {file.path} is of ggml type {info.kind}; float32 is needed")
+    stop = info.start + 4 * info.shape[0]
+    numbers = np.frombuffer(file.data[info.start : stop], dtype="<f4")
+    return [float(number) for number in numbers]

@@ -1,0 +1,113 @@
+"""The weights of a GGUF file.
+
+Each tensor becomes the form that the kernels can hold without loss: Q4_0 is int4 in groups of 32. There is no
+such form for groups of 8 bits and the rest, so these are floating point, to be quantized as asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from pathlib import Path
+
+import torch
+
+from quire.errors import ModelError
+from quire.kernels.weights import Int4Weight, Weight
+from quire.models.checkpoints.gguf.blocks import KINDS, Kind
+from quire.models.checkpoints.gguf.config import ROPE_TENSORS
+from quire.models.checkpoints.gguf.file import GGUFFile, TensorInfo
+from quire.models.checkpoints.gguf.names import gguf_name
+from quire.models.checkpoints.mapped_files import drop_pages
+
+
+class GGUFWeights:
+    """See `quire.models.checkpoints.checkpoint.WeightStore`.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile(path)
+        self._octets = torch.frombuffer(self._file.data, dtype=torch.uint8)
+        self._architecture: str = self._file.metadata.get("general.architecture", "")
+
+    def close(self) -> None:
+        """See `WeightStore`. The mapping goes with the last tensor over it."""
+
+    def names(self) -> Set[str]:
+        """See `WeightStore`."""
+        return self._file.tensors.keys()
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """See `WeightStore`."""
+        return (gguf_name(name),)
+
+    def is_needless(self, name: str) -> bool:
+        """See `WeightStore`: the factors of the rotary embedding have been read with the config."""
+        return name in ROPE_TENSORS
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """See `WeightStore`."""
+        stored = gguf_name(name)
+        info = self._file.tensors[stored]
+        if info.shape != shape:
+            raise ModelError(
+                f"{stored} in {self._file.path} has shape {list(info.shape)}; its metadata ask for "
+                f"{list(shape)}"
+            )
+        kind = self._kind(stored, info)
+        octets = self._bytes(stored, info, kind).view(math.prod(shape[:-1]), -1, kind.block_bytes)
+        weight = kind.decode(octets)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.view(shape)
+        return self._as_published(stored, weight)
+
+    def release(self, name: str) -> None:
+        """See `WeightStore`."""
+        stored = gguf_name(name)
+        info = self._file.tensors[stored]
+        drop_pages(self._bytes(stored, info, self._kind(stored, info)))
+
+    def _kind(self, name: str, info: TensorInfo) -> Kind:
+        kind = KINDS.get(info.kind)
+        if kind is None:
+            known = ", ".join(known.name for known in KINDS.values())
+            raise ModelError(f"{name} in {self._file.path} is of ggml type {info.kind}; Quire reads {known}")
+        if info.shape[-1] % kind.block_size:
+            raise ModelError(
+                f"{name} in {self._file.path} has rows of {info.shape[-1]} numbers; {kind.name} has blocks "
+                f"of {kind.block_size}"
+            )
+        return kind
+
+    def _bytes(self, name: str, info: TensorInfo, kind: Kind) -> torch.Tensor:
+        octets = self._octets[info.start :][: math.prod(info.shape) // kind.block_size * kind.block_bytes]
+        if len(octets) * kind.block_size != math.prod(info.shape) * kind.block_bytes:
+            raise ModelError(f"{self._file.path} ends within {name}; it was cut short")
+        return octets
+
+    def _as_published(self, name: str, weight: Weight) -> Weight:
+        """Undo what llama.cpp's conversion changes in some architectures."""
+        if self._architecture == "gemma" and name.endswith("norm.weight"):
+            assert isinstance(weight, torch.Tensor)
+            return weight.float() - 1.0  # the norms' offset is in the file's numbers
+        if self._architecture == "llama" and name.rpartition(".")[0].endswith(("attn_q", "attn_k")):
+            return self._halves(weight, "head_count" if "attn_q" in name else "head_count_kv")
+        return weight
+
+    def _halves(self, weight: Weight, count: str) -> Weight:
+        """Return each head's rows with pairs that rotate together half a head apart, not side by side."""
+        metadata = self._file.metadata
+        heads = metadata.get(f"llama.attention.{count}") or metadata["llama.attention.head_count"]
+        if isinstance(weight, Int4Weight):
+            parts = (weight.values, weight.scales, weight.zeros)
+            return Int4Weight(*(_deinterleave(part, heads) for part in parts))
+        assert isinstance(weight, torch.Tensor)
+        return _deinterleave(weight, heads)
+
+
+def _deinterleave(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,28 @@
+"""Which ways to store a matrix a checkpoint uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.models.checkpoints.quantized import compressed_tensors
+from quire.models.checkpoints.quantized.description import describe_quantization
+from quire.models.checkpoints.quantized.gptq import AWQ_FORMAT, gptq_format
+from quire.models.checkpoints.quantized.matrices import MatrixFormat
+
+
+def formats_of(quantization_config: Mapping[str, Any]) -> tuple[MatrixFormat, ...]:
+    """Return the ways in which a checkpoint described so may store a matrix beside the plain one.
+
+    Raises:
+        ModelError: see `describe_quantization`.
+    """
+    describe_quantization(quantization_config)
+    if not quantization_config:
+        return ()
+    method = quantization_config["quant_method"]
+    if method == "compressed-tensors":
+        return compressed_tensors.FORMATS
+    if method == "awq":
+        return (AWQ_FORMAT,)
+    return (gptq_format(quantization_config.get("checkpoint_format") or "gptq"),)

@@ -1,0 +1,90 @@
+"""Matrices as GPTQ tools store them (AutoGPTQ, GPTQModel), and as AutoAWQ does in its gemm version.
+
+Both keep the transposed matrix: `qweight`, `qzeros` and `scales` [groups, out]. GPTQ packs weights along the
+inputs, AWQ along the outputs and in another order.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from quire.kernels.weights import Weight
+from quire.models.checkpoints.quantized.matrices import (
+    MatrixFormat,
+    Parts,
+    Shape,
+    grouped,
+    packed_bits,
+    require_shape,
+    unpack,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def _decode_gptq(parts: Parts, shape: Shape, *, zero_offset: int) -> Weight:
+    """qweight [in * bits / 32, out], qzeros [groups, out * bits / 32]; g_idx [in]: the inputs' groups."""
+    rows, inputs = shape
+    qweight = parts["qweight"]
+    bits = packed_bits(len(qweight), inputs)
+    groups = len(parts["scales"])
+    require_shape(parts, "qweight", (inputs * bits // 32, rows))
+    require_shape(parts, "scales", (groups, rows))
+    require_shape(parts, "qzeros", (groups, -(-rows * bits // 32)))
+    values = unpack(qweight, bits).transpose(0, 1).flatten(1)
+    zeros = unpack(parts["qzeros"], bits).flatten(1)[:, :rows].float() + zero_offset
+    group_of = parts.get("g_idx")
+    if group_of is not None and len(group_of) == inputs and _in_order(group_of, groups):
+        group_of = None
+    if group_of is not None:
+        _warn_of_order()
+    return grouped(values, parts["scales"].t(), zeros.t(), bits=bits, group_of=group_of)
+
+
+def _decode_awq(parts: Parts, shape: Shape) -> Weight:
+    """qweight [in, out / 8], qzeros [groups, out / 8]."""
+    rows, inputs = shape
+    groups = len(parts["scales"])
+    if rows % 8:
+        raise ValueError(
+            f"it has {rows} output features, which are no multiple of the 8 that AWQ packs together"
+        )
+    require_shape(parts, "qweight", (inputs, rows // 8))
+    require_shape(parts, "scales", (groups, rows))
+    require_shape(parts, "qzeros", (groups, rows // 8))
+    values, zeros = (_unpack_awq(parts[name]) for name in ("qweight", "qzeros"))
+    return grouped(values, parts["scales"].t(), zeros, bits=4)
+
+
+def _unpack_awq(packed: torch.Tensor) -> torch.Tensor:
+    """Return [out, n] of [n, out / 8]: of eight neighbours, a word has the even ones first."""
+    halves = unpack(packed, 4).view(*packed.shape, 2, 4)
+    return halves.permute(1, 3, 2, 0).reshape(-1, len(packed))
+
+
+def _in_order(group_of: torch.Tensor, groups: int) -> bool:
+    size = -(-len(group_of) // groups)
+    return len(group_of) % groups == 0 and bool((group_of == torch.arange(len(group_of)) // size).all())
+
+
+@functools.cache
+def _warn_of_order() -> None:
+    logger.warning(
+        "the GPTQ checkpoint's groups are not runs of inputs (desc_act); such matrices are kept in floating "
+        "point or quantized as EngineConfig.quantization says"
+    )
+
+
+_TENSORS = ("qweight", "qzeros", "scales")
+
+
+def gptq_format(checkpoint_format: str) -> MatrixFormat:
+    """Return how "gptq" or "gptq_v2" checkpoints store a matrix; the former store each zero less 1."""
+    decode = functools.partial(_decode_gptq, zero_offset=0 if checkpoint_format == "gptq_v2" else 1)
+    return MatrixFormat(key="qweight", needed=_TENSORS, optional=("g_idx",), ignored=(), decode=decode)
+
+
+AWQ_FORMAT = MatrixFormat(key="qweight", needed=_TENSORS, optional=(), ignored=(), decode=_decode_awq)

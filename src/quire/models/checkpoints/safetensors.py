@@ -1,0 +1,137 @@
+"""Weights in safetensors files: single or sharded, in floating point or quantized."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quire.errors import ModelError
+from quire.kernels.weights import Weight
+from quire.models.checkpoints.mapped_files import drop_pages
+from quire.models.checkpoints.quantized.formats import formats_of
+from quire.models.checkpoints.quantized.matrices import MatrixFormat
+from quire.models.config import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)  # old checkpoints hold these; they follow from the config
+
+
+class SafetensorsWeights:
+    """See `quire.models.checkpoints.checkpoint.WeightStore`.
+
+    Args:
+        path: directory with `config.json` and `model.safetensors`, or shards and their index.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._formats = formats_of((read_json(path / "config.json") or {}).get("quantization_config") or {})
+        self._file_of: dict[str, Any] = {}
+        with contextlib.ExitStack() as files:
+            for name in weight_files(path):
+                file = files.enter_context(_open(name))
+                self._file_of.update(dict.fromkeys(file.keys(), file))
+            self._files = files.pop_all()
+
+    def close(self) -> None:
+        """See `WeightStore`. A tensor that was returned keeps its mapping alive."""
+        self._file_of.clear()
+        self._files.close()
+
+    def names(self) -> Set[str]:
+        """See `WeightStore`."""
+        return self._file_of.keys()
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """See `WeightStore`."""
+        form = self._format(name)
+        return (name,) if form is None else tuple(f"{_stem(name)}.{part}" for part in form.needed)
+
+    def is_needless(self, name: str) -> bool:
+        """See `WeightStore`: buffers, parts of quantized matrices, biases of zeros that GPTQ tools add."""
+        if name.endswith(_DERIVED_SUFFIXES):
+            return True
+        form = self._format(name)
+        if form is None:
+            return False
+        last = name.rpartition(".")[2]
+        if last == "bias":
+            return not self._tensor(name).any()
+        return last in form.optional + form.ignored
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """See `WeightStore`."""
+        form = self._format(name)
+        if form is None:
+            return self._float(name, shape)
+        stem = _stem(name)
+        wanted = (*form.needed, *(part for part in form.optional if f"{stem}.{part}" in self._file_of))
+        try:
+            return form.decode({part: self._tensor(f"{stem}.{part}") for part in wanted}, shape)
+        except ValueError as error:
+            raise ModelError(
+                f"{stem} in {self._path}, a quantized matrix, cannot be read: {error}"
+            ) from error
+
+    def release(self, name: str) -> None:
+        """See `WeightStore`."""
+        for stored in self.stored_names(name):
+            drop_pages(self._tensor(stored))
+
+    def _float(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{name} in {self._path} has shape {list(tensor.shape)}; config.json asks for {list(shape)}"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise ModelError(
+                f"{name} in {self._path} is stored as {tensor.dtype}; only bfloat16, float16 and "
+                "float32 weights are supported"
+            )
+        return tensor
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def _format(self, name: str) -> MatrixFormat | None:
+        """Return how the matrix that the tensor `name` belongs to is stored; None: in floating point."""
+        stem = _stem(name)
+        return next((form for form in self._formats if f"{stem}.{form.key}" in self._file_of), None)
+
+
+def weight_files(path: Path) -> Iterator[Path]:
+    """Yield the safetensors files of the model in directory `path`.
+
+    Raises:
+        ModelError: there are none.
+    """
+    if (path / SINGLE_FILE).is_file():
+        yield path / SINGLE_FILE
+        return
+    index = read_json(path / INDEX_FILE)
+    if index is None:
+        raise ModelError(
+            f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}, nor a GGUF file; Quire reads no other "
+            "weights"
+        )
+    yield from (path / name for name in sorted(set(index.get("weight_map", {}).values())))
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error

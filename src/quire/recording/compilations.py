@@ -1,0 +1,98 @@
+"""Grammar compilations on record: a thread is done by chance, so results are handed over at known points."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from quire.errors import InvalidRequestError
+from quire.grammar.manager import NUM_COMPILERS
+from quire.recording.recorded_context import ReplayTape, silent_grammar
+
+
+class Compiled(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The outcome of compilation `number`, counted from 0: a grammar, or an error's class and message."""
+
+    number: int
+    error_type: str = ""
+    error: str = ""
+
+
+class RecordedCompilations(Executor):
+    """Runs compilations in threads of its own; their futures stay pending until `deliver`."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._pool = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
+        self._under_way: dict[int, tuple[Future[Any], Future[Any]]] = {}  # (in a thread, as handed out)
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """See `Executor.submit`."""
+        future: Future[Any] = Future()
+        running = self._pool.submit(function, *arguments, **options)
+        self._under_way[next(self._numbers)] = (running, future)
+        return future
+
+    def deliver(self) -> list[Compiled]:
+        """Hand over what has been compiled by now, in the order of submission, and return it."""
+        delivered = []
+        for number, (running, future) in list(self._under_way.items()):
+            if future.cancelled():
+                running.cancel()
+                del self._under_way[number]
+            elif running.done():
+                del self._under_way[number]
+                error = running.exception()
+                if error is None:
+                    future.set_result(running.result())
+                    delivered.append(Compiled(number))
+                else:
+                    future.set_exception(error)
+                    delivered.append(Compiled(number, type(error).__name__, str(error)))
+        return delivered
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """See `Executor.shutdown`."""
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+
+class ReplayedCompilations(Executor):
+    """Compiles nothing: hands over what was recorded.
+
+    Args:
+        tape: answers for the grammars.
+    """
+
+    def __init__(self, tape: ReplayTape) -> None:
+        self._tape = tape
+        self._numbers = itertools.count()
+        self._futures: dict[int, Future[Any]] = {}
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """See `Executor.submit`; `function` is not called."""
+        future: Future[Any] = Future()
+        self._futures[next(self._numbers)] = future
+        return future
+
+    def deliver(self, compiled: list[Compiled]) -> None:
+        """Hand over recorded outcomes; those that nobody has asked for or wants any more are passed over."""
+        for outcome in compiled:
+            future = self._futures.pop(outcome.number, None)
+            if future is None or future.cancelled():
+                continue
+            if outcome.error_type:
+                future.set_exception(_error(outcome))
+            else:
+                future.set_result(silent_grammar(self._tape))
+
+
+def _error(outcome: Compiled) -> Exception:
+    """Return an exception of the same name and message."""
+    if outcome.error_type == InvalidRequestError.__name__:
+        return InvalidRequestError(outcome.error)
+    kind: type[Exception] = type(outcome.error_type, (Exception,), {})
+    return kind(outcome.error)

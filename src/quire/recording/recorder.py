@@ -1,0 +1,270 @@
+"""A scheduler that writes down all that decides what it does: the run can be repeated and looked at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from quire.config import SchedulerConfig
+from quire.errors import ConfigError
+from quire.kv.connector import KVConnector
+from quire.recording import file_format
+from quire.recording.compilations import RecordedCompilations
+from quire.recording.file_format import (
+    Call,
+    Header,
+    RecordedRequest,
+    RecordingWriter,
+    StepResult,
+    WrittenFrame,
+)
+from quire.recording.recorded_context import RecordingTape, taped
+from quire.request import Request
+from quire.scheduling.context import SchedulerContext
+from quire.scheduling.interface import PauseState, SchedulerInterface
+from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats
+from quire.status import RequestStatus
+from quire.step import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def _nothing(_: object) -> None:
+    return None
+
+
+class RecordingScheduler(SchedulerInterface):
+    """Hands every call on to a scheduler and writes it to a file, with its answers and its result.
+
+    Calls that only look (`explain`, `make_stats`, …) are not recorded: they decide nothing. If the file can
+    no longer be written, the recording ends and the scheduler goes on.
+
+    Args:
+        config, num_blocks, max_model_len, context: of the scheduler, see `SchedulerInterface`.
+        scheduler_cls: its class.
+        path: of the file; one that exists is overwritten.
+
+    Raises:
+        ConfigError: the file cannot be written, or a policy cannot.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        context: SchedulerContext | None = None,
+        scheduler_cls: type[SchedulerInterface],
+        path: Path,
+    ) -> None:
+        context = context or SchedulerContext()
+        self._connector = context.connector
+        self._clock = context.clock
+        self._tape = RecordingTape()
+        self._compilations = RecordedCompilations()
+        self._tape.begin()
+        self.scheduler = scheduler_cls(
+            config,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            context=taped(context, self._tape, self._compilations),
+        )
+        header = Header(
+            version=file_format.VERSION,
+            scheduler_cls=f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}",
+            config=config,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            vocab_size=None if context.grammars is None else context.grammars.vocab_size,
+            has_connector=context.connector is not None,
+            has_reserved_blocks=context.commit_blocks is not None,
+            answers=self._tape.end(),
+        )
+        self._writer: RecordingWriter | None = _writer(path, header)
+
+    # -- calls that decide something -----------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """See `SchedulerInterface.schedule`."""
+        return self._record(
+            file_format.Schedule(throttle_prefills),
+            lambda: self.scheduler.schedule(throttle_prefills),
+            lambda plan: StepResult.of(self.scheduler, plan),
+        )
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """See `SchedulerInterface.update_from_output`."""
+        return self._record(
+            file_format.UpdateFromOutput(scheduler_output.step, file_format.recorded(model_runner_output)),
+            lambda: self.scheduler.update_from_output(scheduler_output, model_runner_output),
+            file_format.ended,
+        )
+
+    def add_request(self, request: Request) -> None:
+        """See `SchedulerInterface.add_request`."""
+        self._record(
+            file_format.AddRequest(RecordedRequest.of(request)), lambda: self.scheduler.add_request(request)
+        )
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """See `SchedulerInterface.finish_requests`."""
+        if request_ids is not None:
+            request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        return self._record(
+            file_format.FinishRequests(request_ids, finished_status),
+            lambda: self.scheduler.finish_requests(request_ids, finished_status),
+            lambda ended: [request.request_id for request in ended],
+        )
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `SchedulerInterface.reset_prefix_cache`."""
+        return self._record(
+            file_format.ResetPrefixCache(reset_running_requests, reset_connector),
+            lambda: self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector),
+            bool,
+        )
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """See `SchedulerInterface.set_pause_state`."""
+        self._record(
+            file_format.SetPauseState(pause_state.name), lambda: self.scheduler.set_pause_state(pause_state)
+        )
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """See `SchedulerInterface.get_grammar_bitmask`."""
+        return self._record(
+            file_format.GetGrammarBitmask(scheduler_output.step),
+            lambda: self.scheduler.get_grammar_bitmask(scheduler_output),
+        )
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """See `SchedulerInterface.update_draft_token_ids`."""
+        self._record(
+            file_format.UpdateDraftTokenIds(draft_token_ids),
+            lambda: self.scheduler.update_draft_token_ids(draft_token_ids),
+        )
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """See `SchedulerInterface.update_draft_token_ids_in_output`."""
+        self._record(
+            file_format.UpdateDraftsInOutput(draft_token_ids, scheduler_output.step),
+            lambda: self.scheduler.update_draft_token_ids_in_output(draft_token_ids, scheduler_output),
+            lambda _: StepResult.of(self.scheduler, scheduler_output),
+        )
+
+    def shutdown(self) -> None:
+        """See `SchedulerInterface.shutdown`; closes the file."""
+        self._record(file_format.Shutdown(), self.scheduler.shutdown)
+        self._compilations.shutdown(wait=False, cancel_futures=True)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _record(self, call: Call, make: Callable[[], T], describe: Callable[[T], object] = _nothing) -> T:
+        """Make a call and write it down, with what it was told and what came of it or what it raised."""
+        start = self._clock()
+        encoded = self._unless_it_fails(lambda: file_format.raw(call))  # before the call can change anything
+        compiled = self._compilations.deliver() if isinstance(call, file_format.Schedule) else []
+        self._tape.begin()
+        result: msgspec.Raw | None = file_format.NOTHING
+        error = ""
+        try:
+            value = make()
+            result = self._unless_it_fails(lambda: file_format.raw(describe(value)))
+            return value
+        except Exception as exception:
+            error = f"{type(exception).__name__}: {exception}"
+            raise
+        finally:
+            frame = (encoded, start, self._clock(), compiled, self._tape.end(), result, error)
+            self._unless_it_fails(lambda: self._write(frame))
+
+    def _write(self, frame: WrittenFrame) -> None:
+        if self._writer is not None:
+            self._writer.write(frame)
+
+    def _unless_it_fails(self, record: Callable[[], T]) -> T | None:
+        """Do a part of the recording; if that fails, whatever the reason, record no more and go on."""
+        if self._writer is None:
+            return None
+        try:
+            return record()
+        except Exception:
+            logger.exception("the recording ends here, because it cannot be written; serving goes on")
+            self._writer = None
+            return None
+
+    # -- calls that only look ------------------------------------------------------------------------------
+
+    def has_request(self, request_id: str) -> bool:
+        """See `SchedulerInterface.has_request`."""
+        return self.scheduler.has_request(request_id)
+
+    def get_num_unfinished_requests(self) -> int:
+        """See `SchedulerInterface.get_num_unfinished_requests`."""
+        return self.scheduler.get_num_unfinished_requests()
+
+    def has_finished_requests(self) -> bool:
+        """See `SchedulerInterface.has_finished_requests`."""
+        return self.scheduler.has_finished_requests()
+
+    def has_requests(self) -> bool:
+        """See `SchedulerInterface.has_requests`."""
+        return self.scheduler.has_requests()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """See `SchedulerInterface.get_request_counts`."""
+        return self.scheduler.get_request_counts()
+
+    @property
+    def pause_state(self) -> PauseState:
+        """See `SchedulerInterface.pause_state`."""
+        return self.scheduler.pause_state
+
+    def get_kv_connector(self) -> KVConnector | None:
+        """Return the KV connector itself, whose worker side is not recorded."""
+        return self._connector
+
+    def oldest_waiting_request(self) -> str | None:
+        """See `SchedulerInterface.oldest_waiting_request`."""
+        return self.scheduler.oldest_waiting_request()
+
+    def explain(self, request_id: str) -> str:
+        """See `SchedulerInterface.explain`."""
+        return self.scheduler.explain(request_id)
+
+    def get_kv_cache_usage(self) -> float:
+        """See `SchedulerInterface.get_kv_cache_usage`."""
+        return self.scheduler.get_kv_cache_usage()
+
+    def make_stats(self) -> SchedulerStats | None:
+        """See `SchedulerInterface.make_stats`."""
+        return self.scheduler.make_stats()
+
+
+def _writer(path: Path, header: Header) -> RecordingWriter:
+    try:
+        return RecordingWriter(path, header)
+    except TypeError as error:
+        raise ConfigError(
+            "EngineConfig.record_path is set, but a policy is an object and cannot be recorded; give "
+            "SchedulerConfig the dotted name of its class"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"EngineConfig.record_path is {str(path)!r}, which cannot be written: {error.strerror}; name a "
+            "file in a folder that exists"
+        ) from error

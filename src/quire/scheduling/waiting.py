@@ -1,0 +1,126 @@
+"""Every accepted request that does not run: in the queue, or where something else must happen first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from quire.grammar.manager import Grammars
+from quire.request import Request
+from quire.scheduling.policies.order import QueueOrder
+from quire.scheduling.remote_loads import RemoteLoads
+from quire.scheduling.waiting_queue import WaitingQueue
+from quire.status import RequestStatus
+
+
+class WaitingRoom:
+    """The queue, and in front of it requests whose grammar, prompt or KV is not there yet.
+
+    Args:
+        order: of the queue.
+        grammars: compiles what structured requests need.
+        is_computing_prompt: whether a request lives whose prompt is still to be computed.
+    """
+
+    def __init__(
+        self, order: QueueOrder, grammars: Grammars, is_computing_prompt: Callable[[str], bool]
+    ) -> None:
+        self.queue = WaitingQueue(order)
+        self.loads = RemoteLoads()
+        self._grammars = grammars
+        self._is_computing_prompt = is_computing_prompt
+        self._compiling: dict[str, Request] = {}
+        self._followers: dict[str, dict[str, Request]] = {}  # by the request whose prompt they share
+        self._leader_of: dict[str, str] = {}
+        self._num_tokens_beside = 0  # of requests that compile or follow
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self._compiling) + len(self._leader_of) + len(self.loads.on_their_way())
+
+    def __iter__(self) -> Iterator[Request]:
+        followers = itertools.chain.from_iterable(group.values() for group in self._followers.values())
+        loading = (load.request for load in self.loads.on_their_way())
+        return itertools.chain(self.queue, self._compiling.values(), followers, loading)
+
+    def __contains__(self, request_id: str) -> bool:
+        return self.get(request_id) is not None
+
+    @property
+    def num_awaiting(self) -> int:
+        """Requests whose grammar is being compiled, or whose KV is on its way."""
+        return len(self._compiling) + len(self.loads.on_their_way())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests that wait, those whose KV is being loaded excepted."""
+        return self.queue.num_tokens + self._num_tokens_beside
+
+    def get(self, request_id: str) -> Request | None:
+        """Return the waiting request with this id, or None."""
+        request = self.queue.get(request_id) or self._compiling.get(request_id)
+        if request is None and request_id in self._leader_of:
+            request = self._followers[self._leader_of[request_id]][request_id]
+        if request is None and (load := self.loads.get(request_id)) is not None:
+            request = load.request
+        return request
+
+    def enter(self, request: Request) -> None:
+        """Take a new request in.
+
+        Raises:
+            InvalidRequestError: it has a grammar, and the engine cannot compile any.
+        """
+        if request.sampling_params.structured_outputs is None:
+            self._line_up(request)
+        else:
+            self._grammars.start(request)
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            self._compiling[request.request_id] = request
+            self._num_tokens_beside += request.num_tokens
+
+    def take_compiled(self) -> list[tuple[Request, str]]:
+        """Queue the requests whose grammar is ready; return those whose grammar is none, with the error."""
+        faulty = []
+        for request_id, error in self._grammars.take_compiled():
+            request = self._compiling.pop(request_id)
+            self._num_tokens_beside -= request.num_tokens
+            if error is None:
+                request.status = RequestStatus.WAITING
+                self._line_up(request)
+            else:
+                faulty.append((request, error))
+        return faulty
+
+    def release_followers(self, leader_id: str) -> None:
+        """Queue the requests that waited for a prompt: it is computed, or will not be."""
+        for request in self._followers.pop(leader_id, {}).values():
+            del self._leader_of[request.request_id]
+            self._num_tokens_beside -= request.num_tokens
+            self.queue.push(request)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that waits anywhere; its load, if it has one, is the caller's to end."""
+        if request_id in self.queue:
+            self.queue.remove(request_id)
+        compiling = self._compiling.pop(request_id, None)
+        if compiling is not None:
+            self._num_tokens_beside -= compiling.num_tokens
+        leader_id = self._leader_of.pop(request_id, None)
+        if leader_id is not None:
+            group = self._followers[leader_id]
+            self._num_tokens_beside -= group.pop(request_id).num_tokens
+            if not group:
+                del self._followers[leader_id]
+
+    def leader_of(self, request_id: str) -> str | None:
+        """Return the request for whose prompt this one waits, if it does."""
+        return self._leader_of.get(request_id)
+
+    def _line_up(self, request: Request) -> None:
+        leader_id = request.shares_prompt_with
+        if leader_id is None or not self._is_computing_prompt(leader_id):
+            self.queue.push(request)
+            return
+        self._followers.setdefault(leader_id, {})[request.request_id] = request
+        self._leader_of[request.request_id] = leader_id
+        self._num_tokens_beside += request.num_tokens

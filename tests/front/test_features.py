@@ -1,0 +1,282 @@
+"""What the scheduler can do, asked for through `LLM` on the built-in model, with all parts in place."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from engine_checks import check_after_every_step, core_of
+from quire import LLM, SamplingParams
+from quire.engine.kv_events import KVEventSubscriber
+from quire.front.input_processor import derived_seed
+from quire.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
+from quire.recording.replay import replay
+from quire.status import FinishReason
+from quire.structured_outputs import StructuredOutputsParams
+
+SMALL = {"num_kv_blocks": 256, "num_threads": 1}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def greedy(max_tokens: int = 24, **more) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)
+
+
+def structured(max_tokens: int = 200, **grammar) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens, seed=3, structured_outputs=StructuredOutputsParams(**grammar)
+    )
+
+
+COPY = "copy: b c d b c d b c d b c d b c d"
+BATCH = [
+    ("What is a KV block?", greedy()),
+    (COPY, greedy()),
+    (COPY, SamplingParams(max_tokens=16, seed=7, n=3)),
+    ("Who is it?", structured(json=SCHEMA)),
+    ("A date: ", structured(regex=r"20[0-9]{2}-[01][0-9]-[0-3][0-9]")),
+    ("Which color?", structured(choice=("red", "green", "blue"))),
+    ("The cache", SamplingParams(max_tokens=12, beam_width=3, n=2)),
+    ("The cache", SamplingParams(max_tokens=12, seed=1, best_of=4, n=2)),
+    (COPY * 8, greedy()),
+]
+
+
+def tokens(outputs) -> list[list[list[int]]]:
+    return [[one.token_ids for one in output.outputs] for output in outputs]
+
+
+def run_batch(llm: LLM, num_times: int = 1) -> list[list[list[int]]]:
+    prompts, params = zip(*BATCH * num_times, strict=True)
+    outputs = llm.generate(list(prompts), list(params))
+    assert all(one.finish_reason in ("stop", "length") for output in outputs for one in output.outputs)
+    return tokens(outputs)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[list[int]]]:
+    with LLM("mini", **SMALL) as llm:
+        return run_batch(llm)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_method": "ngram"},
+        {"speculative_method": "draft-model", "draft_model": "mini"},
+        {"overlap_steps": True},
+        {"overlap_steps": True, "speculative_method": "ngram", "max_num_batched_tokens": 48},
+        {"kv_connector": "memory", "num_kv_blocks": 64},
+        {"kv_connector": "memory", "num_kv_blocks": 64, "overlap_steps": True, "speculative_method": "ngram"},
+        {"num_kv_blocks": 0},
+        {"dynamic_split_fuse": False, "policy": "longest-prefix", "admission": "past-future"},
+        {"enable_prefix_caching": False, "max_num_seqs": 4, "victim": "fewest-computed", "policy": "fair"},
+    ],
+    ids="+".join,
+)
+def test_no_option_changes_a_token(expected, options):
+    with LLM("mini", **{**SMALL, **options}) as llm:
+        check_after_every_step(core_of(llm))
+        assert run_batch(llm, num_times=2) == expected * 2
+        stats = llm.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert (stats.num_accepted_tokens > 0) == ("speculative_method" in options)
+        assert stats.num_accepted_tokens <= stats.num_draft_tokens
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("mini", **SMALL) as llm:
+        check_after_every_step(core_of(llm))
+        yield llm
+
+
+def test_outputs_follow_their_grammars(llm):
+    outputs = llm.generate(
+        ["Who is it?", "A date: ", "Which color?"],
+        [
+            structured(json=SCHEMA),
+            structured(regex=r"20[0-9]{2}-[01][0-9]-[0-3][0-9]"),
+            structured(choice=("red", "green", "blue")),
+        ],
+    )
+    person, date, color = (output.outputs[0].text for output in outputs)
+    assert all(output.outputs[0].finish_reason is FinishReason.STOP for output in outputs)
+    person = json.loads(person)
+    assert set(person) == {"name", "age"}
+    assert isinstance(person["name"], str)
+    assert len(person["name"]) <= 8
+    assert type(person["age"]) is int
+    assert person["age"] <= 99
+    assert re.fullmatch(r"20[0-9]{2}-[01][0-9]-[0-3][0-9]", date)
+    assert color in ("red", "green", "blue")
+
+
+@pytest.mark.parametrize("grammar", [{"regex": "("}, {"json": {"type": "nothing"}}, {"grammar": "start: ?"}])
+def test_a_bad_grammar_fails_its_request_alone(llm, grammar):
+    good = ["What is a KV block?", "Which color?"]
+    params = [greedy(), structured(choice=("red", "green"))]
+    alone = llm.generate(good, params)
+    first, failed, last = llm.generate(
+        [good[0], "bad", good[1]], [params[0], structured(**grammar), params[1]]
+    )
+    assert tokens([first, last]) == tokens(alone)
+    (completion,) = failed.outputs
+    assert (completion.finish_reason, completion.error_type) == (FinishReason.ERROR, "InvalidRequestError")
+    assert completion.error
+    assert completion.token_ids == []
+
+
+def test_n_completions_share_the_prompt_and_are_four_requests_of_derived_seeds(llm):
+    prompt = list(range(20, 20 + 40 * 16 + 5))
+    core = core_of(llm)
+    llm.reset_prefix_cache()
+    before = core.stats()
+    most_in_use = 0
+    step = core.step
+
+    def watched_step():
+        nonlocal most_in_use
+        result = step()
+        most_in_use = max(most_in_use, before.num_blocks - core.stats().num_free_blocks)
+        return result
+
+    core.step = watched_step
+    params = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+    (together,) = llm.generate([prompt], SamplingParams(n=4, seed=11, **params))
+    core.step = step
+    assert most_in_use <= 40 + 4 * 2, "40 shared blocks, and what each has of its own"
+    num_computed = core.stats().num_scheduled_tokens - before.num_scheduled_tokens
+    assert num_computed <= len(prompt) + 4 * 20, "the prompt is computed once"
+    llm.reset_prefix_cache()
+    apart = llm.generate(
+        [prompt] * 4, [SamplingParams(seed=derived_seed(11, index), **params) for index in range(4)]
+    )
+    assert [one.token_ids for one in together.outputs] == [one.outputs[0].token_ids for one in apart]
+    assert len({tuple(one.token_ids) for one in together.outputs}) == 4
+
+
+def test_whose_time_is_up_ends_alone_and_keeps_what_it_has():
+    options = {**SMALL, "scheduler_cls": "stepped_clock.SecondPerStep", "max_num_seqs": 1}
+    with LLM("mini", request_timeout=6, queue_timeout=4, **options) as llm:
+        short, long, waiting = llm.generate(
+            ["a", "b", "c"], [greedy(1), greedy(40, ignore_eos=True), greedy()]
+        )
+        assert llm.stats().num_timeouts == 2
+        assert short.outputs[0].finish_reason is FinishReason.LENGTH
+        assert long.outputs[0].finish_reason is FinishReason.ERROR
+        assert long.outputs[0].error_type == "RequestTimeoutError"
+        assert "request_timeout" in long.outputs[0].error
+        assert 0 < len(long.outputs[0].token_ids) < 6
+        assert waiting.outputs[0].token_ids == []
+        assert "queue_timeout" in waiting.outputs[0].error
+        (kept,) = llm.generate("b", greedy(len(long.outputs[0].token_ids), ignore_eos=True))
+        assert kept.outputs[0].token_ids == long.outputs[0].token_ids
+
+
+def test_what_the_cache_forgot_is_loaded_from_the_connector():
+    prompts = [list(range(start, start + 20 * 16 + 3)) for start in (100, 500, 900)]
+    with LLM("mini", **SMALL) as llm:
+        alone = tokens(llm.generate(prompts, greedy(8)))
+    with LLM("mini", kv_connector="memory", num_kv_blocks=24, num_threads=1) as llm:
+        for _ in range(2):
+            assert [tokens(llm.generate([prompt], greedy(8)))[0] for prompt in prompts] == alone
+        stats = llm.stats()
+        assert stats.num_loaded_tokens == 3 * 20 * 16, "all of it the second time"
+        assert stats.num_failed_loads == 0
+
+
+class Follower:
+    """What a router knows of an engine's cache, from its events alone: tokens and parent of each block."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.blocks: dict[bytes, tuple[bytes | None, list[int]]] = {}
+        publisher = core_of(llm)._publisher
+        self.subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint)
+        number = 0
+        while not (batches := self.subscriber.receive(0.02)):  # until the subscription has taken hold
+            number += 1
+            llm.generate([[number] * 17], greedy(1))
+        self.apply(batches)
+
+    def apply(self, batches) -> None:
+        for event in (event for batch in batches for event in batch.events):
+            match event:
+                case BlockStored(hashes, parent, token_ids, size):
+                    for place, name in enumerate(hashes):
+                        self.blocks[name] = (parent, token_ids[place * size : (place + 1) * size])
+                        parent = name
+                case BlockRemoved(hashes):
+                    for name in hashes:
+                        del self.blocks[name]
+                case AllBlocksCleared():
+                    self.blocks.clear()
+
+    def follow(self, is_there) -> None:
+        while not is_there():
+            batches = self.subscriber.receive(10)
+            assert batches, "no event came"
+            self.apply(batches)
+
+    def num_held(self, prompt: list[int]) -> int:
+        """Return how many tokens of a prompt, from its start, are in blocks that the engine holds."""
+        parent, num_found = None, 0
+        while True:
+            wanted = (parent, prompt[num_found : num_found + 16])
+            found = [name for name, block in self.blocks.items() if block == wanted]
+            if not found:
+                return num_found
+            (parent,) = found
+            num_found += 16
+
+
+def test_kv_events_say_what_the_engine_holds():
+    local = "tcp://127.0.0.1:*"
+    options = {"kv_events_endpoint": local, "kv_events_replay_endpoint": local, "num_kv_blocks": 24}
+    first, second = list(range(100, 100 + 10 * 16 + 3)), list(range(600, 600 + 20 * 16 + 3))
+    with LLM("mini", num_threads=1, **options) as llm:
+        follower = Follower(llm)
+        try:
+            llm.generate([first], greedy(1))
+            follower.follow(lambda: follower.num_held(first) == 10 * 16)
+            llm.generate([second], greedy(1))
+            follower.follow(lambda: follower.num_held(second) == 20 * 16)
+            num_held = follower.num_held(first)
+            assert 0 < num_held < 10 * 16, "some had to go"
+            (again,) = llm.generate([first], greedy(1))
+            assert again.num_cached_tokens == num_held
+            assert llm.reset_prefix_cache()
+            follower.follow(lambda: not follower.blocks)
+        finally:
+            follower.subscriber.close()
+
+
+def test_a_recorded_run_is_replayed_exactly(tmp_path, expected):
+    path = tmp_path / "run.quire"
+    options = {"overlap_steps": True, "speculative_method": "ngram", "kv_connector": "memory"}
+    with LLM("mini", record_path=str(path), num_kv_blocks=64, num_threads=1, **options) as llm:
+        assert run_batch(llm) == expected
+    report = replay(path)
+    assert report.difference is None
+    assert not report.is_truncated
+    assert report.num_requests == 3 + 1 + 1 + 1 + 1 + 1 + 4 + 2
+
+
+def test_a_cache_of_no_given_size_grows_with_what_is_in_it():
+    with LLM("mini", num_threads=1, max_num_seqs=4) as llm:
+        pool = core_of(llm).scheduler._state.pool
+        assert pool.num_committed == 0
+        llm.generate("short", greedy(1))
+        small = pool.num_committed
+        llm.generate([list(range(100 + place, 1000 + place)) for place in range(4)], greedy(2))
+        assert 0 < small < pool.num_committed <= llm.info.num_blocks
+        stats = llm.stats()
+        assert stats.num_blocks == stats.num_free_blocks == llm.info.num_blocks

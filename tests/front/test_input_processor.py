@@ -1,0 +1,125 @@
+"""What is refused at the door, with what words, and how open parameters are resolved."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers_for_tests import byte_level
+
+from quire.engine.messages import EngineInfo
+from quire.errors import InvalidRequestError
+from quire.front.input_processor import InputProcessor, derived_seed
+from quire.sampling_params import SamplingParams
+
+TOKENIZER = byte_level(eos_token_ids=(1,))
+INFO = EngineInfo(
+    model="test",
+    max_model_len=20,
+    vocab_size=300,
+    num_blocks=10,
+    block_size=16,
+    kv_cache_bytes=0,
+    dtype="float32",
+    load_seconds=0.0,
+)
+
+
+@pytest.fixture
+def inputs() -> InputProcessor:
+    return InputProcessor(TOKENIZER, INFO)
+
+
+def test_resolves_what_is_open(inputs):
+    request = inputs.process("abc", SamplingParams()).core_request
+    assert request.prompt_token_ids == TOKENIZER.encode("abc")
+    assert request.sampling_params.max_tokens == 17
+    assert 0 <= request.sampling_params.seed < 2**63
+    assert (
+        request.sampling_params.seed
+        != inputs.process("abc", SamplingParams()).core_request.sampling_params.seed
+    )
+    assert request.eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field", "words"),
+    [
+        ("", {}, "prompt", "empty"),
+        ([], {}, "prompt", "empty"),
+        ([5] * 20, {}, "prompt", "20 tokens.*limit is 19.*max_model_len 20"),
+        ([300], {}, "prompt", "300.*0 to 299"),
+        ([-1], {}, "prompt", "-1"),
+        ([1.5], {}, "prompt", "list"),
+        (None, {}, "prompt", "NoneType"),
+        ("a\ud800", {}, "prompt", "D800"),
+        ([5] * 10, {"max_tokens": 11}, "max_tokens", "10 tokens.*11.*21.*max_model_len 20.*max_tokens 10"),
+        ([5] * 10, {"min_tokens": 11}, "min_tokens", "11.*10"),
+        ("a", {"stop_token_ids": (300,)}, "stop_token_ids", "300"),
+        ("a", {"logit_bias": {400: 1.0}}, "logit_bias", "400"),
+        ("a", {"bad_words_token_ids": ((7, 999),)}, "bad_words_token_ids", "999"),
+        ("a", {"stop": ("\udc00",)}, "stop", "DC00"),
+        ("a", {"max_tokens": 2.5}, None, "max_tokens"),
+        ("a", {"logit_bias": {"7": 1.0}}, None, "logit_bias"),
+    ],
+)
+def test_refuses(inputs, prompt, params, field, words):
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        inputs.process(prompt, SamplingParams(**params))
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"request_id": ""},
+        {"request_id": 7},
+        {"cache_salt": "\ud900"},
+        {"priority": 2**40},
+        {"priority": "high"},
+    ],
+)
+def test_refuses_options(inputs, options):
+    with pytest.raises(InvalidRequestError) as caught:
+        inputs.process("a", SamplingParams(), **options)
+    assert caught.value.param == next(iter(options))
+
+
+def test_refuses_what_is_not_sampling_params(inputs):
+    with pytest.raises(InvalidRequestError, match="dict"):
+        inputs.process("a", {"max_tokens": 3})
+
+
+def test_bad_words_are_banned_with_and_without_a_space_before(inputs):
+    params = SamplingParams(bad_words=("the",), bad_words_token_ids=((7, 8),))
+    sequences = inputs.process("a", params).core_request.sampling_params.bad_words_token_ids
+    expected = [TOKENIZER.encode(text, add_special_tokens=False) for text in ("the", " the")]
+    assert sequences == ((7, 8), *(tuple(ids) for ids in expected))
+
+
+def test_n_sequences_have_ids_and_seeds_of_their_own(inputs):
+    one = inputs.process("a", SamplingParams(seed=5)).core_request
+    three = inputs.process("a", SamplingParams(seed=5, n=3)).core_request
+    assert len({*three.sequence_ids, *one.sequence_ids}) == 4
+    seeds = [seed for _, seed in three.sequences]
+    assert seeds == [derived_seed(5, index) for index in range(3)]
+    assert seeds[0] == 5, "the first completion does not depend on n"
+    assert len(set(seeds)) == 3
+
+
+def test_derived_seeds_are_splitmix64():
+    """First outputs of the published generator for seed 1234567, less their lowest bit."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [derived_seed(1234567, index) for index in range(1, 5)] == [value >> 1 for value in published]
+
+
+def test_a_made_up_id_is_not_one_that_a_caller_would_choose(inputs):
+    """An id that only counts would collide with the ids of a caller who counts too."""
+    other = InputProcessor(TOKENIZER, INFO)
+    made_up = {one.process("a", SamplingParams()).request_id for one in (inputs, inputs, other, other)}
+    assert len(made_up) == 4
+
+
+def test_the_same_request_id_never_gives_the_same_sequence_id(inputs):
+    ids = {
+        inputs.process("a", SamplingParams(), request_id="x").core_request.sequence_ids[0] for _ in range(3)
+    }
+    assert len(ids) == 3

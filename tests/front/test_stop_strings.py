@@ -1,0 +1,80 @@
+"""Stop strings must not depend on how the text is cut into tokens."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.front.stop_strings import StoppableText
+
+
+class Pieces:
+    """A decoder whose token i is the piece i of a list."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def push(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
+    def flush(self) -> str:
+        return ""
+
+
+def run(pieces, stop, *, include=False, may_stop_from=0):
+    """Return the final text, the stop string, the token that completed it, and the text after each token."""
+    text = StoppableText(Pieces(pieces), stop, include_stop=include)
+    shown = []
+    for index in range(len(pieces)):
+        word = text.push(index, may_stop=index >= may_stop_from)
+        shown.append(text.text)
+        if word is not None:
+            return text.text, word, index, shown
+    assert text.finish(may_stop=True) is None
+    return text.text, None, None, [*shown, text.text]
+
+
+def naive(whole: str, stop, include):
+    """Character by character: the first stop string to be complete, the longest of several."""
+    for end in range(1, len(whole) + 1):
+        found = [word for word in stop if whole[:end].endswith(word)]
+        if found:
+            word = max(found, key=len)
+            return whole[: end if include else end - len(word)], word
+    return whole, None
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(st.text("ab#", max_size=4), max_size=12),
+    st.lists(st.text("ab#", min_size=1, max_size=4), max_size=3, unique=True),
+    st.booleans(),
+)
+def test_equals_the_naive_search(pieces, stop, include):
+    text, word, _, shown = run(pieces, stop, include=include)
+    assert (text, word) == naive("".join(pieces), stop, include)
+    for before, after in itertools.pairwise(shown):
+        assert after.startswith(before), "released text is never taken back"
+
+
+def test_the_token_that_completes_it_is_told():
+    assert run(["x", "ST", "OP", "y"], ["STOP"])[:3] == ("x", "STOP", 2)
+
+
+def test_kept_if_asked_for():
+    assert run(["x", "ST", "OPy"], ["STOP"], include=True)[:2] == ("xSTOP", "STOP")
+
+
+def test_text_that_may_begin_one_waits():
+    *_, shown = run(["a", "S", "T", "x"], ["STOP"])
+    assert shown == ["a", "a", "a", "aSTx", "aSTx"]
+
+
+def test_not_looked_for_before_min_tokens():
+    assert run(["STOP", "a", "STOP", "b"], ["STOP"], may_stop_from=1)[:3] == ("STOPa", "STOP", 2)
+
+
+def test_may_begin_before_min_tokens_and_end_after():
+    assert run(["ST", "OP"], ["STOP"], may_stop_from=1)[:3] == ("", "STOP", 1)

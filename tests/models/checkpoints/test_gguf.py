@@ -1,0 +1,249 @@
+"""GGUF files: every kind of tensor, every architecture, and what is said about files that do not fit."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_checkpoints import write_gguf
+from paged_harness import generate, random_prompts
+from safetensors.torch import load_file
+
+from checkpoints import make_checkpoint
+from quire.errors import ModelError, ModelNotFoundError
+from quire.kernels.weights import Int4Weight, dequantize
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.gguf.blocks import KINDS
+from quire.models.checkpoints.gguf.config import read_gguf_config
+from quire.models.checkpoints.gguf.file import GGUFFile
+from quire.models.checkpoints.loading import WeightOptions, load_decoder
+from quire.models.config import ModelConfig
+from quire.models.hub import resolve_model
+from quire.models.weights import weight_specs
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2, "head_dim": 16},
+    "llama-3.1": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "phi3": {},
+}
+
+
+def _generate(path: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
+    config = ModelConfig.from_directory(path)
+    decoder = load_decoder(
+        path, config, options=WeightOptions(**{"dtype": "float32", "kernels": "reference"} | options)
+    )
+    (generated,) = generate(decoder, random_prompts([40], vocab_size=config.vocab_size), num_new=8)
+    return generated.token_ids, generated.logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_architecture_computes_what_its_checkpoint_does(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path / "model", **FAMILIES[family])
+    file, twin = write_gguf(path, family, "F32")
+    wanted = ModelConfig.from_directory(twin)
+    found = ModelConfig.from_directory(file)
+    assert found.num_parameters == wanted.num_parameters
+    assert found.norm_eps == pytest.approx(wanted.norm_eps)
+    if family != "llama-3.1":  # a file holds the factors themselves, not what they follow from
+        assert found.ropes == wanted.ropes
+    (tokens, logits), (same_tokens, same_logits) = _generate(file), _generate(twin)
+    assert tokens == same_tokens
+    torch.testing.assert_close(logits, same_logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_every_weight_is_what_the_gguf_package_makes_of_it(kind: str, tmp_path: Path) -> None:
+    file, twin = write_gguf(make_checkpoint("llama", tmp_path / "model", **WIDE), "llama", kind)
+    wanted = load_file(twin / "model.safetensors")
+    config = ModelConfig.from_directory(file)
+    with Checkpoint(file) as checkpoint:
+        for spec in weight_specs(config):
+            for source in spec.sources:
+                weight = checkpoint.weight(source)
+                assert isinstance(weight, Int4Weight) == (kind == "Q4_0" and len(source.shape) == 2)
+                assert torch.equal(dequantize(weight), wanted[source.name])
+
+
+@pytest.mark.parametrize("number", KINDS)
+def test_random_blocks(number: int) -> None:
+    """Any bytes, for kinds that the package cannot write too."""
+    kind = KINDS[number]
+    octets = np.random.default_rng(number).integers(0, 256, (3, 4, kind.block_bytes)).astype(np.uint8)
+    scale_places = {"Q6_K": slice(208, 210), "Q4_1": slice(0, 4)}.get(kind.name, slice(0, 2))
+    if kind.block_size > 1:
+        scales = np.random.default_rng(0).normal(size=(3, 4, octets[..., scale_places].shape[-1] // 2))
+        octets[..., scale_places] = scales.astype(np.float16).view(np.uint8)
+    wanted = gguf.quants.dequantize(octets.reshape(3, -1), gguf.GGMLQuantizationType(number))
+    found = dequantize(kind.decode(torch.from_numpy(octets.copy())))
+    assert kind.name == gguf.GGMLQuantizationType(number).name
+    np.testing.assert_array_equal(found.numpy().view(np.uint32), np.asarray(wanted).view(np.uint32))
+
+
+def test_the_model_computes_with_four_bits(tmp_path: Path) -> None:
+    file, twin = write_gguf(make_checkpoint("qwen3", tmp_path / "model", **WIDE), "qwen3", "Q4_0")
+    (_, logits), (_, wanted) = _generate(file), _generate(twin)
+    assert (logits[0] - wanted[0]).norm() / wanted[0].norm() < 0.02
+
+
+def test_q8_0_is_computed_in_floating_point_or_as_asked(tmp_path: Path) -> None:
+    file, twin = write_gguf(make_checkpoint("qwen3", tmp_path / "model", **WIDE), "qwen3", "Q8_0")
+    (tokens, logits), (same_tokens, wanted) = _generate(file), _generate(twin)
+    assert tokens == same_tokens
+    torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=0)
+    _, quantized = _generate(file, quantization="int8")
+    error = (quantized[0] - wanted[0]).norm() / wanted[0].norm()
+    assert 0 < error < 0.05
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q4_0", "bfloat16")])
+def test_stored_dtype(kind: str, dtype: str, tmp_path: Path) -> None:
+    file, _ = write_gguf(make_checkpoint("qwen3", tmp_path / "model", **WIDE), "qwen3", kind)
+    assert ModelConfig.from_directory(file).dtype == dtype
+
+
+def test_scaled_rope_of_metadata(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path / "model")
+    file, _ = write_gguf(
+        path,
+        "qwen3",
+        "F32",
+        rope__scaling__type="yarn",
+        rope__scaling__factor=4.0,
+        rope__scaling__original_context_length=128,
+    )
+    (rope,) = ModelConfig.from_directory(file).ropes
+    assert (rope.kind, rope.factor, rope.original_max_len) == ("yarn", 4.0, 128)
+
+
+def test_metadata_of_every_kind(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "uint8": 200,
+        "int8": -3,
+        "uint16": 60000,
+        "int16": -300,
+        "uint32": 4_000_000_000,
+        "int32": -5,
+        "float32": 0.5,
+        "uint64": 2**63,
+        "int64": -(2**40),
+        "float64": 1e-9,
+        "bool": True,
+        "string": "größer",
+    }
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(f"x.{name}", value)
+    writer.add_array("x.texts", ["a", "", "漢"])
+    writer.add_array("x.numbers", [1.5, 2.5])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    metadata = GGUFFile(tmp_path / "m.gguf").metadata
+    assert {name: metadata[f"x.{name}"] for name in values} == values
+    assert metadata["x.texts"] == ["a", "", "漢"]
+    assert metadata["x.numbers"] == [1.5, 2.5]
+
+
+@pytest.fixture(scope="module")
+def q4_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_checkpoint("llama", tmp_path_factory.mktemp("gguf") / "model", **WIDE)
+    return write_gguf(path, "llama", "Q4_0")[0]
+
+
+def test_directory_with_one_file(q4_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.gguf").write_bytes(q4_file.read_bytes())
+    assert ModelConfig.from_directory(tmp_path).architecture == "LlamaForCausalLM"
+    with Checkpoint(tmp_path):
+        pass
+    (tmp_path / "two.gguf").touch()
+    with pytest.raises(ModelError, match=r"holds 2 GGUF files, one\.gguf among them"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_a_file_is_a_model_and_other_files_are_not(q4_file: Path, tmp_path: Path) -> None:
+    assert resolve_model(str(q4_file)) == q4_file
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ModelNotFoundError, match="is a file; give a directory or a GGUF file"):
+        resolve_model(str(tmp_path / "notes.txt"))
+
+
+@pytest.mark.parametrize("length", [3, 8, 20, 100, 400])
+def test_a_file_cut_within_its_header_is_named(q4_file: Path, tmp_path: Path, length: int) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(q4_file.read_bytes()[:length])
+    with pytest.raises(ModelError, match=r"cut\.gguf cannot be read as a GGUF file"):
+        GGUFFile(cut)
+
+
+def test_a_file_cut_within_a_tensor_is_named(q4_file: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(q4_file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"cut\.gguf ends within"):
+        load_decoder(cut, ModelConfig.from_directory(cut))
+
+
+def test_other_versions_are_refused(q4_file: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old.gguf"
+    octets = bytearray(q4_file.read_bytes())
+    octets[4:8] = struct.pack("<I", 1)
+    old.write_bytes(octets)
+    with pytest.raises(ModelError, match="its version is 1; 2 and 3"):
+        GGUFFile(old)
+
+
+def test_unknown_architectures_and_kinds_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "bert.gguf"
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="the architecture bert; Quire reads llama, qwen2"):
+        read_gguf_config(path)
+    checkpoint = make_checkpoint("qwen3", tmp_path / "model", **WIDE)
+    file, _ = write_gguf(checkpoint, "qwen3", "Q5_0")
+    with pytest.raises(ModelError, match="is of ggml type 6; Quire reads F32, F16, Q4_0"):
+        load_decoder(file, ModelConfig.from_directory(file))
+
+
+def test_nothing_in_the_config_needs_torch(q4_file: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from pathlib import Path; from quire.models.config import ModelConfig\n"
+        f"ModelConfig.from_directory(Path({str(q4_file)!r}))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_damaged_headers_are_refused_or_read(q4_file: Path, tmp_path: Path) -> None:
+    """Whatever is wrong with a header, the file is named."""
+    whole = np.frombuffer(q4_file.read_bytes(), dtype=np.uint8)
+    header = min(info.start for info in GGUFFile(q4_file).tensors.values())
+    damaged = tmp_path / "damaged.gguf"
+    rng = np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(100):
+        octets = whole.copy()
+        octets[rng.integers(4, header, rng.integers(1, 4))] = rng.choice([0, 1, 9, 255])
+        damaged.write_bytes(octets.tobytes())
+        try:
+            config = ModelConfig.from_directory(damaged)
+            with Checkpoint(damaged) as checkpoint:
+                checkpoint.check_names(list(weight_specs(config)), config)
+        except ModelError:
+            num_refused += 1
+    assert num_refused > 30

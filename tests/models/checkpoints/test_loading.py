@@ -1,0 +1,235 @@
+"""Loading: sharded, tied, converted; and what is said about checkpoints that do not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import make_checkpoint
+from quire.errors import ModelError
+from quire.kernels.cpu.memory import WeightMemory
+from quire.kernels.linear import Int4Linear, Linear
+from quire.models import weights
+from quire.models.checkpoints.loading import WeightOptions, load_decoder
+from quire.models.config import ModelConfig
+from quire.models.decoder import Decoder
+from quire.models.weights import WeightSpec, weight_bytes, weight_specs
+
+
+def _load(path: Path, dtype: str = "auto", **kwargs: Any) -> Decoder:
+    return load_decoder(path, ModelConfig.from_directory(path), dtype, **kwargs)
+
+
+def _change(path: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove weights; names with a double underscore for each dot."""
+    weights = load_file(path / "model.safetensors")
+    for name, value in changes.items():
+        if value is None:
+            del weights[name.replace("__", ".")]
+        else:
+            weights[name.replace("__", ".")] = value
+    save_file(weights, path / "model.safetensors")
+
+
+def _matrix(linear: Linear, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the weights that a layer multiplies with."""
+    return linear(torch.eye(linear.in_features, dtype=dtype)).T
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path) -> Path:
+    return make_checkpoint("qwen3", tmp_path)
+
+
+def test_shards_give_the_same_weights(qwen3: Path, tmp_path: Path) -> None:
+    sharded = make_checkpoint("qwen3", tmp_path / "sharded", max_shard_size="60KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    one, other = _load(qwen3), _load(sharded)
+    assert torch.equal(one.embedding, other.embedding)
+    assert torch.equal(_matrix(one.output), _matrix(other.output))
+    for layer, same in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(_matrix(layer.qkv), _matrix(same.qkv))
+        assert torch.equal(_matrix(layer.gate_up), _matrix(same.gate_up))
+
+
+def test_projections_are_fused_in_order(qwen3: Path) -> None:
+    weights = load_file(qwen3 / "model.safetensors")
+    layer = _load(qwen3).layers[1]
+    parts = [weights[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(_matrix(layer.qkv), torch.cat(parts))
+    gate, up = (weights[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    assert torch.equal(_matrix(layer.gate_up), torch.cat([gate, up]))
+
+
+def test_a_tied_output_layer_is_the_embedding(tmp_path: Path) -> None:
+    decoder = _load(make_checkpoint("qwen2", tmp_path))
+    assert torch.equal(_matrix(decoder.output), decoder.embedding)
+
+
+def test_a_stored_copy_of_a_tied_output_layer_is_ignored(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen2", tmp_path)
+    _change(path, lm_head__weight=torch.zeros(384, 64))
+    assert _matrix(_load(path).output).abs().sum() > 0
+
+
+def test_buffers_of_old_checkpoints_are_ignored(qwen3: Path) -> None:
+    _change(qwen3, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(16))
+    _load(qwen3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_converted(qwen3: Path, dtype: str) -> None:
+    decoder = _load(qwen3, dtype)
+    wanted = getattr(torch, dtype)
+    assert decoder.dtype == wanted
+    weights = load_file(qwen3 / "model.safetensors")
+    assert torch.equal(decoder.embedding, weights["model.embed_tokens.weight"].to(wanted))
+    output = weights["model.layers.0.self_attn.o_proj.weight"]
+    assert torch.equal(_matrix(decoder.layers[0].attention_output, wanted), output.to(wanted))
+
+
+def test_stored_dtype_is_the_default(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, dtype="bfloat16")
+    assert _load(path).dtype == torch.bfloat16
+    assert ModelConfig.from_directory(path).dtype == "bfloat16"
+
+
+def test_progress_ends_at_the_whole(qwen3: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    _load(qwen3, "bfloat16", on_progress=lambda done, total: calls.append((done, total)))
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (2 * ModelConfig.from_directory(qwen3).num_parameters,) * 2
+
+
+def test_progress_does_not_count_the_weights_again_for_each_matrix(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, walks = ModelConfig.from_directory(qwen3), []
+
+    def counted(config: ModelConfig) -> Iterator[WeightSpec]:
+        walks.append(config)
+        return weight_specs(config)
+
+    monkeypatch.setattr(weights, "weight_specs", counted)
+    load_decoder(qwen3, config, on_progress=lambda done, total: None)
+    assert len(walks) <= 1
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_the_memory_that_the_weights_take_is_what_is_planned(
+    stored: str, is_tied: bool, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the feed-forward layer's inputs, groups of 32 divide those of gate and up only.
+    sizes = {"hidden_size": 256, "intermediate_size": 528, "tie_word_embeddings": is_tied}
+    path = make_checkpoint("qwen3", tmp_path, dtype=stored, **sizes)
+    config = ModelConfig.from_directory(path)
+    packed: list[int] = []
+    allocate = WeightMemory.allocate
+
+    def noted(memory: WeightMemory, num_bytes: int) -> torch.Tensor:
+        packed.append(num_bytes)
+        return allocate(memory, num_bytes)
+
+    monkeypatch.setattr(WeightMemory, "allocate", noted)
+    options = WeightOptions("bfloat16", quantization=quantization, group_size=32, kernels="native")
+    decoder = load_decoder(path, config, options=options)
+    embedding = 0 if is_tied and stored == "bfloat16" else decoder.embedding.nbytes  # mapped, and seldom read
+    planned = weight_bytes(config, "bfloat16", quantization, 32)
+    assert planned == pytest.approx(sum(packed) + embedding, rel=0.01)
+
+
+def test_the_reference_holds_int4_as_what_it_stands_for(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=256, intermediate_size=528)
+    config = ModelConfig.from_directory(path)
+    options = WeightOptions(quantization="int4", group_size=32, kernels="reference")
+    decoder = load_decoder(path, config, options=options)
+    matrices = [
+        getattr(layer, name)
+        for layer in decoder.layers
+        for name in ("qkv", "attention_output", "gate_up", "down")
+    ]
+    held = decoder.embedding.nbytes
+    for linear in (*matrices, decoder.output):
+        weight = linear._float._weight if isinstance(linear, Int4Linear) else linear._values
+        held += weight.nbytes
+    planned = weight_bytes(config, "bfloat16", "int4", 32, is_native=False)
+    assert planned == pytest.approx(held, rel=0.02)
+
+
+def test_missing_weight_is_named(qwen3: Path) -> None:
+    _change(qwen3, model__layers__1__self_attn__k_proj__weight=None)
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.self_attn\.k_proj\.weight"):
+        _load(qwen3)
+
+
+def test_unexpected_weight_is_named(qwen3: Path) -> None:
+    _change(qwen3, model__layers__0__self_attn__q_proj__bias=torch.zeros(128))
+    with pytest.raises(ModelError, match=r"holds model\.layers\.0\.self_attn\.q_proj\.bias"):
+        _load(qwen3)
+
+
+def test_many_names_are_cut_short(qwen3: Path) -> None:
+    values = json.loads((qwen3 / "config.json").read_text())
+    (qwen3 / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 5, "layer_types": None}))
+    with pytest.raises(ModelError, match="and 30 more"):
+        _load(qwen3)
+
+
+def test_misshapen_weight_is_named(qwen3: Path) -> None:
+    _change(qwen3, model__norm__weight=torch.zeros(65))
+    with pytest.raises(
+        ModelError, match=r"model\.norm\.weight .* shape \[65\]; config\.json asks for \[64\]"
+    ):
+        _load(qwen3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_weights_of_other_types_are_refused(qwen3: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    _change(qwen3, model__layers__0__self_attn__o_proj__weight=torch.zeros(64, 128, dtype=dtype))
+    with pytest.raises(ModelError, match=rf"{re.escape(name)} .* stored as {dtype}; only bfloat16"):
+        _load(qwen3)
+
+
+def test_directory_without_weights(qwen3: Path) -> None:
+    (qwen3 / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+        _load(qwen3)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
+    next(path.glob("model-00002-*")).unlink()
+    with pytest.raises(ModelError, match=r"model-00002-.*cannot be read"):
+        _load(path)
+
+
+def test_damaged_file_is_named(qwen3: Path) -> None:
+    (qwen3 / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
+        _load(qwen3)
+
+
+def test_nothing_loads_transformers(qwen3: Path) -> None:
+    import subprocess
+
+    code = (
+        "import sys; from pathlib import Path; from quire.models.config import ModelConfig\n"
+        "from quire.models.tokenizer import Tokenizer\n"
+        f"path = Path({str(qwen3)!r}); config = ModelConfig.from_directory(path); config.num_parameters\n"
+        "Tokenizer.from_directory(path).encode('a'); from quire.models.hub import resolve_model\n"
+        "assert 'torch' not in sys.modules\n"
+        "from quire.models.checkpoints.loading import load_decoder; load_decoder(path, config, 'auto')\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

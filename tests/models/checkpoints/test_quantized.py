@@ -1,0 +1,307 @@
+"""Quantized checkpoints: every kind gives the numbers that its description says, and runs as they would."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_harness import generate, random_prompts
+from quantized_checkpoints import (
+    Steps,
+    Tensors,
+    awq,
+    gptq,
+    int_quantized,
+    pack_quantized,
+    random_steps,
+    write_quantized,
+)
+from safetensors.torch import load_file, save_file
+
+from checkpoints import make_checkpoint
+from quire.errors import ModelError
+from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.loading import WeightOptions, load_decoder
+from quire.models.config import ModelConfig
+from quire.models.weights import WeightSource, weight_bytes, weight_specs
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+PACKED = {"format": "pack-quantized", "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}
+
+
+@dataclasses.dataclass
+class Kind:
+    """A kind of checkpoint, and what its matrices must be read as."""
+
+    config: dict[str, Any]
+    encode: Callable[[Steps], Tensors]
+    read_as: type
+    bits: int = 4
+    group_size: int = 32
+    symmetric: bool = False
+    shuffled: bool = False
+
+    def write(self, path: Path) -> tuple[Path, Path]:
+        """Return directories of the quantized checkpoint and of its float32 twin."""
+        make_checkpoint("llama", path, **SHAPE)
+        draw = functools.partial(
+            random_steps,
+            bits=self.bits,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            shuffled=self.shuffled,
+        )
+        return path, write_quantized(path, self.config, draw, self.encode)
+
+
+def _compressed(**kwargs: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": kwargs}, "ignore": ["lm_head"]}
+
+
+def _gptq(bits: int = 4, **changes: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": "gptq", **changes}
+
+
+PACK4 = functools.partial(pack_quantized, bits=4)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+SYMMETRIC = functools.partial(PACK4, symmetric=True)
+ASYMMETRIC = functools.partial(PACK4, symmetric=False)
+PACK8 = functools.partial(pack_quantized, bits=8, symmetric=True)
+
+
+def _packed(encode: Callable[[Steps], Tensors], group_size: int, **kind: Any) -> Kind:
+    strategy = {"strategy": "group", "group_size": group_size} if group_size > 0 else {"strategy": "channel"}
+    weights = {"num_bits": kind.get("bits", 4), "type": "int", **strategy}
+    config = _compressed(format="pack-quantized", weights=weights)
+    return Kind(config, encode, **{"read_as": Int4Weight} | kind, group_size=group_size)
+
+
+def _gptq_kind(group_size: int, *, bits: int = 4, version: int = 1, **kind: Any) -> Kind:
+    config = _gptq(
+        bits,
+        group_size=group_size,
+        checkpoint_format="gptq" if version == 1 else "gptq_v2",
+        desc_act="shuffled" in kind,
+    )
+    encode = functools.partial(gptq, bits=bits, version=version)
+    return Kind(config, encode, **{"read_as": Int4Weight} | kind, bits=bits, group_size=group_size)
+
+
+KINDS = {
+    "pack-quantized, group 32": _packed(SYMMETRIC, 32, symmetric=True),
+    "pack-quantized, group 128": _packed(SYMMETRIC, 128, symmetric=True),
+    "pack-quantized, rows": _packed(SYMMETRIC, -1, symmetric=True),
+    "pack-quantized, with zeros": _packed(ASYMMETRIC, 64),
+    "pack-quantized, 8 bits": _packed(PACK8, -1, bits=8, symmetric=True, read_as=Int8Weight),
+    "int-quantized": Kind(
+        _compressed(format="int-quantized", weights={"num_bits": 8, "type": "int", "strategy": "channel"}),
+        int_quantized,
+        Int8Weight,
+        bits=8,
+        group_size=-1,
+        symmetric=True,
+    ),
+    "gptq": _gptq_kind(32),
+    "gptq, group 64": _gptq_kind(64),
+    "gptq, rows": _gptq_kind(-1, symmetric=True),
+    "gptq, version 2": _gptq_kind(32, version=2),
+    "gptq, 8 bits": _gptq_kind(32, bits=8, read_as=torch.Tensor),
+    "gptq, 8 bits, rows": _gptq_kind(-1, bits=8, symmetric=True, read_as=Int8Weight),
+    "gptq, desc_act": _gptq_kind(32, shuffled=True, read_as=torch.Tensor),
+    "awq": Kind(AWQ, awq, Int4Weight),
+    "awq, group 128": Kind(AWQ | {"group_size": 128}, awq, Int4Weight, group_size=128),
+}
+
+
+def _matrices(path: Path) -> Iterator[tuple[WeightSource, Weight]]:
+    config = ModelConfig.from_directory(path)
+    specs = list(weight_specs(config))
+    with Checkpoint(path) as checkpoint:
+        checkpoint.check_names(specs, config)
+        for spec in specs:
+            for source in spec.sources:
+                yield source, checkpoint.weight(source)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_weight_is_what_the_checkpoint_stands_for(kind: Kind, tmp_path: Path) -> None:
+    path, twin = kind.write(tmp_path / "model")
+    wanted = load_file(twin / "model.safetensors")
+    for source, weight in _matrices(path):
+        is_quantized = source.name.endswith("_proj.weight")
+        assert isinstance(weight, kind.read_as if is_quantized else torch.Tensor)
+        assert torch.equal(dequantize(weight), wanted[source.name])
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_memory_that_the_weights_will_take_is_known_from_the_config(kind: Kind, tmp_path: Path) -> None:
+    path, _ = kind.write(tmp_path / "model")
+    config = ModelConfig.from_directory(path)
+    form = {Int4Weight: "int4", Int8Weight: "int8", torch.Tensor: "none"}[kind.read_as]
+    assert config.stored_quantization == form
+    groups = {weight.group_size for _, weight in _matrices(path) if isinstance(weight, Int4Weight)}
+    assert groups in (set(), {config.stored_group_size})
+    planned, plain = (
+        weight_bytes(shape, "float32", "none", 128)
+        for shape in (config, dataclasses.replace(config, stored_quantization="none"))
+    )
+    assert (planned < plain) == (form != "none")
+
+
+def _logits(path: Path, **options: Any) -> torch.Tensor:
+    config = ModelConfig.from_directory(path)
+    decoder = load_decoder(
+        path, config, options=WeightOptions(dtype="float32", kernels="reference", **options)
+    )
+    (generated,) = generate(decoder, random_prompts([40], vocab_size=config.vocab_size), num_new=1)
+    return generated.logits[0]
+
+
+# Rows are rounded to bfloat16 before products with 4 bits, and to 8 bits before those with 8.
+BOUNDS = {Int4Weight: 0.02, Int8Weight: 0.05, torch.Tensor: 1e-5}
+
+
+@pytest.mark.parametrize("name", ["pack-quantized, rows", "int-quantized", "gptq", "gptq, desc_act", "awq"])
+def test_the_model_computes_with_these_weights(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    path, twin = kind.write(tmp_path / "model")
+    wanted = _logits(twin)
+    error = (_logits(path) - wanted).norm() / wanted.norm()
+    assert error < BOUNDS[kind.read_as]
+
+
+def test_a_scale_for_the_whole_matrix_is_one_for_each_row(tmp_path: Path) -> None:
+    def encode(steps: Steps) -> Tensors:
+        return int_quantized(steps) | {"weight_scale": torch.tensor([0.5])}
+
+    kind = dataclasses.replace(KINDS["int-quantized"], encode=encode)
+    path, _ = kind.write(tmp_path / "model")
+    stored = load_file(path / "model.safetensors")
+    for source, weight in _matrices(path):
+        if source.name.endswith("_proj.weight"):
+            assert torch.equal(dequantize(weight), stored[source.name].float() * 0.5)
+
+
+def test_zeros_off_the_middle_make_int8_a_float(tmp_path: Path) -> None:
+    def encode(steps: Steps) -> Tensors:
+        zeros = torch.full((len(steps.values), 1), 3, dtype=torch.int8)
+        return int_quantized(steps) | {"weight_zero_point": zeros}
+
+    kind = dataclasses.replace(KINDS["int-quantized"], encode=encode)
+    path, _ = kind.write(tmp_path / "model")
+    stored = load_file(path / "model.safetensors")
+    for source, weight in _matrices(path):
+        if source.name.endswith("_proj.weight"):
+            scales = stored[f"{source.name.removesuffix('.weight')}.weight_scale"].float()
+            assert torch.equal(dequantize(weight), (stored[source.name].float() - 3) * scales)
+
+
+def _change(path: Path, change: Callable[[Tensors], None]) -> None:
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors")
+
+
+@pytest.fixture
+def gptq_model(tmp_path: Path) -> Path:
+    return KINDS["gptq"].write(tmp_path / "model")[0]
+
+
+STEM = "model.layers.1.mlp.up_proj"
+
+
+def test_biases_of_zeros_are_ignored(gptq_model: Path) -> None:
+    _change(gptq_model, lambda weights: weights.update({f"{STEM}.bias": torch.zeros(256)}))
+    assert sum(1 for _ in _matrices(gptq_model)) > 0
+
+
+def test_other_biases_are_not(gptq_model: Path) -> None:
+    _change(gptq_model, lambda weights: weights.update({f"{STEM}.bias": torch.ones(256)}))
+    with pytest.raises(ModelError, match=r"holds model\.layers\.1\.mlp\.up_proj\.bias"):
+        list(_matrices(gptq_model))
+
+
+def test_a_missing_part_is_named(gptq_model: Path) -> None:
+    _change(gptq_model, lambda weights: weights.pop(f"{STEM}.qzeros"))
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.qzeros"):
+        list(_matrices(gptq_model))
+
+
+@pytest.mark.parametrize(
+    ("last", "shape", "message"),
+    [
+        ("scales", (4, 255), r"scales has shape \[4, 255\]; \[4, 256\] is needed"),
+        ("qweight", (16, 255), r"qweight has shape"),
+        ("qweight", (15, 256), r"neither 4 nor 8 bits"),
+        ("g_idx", (127,), r"127 inputs' groups do not fit 128 inputs and 4 groups"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(
+    gptq_model: Path, last: str, shape: tuple[int, int], message: str
+) -> None:
+    def change(weights: Tensors) -> None:
+        name = f"{STEM}.{last}"
+        weights[name] = torch.zeros(shape, dtype=weights[name].dtype)
+
+    _change(gptq_model, change)
+    with pytest.raises(ModelError, match=rf"model\.layers\.1\.mlp\.up_proj in .*{message}"):
+        list(_matrices(gptq_model))
+
+
+def test_groups_that_do_not_exist_are_refused(gptq_model: Path) -> None:
+    wrong = torch.full((128,), 4, dtype=torch.int32)
+    _change(gptq_model, lambda weights: weights.update({f"{STEM}.g_idx": wrong}))
+    with pytest.raises(ModelError, match="groups do not fit"):
+        list(_matrices(gptq_model))
+
+
+def test_packed_numbers_of_another_type_are_refused(gptq_model: Path) -> None:
+    _change(gptq_model, lambda weights: weights.update({f"{STEM}.qweight": torch.zeros(16, 256)}))
+    with pytest.raises(ModelError, match=r"stored as torch\.float32; int32 is needed"):
+        list(_matrices(gptq_model))
+
+
+def test_zeros_for_other_groups_than_scales_are_refused(tmp_path: Path) -> None:
+    path, _ = KINDS["pack-quantized, with zeros"].write(tmp_path / "model")
+    zeros = torch.zeros(32, 1, dtype=torch.int32)
+    _change(path, lambda weights: weights.update({f"{STEM}.weight_zero_point": zeros}))
+    with pytest.raises(ModelError, match=r"scales \[256, 2\] and zeros \[256, 1\]"):
+        list(_matrices(path))
+
+
+def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path: Path) -> None:
+    path, _ = KINDS["pack-quantized, group 32"].write(tmp_path / "model")
+    _change(path, lambda weights: weights.update({f"{STEM}.weight_scale": torch.ones(256, 3)}))
+    with pytest.raises(ModelError, match=r"128 inputs cannot be divided evenly among 3 groups"):
+        list(_matrices(path))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes.*it reads compressed-tensors, gptq, awq and GGUF"),
+        (_gptq(3), "GPTQ and have 3 bits.*supported: 4 or 8"),
+        (_gptq(checkpoint_format="marlin"), "checkpoint_format marlin.*gptq, gptq_v2"),
+        (AWQ | {"version": "gemv"}, "AWQ and have the version gemv.*gemm"),
+        (AWQ | {"zero_point": False}, "no zero points"),
+        (_compressed(format="float-quantized", weights={}), "format float-quantized.*int-quantized"),
+        (_compressed(**PACKED | {"weights": {"type": "float", "num_bits": 4}}), "float of 4 bits"),
+        (_compressed(**PACKED | {"weights": {"strategy": "block"}}), "a scale for each block"),
+        (_compressed(**PACKED) | {"kv_cache_scheme": {"num_bits": 8}}, "a quantized KV cache"),
+        (_compressed(**PACKED) | {"sparsity_config": {"format": "sparse-24"}}, "sparse-24"),
+        (_compressed(**PACKED) | {"transform_config": {"config_groups": {"u": {}}}}, "transforms"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": values}))
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_directory(tmp_path)
