@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from quire.cli.answers import JsonAnswers, TextAnswers, answer_record
 from quire.cli.main import app
-from quire.cli.ordered_streams import InOrder
+from quire.cli.ordered_streams import OrderedStreams
 from quire.cli.prompts import Prompt, parse_lines
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.request_output import Logprob
@@ -211,7 +211,7 @@ def test_lines_keep_their_text():
 
 def test_texts_that_grow_together_are_written_one_after_the_other():
     stream = io.StringIO()
-    lanes = InOrder(stream, ["a: ", "b: ", "c: "])
+    lanes = OrderedStreams(stream, ["a: ", "b: ", "c: "])
     lanes.update(1, "second", finished=True)
     lanes.update(2, "thi", finished=False)
     assert stream.getvalue() == ""

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_driver import plan
 
-from quire.execution.sampling_positions import Places
+from quire.execution.sampling_positions import SamplingPositions
 from quire.step import NO_TOKEN
 
 TOKENS = st.integers(0, 2)
@@ -31,7 +31,7 @@ def test_places_and_acceptance_are_those_of_the_plain_loop(rows, data):
     computed, num_tokens, known, drafts = zip(*rows, strict=True)
     ids = [str(index) for index in range(len(rows))]
     output = plan(range(len(rows)), num_tokens, computed, ids, known=known, drafts=list(drafts))
-    places = Places.of(output)
+    places = SamplingPositions.of(output)
     expected_places, expected_tokens, sampled = [], [], []
     first = 0
     for row, (start, count, length, row_drafts) in enumerate(rows):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from step_driver import add_all, int_array, make_driver, plan
 
 from quire.execution.sampler import Sampler
-from quire.execution.sampling_positions import Places
+from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.token_masks import TokenMasks
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, GrammarOutput
@@ -49,7 +49,7 @@ def test_masks_find_the_places_of_their_requests():
     output = plan(
         range(4), [3, 4, 1, 2], [0, 0, 5, 0], list("abcd"), known=[1, 9, 6, 1], drafts=[[1, 2], [], [], [3]]
     )
-    places = Places.of(output)  # a: 3, b: none, c: 1, d: 2
+    places = SamplingPositions.of(output)  # a: 3, b: none, c: 1, d: 2
     grammar = grammar_of({"d": [{1}, {2}], "b": [{9}], "a": [{3}, {4}, {5}], "gone": [{6}]}, 32)
     masks = TokenMasks.of(grammar, output, places)
     assert masks.is_masked.tolist() == [True, True, True, False, True, True]

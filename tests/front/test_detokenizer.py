@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_for_tests import SPECIALS, byte_level, sentencepiece, wrap
 
 from quire.front.detokenizer import ByteLevelDecoder, ContextDecoder, DecoderFactory
+from tokenizers_for_tests import SPECIALS, byte_level, sentencepiece, wrap
 
 BYTE_LEVEL = byte_level()
 SENTENCEPIECE = {kind: sentencepiece(kind) for kind in ("llama", "gemma", "metaspace")}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers_for_tests import byte_level
 
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidRequestError
 from quire.front.input_processor import InputProcessor, derived_seed
 from quire.sampling_params import SamplingParams
+from tokenizers_for_tests import byte_level
 
 TOKENIZER = byte_level(eos_token_ids=(1,))
 INFO = EngineInfo(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
-from quire.cli.ordered_streams import InOrder
+from quire.cli.ordered_streams import OrderedStreams
 from quire.cli.prompts import Prompt
 from quire.request_output import RequestOutput, TokenLogprobs
 
@@ -39,7 +39,7 @@ class TextAnswers:
             for index in range(completions):
                 label = f"[{index}] " if completions > 1 else ""
                 headings.append((above if index == 0 else "") + label)
-        self._lanes = InOrder(stream, headings)
+        self._lanes = OrderedStreams(stream, headings)
 
     def update(self, index: int, output: RequestOutput) -> None:
         """Write what is new and next in order."""
@@ -62,7 +62,7 @@ class JsonAnswers:
 
     def __init__(self, stream: TextIO, prompts: list[Prompt]) -> None:
         self._prompts = prompts
-        self._lanes = InOrder(stream, [""] * len(prompts))
+        self._lanes = OrderedStreams(stream, [""] * len(prompts))
 
     def update(self, index: int, output: RequestOutput) -> None:
         """Write the prompt's line if it has finished."""

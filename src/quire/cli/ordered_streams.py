@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TextIO
 
 
-class InOrder:
+class OrderedStreams:
     """Writes texts that grow side by side as if they had been made one after the other.
 
     The first unfinished text is written as it grows; those behind it are kept back until their turn.

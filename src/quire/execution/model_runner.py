@@ -14,7 +14,7 @@ from quire.execution.logprobs import position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch, RunnerRequest
 from quire.execution.proposer import Proposer
 from quire.execution.sampler import Sampler, SamplerOutput, nonfinite_error
-from quire.execution.sampling_positions import Places
+from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kv.connector import KVConnector
@@ -163,7 +163,7 @@ class ModelRunner:
         hidden: torch.Tensor,
         result: ModelRunnerOutput,
     ) -> None:
-        places = Places.of(output)
+        places = SamplingPositions.of(output)
         if not places.rows.size:
             return
         sampled = self._sampler.sample(
@@ -245,7 +245,9 @@ def _pieces(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def _name_rows(sampled: SamplerOutput, places: Places, emitted: IntArray, result: ModelRunnerOutput) -> None:
+def _name_rows(
+    sampled: SamplerOutput, places: SamplingPositions, emitted: IntArray, result: ModelRunnerOutput
+) -> None:
     """Put what the sampler says of the places that count into `result`, by request id."""
     for place, logprobs in sampled.logprobs.items():
         request = int(places.request[place])

@@ -22,7 +22,7 @@ from quire.step import NO_TOKEN, IntArray, SchedulerOutput
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class Places:
+class SamplingPositions:
     """The places of one step: S requests sample, at P places, request after request."""
 
     rows: Int64Array  # [S] rows of the step, rising

@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.execution.arrays import BoolArray, Float32Array, Int64Array
 from quire.execution.persistent_batch import InconsistentPlanError
-from quire.execution.sampling_positions import Places
+from quire.execution.sampling_positions import SamplingPositions
 from quire.step import GrammarOutput, IntArray, SchedulerOutput
 
 _NO_MASK = -1
@@ -25,7 +25,7 @@ class TokenMasks:
         self._mask_of_place = mask_of_place
 
     @classmethod
-    def of(cls, grammar: GrammarOutput, output: SchedulerOutput, places: Places) -> TokenMasks:
+    def of(cls, grammar: GrammarOutput, output: SchedulerOutput, places: SamplingPositions) -> TokenMasks:
         """Return the masks of a step's places; those of requests that do not sample are passed over.
 
         Raises:

@@ -109,7 +109,7 @@ class AdmissionPhase:
         """
         running = self._state.running
         slot = running.slot_of(request.shares_prompt_with) if request.shares_prompt_with else None
-        if slot is None or running.is_silent[slot] or request.output_token_ids:
+        if slot is None or running.awaits_first_token[slot] or request.output_token_ids:
             return None
         leader = running.request_at(slot)
         is_same = np.array_equal(leader.prompt_array, request.prompt_array)

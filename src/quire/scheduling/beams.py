@@ -127,7 +127,7 @@ class BeamPhase:
             positions = computed.logprobs.get(running.request_at(slot).request_id)
             if group is None or positions is None:
                 continue
-            if running.is_silent[slot]:
+            if running.awaits_first_token[slot]:
                 self._state.prompt_is_computed(slot)
             group.candidates[group.slots.index(slot)] = BeamCandidates.of(positions[0])
             if len(group.candidates) == len(group.search.live_places):

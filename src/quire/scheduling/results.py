@@ -31,7 +31,7 @@ class End:
 
 
 @dataclasses.dataclass(slots=True)
-class _Landed:
+class _StepResults:
     """The rows of a step whose requests still run; arrays [R]."""
 
     slots: IntArray
@@ -41,7 +41,7 @@ class _Landed:
     ended: dict[int, End]  # by slot
 
 
-class LandingPhase:
+class ResultsPhase:
     """Applies steps in the order in which they were planned."""
 
     def __init__(self, state: SchedulerState, beams: BeamPhase, transfers: TransferPhase) -> None:
@@ -49,7 +49,7 @@ class LandingPhase:
         self._beams = beams
         self._transfers = transfers
 
-    def land(
+    def apply(
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Apply one step and return its outputs by client. Requests that ended meanwhile are passed over."""
@@ -57,13 +57,13 @@ class LandingPhase:
         if computed.kv_connector_output is not None:
             self._transfers.take(computed.kv_connector_output, scheduler_output.slots)
         self._beams.fail(computed.errors)
-        landed = self._settle(scheduler_output, computed)
-        self._append(landed)
-        self._advance_grammars(landed)
-        self._cache_full_blocks(landed)
-        self._beams.take(landed.slots, computed)
-        self._take_drafts(landed, scheduler_output, computed)
-        outputs = self._outputs(landed, computed)
+        results = self._settle(scheduler_output, computed)
+        self._append(results)
+        self._advance_grammars(results)
+        self._cache_full_blocks(results)
+        self._beams.take(results.slots, computed)
+        self._take_drafts(results, scheduler_output, computed)
+        outputs = self._outputs(results, computed)
         self._beams.finish_done()
         self._state.lift_fences(scheduler_output.step)
         self._add_notices(outputs)
@@ -110,10 +110,10 @@ class LandingPhase:
             if running.occupied[new.slot]:
                 running.request_at(new.slot).is_known_to_runner = True
 
-    def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _Landed:
+    def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _StepResults:
         """Bring the counts of the rows whose requests still run in line with what was computed."""
         running = self._state.running
-        # A slot that was left is fenced until this step has landed, so it holds no other request yet.
+        # A slot that was left is fenced until the results of this step are in, so it holds no other request yet.
         rows = np.flatnonzero(running.occupied[scheduler_output.slots])
         slots = scheduler_output.slots[rows]
         sampled = computed.sampled_token_ids[rows]
@@ -132,57 +132,57 @@ class LandingPhase:
             for request_id, error in computed.errors.items()
             if (slot := running.slot_of(request_id)) is not None
         }
-        return _Landed(slots, sampled, num_computed, np.zeros(len(slots), dtype=np.int32), ended)
+        return _StepResults(slots, sampled, num_computed, np.zeros(len(slots), dtype=np.int32), ended)
 
-    def _append(self, landed: _Landed) -> None:
+    def _append(self, results: _StepResults) -> None:
         """Append each row's tokens up to the one that ends its request."""
-        running, slots = self._state.running, landed.slots
+        running, slots = self._state.running, results.slots
         goes_on: BoolArray = ~running.is_beam[slots]
-        if landed.ended:
-            goes_on &= ~np.isin(slots, list(landed.ended))
-        for column in range(landed.sampled.shape[1]):
-            goes_on = goes_on & (landed.sampled[:, column] != NO_TOKEN)
+        if results.ended:
+            goes_on &= ~np.isin(slots, list(results.ended))
+        for column in range(results.sampled.shape[1]):
+            goes_on = goes_on & (results.sampled[:, column] != NO_TOKEN)
             rows = goes_on.nonzero()[0]
-            row_slots, token_ids = slots[rows], landed.sampled[rows, column]
+            row_slots, token_ids = slots[rows], results.sampled[rows, column]
             running.append(row_slots, token_ids)
-            landed.num_new[rows] += 1
+            results.num_new[rows] += 1
             stopped, capped = running.hits_stop_id(row_slots, token_ids), running.hits_limit(row_slots)
             done = stopped | capped
             for row in done.nonzero()[0].tolist():
                 slot = int(row_slots[row])
                 if stopped[row]:
                     _note_stop_token(running.request_at(slot), int(token_ids[row]))
-                    landed.ended[slot] = End(RequestStatus.FINISHED_STOPPED)
+                    results.ended[slot] = End(RequestStatus.FINISHED_STOPPED)
                 else:
-                    landed.ended[slot] = End(RequestStatus.FINISHED_LENGTH_CAPPED)
+                    results.ended[slot] = End(RequestStatus.FINISHED_LENGTH_CAPPED)
             goes_on[rows[done]] = False
 
-    def _advance_grammars(self, landed: _Landed) -> None:
+    def _advance_grammars(self, results: _StepResults) -> None:
         grammars, running = self._state.grammars, self._state.running
         if not grammars.num_live:
             return
-        structured = running.awaits_tokens[landed.slots] & (landed.num_new > 0)
+        structured = running.awaits_tokens[results.slots] & (results.num_new > 0)
         for row in structured.nonzero()[0].tolist():
-            slot = int(landed.slots[row])
+            slot = int(results.slots[row])
             request_id = running.request_at(slot).request_id
-            token_ids = landed.sampled[row, : landed.num_new[row]].tolist()
+            token_ids = results.sampled[row, : results.num_new[row]].tolist()
             if request_id in grammars and not grammars.accept(request_id, token_ids):
-                landed.num_new[row] = 0  # nothing that does not follow the grammar goes to the client
-                landed.ended[slot] = End(RequestStatus.FINISHED_ERROR, grammars.error(request_id))
+                results.num_new[row] = 0  # nothing that does not follow the grammar goes to the client
+                results.ended[slot] = End(RequestStatus.FINISHED_ERROR, grammars.error(request_id))
 
-    def _cache_full_blocks(self, landed: _Landed) -> None:
+    def _cache_full_blocks(self, results: _StepResults) -> None:
         running, kv = self._state.running, self._state.kv
-        num_computed = np.minimum(landed.num_computed, running.num_tokens[landed.slots])
+        num_computed = np.minimum(results.num_computed, running.num_tokens[results.slots])
         if len(self._state.beams):  # a beam's output may be replaced by another's
-            num_prompt = running.num_prompt[landed.slots]
-            is_output = running.is_beam[landed.slots] & (num_computed > num_prompt)
+            num_prompt = running.num_prompt[results.slots]
+            is_output = running.is_beam[results.slots] & (num_computed > num_prompt)
             num_computed = np.where(is_output, num_prompt, num_computed)
-        rows = kv.rows_with_new_full_blocks(landed.slots, num_computed)
-        if landed.ended:
-            failed = [slot for slot, end in landed.ended.items() if end.error is not None]
-            rows = rows[~np.isin(landed.slots[rows], failed)]
+        rows = kv.rows_with_new_full_blocks(results.slots, num_computed)
+        if results.ended:
+            failed = [slot for slot, end in results.ended.items() if end.error is not None]
+            rows = rows[~np.isin(results.slots[rows], failed)]
         if rows.size:
-            slots = landed.slots[rows]
+            slots = results.slots[rows]
             kv.cache_full_blocks(
                 running.request_ids[slots].tolist(), slots, num_computed[rows], running.token_ids
             )
@@ -190,13 +190,13 @@ class LandingPhase:
     # -- drafts --------------------------------------------------------------------------------------------
 
     def _take_drafts(
-        self, landed: _Landed, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
+        self, results: _StepResults, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> None:
         if computed.draft_token_ids is None:
             return
         occupied = self._state.running.occupied[scheduler_output.slots]
-        goes_on = (landed.num_new > 0) & ~np.isin(landed.slots, list(landed.ended))
-        self._propose(landed.slots[goes_on], computed.draft_token_ids[occupied][goes_on])
+        goes_on = (results.num_new > 0) & ~np.isin(results.slots, list(results.ended))
+        self._propose(results.slots[goes_on], computed.draft_token_ids[occupied][goes_on])
 
     def _propose(self, slots: IntArray, draft_ids: IntArray) -> None:
         running, grammars = self._state.running, self._state.grammars
@@ -209,16 +209,16 @@ class LandingPhase:
 
     # -- what the clients hear -----------------------------------------------------------------------------
 
-    def _outputs(self, landed: _Landed, computed: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+    def _outputs(self, results: _StepResults, computed: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """End who is done, and return the outputs by client; most rows have one token and nothing to add."""
         running = self._state.running
-        rows, is_special = self._speaking_rows(landed, computed)
-        names = running.request_ids[landed.slots[rows]].tolist()
-        outputs = list(map(EngineCoreOutput, names, landed.sampled[rows].tolist()))
-        clients = running.client_index[landed.slots[rows]].tolist()
+        rows, is_special = self._speaking_rows(results, computed)
+        names = running.request_ids[results.slots[rows]].tolist()
+        outputs = list(map(EngineCoreOutput, names, results.sampled[rows].tolist()))
+        clients = running.client_index[results.slots[rows]].tolist()
         with self._state.kv.closing_together():
             for position in is_special.nonzero()[0].tolist():
-                outputs[position] = self._special_output(int(rows[position]), landed, computed)
+                outputs[position] = self._special_output(int(rows[position]), results, computed)
         if len(set(clients)) == 1:
             return {clients[0]: EngineCoreOutputs(outputs)}
         by_client: dict[int, EngineCoreOutputs] = {}
@@ -226,13 +226,15 @@ class LandingPhase:
             by_client.setdefault(client, EngineCoreOutputs([])).outputs.append(output)
         return by_client
 
-    def _speaking_rows(self, landed: _Landed, computed: ModelRunnerOutput) -> tuple[IntArray, BoolArray]:
+    def _speaking_rows(
+        self, results: _StepResults, computed: ModelRunnerOutput
+    ) -> tuple[IntArray, BoolArray]:
         """Return the rows that a client hears of, and which of them have more to say than one token."""
-        running, slots = self._state.running, landed.slots
-        speaks: BoolArray = landed.num_new > 0
-        special: BoolArray = (landed.num_new != landed.sampled.shape[1]) | running.is_silent[slots]
-        if landed.ended:
-            has_ended = np.isin(slots, list(landed.ended))
+        running, slots = self._state.running, results.slots
+        speaks: BoolArray = results.num_new > 0
+        special: BoolArray = (results.num_new != results.sampled.shape[1]) | running.awaits_first_token[slots]
+        if results.ended:
+            has_ended = np.isin(slots, list(results.ended))
             speaks, special = speaks | has_ended, special | has_ended
         if computed.prompt_logprobs:
             has_logprobs = np.isin(running.request_ids[slots], list(computed.prompt_logprobs))
@@ -242,18 +244,20 @@ class LandingPhase:
         rows: IntArray = speaks.nonzero()[0].astype(np.int32)
         return rows, special[rows]
 
-    def _special_output(self, row: int, landed: _Landed, computed: ModelRunnerOutput) -> EngineCoreOutput:
-        slot, num_new = int(landed.slots[row]), int(landed.num_new[row])
+    def _special_output(
+        self, row: int, results: _StepResults, computed: ModelRunnerOutput
+    ) -> EngineCoreOutput:
+        slot, num_new = int(results.slots[row]), int(results.num_new[row])
         request = self._state.running.request_at(slot)
-        end = landed.ended.get(slot)
-        if num_new and self._state.running.is_silent[slot]:
+        end = results.ended.get(slot)
+        if num_new and self._state.running.awaits_first_token[slot]:
             self._state.prompt_is_computed(slot)
         if end is not None:
             self._state.finish(request, end.status)
         logprobs = computed.logprobs.get(request.request_id)
         return EngineCoreOutput(
             request_id=request.request_id,
-            new_token_ids=landed.sampled[row, :num_new].tolist(),
+            new_token_ids=results.sampled[row, :num_new].tolist(),
             finish_reason=None if end is None else FinishReason.of(end.status),
             stop_reason=request.stop_reason,
             num_cached_tokens=request.num_cached_tokens,

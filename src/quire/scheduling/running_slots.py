@@ -30,7 +30,9 @@ class RunningSlots:
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # may not stop before num_tokens reaches it
         self.stop_ids = np.full((max_num_seqs, 4), NO_TOKEN, dtype=np.int32)  # widened as needed
         self.client_index = np.zeros(max_num_seqs, dtype=np.int32)
-        self.is_silent = np.zeros(max_num_seqs, dtype=np.bool_)  # the client has heard nothing of it yet
+        self.awaits_first_token = np.zeros(
+            max_num_seqs, dtype=np.bool_
+        )  # the client has heard nothing of it yet
         self.is_beam = np.zeros(max_num_seqs, dtype=np.bool_)  # a beam search chooses its tokens
         self.awaits_tokens = np.zeros(max_num_seqs, dtype=np.bool_)  # no step before its tokens have landed
         # Zeroed memory is committed when first written: a long max_model_len costs address space only.
@@ -92,7 +94,7 @@ class RunningSlots:
         self.token_limit[slot] = token_limit(request, self._max_model_len)
         self.min_tokens[slot] = num_prompt + request.sampling_params.min_tokens
         self.client_index[slot] = request.client_index
-        self.is_silent[slot] = not request.output_token_ids
+        self.awaits_first_token[slot] = not request.output_token_ids
         self.awaits_tokens[slot] = self.is_beam[slot] = False
         self._set_stop_ids(slot, request)
         bisect.insort(self._order, (key, slot))

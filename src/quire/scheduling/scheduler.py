@@ -37,7 +37,7 @@ from quire.scheduling.refusals import (
     refuse_if_queue_is_full,
     refuse_priority_without_policy,
 )
-from quire.scheduling.results import LandingPhase
+from quire.scheduling.results import ResultsPhase
 from quire.scheduling.running_phase import RunningPhase
 from quire.scheduling.state import SchedulerState
 from quire.scheduling.step_mix import step_mix
@@ -76,7 +76,7 @@ class Scheduler(SchedulerInterface):
         self._transfers = TransferPhase(self._state)
         self._running = RunningPhase(self._state, beams)
         self._admission = AdmissionPhase(self._state, self._step_mix)
-        self._landing = LandingPhase(self._state, beams, self._transfers)
+        self._results = ResultsPhase(self._state, beams, self._transfers)
         self._pause_state = PauseState.UNPAUSED
 
     # -- one step ------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Scheduler(SchedulerInterface):
             expected = in_flight[0].step if in_flight else None
             raise ValueError(f"step {scheduler_output.step} applied, but {expected} is in flight")
         in_flight.popleft()
-        return self._landing.land(scheduler_output, model_runner_output)
+        return self._results.apply(scheduler_output, model_runner_output)
 
     # -- grammars and drafts -------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Scheduler(SchedulerInterface):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """See `SchedulerInterface.update_draft_token_ids`."""
-        self._landing.propose(draft_token_ids)
+        self._results.propose(draft_token_ids)
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
@@ -216,7 +216,7 @@ class Scheduler(SchedulerInterface):
         in_flight = self._state.in_flight
         if not in_flight or scheduler_output.step != in_flight[-1].step:
             raise ValueError(f"step {scheduler_output.step} is not the newest step in flight")
-        self._landing.replace_drafts(draft_token_ids, scheduler_output)
+        self._results.replace_drafts(draft_token_ids, scheduler_output)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from quire.scheduling.drain_rate import DrainRate
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS
 from quire.scheduling.running_slots import RunningSlots, token_limit
-from quire.scheduling.waiting import WaitingRoom
+from quire.scheduling.waiting import WaitingRequests
 from quire.status import FinishReason, RequestStatus
 from quire.step import IntArray, SchedulerOutput
 
@@ -62,7 +62,7 @@ class SchedulerState:
         self.order = ORDERS.build(config.policy, config=config, find_cached=self._find_cached)
         self.admission = ADMISSIONS.build(config.admission, config=config)
         self.victims = VICTIMS.build(config.victim)
-        self.waiting = WaitingRoom(self.order, self.grammars, self._is_computing_prompt)
+        self.waiting = WaitingRequests(self.order, self.grammars, self._is_computing_prompt)
         self.leases = LeaseTable()
         self.deadlines = Deadlines()
         self.drain_rate = DrainRate(context.clock)
@@ -160,7 +160,7 @@ class SchedulerState:
     def prompt_is_computed(self, slot: int) -> None:
         """Let those go on who waited for a request's prompt, and pin it if that was asked for."""
         request = self.running.request_at(slot)
-        self.running.is_silent[slot] = False
+        self.running.awaits_first_token[slot] = False
         self.waiting.release_followers(request.request_id)
         if request.pin_prefix:
             self._pin(request)
@@ -355,4 +355,4 @@ class SchedulerState:
         if slot is None:
             leader = self.waiting.get(request_id)
             return leader is not None and not leader.output_token_ids
-        return bool(self.running.is_silent[slot])
+        return bool(self.running.awaits_first_token[slot])

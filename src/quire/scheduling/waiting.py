@@ -13,7 +13,7 @@ from quire.scheduling.waiting_queue import WaitingQueue
 from quire.status import RequestStatus
 
 
-class WaitingRoom:
+class WaitingRequests:
     """The queue, and in front of it requests whose grammar, prompt or KV is not there yet.
 
     Args:
