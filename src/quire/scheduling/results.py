@@ -113,7 +113,7 @@ class ResultsPhase:
     def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _StepResults:
         """Bring the counts of the rows whose requests still run in line with what was computed."""
         running = self._state.running
-        # A slot that was left is fenced until the results of this step are in, so it holds no other request yet.
+        # A slot that was left is fenced until this step's results are in, so it holds no other request yet.
         rows = np.flatnonzero(running.occupied[scheduler_output.slots])
         slots = scheduler_output.slots[rows]
         sampled = computed.sampled_token_ids[rows]
