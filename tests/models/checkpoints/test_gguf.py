@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from gguf_checkpoints import write_gguf
-from paged_harness import generate, random_prompts
 from safetensors.torch import load_file
 
 from checkpoints import make_checkpoint
+from paged_harness import generate, random_prompts
 from quire.errors import ModelError, ModelNotFoundError
 from quire.kernels.weights import Int4Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
