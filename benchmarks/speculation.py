@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM
-from quire.models.hub import resolve_model
+from quire.models.checkpoints.hub import resolve_model
 from quire.sampling_params import SamplingParams
 
 TASKS = ("copy", "reverse", "retrieval-200", "retrieval-600", "qa")

@@ -21,7 +21,7 @@ from quire.cli.bench.workload import (
     reusable_tokens,
 )
 from quire.errors import ConfigError
-from quire.models.hub import resolve_model
+from quire.models.checkpoints.hub import resolve_model
 from quire.models.tokenizer import Tokenizer
 
 VOCABULARY = np.arange(300, 1000)

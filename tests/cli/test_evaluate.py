@@ -146,7 +146,7 @@ def test_surrounding_space_does_not_count_but_case_does():
 
 
 def test_the_built_in_model_has_questions_for_every_task():
-    from quire.models.hub import resolve_model
+    from quire.models.checkpoints.hub import resolve_model
 
     tasks = {case.task for case in read_cases(resolve_model("mini") / EVAL_FILE)}
     assert {"qa", "add", "copy", "reverse", "retrieval-200", "retrieval-600", "retrieval-1400"} <= tasks

@@ -273,7 +273,7 @@ def test_the_places_of_drafts_need_logits_too(qwen: ModelConfig):
 def test_planning_does_not_import_torch():
     code = (
         "import sys; from quire.engine.memory_plan import plan_memory; from quire.config import EngineConfig;"
-        "from quire.models.hub import resolve_model; from quire.models.config import ModelConfig;"
+        "from quire.models.checkpoints.hub import resolve_model; from quire.models.config import ModelConfig;"
         "plan_memory(EngineConfig(), ModelConfig.from_directory(resolve_model('mini')));"
         "sys.exit('torch' in sys.modules)"
     )

@@ -49,7 +49,7 @@ def evaluate(
       quire eval --task add --task reverse --limit 50
       quire eval ./my-model --dtype float32 --json
     """
-    from quire.models.hub import resolve_model
+    from quire.models.checkpoints.hub import resolve_model
 
     cases = select(read_cases(resolve_model(engine.model) / EVAL_FILE), task or [], limit)
     report = run_cases(engine, cases)

@@ -43,8 +43,8 @@ def plan(
     """
     from quire.engine.drafting import find_draft_model
     from quire.engine.memory_plan import GB, plan_memory
+    from quire.models.checkpoints.hub import resolve_model
     from quire.models.config import ModelConfig
-    from quire.models.hub import resolve_model
 
     if memory is not None and not 0 < memory < math.inf:
         raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from quire.engine.memory_plan import dtype_of, kv_dtype_of
 from quire.errors import ConfigError
+from quire.models.checkpoints.hub import resolve_model
 from quire.models.config import ModelConfig
-from quire.models.hub import resolve_model
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig

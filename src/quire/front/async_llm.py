@@ -24,7 +24,7 @@ from quire.errors import EngineDeadError
 from quire.front.input_processor import ProcessedRequest
 from quire.front.live_requests import Front
 from quire.front.process_client import SHUTDOWN_TIMEOUT, EngineProcess
-from quire.models.hub import resolve_model
+from quire.models.checkpoints.hub import resolve_model
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats

@@ -10,7 +10,7 @@ from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache,
 from quire.front.inprocess_client import InProcessClient
 from quire.front.live_requests import EngineClient, Front
 from quire.front.process_client import EngineProcess
-from quire.models.hub import resolve_model
+from quire.models.checkpoints.hub import resolve_model
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:

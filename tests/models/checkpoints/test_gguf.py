@@ -21,9 +21,9 @@ from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.gguf.blocks import KINDS
 from quire.models.checkpoints.gguf.config import read_gguf_config
 from quire.models.checkpoints.gguf.file import GGUFFile
+from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.config import ModelConfig
-from quire.models.hub import resolve_model
 from quire.models.weights import weight_specs
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}

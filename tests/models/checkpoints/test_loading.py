@@ -227,7 +227,7 @@ def test_nothing_loads_transformers(qwen3: Path) -> None:
         "import sys; from pathlib import Path; from quire.models.config import ModelConfig\n"
         "from quire.models.tokenizer import Tokenizer\n"
         f"path = Path({str(qwen3)!r}); config = ModelConfig.from_directory(path); config.num_parameters\n"
-        "Tokenizer.from_directory(path).encode('a'); from quire.models.hub import resolve_model\n"
+        "Tokenizer.from_directory(path).encode('a'); from quire.models.checkpoints.hub import resolve_model\n"
         "assert 'torch' not in sys.modules\n"
         "from quire.models.checkpoints.loading import load_decoder; load_decoder(path, config, 'auto')\n"
         "assert 'transformers' not in sys.modules\n"

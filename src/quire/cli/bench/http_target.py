@@ -14,7 +14,7 @@ from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.targets import Target, Usage
 from quire.cli.bench.workload import BenchRequest, ordinary_tokens
 from quire.errors import QuireError
-from quire.models.hub import resolve_model
+from quire.models.checkpoints.hub import resolve_model
 
 CONNECT_TIMEOUT = 10.0
 """Seconds to wait for a connection; an answer may take as long as it takes."""

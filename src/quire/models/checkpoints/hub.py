@@ -11,7 +11,7 @@ from quire.models.checkpoints.gguf.location import SUFFIX as GGUF_SUFFIX
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]
 _SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in the publisher's own format
-_BUILT_IN_DIRECTORY = Path(__file__).resolve().parent.parent / BUILT_IN_MODEL
+_BUILT_IN_DIRECTORY = Path(__file__).resolve().parents[2] / BUILT_IN_MODEL
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:

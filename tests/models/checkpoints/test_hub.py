@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from quire.errors import ModelNotFoundError
-from quire.models import hub
+from quire.models.checkpoints import hub
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:
