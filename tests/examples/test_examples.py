@@ -1,0 +1,74 @@
+"""Every example runs as its first lines say, and what it prints is true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TIMEOUT = 100.0  # seconds; each takes about three
+
+
+def run(name: str) -> list[str]:
+    """Run an example as a user would, and return the lines that it prints."""
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout.splitlines()
+
+
+def test_every_example_is_tested() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    for example in EXAMPLES.glob("*.py"):
+        assert f'run("{example.stem}")' in source, f"{example.name} has no test"
+
+
+def test_offline_batch_answers_each_question_below_it() -> None:
+    lines = run("offline_batch")
+    assert lines[0::2] == [
+        "What is a KV block?", "What is continuous batching?", "What is 27 + 58?", "What is 31 + 16?",
+    ]  # fmt: skip
+    assert "KV cache" in lines[1]
+    assert lines[5:8:2] == ["  85", "  47"]
+
+
+def test_streaming_chat_interleaves_two_conversations() -> None:
+    lines = run("streaming_chat")
+    pieces = [re.fullmatch(r"(Ada|Bob): '(.+)'", line).groups() for line in lines]
+    answers = {name: "".join(piece for who, piece in pieces if who == name) for name in ("Ada", "Bob")}
+    assert "KV cache" in answers["Ada"]
+    assert answers["Ada"].endswith("85")
+    assert "requests join and leave the batch" in answers["Bob"]
+    speakers = [name for name, _ in pieces]
+    assert speakers != sorted(speakers), "one conversation waited for the other"
+
+
+def test_structured_output_keeps_to_each_constraint() -> None:
+    number, choice, document = run("structured_output")
+    assert number == "number: 85"
+    assert choice in ("choice: yes", "choice: no")
+    assert re.fullmatch(r'document: \{"sum": \d{1,3}, "even": (true|false)\}', document)
+
+
+def test_custom_policy_serves_short_prompts_first() -> None:
+    lengths = [int(line.removesuffix(" prompt tokens")) for line in run("custom_policy")]
+    assert len(lengths) == 4
+    assert max(lengths[:2]) < min(lengths[2:])
+
+
+def test_custom_connector_loads_what_another_engine_computed() -> None:
+    first, answer, second, same_answer = run("custom_connector")
+    assert first.startswith("first engine: loaded 0 of ")
+    num_loaded = re.match(r"second engine: loaded (\d+) of ", second)
+    assert int(num_loaded[1]) > 0
+    assert "KV cache" in answer
+    assert same_answer == answer
