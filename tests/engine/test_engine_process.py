@@ -67,7 +67,7 @@ def sockets(tmp_path, monkeypatch) -> Path:
 
 def start_front(checkpoint: str, how: str) -> tuple[subprocess.Popen, int]:
     """Start a front process and return it with the process id of its engine."""
-    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}"}
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent.parent}"}
     front = subprocess.Popen(
         [sys.executable, "-c", FRONT, checkpoint, how],
         stdout=subprocess.PIPE,
