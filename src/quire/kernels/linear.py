@@ -6,7 +6,7 @@ Every kind gives a row the same bits whatever the other rows are and however man
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,8 @@ from quire.kernels.weights import (
     quantize_int8,
 )
 
-MIN_FLOAT32_ROWS = 12  # float32 products of fewer rows take paths whose sums have another order
+ROWS_PER_PRODUCT = 32
+"""Rows of every floating-point product. In what order oneDNN and BLAS add depends on their number."""
 
 
 class Linear(ABC):
@@ -54,10 +55,7 @@ class FloatLinear(Linear):
 
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Linear`."""
-        num_rows = rows.shape[0]
-        if rows.dtype == torch.float32 and num_rows < MIN_FLOAT32_ROWS:
-            rows = F.pad(rows, (0, 0, 0, MIN_FLOAT32_ROWS - num_rows))
-        return _result(F.linear(rows, self._weight, self._bias)[:num_rows], out)
+        return _in_equal_products(lambda chunk: F.linear(chunk, self._weight, self._bias), rows, out)
 
 
 class OneDnnLinear(Linear):
@@ -74,8 +72,11 @@ class OneDnnLinear(Linear):
 
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Linear`."""
-        result = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return _result(result, out)
+        return _in_equal_products(
+            lambda chunk: torch.ops.mkldnn._linear_pointwise(chunk, self._weight, self._bias, "none", [], ""),
+            rows,
+            out,
+        )
 
 
 class Int8Linear(Linear):
@@ -162,6 +163,15 @@ def quantization_of(parts: Sequence[Weight], wanted: str, group_size: int) -> st
 
 def _float(part: Weight, dtype: torch.dtype) -> torch.Tensor:
     return (part if isinstance(part, torch.Tensor) else dequantize(part)).to(dtype)
+
+
+def _in_equal_products(
+    product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `product` of all `rows`, always computed from the same number of them."""
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_PER_PRODUCT))
+    products = [product(chunk) for chunk in padded.split(ROWS_PER_PRODUCT)]
+    return _result(torch.cat(products)[: len(rows)], out)
 
 
 def _result(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from quire.kernels.cpu import attention, elementwise, sampling, threads
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.memory import WeightMemory
-from quire.kernels.linear import Linear, OneDnnLinear, quantization_of
+from quire.kernels.linear import Linear
 from quire.kernels.sampling import SamplingKernels
 from quire.kernels.weights import Weight
 
@@ -37,10 +36,7 @@ class NativeKernels:
         group_size: int = 128,
         memory: WeightMemory | None = None,
     ) -> Linear:
-        """Return packed weights; bfloat16 ones are oneDNN's on a CPU whose matrix unit only oneDNN uses."""
-        is_float = quantization_of(parts, quantization, group_size) == "none"
-        if is_float and dtype == torch.bfloat16 and _has_matrix_unit():
-            return OneDnnLinear(parts, bias)
+        """Return packed weights."""
         return PackedLinear(
             parts, bias, dtype=dtype, quantization=quantization, group_size=group_size, memory=memory
         )
@@ -50,9 +46,3 @@ class NativeKernels:
     gated_activation = staticmethod(elementwise.gated_activation)
     rotary_and_write_kv = staticmethod(elementwise.rotary_and_write_kv)
     paged_attention = staticmethod(attention.paged_attention)
-
-
-@functools.cache
-def _has_matrix_unit() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16 (AMX)."""
-    return torch.cpu._is_amx_tile_supported()

@@ -195,5 +195,4 @@ def _cache_key(path: Path, options: WeightOptions) -> str:
         quantization=options.quantization,
         group_size=options.group_size,
         instruction_set=_native.instruction_set(),
-        has_matrix_unit=torch.cpu._is_amx_tile_supported(),
     )
