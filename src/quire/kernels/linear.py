@@ -170,7 +170,7 @@ def _in_equal_products(
 ) -> torch.Tensor:
     """Return `product` of all `rows`, always computed from the same number of them."""
     padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_PER_PRODUCT))
-    products = [product(chunk) for chunk in padded.split(ROWS_PER_PRODUCT)]
+    products = [product(chunk) for chunk in torch.split(padded, ROWS_PER_PRODUCT)]
     return _result(torch.cat(products)[: len(rows)], out)
 
 
