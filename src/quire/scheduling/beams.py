@@ -1,68 +1,21 @@
-"""Beam searches in slots: every beam has one, from admission to the end, whether it is alive or not.
+"""Carrying out what beam searches decide: shared blocks, copied blocks, and the tokens the runner is told.
 
-The search itself, who goes on with which token, is in `beam_search`. Here its decisions become shared blocks,
-copied blocks and tokens that the runner is told.
+The search itself, which beams continue with which tokens, is in `beam_search`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from quire.request import Request
-from quire.scheduling.beam_search import BeamCandidates, BeamSearch, BeamStep
+from quire.scheduling.beam_groups import BeamGroup
+from quire.scheduling.beam_search import BeamCandidates, BeamStep
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.scheduling.plan import Plan
+from quire.scheduling.state import SchedulerState
 from quire.status import FinishReason, RequestStatus
 from quire.step import ForkData, IntArray, ModelRunnerOutput
-
-if TYPE_CHECKING:
-    from quire.scheduling.state import SchedulerState
-
-
-@dataclasses.dataclass(slots=True)
-class BeamGroup:
-    """One running search; beam number p is in slot `slots[p]`, and the request itself is in `slots[0]`."""
-
-    request: Request
-    search: BeamSearch
-    slots: list[int]
-    candidates: dict[int, BeamCandidates] = dataclasses.field(default_factory=dict)  # by place
-    step: BeamStep | None = None  # decided, and not yet planned
-
-
-class BeamGroups:
-    """The running searches, by their request and by their slots."""
-
-    def __init__(self) -> None:
-        self._by_request: dict[str, BeamGroup] = {}
-        self._by_slot: dict[int, BeamGroup] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_request)
-
-    def __iter__(self) -> Iterator[BeamGroup]:
-        return iter(self._by_request.values())
-
-    def at(self, slot: int) -> BeamGroup | None:
-        """Return the search that has a slot, or None."""
-        return self._by_slot.get(slot)
-
-    def add(self, group: BeamGroup) -> None:
-        """Take a search in."""
-        self._by_request[group.request.request_id] = group
-        self._by_slot.update(dict.fromkeys(group.slots, group))
-
-    def pop(self, request_id: str) -> BeamGroup | None:
-        """Forget a request's search and return it, if it has one that runs."""
-        group = self._by_request.pop(request_id, None)
-        if group is not None:
-            for slot in group.slots:
-                del self._by_slot[slot]
-        return group
 
 
 class BeamPhase:

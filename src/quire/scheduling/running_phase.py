@@ -6,7 +6,8 @@ import itertools
 
 import numpy as np
 
-from quire.scheduling.beams import BeamGroup, BeamPhase
+from quire.scheduling.beam_groups import BeamGroup
+from quire.scheduling.beams import BeamPhase
 from quire.scheduling.plan import Plan
 from quire.scheduling.policies.victim import RunningView
 from quire.scheduling.state import SchedulerState

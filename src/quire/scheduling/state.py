@@ -18,8 +18,8 @@ from quire.kv.block_pool import BlockPool
 from quire.kv.leases import LeaseKind, LeaseTable
 from quire.kv.manager import NO_PREFIX, KVCacheManager
 from quire.request import Request
+from quire.scheduling.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.beam_search import BeamSearch
-from quire.scheduling.beams import BeamGroup, BeamGroups
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.drain_rate import DrainRate
