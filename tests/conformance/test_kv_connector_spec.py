@@ -124,7 +124,7 @@ def _run(scene, count):
 def _preempt(scene):
     while "a" not in scene.runner.slot_of:
         scene.step()
-    scene.scheduler._state.preempt(scene.runner.slot_of["a"])
+    scene.scheduler._slots.preempt(scene.runner.slot_of["a"])
 
 
 def _stop_token(scene):

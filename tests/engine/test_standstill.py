@@ -116,7 +116,7 @@ def test_a_pause_is_in_order_and_the_engine_counts_as_alive(engine, caplog):
 
 def test_a_standstill_that_nothing_explains_is_an_error_at_once(engine, monkeypatch, caplog):
     engine.add("stuck")
-    admission = engine.core.scheduler._admission
+    admission = engine.core.scheduler._admission_phase
     with monkeypatch.context() as patched:
         patched.setattr(admission, "plan", lambda plan: None)
         for _ in range(3):

@@ -117,8 +117,7 @@ def check_progress(driver: MixedDriver, plan: SchedulerOutput, throttles: bool, 
 
 def has_transfers(driver: MixedDriver) -> bool:
     """Whether blocks are held that come back by themselves, or by the clock."""
-    state = driver.scheduler._state
-    return state.num_blocks_in_transfer > 0
+    return driver.scheduler._holdings.num_blocks_in_transfer > 0
 
 
 def check_output(driver: MixedDriver, expected: Expected, output) -> None:

@@ -70,7 +70,9 @@ class MixedDriver:
             assert error.retry_after > 0
             self.counts["refused: queue full"] += 1
         except DuplicateRequestError:
-            assert request.request_id in self.scheduler._state.leases, "an id that is not in use is refused"
+            assert self.scheduler._holdings.has_lease(request.request_id), (
+                "an id that is not in use is refused"
+            )
             self.counts["refused: a peer still reads"] += 1
         except InvalidRequestError:
             assert not self._must_fit(request), f"{request} is refused"

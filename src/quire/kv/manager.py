@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.kv.block_hash import TOKEN_BYTES, extend_chain, root_digest
 from quire.kv.block_pool import NO_BLOCKS, BlockPool
+from quire.request import Request
 from quire.step import IntArray
 
 
@@ -95,6 +96,10 @@ class KVCacheManager:
         """
         block_ids, _ = self.find_full_blocks(request_id, token_ids[:-1])
         return Prefix(block_ids, len(block_ids) * self.block_size)
+
+    def count_cached_tokens(self, request: Request) -> int:
+        """Return how many tokens at a request's start are cached."""
+        return self.find_prefix(request.request_id, request.all_token_array()).num_tokens
 
     def prefix_in_slot(self, slot: int, num_tokens: int) -> Prefix:
         """Return the first `num_tokens` tokens of a running request, all computed, to be shared."""

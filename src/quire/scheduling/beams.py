@@ -5,53 +5,63 @@ The search itself, which beams continue with which tokens, is in `beam_search`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from quire.scheduling.beam_groups import BeamGroup
+from quire.kv.manager import KVCacheManager
+from quire.scheduling.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.beam_search import BeamCandidates, BeamStep
+from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.scheduling.plan import Plan
-from quire.scheduling.state import SchedulerState
+from quire.scheduling.request_finisher import RequestFinisher
+from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.slot_manager import SlotManager
 from quire.status import FinishReason, RequestStatus
 from quire.step import ForkData, IntArray, ModelRunnerOutput
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class BeamPhase:
     """Carries out what the searches decide."""
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._state = state
+    kv: KVCacheManager
+    running: RunningSlots
+    beams: BeamGroups
+    slots: SlotManager
+    finisher: RequestFinisher
+    outbox: Outbox
 
     def place(self, plan: Plan, make_room: Callable[[Plan, int, BeamGroup], bool]) -> None:
         """Put the beams of searches that have advanced into their slots, with their new tokens.
 
         Args:
             plan: takes the forks, the copies and the tokens.
-            make_room: frees so many blocks for a search; False if it cannot, or has preempted the search.
+            make_room: frees that many blocks for a search; False if it cannot, or has preempted the search.
         """
-        for group in list(self._state.beams):
-            if group.step is None or self._state.beams.at(group.slots[0]) is not group:
+        for group in list(self.beams):
+            if group.step is None or self.beams.at(group.slots[0]) is not group:
                 continue  # nothing to place, or preempted for the search before it
             if make_room(plan, self._most_new_blocks(group, group.step), group):
                 self._place(plan, group, group.step)
                 group.step = None
-            elif self._state.beams.at(group.slots[0]) is group:
+            elif self.beams.at(group.slots[0]) is group:
                 plan.admits_nobody = True
-                self._state.preempt(group.slots[0])
+                self.slots.preempt(group.slots[0])
 
     def _most_new_blocks(self, group: BeamGroup, step: BeamStep) -> int:
         """Return how many blocks the copies of a step take at most.
 
-        A beam that takes a dead one's place gets that one's last block back, which was its own.
+        A beam that takes a dead beam's place reuses the dead beam's last block.
         """
-        num_blocks = self._state.kv.num_blocks
+        num_blocks = self.kv.num_blocks
         forked_to = [group.slots[place] for place, parent, _ in step.continuations if place != parent]
         return sum(not num_blocks[slot] for slot in forked_to)
 
     def _place(self, plan: Plan, group: BeamGroup, step: BeamStep) -> None:
-        running, kv = self._state.running, self._state.kv
+        running, kv = self.running, self.kv
         for place in step.emptied_places:
             kv.close(group.slots[place])
         for place, parent, _ in step.continuations:
@@ -63,7 +73,7 @@ class BeamPhase:
         plan.chosen += zip(slots.tolist(), token_ids.tolist(), strict=True)
 
     def _fork(self, plan: Plan, parent: int, slot: int) -> None:
-        running, kv = self._state.running, self._state.kv
+        running, kv = self.running, self.kv
         num_tokens = int(running.num_tokens[parent])
         copied = kv.fork(parent, slot, num_tokens)
         if copied is not None:
@@ -74,14 +84,14 @@ class BeamPhase:
 
     def take(self, slots: IntArray, computed: ModelRunnerOutput) -> None:
         """Take the candidates of a step; a search advances when those of all its beams are there."""
-        running, beams = self._state.running, self._state.beams
+        running, beams = self.running, self.beams
         for slot in slots[running.is_beam[slots]].tolist():
             group = beams.at(slot)
             positions = computed.logprobs.get(running.request_at(slot).request_id)
             if group is None or positions is None:
                 continue
             if running.awaits_first_token[slot]:
-                self._state.prompt_is_computed(slot)
+                self.slots.prompt_is_computed(slot)
             group.candidates[group.slots.index(slot)] = BeamCandidates.of(positions[0])
             if len(group.candidates) == len(group.search.live_places):
                 group.step = group.search.advance(group.candidates)
@@ -90,20 +100,20 @@ class BeamPhase:
     def fail(self, errors: Mapping[str, str]) -> None:
         """End the searches of which a beam could not be computed."""
         for request_id, error in errors.items():
-            slot = self._state.running.slot_of(request_id)
-            group = None if slot is None else self._state.beams.at(slot)
+            slot = self.running.slot_of(request_id)
+            group = None if slot is None else self.beams.at(slot)
             if group is not None:
-                self._state.fail(group.request, error)
+                self.finisher.fail(group.request, error)
 
     def finish_done(self) -> None:
         """End the requests whose search has ended, with their best hypotheses."""
-        for group in list(self._state.beams):
+        for group in list(self.beams):
             if group.step is not None and group.step.ends_search:
                 self._finish(group)
 
     def _finish(self, group: BeamGroup) -> None:
         request = group.request
-        self._state.finish(request, RequestStatus.FINISHED_STOPPED)
+        self.finisher.finish(request, RequestStatus.FINISHED_STOPPED)
         hypotheses = iter(group.search.hypotheses())
         for sequence_id in request.beam_sequence_ids or (request.request_id,):
             output = EngineCoreOutput(sequence_id, [], num_cached_tokens=request.num_cached_tokens)
@@ -117,4 +127,4 @@ class BeamPhase:
                 output.stop_reason = hypothesis.stop_reason
                 output.cumulative_logprob = hypothesis.cumulative_logprob
             output.kv_transfer_params = request.kv_transfer_params
-            self._state.notices.append((request.client_index, output))
+            self.outbox.add_output(request.client_index, output)

@@ -6,10 +6,18 @@ import dataclasses
 
 import numpy as np
 
+from quire.grammar.manager import Grammars
+from quire.kv.manager import KVCacheManager
 from quire.request import Request
+from quire.scheduling.beam_groups import BeamGroups
 from quire.scheduling.beams import BeamPhase
-from quire.scheduling.outputs import EngineCoreOutput, EngineCoreOutputs
-from quire.scheduling.state import SchedulerState
+from quire.scheduling.fences import Fences
+from quire.scheduling.lost_steps import LostSteps
+from quire.scheduling.outbox import Outbox
+from quire.scheduling.outputs import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from quire.scheduling.request_finisher import RequestFinisher
+from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.transfers import TransferPhase
 from quire.status import FinishReason, RequestStatus
 from quire.step import (
@@ -41,13 +49,22 @@ class _StepResults:
     ended: dict[int, End]  # by slot
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class ResultsPhase:
     """Applies steps in the order in which they were planned."""
 
-    def __init__(self, state: SchedulerState, beams: BeamPhase, transfers: TransferPhase) -> None:
-        self._state = state
-        self._beams = beams
-        self._transfers = transfers
+    kv: KVCacheManager
+    running: RunningSlots
+    beams: BeamGroups
+    beam_phase: BeamPhase
+    transfer_phase: TransferPhase
+    lost_steps: LostSteps
+    slots: SlotManager
+    finisher: RequestFinisher
+    fences: Fences
+    grammars: Grammars
+    outbox: Outbox
+    stats: SchedulerStats
 
     def apply(
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
@@ -55,23 +72,23 @@ class ResultsPhase:
         """Apply one step and return its outputs by client. Requests that ended meanwhile are passed over."""
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
-            self._transfers.take(computed.kv_connector_output, scheduler_output.slots)
-        self._beams.fail(computed.errors)
+            self.transfer_phase.take(computed.kv_connector_output, scheduler_output.slots)
+        self.beam_phase.fail(computed.errors)
         results = self._settle(scheduler_output, computed)
         self._append(results)
         self._advance_grammars(results)
         self._cache_full_blocks(results)
-        self._beams.take(results.slots, computed)
+        self.beam_phase.take(results.slots, computed)
         self._take_drafts(results, scheduler_output, computed)
         outputs = self._outputs(results, computed)
-        self._beams.finish_done()
-        self._state.lift_fences(scheduler_output.step)
-        self._add_notices(outputs)
+        self.beam_phase.finish_done()
+        self.fences.lift(scheduler_output.step)
+        self.outbox.add_notices_to(outputs)
         return outputs
 
     def propose(self, draft_token_ids: DraftTokenIds) -> None:
         """Take drafts for running requests, see `SchedulerInterface.update_draft_token_ids`."""
-        running = self._state.running
+        running = self.running
         found = zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True)
         by_slot = {slot: ids for name, ids in found if (slot := running.slot_of(name)) is not None}
         width = max(map(len, by_slot.values()), default=0)
@@ -81,20 +98,19 @@ class ResultsPhase:
 
     def replace_drafts(self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput) -> None:
         """See `SchedulerInterface.update_draft_token_ids_in_output`; the step is the newest in flight."""
-        state = self._state
         given = dict(zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True))
         planned = scheduler_output.num_drafts
         for row in np.flatnonzero(planned).tolist():
             request_id = scheduler_output.request_ids[row]
             drafts = given.get(request_id, [])[: planned[row]]
-            if request_id in state.grammars:
-                drafts = state.grammars.valid_drafts(request_id, drafts)
+            if request_id in self.grammars:
+                drafts = self.grammars.valid_drafts(request_id, drafts)
             scheduler_output.draft_token_ids[row] = NO_TOKEN
             scheduler_output.draft_token_ids[row, : len(drafts)] = drafts
             num_fewer = int(planned[row]) - len(drafts)
             scheduler_output.num_tokens[row] -= num_fewer
-            state.running.num_computed[scheduler_output.slots[row]] -= num_fewer
-            state.stats.num_scheduled_tokens -= num_fewer
+            self.running.num_computed[scheduler_output.slots[row]] -= num_fewer
+            self.stats.num_scheduled_tokens -= num_fewer
 
     # -- counts and tokens ---------------------------------------------------------------------------------
 
@@ -102,9 +118,9 @@ class ResultsPhase:
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> None:
         if not computed.is_applied:
-            self._state.void(scheduler_output, at_fault=computed.errors)
+            self.lost_steps.void(scheduler_output, at_fault=computed.errors)
             return
-        running = self._state.running
+        running = self.running
         for new in scheduler_output.scheduled_new_reqs:
             # By slot, because its id may be another request's by now. One that was preempted is sent anew.
             if running.occupied[new.slot]:
@@ -112,7 +128,7 @@ class ResultsPhase:
 
     def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _StepResults:
         """Bring the counts of the rows whose requests still run in line with what was computed."""
-        running = self._state.running
+        running = self.running
         # A slot that was left is fenced until this step's results are in, so it holds no other request yet.
         rows = np.flatnonzero(running.occupied[scheduler_output.slots])
         slots = scheduler_output.slots[rows]
@@ -125,8 +141,8 @@ class ResultsPhase:
             num_rejected = num_drafts - np.minimum(num_accepted, num_drafts)
             running.num_computed[slots] -= num_rejected
             num_computed = num_computed - num_rejected
-            self._state.stats.num_draft_tokens += int(num_drafts.sum())
-            self._state.stats.num_accepted_tokens += int((num_drafts - num_rejected).sum())
+            self.stats.num_draft_tokens += int(num_drafts.sum())
+            self.stats.num_accepted_tokens += int((num_drafts - num_rejected).sum())
         ended = {
             slot: End(RequestStatus.FINISHED_ERROR, error)
             for request_id, error in computed.errors.items()
@@ -136,7 +152,7 @@ class ResultsPhase:
 
     def _append(self, results: _StepResults) -> None:
         """Append each row's tokens up to the one that ends its request."""
-        running, slots = self._state.running, results.slots
+        running, slots = self.running, results.slots
         goes_on: BoolArray = ~running.is_beam[slots]
         if results.ended:
             goes_on &= ~np.isin(slots, list(results.ended))
@@ -158,7 +174,7 @@ class ResultsPhase:
             goes_on[rows[done]] = False
 
     def _advance_grammars(self, results: _StepResults) -> None:
-        grammars, running = self._state.grammars, self._state.running
+        grammars, running = self.grammars, self.running
         if not grammars.num_live:
             return
         structured = running.awaits_tokens[results.slots] & (results.num_new > 0)
@@ -171,9 +187,9 @@ class ResultsPhase:
                 results.ended[slot] = End(RequestStatus.FINISHED_ERROR, grammars.error(request_id))
 
     def _cache_full_blocks(self, results: _StepResults) -> None:
-        running, kv = self._state.running, self._state.kv
+        running, kv = self.running, self.kv
         num_computed = np.minimum(results.num_computed, running.num_tokens[results.slots])
-        if len(self._state.beams):  # a beam's output may be replaced by another's
+        if len(self.beams):  # a beam's output may be replaced by another's
             num_prompt = running.num_prompt[results.slots]
             is_output = running.is_beam[results.slots] & (num_computed > num_prompt)
             num_computed = np.where(is_output, num_prompt, num_computed)
@@ -194,12 +210,12 @@ class ResultsPhase:
     ) -> None:
         if computed.draft_token_ids is None:
             return
-        occupied = self._state.running.occupied[scheduler_output.slots]
+        occupied = self.running.occupied[scheduler_output.slots]
         goes_on = (results.num_new > 0) & ~np.isin(results.slots, list(results.ended))
         self._propose(results.slots[goes_on], computed.draft_token_ids[occupied][goes_on])
 
     def _propose(self, slots: IntArray, draft_ids: IntArray) -> None:
-        running, grammars = self._state.running, self._state.grammars
+        running, grammars = self.running, self.grammars
         for row in np.flatnonzero(running.awaits_tokens[slots]).tolist():
             request_id = running.request_at(int(slots[row])).request_id
             proposed = draft_ids[row][draft_ids[row] != NO_TOKEN].tolist()
@@ -211,12 +227,12 @@ class ResultsPhase:
 
     def _outputs(self, results: _StepResults, computed: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """End who is done, and return the outputs by client; most rows have one token and nothing to add."""
-        running = self._state.running
+        running = self.running
         rows, is_special = self._speaking_rows(results, computed)
         names = running.request_ids[results.slots[rows]].tolist()
         outputs = list(map(EngineCoreOutput, names, results.sampled[rows].tolist()))
         clients = running.client_index[results.slots[rows]].tolist()
-        with self._state.kv.closing_together():
+        with self.kv.closing_together():
             for position in is_special.nonzero()[0].tolist():
                 outputs[position] = self._special_output(int(rows[position]), results, computed)
         if len(set(clients)) == 1:
@@ -230,7 +246,7 @@ class ResultsPhase:
         self, results: _StepResults, computed: ModelRunnerOutput
     ) -> tuple[IntArray, BoolArray]:
         """Return the rows that a client hears of, and which of them have more to say than one token."""
-        running, slots = self._state.running, results.slots
+        running, slots = self.running, results.slots
         speaks: BoolArray = results.num_new > 0
         special: BoolArray = (results.num_new != results.sampled.shape[1]) | running.awaits_first_token[slots]
         if results.ended:
@@ -248,12 +264,12 @@ class ResultsPhase:
         self, row: int, results: _StepResults, computed: ModelRunnerOutput
     ) -> EngineCoreOutput:
         slot, num_new = int(results.slots[row]), int(results.num_new[row])
-        request = self._state.running.request_at(slot)
+        request = self.running.request_at(slot)
         end = results.ended.get(slot)
-        if num_new and self._state.running.awaits_first_token[slot]:
-            self._state.prompt_is_computed(slot)
+        if num_new and self.running.awaits_first_token[slot]:
+            self.slots.prompt_is_computed(slot)
         if end is not None:
-            self._state.finish(request, end.status)
+            self.finisher.finish(request, end.status)
         logprobs = computed.logprobs.get(request.request_id)
         return EngineCoreOutput(
             request_id=request.request_id,
@@ -266,11 +282,6 @@ class ResultsPhase:
             error=None if end is None else end.error,
             kv_transfer_params=None if end is None else request.kv_transfer_params,
         )
-
-    def _add_notices(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        for client, output in self._state.notices:
-            outputs.setdefault(client, EngineCoreOutputs([])).outputs.append(output)
-        self._state.notices.clear()
 
 
 def _note_stop_token(request: Request, token_id: int) -> None:

@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 
-from quire.scheduling.beam_groups import BeamGroup
+from quire.config import SchedulerConfig
+from quire.kv.manager import KVCacheManager
+from quire.scheduling.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.beams import BeamPhase
+from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.plan import Plan
-from quire.scheduling.policies.victim import RunningView
-from quire.scheduling.state import SchedulerState
+from quire.scheduling.policies.victim import RunningView, VictimPolicy
+from quire.scheduling.request_finisher import RequestFinisher
+from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.slot_manager import SlotManager
+from quire.scheduling.steps_in_flight import StepsInFlight
 from quire.step import BoolArray, IntArray
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class RunningPhase:
-    """Hands the budget to the running requests, and sees to it that what it handed out has blocks."""
+    """Hands the token budget to the running requests, and frees the blocks that they need for it."""
 
-    def __init__(self, state: SchedulerState, beams: BeamPhase) -> None:
-        self._state = state
-        self._beams = beams
+    config: SchedulerConfig
+    draft_length: Callable[[int], int]
+    kv: KVCacheManager
+    running: RunningSlots
+    in_flight: StepsInFlight
+    beams: BeamGroups
+    beam_phase: BeamPhase
+    slots: SlotManager
+    holdings: KVHoldings
+    finisher: RequestFinisher
+    victim_policy: VictimPolicy
 
     def plan(self, plan: Plan) -> None:
         """Hand the budget to the running requests in order, and preempt until their new blocks are free."""
-        self._beams.place(plan, self._make_room)
+        self.beam_phase.place(plan, self._make_room)
         self._hand_out_tokens(plan)
         missing = self._preempt_until_it_fits(plan)
         if missing.any():
-            plan.new_blocks = self._state.kv.grow(plan.slots, missing)
+            plan.new_blocks = self.kv.grow(plan.slots, missing)
 
     def _hand_out_tokens(self, plan: Plan) -> None:
-        config, running = self._state.config, self._state.running
+        running = self.running
         slots = running.in_order()
         known = running.num_tokens[slots] + running.num_pending[slots]
         wanted = known + running.num_drafts[slots] - running.num_computed[slots]
-        if self._state.in_flight:
+        if self.in_flight:
             wanted[self._must_wait(slots, known)] = 0
         if plan.throttles_prefills:
             wanted[running.num_computed[slots] + 1 < known] = 0
-        chunk_limit = config.long_prefill_token_threshold or plan.budget
+        chunk_limit = self.config.long_prefill_token_threshold or plan.budget
         wanted = np.minimum(np.maximum(wanted, 0), chunk_limit)
         left_before = plan.budget - (np.cumsum(wanted) - wanted)
         plan.slots = slots
@@ -47,17 +64,17 @@ class RunningPhase:
 
     def _must_wait(self, slots: IntArray, known: IntArray) -> BoolArray:
         """Return whose next step needs tokens of a step that has not landed, or will not come: [slots]."""
-        running = self._state.running
+        running = self.running
         is_pending = running.num_pending[slots] > 0
         is_last = known >= running.token_limit[slots]
-        # Drafts follow a token that is known: who is to have some is not served before.
-        awaits_drafts = self._state.context.draft_length(len(slots)) > 0
+        # Drafts follow a known token: requests awaiting drafts are not scheduled yet.
+        awaits_drafts = self.draft_length(len(slots)) > 0
         must_wait: BoolArray = is_pending & (running.awaits_tokens[slots] | is_last | awaits_drafts)
         return must_wait
 
     def _missing_blocks(self, plan: Plan) -> IntArray:
-        num_tokens = self._state.running.num_computed[plan.slots] + plan.num_tokens
-        missing = self._state.kv.missing_blocks(plan.slots, num_tokens)
+        num_tokens = self.running.num_computed[plan.slots] + plan.num_tokens
+        missing = self.kv.missing_blocks(plan.slots, num_tokens)
         return np.where(plan.num_tokens, missing, 0)
 
     def _preempt_until_it_fits(self, plan: Plan) -> IntArray:
@@ -69,9 +86,8 @@ class RunningPhase:
 
     def _wait_or_end(self, plan: Plan, first: list[int]) -> None:
         """Let the first request, which alone is left, wait for transfers to end; without any, end it."""
-        state = self._state
-        if not state.num_blocks_in_transfer:
-            state.fail_for_lack_of_memory(state.running.request_at(first[0]))
+        if not self.holdings.num_blocks_in_transfer:
+            self.finisher.fail_for_lack_of_memory(self.running.request_at(first[0]))
             for slot in first:
                 plan.drop(slot)
             self._drop_copies_to_free_blocks(plan)
@@ -81,8 +97,8 @@ class RunningPhase:
 
     def _first_slots(self) -> list[int]:
         """Return the slots of the first request in the order of service, which is never preempted."""
-        first = int(self._state.running.in_order()[0])
-        group = self._state.beams.at(first)
+        first = int(self.running.in_order()[0])
+        group = self.beams.at(first)
         return [first] if group is None else group.slots
 
     def _make_room(self, plan: Plan, num_blocks: int, group: BeamGroup) -> bool:
@@ -90,20 +106,19 @@ class RunningPhase:
 
         A search that is the first in order, and for which nobody will give back a block, ends.
         """
-        state = self._state
         while self._lacks(num_blocks):
             first = self._first_slots()
             if not self._free_something(plan, first):
-                if first == group.slots and not state.num_blocks_in_transfer:
-                    state.fail_for_lack_of_memory(group.request)
+                if first == group.slots and not self.holdings.num_blocks_in_transfer:
+                    self.finisher.fail_for_lack_of_memory(group.request)
                 return False
-            if state.beams.at(group.slots[0]) is not group:
+            if self.beams.at(group.slots[0]) is not group:
                 return False
         return True
 
     def _lacks(self, num_blocks: int) -> bool:
         """Whether fewer blocks than that are free, also after asking again for memory that was refused."""
-        pool = self._state.pool
+        pool = self.kv.pool
         if num_blocks > pool.num_free:
             pool.commit_ahead(num_blocks)
         return num_blocks > pool.num_free
@@ -114,16 +129,15 @@ class RunningPhase:
         The newest load of a request that still waits; else a running request, as the policy chooses, but not
         one in the slots `spared`; else all pins.
         """
-        state = self._state
-        arrived = state.waiting.loads.arrived()
-        if arrived:
-            state.drop_load(arrived[-1].request.request_id)
-            return True
-        return self._preempt_a_victim(plan, spared) or state.break_pins()
+        return (
+            self.holdings.drop_newest_load()
+            or self._preempt_a_victim(plan, spared)
+            or self.holdings.break_pins()
+        )
 
     def _drop_drafts(self, plan: Plan) -> bool:
         """Take the drafts out of the plan: a guess is not worth a preemption."""
-        running = self._state.running
+        running = self.running
         if not running.num_drafts[plan.slots].any():
             return False
         running.num_drafts[plan.slots] = 0
@@ -135,7 +149,7 @@ class RunningPhase:
 
     def _preempt_a_victim(self, plan: Plan, spared: list[int]) -> bool:
         """Preempt one request, by the policy; its tokens leave the plan."""
-        running, beams = self._state.running, self._state.beams
+        running, beams = self.running, self.beams
         in_order = running.in_order()
         candidates = in_order[~np.isin(in_order, spared)]
         if not candidates.size:
@@ -143,13 +157,13 @@ class RunningPhase:
         view = RunningView(
             num_tokens=running.num_tokens[candidates],
             num_computed_tokens=running.num_computed[candidates],
-            num_blocks=self._state.kv.num_blocks[candidates],
+            num_blocks=self.kv.num_blocks[candidates],
         )
-        victim = int(candidates[self._state.victims.choose(view)])
+        victim = int(candidates[self.victim_policy.choose(view)])
         group = beams.at(victim)
         for slot in [victim] if group is None else group.slots:
             plan.drop(slot)
-        self._state.preempt_if_running(victim)
+        self.slots.preempt_if_running(victim)
         plan.admits_nobody = True
         self._drop_copies_to_free_blocks(plan)
         return True
@@ -158,5 +172,5 @@ class RunningPhase:
         """Take back the copies for a search that was preempted: its blocks may be given away in this step."""
         if plan.block_copies:
             targets = np.array([target for _, target in plan.block_copies], dtype=np.int32)
-            is_held = self._state.pool.reference_counts(targets) > 0
+            is_held = self.kv.pool.reference_counts(targets) > 0
             plan.block_copies = list(itertools.compress(plan.block_copies, is_held))

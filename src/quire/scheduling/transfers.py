@@ -1,85 +1,103 @@
-"""KV that comes from elsewhere or is read by others: what has arrived, failed, or was not heard of again."""
+"""KV that comes from elsewhere or is read by others: what has arrived, failed, or timed out."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from quire.config import SchedulerConfig
+from quire.kv.connector import KVConnector
+from quire.kv.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.remote_loads import RemoteLoad
-from quire.scheduling.state import SchedulerState
+from quire.scheduling.beam_groups import BeamGroups
+from quire.scheduling.kv_holdings import KVHoldings
+from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.remote_loads import RemoteLoad, RemoteLoads
+from quire.scheduling.request_finisher import RequestFinisher
+from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.slot_manager import SlotManager
+from quire.scheduling.step_clock import StepClock
+from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
 from quire.step import IntArray, KVConnectorOutput
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class TransferPhase:
-    """Ends loads and leases, by news from the connector or by their deadlines."""
+    """Ends loads and leases, when the connector says so or their deadline has passed."""
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._state = state
+    config: SchedulerConfig
+    connector: KVConnector | None
+    clock: StepClock
+    kv: KVCacheManager
+    running: RunningSlots
+    waiting: WaitingRequests
+    beams: BeamGroups
+    loads: RemoteLoads
+    holdings: KVHoldings
+    slots: SlotManager
+    finisher: RequestFinisher
+    stats: SchedulerStats
 
     def take(self, output: KVConnectorOutput, slots: IntArray) -> None:
         """Apply what the connector's worker side has reported with a step that computed `slots`."""
         if output.failed_block_ids:
             self._fail_blocks(output.failed_block_ids, slots)
         for request_id in sorted(output.finished_receiving):
-            load = self._state.waiting.loads.get(request_id)
+            load = self.loads.get(request_id)
             if load is not None and not load.has_arrived:
                 self._arrive(load)
         for request_id in sorted(output.finished_sending):
-            self._state.end_lease(request_id)
+            self.holdings.end_lease(request_id)
 
     def expire(self) -> None:
-        """Give up the loads that have not been heard of, and end the leases that nobody renewed."""
-        state = self._state
-        for load in state.waiting.loads.on_their_way():
-            if load.deadline <= state.now:
-                state.drop_load(load.request.request_id)
+        """Give up the loads that have timed out, and end the leases that nobody renewed."""
+        for load in self.loads.on_their_way():
+            if load.deadline <= self.clock.now:
+                self.holdings.drop_load(load.request.request_id)
                 self._go_on_without(load.request, "did not arrive within kv_transfer_timeout")
-        if state.context.connector is not None:
-            deadline = state.now + state.config.kv_transfer_timeout
-            for request_id in sorted(state.context.connector.leases_renewed()):
-                state.leases.renew(request_id, deadline)
-        for lease_id in state.leases.expired(state.now):
-            state.end_lease(lease_id)
+        if self.connector is not None:
+            self.holdings.renew(sorted(self.connector.leases_renewed()))
+        self.holdings.end_expired_leases()
 
-    def call_off(self) -> None:
-        """Give up all loads of requests that wait: what they bring is not wanted any more."""
-        for load in list(self._state.waiting.loads):
-            self._state.drop_load(load.request.request_id)
+    def cancel_all_loads(self) -> None:
+        """Give up all loads of waiting requests: what they bring is out of date."""
+        for load in list(self.loads):
+            self.holdings.drop_load(load.request.request_id)
             if not load.has_arrived:
                 self._queue(load.request)
 
     def _arrive(self, load: RemoteLoad) -> None:
         """Queue a request whose load has ended, with what of it is valid."""
-        state, request = self._state, load.request
-        useless = load.drop_failed(state.config.block_size)
+        request, block_size = load.request, self.config.block_size
+        useless = load.drop_failed(block_size)
         load.has_arrived = True
-        state.pool.release(useless[::-1])
-        state.stats.num_loaded_tokens += max(0, load.num_tokens - load.num_local_blocks * state.kv.block_size)
+        self.kv.pool.release(useless[::-1])
+        self.stats.num_loaded_tokens += max(0, load.num_tokens - load.num_local_blocks * block_size)
         if not len(load.block_ids):
-            state.drop_load(request.request_id)
+            self.holdings.drop_load(request.request_id)
         if len(useless):
             self._go_on_without(request, "could not be loaded")
         else:
             self._queue(request)
 
     def _fail_blocks(self, block_ids: frozenset[int], slots: IntArray) -> None:
-        """Void everything that was computed from blocks whose content has turned out not to be valid.
+        """Void everything that was computed from blocks whose load has failed.
 
-        Only what was in the step counts: others may have been given the blocks since.
+        Only requests that were in the step are affected: others may have been given the blocks since.
         """
-        state = self._state
-        for load in state.waiting.loads.on_their_way():
+        for load in self.loads.on_their_way():
             load.failed_block_ids |= block_ids
-        state.pool.forget_content(np.array(sorted(block_ids), dtype=np.int32))
-        for slot in state.kv.slots_holding(block_ids, slots[state.running.occupied[slots]]):
-            if not state.running.occupied[slot]:
+        self.kv.pool.forget_content(np.array(sorted(block_ids), dtype=np.int32))
+        for slot in self.kv.slots_holding(block_ids, slots[self.running.occupied[slots]]):
+            if not self.running.occupied[slot]:
                 continue  # a beam of a search that has ended with another of its beams
-            group = state.beams.at(slot)
-            request = state.running.request_at(slot) if group is None else group.request
+            group = self.beams.at(slot)
+            request = self.running.request_at(slot) if group is None else group.request
             if not self._fails(request, "could not be loaded"):
                 request.kv_load_failed = True
-                state.preempt_if_running(slot)
+                self.slots.preempt_if_running(slot)
 
     def _go_on_without(self, request: Request, what_happened: str) -> None:
         if not self._fails(request, what_happened):
@@ -88,11 +106,10 @@ class TransferPhase:
 
     def _fails(self, request: Request, what_happened: str) -> bool:
         """Note a failed load; end its request if that is what `kv_load_failure` asks for."""
-        state = self._state
-        state.stats.num_failed_loads += 1
-        if state.config.kv_load_failure == "recompute":
+        self.stats.num_failed_loads += 1
+        if self.config.kv_load_failure == "recompute":
             return False
-        state.fail(
+        self.finisher.fail(
             request,
             f"KV of this request {what_happened}; with kv_load_failure 'recompute' it would have been "
             "computed here instead",
@@ -102,4 +119,4 @@ class TransferPhase:
     def _queue(self, request: Request) -> None:
         known = request.is_known_to_runner
         request.status = RequestStatus.PREEMPTED if known else RequestStatus.WAITING
-        self._state.waiting.queue.push(request)
+        self.waiting.queue.push(request)

@@ -7,39 +7,50 @@ from collections.abc import Callable, Iterator
 
 from quire.grammar.manager import Grammars
 from quire.request import Request
+from quire.scheduling.drain_rate import DrainRate
 from quire.scheduling.policies.order import QueueOrder
 from quire.scheduling.remote_loads import RemoteLoads
+from quire.scheduling.running_slots import RunningSlots
 from quire.scheduling.waiting_queue import WaitingQueue
 from quire.status import RequestStatus
 
 
 class WaitingRequests:
-    """The queue, and in front of it requests whose grammar, prompt or KV is not there yet.
+    """The queue, and beside it the requests whose grammar, shared prompt or KV is not there yet.
 
     Args:
         order: of the queue.
         grammars: compiles what structured requests need.
-        is_computing_prompt: whether a request lives whose prompt is still to be computed.
+        loads: KV that is on its way; its requests wait for it.
+        running: has the requests whose prompts others may share.
+        read_clock: returns seconds, to measure how fast the queue drains.
     """
 
     def __init__(
-        self, order: QueueOrder, grammars: Grammars, is_computing_prompt: Callable[[str], bool]
+        self,
+        order: QueueOrder,
+        grammars: Grammars,
+        loads: RemoteLoads,
+        running: RunningSlots,
+        *,
+        read_clock: Callable[[], float],
     ) -> None:
         self.queue = WaitingQueue(order)
-        self.loads = RemoteLoads()
+        self.drain_rate = DrainRate(read_clock)
         self._grammars = grammars
-        self._is_computing_prompt = is_computing_prompt
+        self._loads = loads
+        self._running = running
         self._compiling: dict[str, Request] = {}
         self._followers: dict[str, dict[str, Request]] = {}  # by the request whose prompt they share
         self._leader_of: dict[str, str] = {}
         self._num_tokens_beside = 0  # of requests that compile or follow
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._compiling) + len(self._leader_of) + len(self.loads.on_their_way())
+        return len(self.queue) + len(self._compiling) + len(self._leader_of) + len(self._loads.on_their_way())
 
     def __iter__(self) -> Iterator[Request]:
         followers = itertools.chain.from_iterable(group.values() for group in self._followers.values())
-        loading = (load.request for load in self.loads.on_their_way())
+        loading = (load.request for load in self._loads.on_their_way())
         return itertools.chain(self.queue, self._compiling.values(), followers, loading)
 
     def __contains__(self, request_id: str) -> bool:
@@ -48,7 +59,7 @@ class WaitingRequests:
     @property
     def num_awaiting(self) -> int:
         """Requests whose grammar is being compiled, or whose KV is on its way."""
-        return len(self._compiling) + len(self.loads.on_their_way())
+        return len(self._compiling) + len(self._loads.on_their_way())
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +71,7 @@ class WaitingRequests:
         request = self.queue.get(request_id) or self._compiling.get(request_id)
         if request is None and request_id in self._leader_of:
             request = self._followers[self._leader_of[request_id]][request_id]
-        if request is None and (load := self.loads.get(request_id)) is not None:
+        if request is None and (load := self._loads.get(request_id)) is not None:
             request = load.request
         return request
 
@@ -79,7 +90,7 @@ class WaitingRequests:
             self._num_tokens_beside += request.num_tokens
 
     def take_compiled(self) -> list[tuple[Request, str]]:
-        """Queue the requests whose grammar is ready; return those whose grammar is none, with the error."""
+        """Queue the requests whose grammar is ready; return those with an invalid one, and the error."""
         faulty = []
         for request_id, error in self._grammars.take_compiled():
             request = self._compiling.pop(request_id)
@@ -91,6 +102,12 @@ class WaitingRequests:
                 faulty.append((request, error))
         return faulty
 
+    def admit(self, request: Request) -> None:
+        """Take a request out of the queue because it gets a slot."""
+        self.queue.remove(request.request_id)
+        if request.status is not RequestStatus.PREEMPTED:
+            self.drain_rate.note(request.num_tokens, 1, queue_is_empty=not len(self.queue))
+
     def release_followers(self, leader_id: str) -> None:
         """Queue the requests that waited for a prompt: it is computed, or will not be."""
         for request in self._followers.pop(leader_id, {}).values():
@@ -99,7 +116,7 @@ class WaitingRequests:
             self.queue.push(request)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request that waits anywhere; its load, if it has one, is the caller's to end."""
+        """Forget a request that waits anywhere; ending its load, if it has one, is left to the caller."""
         if request_id in self.queue:
             self.queue.remove(request_id)
         compiling = self._compiling.pop(request_id, None)
@@ -124,3 +141,11 @@ class WaitingRequests:
         self._followers.setdefault(leader_id, {})[request.request_id] = request
         self._leader_of[request.request_id] = leader_id
         self._num_tokens_beside += request.num_tokens
+
+    def _is_computing_prompt(self, request_id: str) -> bool:
+        """Whether a request is live whose prompt is still to be computed."""
+        slot = self._running.slot_of(request_id)
+        if slot is None:
+            leader = self.get(request_id)
+            return leader is not None and not leader.output_token_ids
+        return bool(self._running.awaits_first_token[slot])

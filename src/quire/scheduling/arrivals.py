@@ -1,0 +1,71 @@
+"""How requests arrive: what can never be served is refused, everything else is numbered and waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+from quire.config import SchedulerConfig
+from quire.errors import DuplicateRequestError
+from quire.grammar.manager import Grammars
+from quire.kv.manager import KVCacheManager
+from quire.request import Request
+from quire.scheduling.kv_holdings import KVHoldings
+from quire.scheduling.refusals import (
+    refuse_if_beams_never_fit,
+    refuse_if_never_fits,
+    refuse_if_queue_is_full,
+    refuse_priority_without_policy,
+)
+from quire.scheduling.state import SchedulerState
+from quire.scheduling.timeouts import TimeoutPhase
+from quire.scheduling.waiting import WaitingRequests
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Arrivals:
+    """Lets requests in."""
+
+    config: SchedulerConfig
+    max_model_len: int
+    read_clock: Callable[[], float]
+    state: SchedulerState
+    kv: KVCacheManager
+    waiting: WaitingRequests
+    holdings: KVHoldings
+    grammars: Grammars
+    timeouts: TimeoutPhase
+    _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
+
+    def add(self, request: Request) -> None:
+        """Let a request in, see `SchedulerInterface.add_request`."""
+        self._refuse(request)
+        request.arrival = next(self._numbers)
+        request.arrival_time = self.read_clock()
+        self.kv.register(request.request_id, request.prompt_array, request.cache_salt)
+        self.waiting.enter(request)
+        self.timeouts.start(request)
+
+    def _refuse(self, request: Request) -> None:
+        """Raise the error about a request that cannot be served, or not now."""
+        request_id = request.request_id
+        if self.state.find(request_id) is not None or self.holdings.has_lease(request_id):
+            raise DuplicateRequestError(
+                f"request id {request_id!r} is in use by a request that has not ended, or whose KV is still "
+                "held for a transfer",
+                param="request_id",
+            )
+        self.grammars.refuse_without_backend(request)
+        refuse_priority_without_policy(request, self.config)
+        bounds = {"num_blocks": self.kv.pool.num_blocks, "max_model_len": self.max_model_len}
+        refuse_if_never_fits(request, self.config, **bounds)
+        if request.sampling_params.beam_width:
+            refuse_if_beams_never_fit(request, self.config, **bounds)
+        refuse_if_queue_is_full(
+            request,
+            self.config,
+            num_waiting=len(self.waiting),
+            num_waiting_tokens=self.waiting.num_tokens,
+            retry_after=self.waiting.drain_rate.retry_after,
+        )

@@ -1,0 +1,70 @@
+"""How a finished plan becomes the step in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from quire.kv.connector import KVConnector
+from quire.scheduling.outbox import Outbox
+from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.plan import Plan
+from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.steps_in_flight import StepsInFlight
+from quire.step import CachedRequestData, ChosenTokens, IntArray, SchedulerOutput
+
+NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class CommitPhase:
+    """Turns plans into data for the runner, and counts their tokens as computed from now on."""
+
+    connector: KVConnector | None
+    draft_length: Callable[[int], int]
+    running: RunningSlots
+    in_flight: StepsInFlight
+    outbox: Outbox
+    stats: SchedulerStats
+
+    def commit(self, plan: Plan) -> SchedulerOutput:
+        """Launch the step that a plan describes and return it."""
+        running = self.running
+        slots, num_tokens = plan.scheduled()
+        num_computed = running.num_computed[slots]
+        num_known = running.num_tokens[slots] + running.num_pending[slots]
+        num_drafts = np.maximum(num_computed + num_tokens - num_known, 0)
+        finished_req_ids, preempted_req_ids = self.outbox.take_for_runner()
+        output = SchedulerOutput(
+            step=self.in_flight.next_step,
+            request_ids=running.request_ids[slots].tolist(),
+            slots=slots,
+            num_tokens=num_tokens,
+            num_computed_tokens=num_computed,
+            num_known_tokens=num_known,
+            draft_token_ids=running.drafts_of(slots, num_drafts),
+            finished_req_ids=finished_req_ids,
+            preempted_req_ids=preempted_req_ids,
+            scheduled_new_reqs=plan.new,
+            scheduled_cached_reqs=CachedRequestData(*plan.new_blocks, plan.resumed),
+            forks=plan.forks,
+            chosen_tokens=ChosenTokens(*_pairs(plan.chosen).T),
+            block_copies=_pairs(plan.block_copies),
+            num_drafts_wanted=self.draft_length(len(running)),
+        )
+        if self.connector is not None:
+            metadata = self.connector.build_connector_meta(output)
+            output = dataclasses.replace(output, kv_connector_metadata=metadata)
+        running.num_computed[slots] += num_tokens
+        running.num_pending[slots] += num_computed + num_tokens >= num_known
+        running.num_drafts[slots] = 0
+        self.in_flight.launch(output)
+        self.stats.num_scheduled_tokens += int(num_tokens.sum())
+        return output
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> IntArray:
+    """Return pairs as an array: [N, 2]."""
+    return np.array(pairs, dtype=np.int32) if pairs else NO_PAIRS

@@ -1,0 +1,63 @@
+"""Counters and invariants: what can be seen of a scheduler from outside, besides explanations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from quire.config import SchedulerConfig
+from quire.scheduling.deadlines import Deadlines
+from quire.scheduling.fences import Fences
+from quire.scheduling.kv_holdings import KVHoldings
+from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.remote_loads import RemoteLoads
+from quire.scheduling.state import SchedulerState
+from quire.scheduling.steps_in_flight import StepsInFlight
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Inspection:
+    """Reads all accounts and changes none."""
+
+    config: SchedulerConfig
+    state: SchedulerState
+    in_flight: StepsInFlight
+    fences: Fences
+    loads: RemoteLoads
+    holdings: KVHoldings
+    deadlines: Deadlines
+    stats: SchedulerStats
+
+    def make_stats(self) -> SchedulerStats:
+        """Return the present state and the counters since the start."""
+        num_running, num_waiting = self.state.request_counts()
+        return msgspec.structs.replace(
+            self.stats,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_free_blocks=self.state.kv.pool.num_free,
+            num_steps=self.in_flight.next_step,
+            num_leased_blocks=self.holdings.num_leased_blocks,
+            num_awaiting=self.state.waiting.num_awaiting,
+        )
+
+    def check_invariants(self) -> None:
+        """Check invariants 1, 2, 5 and 8 as far as this side can see them; for tests, it is not fast.
+
+        Raises:
+            AssertionError: names what does not hold.
+        """
+        config, running, waiting = self.config, self.state.running, self.state.waiting
+        self.state.kv.check(self.holdings.held_blocks())
+        assert len(running) <= config.max_num_seqs, "invariant 5: more sequences than max_num_seqs"
+        assert running.num_free + len(running) + self.fences.num_slots == config.max_num_seqs, (
+            "invariant 8: a slot leaks"
+        )
+        assert self.state.kv.num_open_slots <= len(running), "invariant 8: an empty slot holds blocks"
+        if config.enable_prefix_caching:
+            num_requests = sum(self.state.request_counts())
+            assert self.state.kv.num_known_requests == num_requests, "invariant 8: prefix keys leak"
+        if not len(running) + len(waiting):
+            assert not len(self.deadlines), "invariant 8: a deadline leaks"
+            assert not len(self.loads), "invariant 8: a load leaks"

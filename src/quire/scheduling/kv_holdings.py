@@ -1,0 +1,164 @@
+"""KV blocks that no running request holds: those of leases, and those of loads whose request waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from quire.kv.connector import KVConnector
+from quire.kv.leases import LeaseKind, LeaseSummary, LeaseTable
+from quire.kv.manager import KVCacheManager
+from quire.request import Request
+from quire.scheduling.fences import Fences
+from quire.scheduling.remote_loads import RemoteLoads
+from quire.scheduling.step_clock import StepClock
+from quire.step import IntArray
+
+
+class KVHoldings:
+    """Takes and drops the references of leases and loads.
+
+    Args:
+        kv: has the blocks.
+        loads: loads whose request does not run yet.
+        fences: hold the blocks of a cancelled load back.
+        connector: is told which loads are cancelled; None: there are none.
+        clock: of deadlines.
+        transfer_timeout: seconds without news after which a load or a transfer is given up.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        loads: RemoteLoads,
+        fences: Fences,
+        connector: KVConnector | None,
+        clock: StepClock,
+        *,
+        transfer_timeout: float,
+    ) -> None:
+        self._kv = kv
+        self._loads = loads
+        self._fences = fences
+        self._connector = connector
+        self._clock = clock
+        self._transfer_timeout = transfer_timeout
+        self._leases = LeaseTable()
+
+    @property
+    def transfer_deadline(self) -> float:
+        """When a load or a transfer is given up that is not heard of from now on (seconds)."""
+        return self._clock.now + self._transfer_timeout
+
+    # -- leases --------------------------------------------------------------------------------------------
+
+    def has_lease(self, request_id: str) -> bool:
+        """Whether a peer may still read the blocks of a request that has ended."""
+        return request_id in self._leases
+
+    def pin(self, request: Request) -> None:
+        """Hold what is cached of a request's prompt; pins of the same blocks are one, to the later end."""
+        block_ids, digest = self._kv.find_full_blocks(request.request_id, request.prompt_array)
+        if not len(block_ids):
+            return
+        lease_id = f"pin {digest.hex()}"
+        deadline = self._clock.now + request.pin_prefix
+        if not self._leases.renew(lease_id, deadline):
+            self._kv.pool.acquire(block_ids)
+            self._leases.grant(lease_id, LeaseKind.PIN, block_ids.tolist(), deadline)
+
+    def hold_for_peer(self, request_id: str, block_ids: IntArray) -> None:
+        """Hold the blocks of a request that ends until a peer has read them."""
+        self._kv.pool.acquire(block_ids)
+        self._leases.grant(request_id, LeaseKind.TRANSFER, block_ids.tolist(), self.transfer_deadline)
+
+    def renew(self, request_ids: Iterable[str]) -> None:
+        """Put off the deadlines of transfers whose peer has been heard of."""
+        for request_id in request_ids:
+            self._leases.renew(request_id, self.transfer_deadline)
+
+    def end_lease(self, lease_id: str) -> None:
+        """Free the blocks of a lease, if it is still held."""
+        self._release(self._leases.release(lease_id))
+
+    def end_expired_leases(self) -> None:
+        """Free the blocks of the leases whose deadline has passed."""
+        for lease_id in self._leases.expired(self._clock.now):
+            self.end_lease(lease_id)
+
+    def end_all_leases(self) -> None:
+        """Free the blocks of all leases."""
+        for lease_id in self._leases.expired(math.inf):
+            self.end_lease(lease_id)
+
+    def break_pins(self) -> bool:
+        """Free all pinned blocks; whether there were any."""
+        pins = self._leases.break_pins()
+        for pin in pins:
+            self._release(pin.block_ids)
+        return bool(pins)
+
+    def _release(self, block_ids: tuple[int, ...]) -> None:
+        self._kv.pool.release(np.array(block_ids[::-1], dtype=np.int32))
+
+    # -- loads ---------------------------------------------------------------------------------------------
+
+    def drop_load(self, request_id: str) -> None:
+        """Give up what a waiting request has loaded or is loading, if anything.
+
+        A transfer that is under way may write to its blocks until the runner has seen that it is cancelled.
+        """
+        load = self._loads.pop(request_id)
+        if load is None:
+            return
+        if load.has_arrived:
+            self._kv.pool.release(load.block_ids[::-1])
+        else:
+            self._cancel(request_id)
+            self._fences.fence_blocks(request_id, load.block_ids)
+
+    def drop_newest_load(self, spared: Request | None = None) -> bool:
+        """Give up the newest load that has arrived, but not that of `spared`; False if there is none."""
+        arrived = [load for load in self._loads.arrived() if load.request is not spared]
+        if arrived:
+            self.drop_load(arrived[-1].request.request_id)
+        return bool(arrived)
+
+    def cancel_loads_again(self, step: int) -> None:
+        """Cancel once more the loads that steps up to `step` cancelled: the runner may not have seen it."""
+        for request_id in self._fences.refence_blocks(step):
+            self._cancel(request_id)
+
+    def _cancel(self, request_id: str) -> None:
+        assert self._connector is not None
+        self._connector.cancel_load(request_id)
+
+    # -- accounts ------------------------------------------------------------------------------------------
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Number of blocks held by leases, each counted once for every lease that holds it."""
+        return sum(map(self._leases.num_blocks, LeaseKind))
+
+    @property
+    def num_blocks_held_for_peers(self) -> int:
+        """Number of blocks held by transfers."""
+        return self._leases.num_blocks(LeaseKind.TRANSFER)
+
+    @property
+    def num_blocks_in_transfer(self) -> int:
+        """Number of blocks that come back by themselves: a peer reads them, or a load writes to them."""
+        loading = sum(len(load.block_ids) for load in self._loads.on_their_way())
+        return self._fences.num_blocks + loading + self.num_blocks_held_for_peers
+
+    def describe_leases(self) -> list[LeaseSummary]:
+        """Return, for each kind of lease that is held, how many blocks and until when."""
+        return self._leases.describe()
+
+    def held_blocks(self) -> Iterator[int]:
+        """Yield every block reference that is not a running request's: for invariant 2."""
+        yield from self._leases.held()
+        yield from self._loads.held()
+        yield from self._fences.held_blocks()

@@ -1,0 +1,51 @@
+"""Steps that the runner may not have seen: their requests are preempted and their messages sent again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+
+from quire.scheduling.fences import Fences
+from quire.scheduling.kv_holdings import KVHoldings
+from quire.scheduling.outbox import Outbox
+from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.slot_manager import SlotManager
+from quire.scheduling.steps_in_flight import StepsInFlight
+from quire.step import SchedulerOutput
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LostSteps:
+    """Takes back steps that were planned and have not been computed."""
+
+    in_flight: StepsInFlight
+    running: RunningSlots
+    slots: SlotManager
+    holdings: KVHoldings
+    fences: Fences
+    outbox: Outbox
+
+    def drop(self, most_in_flight: int) -> None:
+        """Take back all steps in flight, if they are more than there can be."""
+        if len(self.in_flight) <= most_in_flight:
+            return
+        lost = self.in_flight.clear()
+        for step in lost:
+            self.void(step)
+        self.fences.lift(lost[-1].step)
+
+    def void(self, step: SchedulerOutput, at_fault: Container[str] = ()) -> None:
+        """Take back a step that the runner may not have seen.
+
+        Its requests, except those `at_fault`, are preempted. What it told the runner is told again, unless
+        a later step has made it untrue.
+        """
+        is_innocent = [request_id not in at_fault for request_id in step.request_ids]
+        # Beams may have been placed by a step that had no tokens left for them.
+        for slot in (*step.slots[is_innocent].tolist(), *step.chosen_tokens.slots.tolist()):
+            self.slots.preempt_if_running(slot)
+        self.outbox.tell_again(step, self._has_no_slot)
+        self.holdings.cancel_loads_again(step.step)
+
+    def _has_no_slot(self, request_id: str) -> bool:
+        return self.running.slot_of(request_id) is None

@@ -1,0 +1,254 @@
+"""What a scheduler is made of: its accounts, what moves requests between them, and the phases of a step.
+
+Each part is given what it touches, so that its fields say what that is.
+"""
+
+from __future__ import annotations
+
+from quire.config import SchedulerConfig
+from quire.grammar.manager import Grammars
+from quire.kv.block_pool import BlockPool
+from quire.kv.manager import KVCacheManager
+from quire.scheduling.admission_phase import AdmissionPhase
+from quire.scheduling.arrivals import Arrivals
+from quire.scheduling.beam_groups import BeamGroups
+from quire.scheduling.beams import BeamPhase
+from quire.scheduling.commit_phase import CommitPhase
+from quire.scheduling.context import SchedulerContext
+from quire.scheduling.deadlines import Deadlines
+from quire.scheduling.explanation import Explanation
+from quire.scheduling.fences import Fences
+from quire.scheduling.inspection import Inspection
+from quire.scheduling.kv_holdings import KVHoldings
+from quire.scheduling.lost_steps import LostSteps
+from quire.scheduling.outbox import Outbox
+from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS
+from quire.scheduling.remote_loads import RemoteLoads
+from quire.scheduling.request_finisher import RequestFinisher
+from quire.scheduling.results import ResultsPhase
+from quire.scheduling.running_phase import RunningPhase
+from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.slot_manager import SlotManager
+from quire.scheduling.state import SchedulerState
+from quire.scheduling.step_clock import StepClock
+from quire.scheduling.step_mix import step_mix
+from quire.scheduling.steps_in_flight import StepsInFlight
+from quire.scheduling.timeouts import TimeoutPhase
+from quire.scheduling.transfers import TransferPhase
+from quire.scheduling.waiting import WaitingRequests
+
+
+class SchedulerParts:
+    """The parts of one scheduler, see `SchedulerInterface` for the arguments."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, num_blocks: int, max_model_len: int, context: SchedulerContext
+    ) -> None:
+        self._config = config
+        self._context = context
+        self._max_model_len = max_model_len
+        self.stats = SchedulerStats(num_blocks=num_blocks)
+        self.outbox = Outbox()
+        self.in_flight = StepsInFlight()
+        self.deadlines = Deadlines()
+        self._build_policies_and_accounts(num_blocks)
+        self._build_holdings()
+        self._build_transitions()
+        self._build_phases()
+        self._build_insight()
+
+    def _build_policies_and_accounts(self, num_blocks: int) -> None:
+        config, context = self._config, self._context
+        self.pool = BlockPool(
+            num_blocks,
+            config.block_size,
+            retention=config.prefix_retention,
+            commit=context.commit_blocks,
+            events=context.kv_events,
+        )
+        self.kv = KVCacheManager(
+            self.pool,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self._max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.running = RunningSlots(config.max_num_seqs, self._max_model_len)
+        self.beams = BeamGroups()
+        self.grammars = Grammars(context.grammars, clock=context.clock, executor=context.executor)
+        self.order = ORDERS.build(config.policy, config=config, find_cached=self.kv.count_cached_tokens)
+        self.admission_policy = ADMISSIONS.build(config.admission, config=config)
+        self.victim_policy = VICTIMS.build(config.victim)
+        self.step_mix = step_mix(config)
+        self.clock = StepClock(context.clock)
+
+    def _build_holdings(self) -> None:
+        self.loads = RemoteLoads()
+        self.waiting = WaitingRequests(
+            self.order, self.grammars, self.loads, self.running, read_clock=self._context.clock
+        )
+        self.state = SchedulerState(self.running, self.beams, self.waiting, self.kv)
+        self.fences = Fences(self.in_flight, self.running, self.pool)
+        self.holdings = KVHoldings(
+            self.kv,
+            self.loads,
+            self.fences,
+            self._context.connector,
+            self.clock,
+            transfer_timeout=self._config.kv_transfer_timeout,
+        )
+
+    def _build_transitions(self) -> None:
+        self.slots = SlotManager(
+            max_model_len=self._max_model_len,
+            running=self.running,
+            kv=self.kv,
+            beams=self.beams,
+            waiting=self.waiting,
+            grammars=self.grammars,
+            order=self.order,
+            admission_policy=self.admission_policy,
+            fences=self.fences,
+            holdings=self.holdings,
+            outbox=self.outbox,
+            stats=self.stats,
+        )
+        self.finisher = RequestFinisher(
+            kv=self.kv,
+            running=self.running,
+            waiting=self.waiting,
+            loads=self.loads,
+            holdings=self.holdings,
+            slots=self.slots,
+            deadlines=self.deadlines,
+            grammars=self.grammars,
+            connector=self._context.connector,
+            outbox=self.outbox,
+            stats=self.stats,
+        )
+        self.lost_steps = LostSteps(
+            in_flight=self.in_flight,
+            running=self.running,
+            slots=self.slots,
+            holdings=self.holdings,
+            fences=self.fences,
+            outbox=self.outbox,
+        )
+        self.timeout_phase = TimeoutPhase(
+            config=self._config,
+            clock=self.clock,
+            deadlines=self.deadlines,
+            state=self.state,
+            finisher=self.finisher,
+            stats=self.stats,
+        )
+        self.arrivals = Arrivals(
+            config=self._config,
+            max_model_len=self._max_model_len,
+            read_clock=self._context.clock,
+            state=self.state,
+            kv=self.kv,
+            waiting=self.waiting,
+            holdings=self.holdings,
+            grammars=self.grammars,
+            timeouts=self.timeout_phase,
+        )
+
+    def _build_phases(self) -> None:
+        config, context = self._config, self._context
+        self.beam_phase = BeamPhase(
+            kv=self.kv,
+            running=self.running,
+            beams=self.beams,
+            slots=self.slots,
+            finisher=self.finisher,
+            outbox=self.outbox,
+        )
+        self.transfer_phase = TransferPhase(
+            config=config,
+            connector=context.connector,
+            clock=self.clock,
+            kv=self.kv,
+            running=self.running,
+            waiting=self.waiting,
+            beams=self.beams,
+            loads=self.loads,
+            holdings=self.holdings,
+            slots=self.slots,
+            finisher=self.finisher,
+            stats=self.stats,
+        )
+        self.running_phase = RunningPhase(
+            config=config,
+            draft_length=context.draft_length,
+            kv=self.kv,
+            running=self.running,
+            in_flight=self.in_flight,
+            beams=self.beams,
+            beam_phase=self.beam_phase,
+            slots=self.slots,
+            holdings=self.holdings,
+            finisher=self.finisher,
+            victim_policy=self.victim_policy,
+        )
+        self.admission_phase = AdmissionPhase(
+            config=config,
+            max_model_len=self._max_model_len,
+            connector=context.connector,
+            kv=self.kv,
+            running=self.running,
+            waiting=self.waiting,
+            loads=self.loads,
+            holdings=self.holdings,
+            slots=self.slots,
+            finisher=self.finisher,
+            deadlines=self.deadlines,
+            policy=self.admission_policy,
+            step_mix=self.step_mix,
+            stats=self.stats,
+        )
+        self.commit_phase = CommitPhase(
+            connector=context.connector,
+            draft_length=context.draft_length,
+            running=self.running,
+            in_flight=self.in_flight,
+            outbox=self.outbox,
+            stats=self.stats,
+        )
+        self.results_phase = ResultsPhase(
+            kv=self.kv,
+            running=self.running,
+            beams=self.beams,
+            beam_phase=self.beam_phase,
+            transfer_phase=self.transfer_phase,
+            lost_steps=self.lost_steps,
+            slots=self.slots,
+            finisher=self.finisher,
+            fences=self.fences,
+            grammars=self.grammars,
+            outbox=self.outbox,
+            stats=self.stats,
+        )
+
+    def _build_insight(self) -> None:
+        self.explanation = Explanation(
+            config=self._config,
+            read_clock=self._context.clock,
+            kv=self.kv,
+            running=self.running,
+            waiting=self.waiting,
+            loads=self.loads,
+            holdings=self.holdings,
+            order=self.order,
+        )
+        self.inspection = Inspection(
+            config=self._config,
+            state=self.state,
+            in_flight=self.in_flight,
+            fences=self.fences,
+            loads=self.loads,
+            holdings=self.holdings,
+            deadlines=self.deadlines,
+            stats=self.stats,
+        )

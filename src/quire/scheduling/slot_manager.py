@@ -1,0 +1,112 @@
+"""How requests get into slots and out of them; each way keeps all accounts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quire.grammar.manager import Grammars
+from quire.kv.manager import KVCacheManager
+from quire.request import Request
+from quire.scheduling.beam_groups import BeamGroup, BeamGroups
+from quire.scheduling.beam_search import BeamSearch
+from quire.scheduling.fences import Fences
+from quire.scheduling.kv_holdings import KVHoldings
+from quire.scheduling.outbox import Outbox
+from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.policies import AdmissionPolicy, QueueOrder
+from quire.scheduling.running_slots import RunningSlots, token_limit
+from quire.scheduling.waiting import WaitingRequests
+from quire.status import RequestStatus
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class SlotManager:
+    """Moves requests into slots, out of them, and back to the queue."""
+
+    max_model_len: int
+    running: RunningSlots
+    kv: KVCacheManager
+    beams: BeamGroups
+    waiting: WaitingRequests
+    grammars: Grammars
+    order: QueueOrder
+    admission_policy: AdmissionPolicy
+    fences: Fences
+    holdings: KVHoldings
+    outbox: Outbox
+    stats: SchedulerStats
+
+    def enter(self, request: Request) -> int:
+        """Move a request, which has left the queue, into a free slot and return that."""
+        slot = self.running.occupy(request, self.order.running_key(request))
+        self.running.awaits_tokens[slot] = request.request_id in self.grammars
+        self.order.admitted(request)
+        request.status = RequestStatus.RUNNING
+        return slot
+
+    def open_beams(self, request: Request, slot: int) -> list[Request]:
+        """Begin the beam search of a request in `slot`: the other beams get slots without blocks.
+
+        Returns:
+            The requests that stand for the other beams.
+        """
+        params = request.sampling_params
+        num_output = token_limit(request, self.max_model_len) - request.num_prompt_tokens
+        search = BeamSearch(params, eos_token_ids=request.eos_token_ids, max_tokens=num_output)
+        others = [  # NUL: no client's request has such an id
+            Request(f"{request.request_id}\0beam-{place}", request.prompt_array, params)
+            for place in range(1, params.beam_width)
+        ]
+        group = BeamGroup(request, search, [slot])
+        for place, other in enumerate(others, 1):
+            other.status = RequestStatus.RUNNING
+            other.num_computed_tokens = other.num_tokens
+            group.slots.append(self.running.occupy(other, (*self.running.key_of(slot), place)))
+        self.running.is_beam[group.slots] = True
+        self.running.awaits_tokens[group.slots] = True
+        self.beams.add(group)
+        return others
+
+    def leave(self, slot: int) -> Request:
+        """Take a request, with all its beams if it has any, out of its slot, and free its blocks."""
+        request = self._vacate(slot)
+        group = self.beams.pop(request.request_id)
+        if group is not None:
+            for other in group.slots[1:]:
+                self.outbox.add_finished(self._vacate(other).request_id)
+            if request.status is RequestStatus.PREEMPTED:
+                request.output_token_ids = []  # of whichever beam was in this slot: the search begins anew
+        self.order.left(request)
+        self.admission_policy.left(request)
+        self.waiting.release_followers(request.request_id)
+        return request
+
+    def _vacate(self, slot: int) -> Request:
+        """Empty a slot. Its blocks may be given away at once, because steps are computed in order."""
+        request = self.running.leave(slot)
+        self.kv.close(slot, request.priority)
+        self.fences.free_slot(slot)
+        return request
+
+    def prompt_is_computed(self, slot: int) -> None:
+        """Queue the requests that waited for a request's prompt, and pin it if that was asked for."""
+        request = self.running.request_at(slot)
+        self.running.awaits_first_token[slot] = False
+        self.waiting.release_followers(request.request_id)
+        if request.pin_prefix:
+            self.holdings.pin(request)
+
+    def preempt(self, slot: int) -> None:
+        """Send a running request back to the front of its priority; its KV is computed again later."""
+        self.running.request_at(slot).status = RequestStatus.PREEMPTED
+        request = self.leave(slot)
+        request.num_computed_tokens = 0
+        self.outbox.add_preempted(request.request_id)
+        self.waiting.queue.push(request)
+        self.stats.num_preemptions += 1
+
+    def preempt_if_running(self, slot: int) -> None:
+        """Preempt whatever has this slot, if anything; a beam search leaves all of its slots at once."""
+        if self.running.occupied[slot]:
+            group = self.beams.at(slot)
+            self.preempt(slot if group is None else group.slots[0])

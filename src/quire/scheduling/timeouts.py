@@ -1,0 +1,54 @@
+"""Requests that time out: while they wait for a slot, or altogether."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quire.config import SchedulerConfig
+from quire.errors import RequestTimeoutError
+from quire.request import Request
+from quire.scheduling.deadlines import Deadlines
+from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.request_finisher import RequestFinisher
+from quire.scheduling.state import SchedulerState
+from quire.scheduling.step_clock import StepClock
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class TimeoutPhase:
+    """Sets the deadlines of requests, and ends those whose deadline has passed."""
+
+    config: SchedulerConfig
+    clock: StepClock
+    deadlines: Deadlines
+    state: SchedulerState
+    finisher: RequestFinisher
+    stats: SchedulerStats
+
+    def start(self, request: Request) -> None:
+        """Set the deadlines of a request that has just arrived."""
+        timeout = self.config.request_timeout if request.timeout is None else request.timeout
+        queue_timeout = self.config.queue_timeout if request.queue_timeout is None else request.queue_timeout
+        if timeout:
+            self.deadlines.add(request.request_id, "total", request.arrival_time + timeout)
+        if queue_timeout:
+            self.deadlines.add(request.request_id, "queue", request.arrival_time + queue_timeout)
+
+    def expire(self) -> None:
+        """End the requests that have timed out."""
+        now = self.clock.now
+        for request_id, kind in self.deadlines.expired(now):
+            request = self.state.find(request_id)
+            if request is None:
+                continue
+            what, own, default = (
+                ("started", "queue_timeout", "SchedulerConfig.queue_timeout")
+                if kind == "queue"
+                else ("ended", "timeout", "SchedulerConfig.request_timeout")
+            )
+            error = (
+                f"the request had not {what} after {now - request.arrival_time:.1f} s; raise its {own} if it "
+                f"has one of its own, or {default}"
+            )
+            self.stats.num_timeouts += 1
+            self.finisher.fail(request, error, RequestTimeoutError.__name__)
