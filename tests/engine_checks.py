@@ -18,7 +18,7 @@ def tiny_config(model: str, **scheduler) -> EngineConfig:
 
 
 def core_of(llm: LLM) -> EngineCore:
-    return llm._session.front.client.core
+    return llm._session.requests.client.core
 
 
 def check_after_every_step(core: EngineCore) -> EngineCore:

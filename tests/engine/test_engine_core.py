@@ -43,7 +43,7 @@ class Engine:
 
     def run(self) -> None:
         while self.core.has_requests():
-            self.loop.step()
+            self.loop.step_and_send()
 
     @property
     def terminal(self) -> dict[str, list]:
@@ -91,7 +91,7 @@ def test_a_fault_while_computing_ends_the_requests_of_that_step_only(engine, mon
     engine.run()
     engine.loop.handle(request("bad"))
     engine.loop.handle(request("with it"))
-    engine.loop.step()
+    engine.loop.step_and_send()
     engine.loop.handle(request("later"))
     engine.run()
     assert engine.reasons == {"early": "length", "bad": "error", "with it": "error", "later": "length"}
@@ -121,7 +121,7 @@ def test_a_fault_does_not_reach_what_was_planned_before_it_was_known(checkpoint,
     monkeypatch.setattr(engine.core.runner, "execute", faulty)
     for one in requests:
         engine.loop.handle(one)
-        engine.loop.step()
+        engine.loop.step_and_send()
     engine.run()
     assert {name for name, reason in engine.reasons.items() if reason == "error"} == set(at_fault)
     survivors = set(engine.reasons) - set(at_fault)
@@ -199,7 +199,7 @@ def test_aborts_are_answered_and_stops_are_not(checkpoint, num_steps):
     engine = Engine(checkpoint, max_num_batched_tokens=16)
     engine.loop.handle(request("a", "b", "c"))
     for _ in range(num_steps):
-        engine.loop.step()
+        engine.loop.step_and_send()
     engine.loop.handle(AbortRequests(["a", "unknown"]))
     engine.loop.handle(StopRequests(["b", "unknown"]))
     engine.loop.handle(AbortRequests(["a"]))
@@ -210,7 +210,7 @@ def test_aborts_are_answered_and_stops_are_not(checkpoint, num_steps):
 
 def test_shutdown_answers_what_is_left(engine):
     engine.loop.handle(request("a", "b"))
-    engine.loop.step()
+    engine.loop.step_and_send()
     engine.loop.handle(Shutdown())
     assert engine.loop.stopped
     assert engine.reasons == {"a": "abort", "b": "abort"}
@@ -254,7 +254,7 @@ def test_a_request_with_unusable_logits_ends_alone(engine, monkeypatch):
     engine.loop.handle(request("a"))
     engine.loop.handle(request("b"))
     monkeypatch.setattr(model, "logits", poisoned)
-    engine.loop.step()
+    engine.loop.step_and_send()
     monkeypatch.undo()
     engine.run()
     assert sorted(engine.reasons.values()) == ["error", "length"]

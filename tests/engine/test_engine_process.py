@@ -160,7 +160,7 @@ def test_an_engine_process_for_batches(checkpoint, sockets):
             interrupt_during(there)
         assert there.generate("the", params)[0].outputs == expected[0].outputs
         assert there.stats().num_free_blocks == there.info.num_blocks
-        pid = there._session.front.client.pid
+        pid = there._session.requests.client.pid
         os.kill(pid, signal.SIGTERM)  # meant for the front
         assert there.generate("the", params)[0].outputs == expected[0].outputs
         os.kill(pid, signal.SIGKILL)
@@ -170,7 +170,7 @@ def test_an_engine_process_for_batches(checkpoint, sockets):
 
 
 def interrupt_during(llm: LLM) -> None:
-    front = llm._session.front
+    front = llm._session.requests
     receive = front.receive
 
     def interrupted(timeout):
@@ -183,7 +183,7 @@ def interrupt_during(llm: LLM) -> None:
 
 def test_leaving_without_shutdown_ends_the_engine(checkpoint, sockets):
     llm = LLM(checkpoint, engine_process=True, **TINY)
-    pid = llm._session.front.client.pid
+    pid = llm._session.requests.client.pid
     del llm
     assert wait_for_end(pid)
     assert not is_zombie(pid)

@@ -34,7 +34,7 @@ class Engine:
 
     def run(self) -> None:
         while self.core.has_requests():
-            self.loop.step()
+            self.loop.step_and_send()
 
     @property
     def finished(self) -> dict[str, str]:
@@ -68,13 +68,13 @@ def may_compile(monkeypatch):
 
 def test_waiting_for_a_grammar_is_in_order(engine, may_compile, caplog):
     engine.add("structured", structured_outputs=StructuredOutputsParams(choice=("a", "b")))
-    assert not engine.loop.step()
+    assert not engine.loop.step_and_send()
     assert engine.loop.stall_wait == engine_loop.AWAITING_WAIT < engine_loop.STALL_WAIT
     assert engine.core.stats().num_awaiting == 1
     assert not caplog.records, "nobody wants to hear of a grammar that has been compiling for a moment"
     engine.now += engine_loop.STALL_NOTICE
     for _ in range(3):
-        assert not engine.loop.step()
+        assert not engine.loop.step_and_send()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "'structured'" in record.getMessage()
@@ -89,7 +89,7 @@ def test_others_go_on_while_a_grammar_is_compiled(engine, may_compile, caplog):
     engine.add("structured", structured_outputs=StructuredOutputsParams(choice=("a", "b")))
     engine.add("plain")
     while "plain" not in engine.finished:
-        assert engine.loop.step()
+        assert engine.loop.step_and_send()
     assert not engine.finished.get("structured")
     assert not caplog.records
 
@@ -99,7 +99,7 @@ def test_a_pause_is_in_order_and_the_engine_counts_as_alive(engine, caplog):
     engine.add("second")
     engine.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     for _ in range(3):
-        assert not engine.loop.step()
+        assert not engine.loop.step_and_send()
         engine.now += engine_loop.STALL_NOTICE
     assert engine.loop.stall_wait == engine_loop.STALL_WAIT
     signs_of_life = [
@@ -120,7 +120,7 @@ def test_a_standstill_that_nothing_explains_is_an_error_at_once(engine, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(admission, "plan", lambda plan: None)
         for _ in range(3):
-            assert not engine.loop.step()
+            assert not engine.loop.step_and_send()
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "'stuck'" in record.getMessage()
@@ -129,7 +129,7 @@ def test_a_standstill_that_nothing_explains_is_an_error_at_once(engine, monkeypa
 
 def test_each_sequence_is_explained_in_order(engine):
     engine.add("first", max_tokens=9)
-    engine.loop.step()
+    engine.loop.step_and_send()
     engine.add("second")
     engine.loop.handle(Explain(7, ["second", "unknown", "first"]))
     reply = engine.messages[-1]

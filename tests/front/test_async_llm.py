@@ -260,12 +260,12 @@ async def requests_are_explained(llm):
 
 async def health(llm):
     llm.check_health()
-    llm._front.last_step_time = time.monotonic() - 2 * async_llm.STEP_TIMEOUT
+    llm._requests.last_step_time = time.monotonic() - 2 * async_llm.STEP_TIMEOUT
     llm.check_health()  # idle: no step is expected
     stream = llm.generate("the", LONG)
     await anext(stream)
     llm.check_health()
-    llm._front.last_step_time = time.monotonic() - 2 * async_llm.STEP_TIMEOUT
+    llm._requests.last_step_time = time.monotonic() - 2 * async_llm.STEP_TIMEOUT
     with pytest.raises(EngineDeadError, match="1 requests are unfinished"):
         llm.check_health()
     await stream.aclose()

@@ -30,7 +30,7 @@ def nothing_is_left(llm):
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
-    assert len(llm._session.front.outputs) == 0
+    assert len(llm._session.requests.outputs) == 0
 
 
 def test_results_come_in_the_order_of_the_prompts(llm):
@@ -192,22 +192,22 @@ def test_ctrl_c_while_a_request_is_queued_leaves_nothing(llm, monkeypatch):
     monkeypatch.setattr(scheduler, "add_request", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("the cache", GREEDY)
-    assert not llm._session.front.outputs
+    assert not llm._session.requests.outputs
     assert not scheduler.has_unfinished_requests()
 
 
 def test_a_request_that_cannot_be_sent_leaves_nothing(llm, monkeypatch):
-    send = llm._session.front.client.send
+    send = llm._session.requests.client.send
 
     def lossy(message):
         if isinstance(message, EngineCoreRequest):
             raise OverflowError("too large for the wire")
         send(message)
 
-    monkeypatch.setattr(llm._session.front.client, "send", lossy)
+    monkeypatch.setattr(llm._session.requests.client, "send", lossy)
     with pytest.raises(OverflowError):
         llm.generate("the cache", GREEDY)
-    assert not llm._session.front.outputs
+    assert not llm._session.requests.outputs
 
 
 @pytest.mark.parametrize("prompts", [{"prompt_token_ids": [1, 2]}, None, iter(["a"]), 5])

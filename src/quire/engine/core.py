@@ -1,4 +1,4 @@
-"""One engine: model, KV cache, runner and scheduler, advanced one step at a time."""
+"""One engine: model, KV cache, runner and scheduler, run one step at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """The step loop's body: plan, compute, apply.
+    """Takes requests and runs them, step by step.
 
     Args:
         config: of the engine.
@@ -106,13 +106,13 @@ class EngineCore:
         ]
 
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
-        """Advance every scheduled request; return the outputs, and whether anything was done.
+        """Run one step; return its outputs, and whether anything was done.
 
-        A failure to compute ends the requests of the step, a failure to plan or apply it all of them; the
-        engine goes on.
+        A failure to compute ends the requests of the step, a failure to plan it or to take its results ends
+        all of them; the engine goes on.
         """
         try:
-            return self._stepper.advance()
+            return self._stepper.step()
         except Exception as error:
             logger.exception("a step could not be planned or applied; all requests end with an error")
             return self.finish(None, RequestStatus.FINISHED_ERROR, describe_failure(error)), True

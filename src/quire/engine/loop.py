@@ -1,10 +1,12 @@
-"""The engine's side of the conversation: messages in, messages out, whatever carries them."""
+"""The engine's loop: messages from the front, a step, its outputs, and again."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
@@ -41,8 +43,15 @@ STALL_NOTICE = 1.0
 """Seconds of standstill, though it is in order, after which the log says what is waited for."""
 
 
+class MessageSource(Protocol):
+    """Where messages from the front come from."""
+
+    def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
+        """Hand over all messages that have come, waiting at most `wait` milliseconds for the first."""
+
+
 class EngineLoop:
-    """Answers messages and advances the core.
+    """Takes messages and runs steps, in turn.
 
     Args:
         core: the engine.
@@ -66,8 +75,19 @@ class EngineLoop:
         self._stalled_since: float | None = None
         self._stall_is_logged = False
 
+    def run(self, messages: MessageSource) -> None:
+        """Take messages and run steps until told to stop; sleep only with nothing to do."""
+        wait: int | None = None
+        while not self.stopped:
+            messages.deliver(self.handle, wait=wait)
+            wait = None
+            if not self.stopped and self.core.has_requests():
+                wait = 0 if self.step_and_send() else math.ceil(self.stall_wait * 1000)
+
     def handle(self, message: ToEngine) -> None:
-        """Act on one message from the front."""
+        """Act on one message from the front; after `Shutdown`, on none."""
+        if self.stopped:
+            return
         match message:
             case EngineCoreRequest():
                 self._add(message)
@@ -85,7 +105,7 @@ class EngineLoop:
                 self._send_outputs(self.core.shutdown())
                 self.stopped = True
 
-    def step(self) -> bool:
+    def step_and_send(self) -> bool:
         """Run one step and send its outputs; return whether anything was done.
 
         If not, the next step is worth trying after `stall_wait` seconds, or with the next message.

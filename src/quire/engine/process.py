@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import select
 import shutil
@@ -21,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,6 +34,7 @@ from quire.engine.messages import (
     Ready,
     Starting,
     StartupFailed,
+    ToEngine,
     decode_start,
     decode_to_engine,
     encode,
@@ -43,7 +44,6 @@ from quire.engine.messages import (
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
-    from quire.engine.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +70,15 @@ class Connection:
         """Queue `message` for the front; never blocks."""
         self._output.send(encode(message))
 
-    def deliver(self, loop: EngineLoop, *, wait: int | None) -> None:
-        """Hand all messages that have come to `loop`, waiting at most `wait` milliseconds for the first."""
+    def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
+        """Hand over all messages that have come, waiting at most `wait` milliseconds for the first."""
         self._input.poll(wait)
-        while not loop.stopped:
+        while True:
             try:
                 data = self._input.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            loop.handle(decode_to_engine(data))
+            handle(decode_to_engine(data))
 
     def close(self) -> None:
         """Send what is queued and close."""
@@ -146,7 +146,7 @@ def _serve(start: EngineStart, connection: Connection) -> int:
     loop = EngineLoop(core, connection.send)
     gc.freeze()  # what is alive now stays: later collections need not look at it
     connection.send(Ready(core.info))
-    run(loop, connection)
+    loop.run(connection)
     return 0
 
 
@@ -164,16 +164,6 @@ def _build_core(start: EngineStart, connection: Connection) -> EngineCore:
             connection.send(LoadProgress(done, total))
 
     return EngineCore(start.config, Path(start.model_path), on_progress=report)
-
-
-def run(loop: EngineLoop, connection: Connection) -> None:
-    """Alternate between taking messages and steps until told to stop; sleep only with nothing to do."""
-    wait: int | None = None
-    while not loop.stopped:
-        connection.deliver(loop, wait=wait)
-        wait = None
-        if not loop.stopped and loop.core.has_requests():
-            wait = 0 if loop.step() else math.ceil(loop.stall_wait * 1000)
 
 
 if __name__ == "__main__":

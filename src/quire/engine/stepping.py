@@ -1,4 +1,4 @@
-"""How an engine advances: one step after the other, or the next one planned while one runs."""
+"""How an engine runs its steps: one after the other, or the next one planned while one is computed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutput
@@ -26,11 +27,11 @@ class Runner(Protocol):
 
 
 class Stepper(ABC):
-    """Plans, computes and applies.
+    """Runs steps: schedule, execute, update.
 
     Args:
-        scheduler: plans and applies.
-        runner: computes.
+        scheduler: plans a step and takes its results.
+        runner: computes it.
     """
 
     def __init__(self, scheduler: SchedulerInterface, runner: Runner) -> None:
@@ -38,18 +39,18 @@ class Stepper(ABC):
         self._runner = runner
 
     @abstractmethod
-    def advance(self) -> tuple[list[EngineCoreOutput], bool]:
-        """Apply one step; return its outputs, and whether anything was done or is under way."""
+    def step(self) -> tuple[list[EngineCoreOutput], bool]:
+        """Run one step; return its outputs, and whether anything was done or is under way."""
 
     @abstractmethod
     def close(self) -> None:
         """Wait for what is under way; the stepper is not used afterwards."""
 
-    def _plan(self) -> tuple[SchedulerOutput, GrammarOutput | None]:
+    def _schedule(self) -> tuple[SchedulerOutput, GrammarOutput | None]:
         scheduled = self._scheduler.schedule()
         return scheduled, self._scheduler.get_grammar_bitmask(scheduled)
 
-    def _compute(self, scheduled: SchedulerOutput, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def _execute(self, scheduled: SchedulerOutput, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Return what the step computed; if that failed, each of its requests is at fault."""
         try:
             return self._runner.execute(scheduled, grammar)
@@ -57,22 +58,24 @@ class Stepper(ABC):
             logger.exception("computing a step failed; its %d requests end", len(scheduled.request_ids))
             return _all_failed(scheduled, describe_failure(error))
 
-    def _apply(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def _update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
         by_client = self._scheduler.update_from_output(scheduled, computed)
         return [output for outputs in by_client.values() for output in outputs.outputs]
 
 
 class SerialStepper(Stepper):
-    """Each step is applied before the next is planned."""
+    """The results of each step are taken before the next is planned."""
 
-    def advance(self) -> tuple[list[EngineCoreOutput], bool]:
-        """See `Stepper.advance`."""
-        scheduled, grammar = self._plan()
-        outputs = self._apply(scheduled, self._compute(scheduled, grammar))
+    @override
+    def step(self) -> tuple[list[EngineCoreOutput], bool]:
+        scheduled, grammar = self._schedule()
+        computed = self._execute(scheduled, grammar)
+        outputs = self._update(scheduled, computed)
         return outputs, bool(outputs) or _does_something(scheduled)
 
+    @override
     def close(self) -> None:
-        """See `Stepper.close`; nothing is."""
+        pass  # nothing is ever under way
 
 
 class OverlappedStepper(Stepper):
@@ -83,21 +86,21 @@ class OverlappedStepper(Stepper):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model-runner")
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
 
-    def advance(self) -> tuple[list[EngineCoreOutput], bool]:
-        """See `Stepper.advance`."""
+    @override
+    def step(self) -> tuple[list[EngineCoreOutput], bool]:
         if not self._in_flight:
             self._launch()
         self._launch()
         does_something = any(_does_something(scheduled) for scheduled, _ in self._in_flight)
         scheduled, future = self._in_flight.popleft()
         computed = future.result()
-        outputs = self._apply(scheduled, computed)
+        outputs = self._update(scheduled, computed)
         if not computed.is_applied:
-            outputs += self._land_all()
+            outputs += self._finish_in_flight()
         return outputs, bool(outputs) or does_something
 
-    def _land_all(self) -> list[EngineCoreOutput]:
-        """Apply what was planned before a failure was known: the next plan builds on nothing that failed.
+    def _finish_in_flight(self) -> list[EngineCoreOutput]:
+        """Finish what was planned before a failure was known: the next plan builds on nothing that failed.
 
         If it failed too, that may be why: its requests are not at fault, and are computed again.
         """
@@ -107,17 +110,17 @@ class OverlappedStepper(Stepper):
             computed = future.result()
             if not computed.is_applied:
                 computed = dataclasses.replace(computed, errors={})
-            outputs += self._apply(scheduled, computed)
+            outputs += self._update(scheduled, computed)
         return outputs
 
+    @override
     def close(self) -> None:
-        """See `Stepper.close`."""
         self._thread.shutdown()
         self._in_flight.clear()
 
     def _launch(self) -> None:
-        scheduled, grammar = self._plan()
-        self._in_flight.append((scheduled, self._thread.submit(self._compute, scheduled, grammar)))
+        scheduled, grammar = self._schedule()
+        self._in_flight.append((scheduled, self._thread.submit(self._execute, scheduled, grammar)))
 
 
 def describe_failure(error: Exception) -> str:

@@ -22,7 +22,7 @@ from quire.engine.messages import (
 )
 from quire.errors import EngineDeadError
 from quire.front.input_processor import ProcessedRequest
-from quire.front.live_requests import Front
+from quire.front.live_requests import LiveRequests
 from quire.front.process_client import SHUTDOWN_TIMEOUT, EngineProcess
 from quire.models.checkpoints.hub import resolve_model
 from quire.request_output import RequestOutput
@@ -65,7 +65,7 @@ class AsyncLLM:
 
         from quire.models.tokenizer import Tokenizer  # slow: meanwhile, the engine process imports torch
 
-        self._front = Front(self._process, Tokenizer.from_directory(model_path))
+        self._requests = LiveRequests(self._process, Tokenizer.from_directory(model_path))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         self._closing = False
@@ -73,17 +73,17 @@ class AsyncLLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._front.tokenizer
+        return self._requests.tokenizer
 
     @property
     def info(self) -> EngineInfo:
         """What the engine is; only once it is ready."""
-        return self._front.info
+        return self._requests.info
 
     @property
     def num_unfinished_requests(self) -> int:
         """Requests that have had no terminal output yet."""
-        return len(self._front.outputs)
+        return len(self._requests.outputs)
 
     async def wait_until_ready(self, on_progress: Callable[[int, int], None] | None = None) -> EngineInfo:
         """Return once the engine takes requests.
@@ -97,9 +97,9 @@ class AsyncLLM:
         """
         self._attach()
         if on_progress is not None:
-            self._front.on_progress = on_progress
-        await self._wait_for(lambda: self._front.is_ready or self._front.failure is not None)
-        return self._front.info
+            self._requests.on_progress = on_progress
+        await self._wait_for(lambda: self._requests.is_ready or self._requests.failure is not None)
+        return self._requests.info
 
     def generate(
         self,
@@ -128,7 +128,7 @@ class AsyncLLM:
             EngineDeadError: the engine has ended.
         """
         return self._stream(
-            self._front.prepare,
+            self._requests.prepare,
             prompt,
             len(prompt) if isinstance(prompt, str) else 0,
             sampling_params,
@@ -146,7 +146,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, for a conversation as the model's chat template writes it."""
         return self._stream(
-            self._front.prepare_chat,
+            self._requests.prepare_chat,
             messages,
             sum(len(str(message)) for message in messages),
             sampling_params,
@@ -156,7 +156,7 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """End a request from outside; its generator yields a last output with finish reason "abort"."""
-        self._front.abort(request_id)
+        self._requests.abort(request_id)
 
     async def stats(self) -> SchedulerStats:
         """Return the scheduler's state as it is now."""
@@ -174,7 +174,7 @@ class AsyncLLM:
     async def explain_all(self, request_ids: Sequence[str]) -> list[list[str]]:
         """Return what `explain` would for each of these requests; the engine goes on meanwhile."""
         await self.wait_until_ready()
-        groups = [self._front.queued_sequence_ids(request_id) for request_id in request_ids]
+        groups = [self._requests.queued_sequence_ids(request_id) for request_id in request_ids]
         asked = [sequence_id for group in groups for sequence_id in group]
         texts: list[str] = []
         while len(texts) < len(asked):
@@ -194,10 +194,10 @@ class AsyncLLM:
             EngineDeadError: it has ended, or has finished no step for `STEP_TIMEOUT` seconds though requests
                 are unfinished.
         """
-        if self._front.failure is not None or not self._process.is_alive:
-            raise EngineDeadError(str(self._front.failure or "the engine process has ended"))
-        silence = time.monotonic() - self._front.last_step_time
-        if self._front.outputs and silence > STEP_TIMEOUT:
+        if self._requests.failure is not None or not self._process.is_alive:
+            raise EngineDeadError(str(self._requests.failure or "the engine process has ended"))
+        silence = time.monotonic() - self._requests.last_step_time
+        if self._requests.outputs and silence > STEP_TIMEOUT:
             raise EngineDeadError(
                 f"{self.num_unfinished_requests} requests are unfinished, but no step has finished for "
                 f"{silence:.0f} s; the limit is {STEP_TIMEOUT:.0f} s"
@@ -210,15 +210,15 @@ class AsyncLLM:
             drain_timeout: seconds that live requests get to finish before they are aborted.
         """
         self._closing = True
-        if self._front.failure is None and self._front.is_ready:
+        if self._requests.failure is None and self._requests.is_ready:
             self._attach()
             await self._wait_for(self._is_idle, timeout=drain_timeout)
-            self._front.abort(None)
+            self._requests.abort(None)
             await self._wait_for(self._is_idle, timeout=ABORT_TIMEOUT)
             self._process.send(Shutdown())
-            await self._wait_for(lambda: self._front.failure is not None, timeout=SHUTDOWN_TIMEOUT)
+            await self._wait_for(lambda: self._requests.failure is not None, timeout=SHUTDOWN_TIMEOUT)
         self._detach()
-        self._front.close()
+        self._requests.close()
         self._announce_change()
 
     async def _stream(
@@ -238,7 +238,7 @@ class AsyncLLM:
         if self._closing:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
         updated = asyncio.Event()
-        state = self._front.submit(processed, updated.set)
+        state = self._requests.submit(processed, updated.set)
         try:
             while True:
                 await updated.wait()
@@ -252,14 +252,14 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
-            self._front.discard(state)
+            self._requests.discard(state)
 
     async def _call(self, make: Callable[[int], ToEngine]) -> Reply:
         await self.wait_until_ready()
         replies: list[Reply] = []
-        self._front.call(make, replies.append)
-        await self._wait_for(lambda: bool(replies) or self._front.failure is not None)
-        self._front.raise_failure()
+        self._requests.call(make, replies.append)
+        await self._wait_for(lambda: bool(replies) or self._requests.failure is not None)
+        self._requests.raise_failure()
         return replies[0]
 
     async def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> None:
@@ -270,12 +270,12 @@ class AsyncLLM:
                     await self._changed.wait()
 
     def _is_idle(self) -> bool:
-        return not self._front.outputs or self._front.failure is not None
+        return not self._requests.outputs or self._requests.failure is not None
 
     def _attach(self) -> None:
         """Have the running event loop watch the engine process."""
         loop = asyncio.get_running_loop()
-        if self._loop is loop or self._front.failure is not None:
+        if self._loop is loop or self._requests.failure is not None:
             return
         self._loop = loop
         self._changed = asyncio.Event()
@@ -292,8 +292,8 @@ class AsyncLLM:
     def _on_message(self) -> None:
         if self._loop is None:
             return
-        self._front.receive(0)
-        if self._front.failure is not None:
+        self._requests.receive(0)
+        if self._requests.failure is not None:
             self._detach()
             self._process.close()
         self._announce_change()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from quire.errors import QueueFullError
 from quire.front.input_processor import ProcessedRequest
-from quire.front.live_requests import Front
+from quire.front.live_requests import LiveRequests
 from quire.front.output_processor import RequestState
 from quire.request_output import RequestOutput
 
@@ -16,16 +16,18 @@ class Batch:
     """Requests on their way through an engine.
 
     Args:
-        front: of the engine, which is ready.
-        requests: prepared by `front`.
+        live_requests: of the engine, which is ready.
+        requests: prepared by `live_requests`.
         max_live_sequences: how many sequences are handed to the engine at a time, so that a batch of any
             length goes through its bounded queue.
     """
 
-    def __init__(self, front: Front, requests: list[ProcessedRequest], max_live_sequences: int) -> None:
+    def __init__(
+        self, live_requests: LiveRequests, requests: list[ProcessedRequest], max_live_sequences: int
+    ) -> None:
         self.results: dict[int, RequestOutput] = {}
         self.num_generated_tokens = 0
-        self._front = front
+        self._live_requests = live_requests
         self._size = len(requests)
         self._pending = deque(enumerate(requests))
         self._live: dict[int, RequestState] = {}
@@ -37,21 +39,21 @@ class Batch:
         """Requests that the engine has, by their index, some perhaps finished in the last step."""
         return self._live
 
-    def run(self, advance: Callable[[], None]) -> list[RequestOutput]:
-        """Call `advance` until all requests are done; return their outputs in order.
+    def run(self, receive_outputs: Callable[[], None]) -> list[RequestOutput]:
+        """Call `receive_outputs` until all requests are done; return their outputs in order.
 
         Raises:
             QuireError: the engine refuses a request, or ends; the others are aborted.
-            BaseException: whatever `advance` raises, KeyboardInterrupt among them; all are aborted.
+            BaseException: whatever `receive_outputs` raises, KeyboardInterrupt among them; all are aborted.
         """
         try:
             while self._pending or self._live:
                 self._submit()
-                advance()
+                receive_outputs()
                 self._collect()
         finally:
             for state in self._live.values():
-                self._front.discard(state)
+                self._live_requests.discard(state)
         return [self.results[index] for index in range(self._size)]
 
     def _submit(self) -> None:
@@ -59,7 +61,7 @@ class Batch:
         num_live = sum(len(state.completions) for state in self._live.values())
         while self._pending and not self._must_wait and num_live < self._max_live_sequences:
             index, processed = self._pending.popleft()
-            state = self._live[index] = self._front.submit(processed)
+            state = self._live[index] = self._live_requests.submit(processed)
             num_live += len(state.completions)
 
     def _collect(self) -> None:

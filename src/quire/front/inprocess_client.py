@@ -51,7 +51,7 @@ class InProcessClient:
         loop = self._running_loop()
         if not self._outbox and timeout != 0 and loop.core.has_requests():
             with deferred_interrupt():
-                progressed = loop.step()
+                progressed = loop.step_and_send()
             if not progressed:
                 time.sleep(loop.stall_wait if timeout is None else min(timeout, loop.stall_wait))
         messages = self._outbox.copy()

@@ -1,4 +1,4 @@
-"""What every front door does with an engine's messages, whoever waits for them."""
+"""The requests that an engine works on for this process, and the messages to and from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class EngineClient(Protocol):
-    """An engine, seen from a front door."""
+    """What carries messages to an engine and back."""
 
     def send(self, message: ToEngine) -> None:
         """Hand over `message`; answers come from `receive`."""
@@ -47,11 +47,11 @@ class EngineClient(Protocol):
         """End the engine."""
 
 
-class Front:
-    """An engine's client with the table of its live requests.
+class LiveRequests:
+    """The live requests of one engine: checked and sent on the way in, answered on the way out.
 
     Args:
-        client: the engine.
+        client: carries messages to the engine and back.
         tokenizer: of its model.
     """
 

@@ -100,7 +100,7 @@ class LLM:
         self.wait_until_ready()
         batch = prompts_of(prompts)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
-        prepare = self._session.front.prepare
+        prepare = self._session.requests.prepare
         requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
         return self._run(requests, progress)
 
@@ -116,7 +116,7 @@ class LLM:
         self.wait_until_ready()
         batch = conversations_of(messages)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
-        prepare = self._session.front.prepare_chat
+        prepare = self._session.requests.prepare_chat
         requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
         return self._run(requests, progress)
 
@@ -133,13 +133,13 @@ class LLM:
         self._session.close()
 
     def _run(self, requests: list[ProcessedRequest], progress: bool) -> list[RequestOutput]:
-        batch = Batch(self._session.front, requests, 2 * self.config.scheduler.max_num_seqs)
+        batch = Batch(self._session.requests, requests, 2 * self.config.scheduler.max_num_seqs)
         with batch_progress(len(requests), shown=progress) as report:
 
-            def advance() -> None:
-                self._session.advance()
+            def receive_outputs() -> None:
+                self._session.receive_outputs()
                 report(len(batch.results), batch.num_generated_tokens)
 
-            outputs = batch.run(advance)
+            outputs = batch.run(receive_outputs)
             report(len(outputs), batch.num_generated_tokens)
         return outputs

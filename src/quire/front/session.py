@@ -1,4 +1,4 @@
-"""A front door for one thread: make the engine run, and take in what it says, by calling `advance`."""
+"""An engine for the callers of one thread: `receive_outputs` makes it run and takes in what it says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache, ToEngine
 from quire.front.inprocess_client import InProcessClient
-from quire.front.live_requests import EngineClient, Front
+from quire.front.live_requests import EngineClient, LiveRequests
 from quire.front.process_client import EngineProcess
 from quire.models.checkpoints.hub import resolve_model
 from quire.scheduling.outputs import SchedulerStats
@@ -47,14 +47,14 @@ class Session:
 
         from quire.models.tokenizer import Tokenizer  # slow: meanwhile, an engine process imports torch
 
-        self.front = Front(client, Tokenizer.from_directory(model_path))
+        self.requests = LiveRequests(client, Tokenizer.from_directory(model_path))
         if on_progress is not None:
-            self.front.on_progress = on_progress
+            self.requests.on_progress = on_progress
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self.front.tokenizer
+        return self.requests.tokenizer
 
     def wait_until_ready(self) -> EngineInfo:
         """Return once the engine takes requests.
@@ -63,18 +63,18 @@ class Session:
             QuireError: why it could not be built.
             EngineDeadError: its process has ended.
         """
-        while not self.front.is_ready and self.front.failure is None:
-            self.advance()
-        return self.front.info
+        while not self.requests.is_ready and self.requests.failure is None:
+            self.receive_outputs()
+        return self.requests.info
 
-    def advance(self) -> None:
+    def receive_outputs(self) -> None:
         """Wait for the engine's next outputs; in-process, run one step.
 
         If the engine ends, every live request is answered with that.
         """
-        self.front.receive(None)
-        if self.front.failure is not None:
-            self.front.client.close()
+        self.requests.receive(None)
+        if self.requests.failure is not None:
+            self.requests.client.close()
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's state as it is now."""
@@ -88,13 +88,13 @@ class Session:
 
     def close(self) -> None:
         """End the engine."""
-        self.front.close()
+        self.requests.close()
 
     def _call(self, make: Callable[[int], ToEngine]) -> Reply:
         self.wait_until_ready()
         replies: list[Reply] = []
-        self.front.call(make, replies.append)
+        self.requests.call(make, replies.append)
         while not replies:
-            self.front.raise_failure()
-            self.advance()
+            self.requests.raise_failure()
+            self.receive_outputs()
         return replies[0]

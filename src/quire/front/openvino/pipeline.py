@@ -100,28 +100,28 @@ class ContinuousBatchingPipeline:
             ConfigError: fields of `generation_config` contradict each other.
         """
         config = GenerationConfig() if generation_config is None else generation_config
-        front = self._session.front
+        live_requests = self._session.requests
         processed = self._prepare(request_id, prompt, config)
         with deferred_interrupt():  # outputs for other handles may come in too
-            state = front.submit(processed)
-            front.receive(0)
+            state = live_requests.submit(processed)
+            live_requests.receive(0)
         if state.failure is not None:
             raise state.failure
         echoed = state.processed.core_request.prompt_token_ids if config.echo else []
-        return GenerationHandle(state, front.discard, echoed)
+        return GenerationHandle(state, live_requests.discard, echoed)
 
     def step(self) -> None:
         """Advance all requests by one step of the engine. Ctrl-C takes effect after it."""
-        front = self._session.front
+        live_requests = self._session.requests
         with deferred_interrupt():  # an output lost on its way to a handle would not come again
-            front.receive(0)
-            front.receive(None)
-            front.raise_failure()
+            live_requests.receive(0)
+            live_requests.receive(None)
+            live_requests.raise_failure()
             self._measure()
 
     def has_non_finished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return len(self._session.front.outputs) > 0
+        return len(self._session.requests.outputs) > 0
 
     def generate(
         self,
@@ -194,7 +194,7 @@ class ContinuousBatchingPipeline:
 
     def _new_ids(self, count: int) -> list[int]:
         """Return request ids that no live request has."""
-        live = self._session.front.outputs
+        live = self._session.requests.outputs
         unused = (number for number in itertools.count() if str(number) not in live)
         return list(itertools.islice(unused, count))
 
@@ -227,24 +227,24 @@ class ContinuousBatchingPipeline:
                     param="max_length",
                 )
         params = config.sampling_params(max_tokens)
-        return self._session.front.prepare(token_ids, params, request_id=str(request_id), prompt_text=text)
+        return self._session.requests.prepare(token_ids, params, request_id=str(request_id), prompt_text=text)
 
     def _run(self, requests: list[ProcessedRequest], streamer: Streamer | None) -> list[RequestOutput]:
-        front = self._session.front
-        batch = Batch(front, requests, 2 * self._scheduler_config.max_num_seqs)
+        live_requests = self._session.requests
+        batch = Batch(live_requests, requests, 2 * self._scheduler_config.max_num_seqs)
         num_streamed = 0
 
-        def advance() -> None:
+        def step_and_stream() -> None:
             nonlocal num_streamed, streamer
             self.step()
             for state in batch.live.values() if streamer is not None else ():
                 text = state.completions[0].text
                 if len(text) > num_streamed and streamer is not None and streamer(text[num_streamed:]):
-                    front.abort(state.request_id)
+                    live_requests.abort(state.request_id)
                     streamer = None  # it has had enough: not even text that was withheld
                 num_streamed = len(text)
 
-        return batch.run(advance)
+        return batch.run(step_and_stream)
 
     def _measure(self) -> None:
         """Bring the metrics up to date with the step that has just ended."""
