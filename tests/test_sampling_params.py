@@ -23,7 +23,7 @@ from quire.structured_outputs import StructuredOutputsParams
         ({"beam_width": 4, "temperature": 0.7}, "temperature", "0.7.*0 or 1.*does not sample"),
         ({"beam_width": 4, "num_beam_groups": 3}, "num_beam_groups", "3.*divisor.*4"),
         ({"beam_width": 4, "diversity_penalty": 0.5}, "diversity_penalty", "0.5.*num_beam_groups"),
-        ({"beam_width": 4, "length_penalty": 11.0}, "length_penalty", "11.0.*-10.0 to 10.0"),
+        ({"beam_width": 4, "length_penalty": 11.0}, "length_penalty", "11.0.*-10 to 10"),
         ({"beam_width": 4, "stop_criteria": "soon"}, "stop_criteria", "soon.*early, heuristic, never"),
         ({"beam_width": 4, "best_of": 4}, "best_of", "4.*beam search.*beam_width"),
         ({"beam_width": 4, "top_k": 4}, "top_k", "4.*beam search"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.options import PANELS, config_fields
+from quire.limits import Limits
 from quire.structured_outputs import StructuredOutputsParams
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -43,21 +44,40 @@ def page() -> str:
 
 def section(cls: type) -> str:
     """Return the heading, the description and the table of one class."""
-    rows = [
-        f"| `{field.name}` | `{type_name(hint)}` | {default_of(field)} | {cell(field.metadata['help'])} |"
-        for owner, field, hint in config_fields(cls)
-        if owner is cls
-    ]
+    rows = [row(field, limits) for owner, field, limits in config_fields(cls) if owner is cls]
     description = inspect.cleandoc(cls.__doc__ or "")
     heading = f"## {cls.__name__}"
-    table = ["| field | type | default | meaning |", "|---|---|---|---|", *rows]
+    table = ["| field | type | default | limits | unit | meaning |", "|---|---|---|---|---|---|", *rows]
     return "\n".join([heading, "", description, "", *table, ""])
 
 
-def type_name(hint: Any) -> str:
+def row(field: dataclasses.Field[Any], limits: Limits) -> str:
+    """Return one field's row."""
+    cells = [
+        f"`{field.name}`",
+        f"`{type_name(limits)}`",
+        default_of(field),
+        limits_text(limits),
+        limits.unit,
+        field.metadata["help"],
+    ]
+    return f"| {' | '.join(map(cell, cells))} |"
+
+
+def type_name(limits: Limits) -> str:
     """Return a type as it is written in an annotation, without its module."""
-    name = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
-    return cell(re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", name))
+    kind = limits.kind
+    name = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", name) + " | None" * limits.is_optional
+
+
+def limits_text(limits: Limits) -> str:
+    """Return the range, the choices or the length that a field is limited to."""
+    choices = [f"`{choice}`" for choice in limits.choices if choice != ""]
+    if limits.takes_dotted_names:
+        choices.append("a dotted name")
+    length = f"at most {limits.bounds['max_length']:,}" if "max_length" in limits.bounds else ""
+    return ", ".join(choices) or limits.range or length
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:

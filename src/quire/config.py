@@ -1,35 +1,46 @@
-"""Every knob of Quire: a field with its default, unit and meaning.
+"""Every knob of Quire: a field with its default, limits, unit and meaning.
 
-Command-line flags and documentation are generated from these fields (see `quire.cli.options`), so a knob
-that is not here does not exist. An unknown name is an error that names the nearest known one.
+Validation, command-line flags and documentation all come from these fields (see `quire.limits` and
+`quire.cli.options`), so a knob that is not here does not exist. An unknown name is an error that suggests the
+nearest known one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, Self, TypeVar, dataclass_transform
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from quire.errors import ConfigError, nearest_name
+from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt, PositiveInt, violation
 
 T = TypeVar("T")
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-KV_CACHE_DTYPES = (*DTYPES, "int8")
-QUANTIZATIONS = ("none", "int8", "int4")
-GROUP_SIZES = (32, 64, 128)
-KERNEL_SETS = ("auto", "native", "reference")
-SPECULATIVE_METHODS = ("none", "ngram", "draft-model")
 BUILT_IN_MODEL = "mini"
-MAX_PORT = 65535
-MAX_THREADS = 1024
 
 
-def knob(*, default: Any, help: str) -> Any:
-    """Declare a field with its meaning; the text becomes the command-line help and the documentation."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def knob(
+    *,
+    default: Any = dataclasses.MISSING,
+    default_factory: Any = dataclasses.MISSING,
+    unit: str = "",
+    help: str,
+) -> Any:
+    """Declare a field; its annotation carries its limits (see `quire.limits`).
+
+    Args:
+        default: value if it is not given.
+        default_factory: makes the value if it is not given, instead of `default`.
+        unit: what its number counts, or what its list holds, such as "tokens".
+        help: what it means, what 0 or empty means; used by the command line and the documentation.
+    """
+    metadata = {"help": help, "unit": unit}
+    if default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=default_factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def refuse_unknown_names(cls: type, names: Mapping[str, Any]) -> None:
@@ -42,10 +53,12 @@ def refuse_unknown_names(cls: type, names: Mapping[str, Any]) -> None:
 
 def _with_checked_names(cls: type[T]) -> type[T]:
     generated_init: Callable[..., None] = cls.__init__
+    known = frozenset(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
 
     @functools.wraps(generated_init)
     def checked_init(self: Any, /, **values: Any) -> None:
-        refuse_unknown_names(cls, values)
+        if not known.issuperset(values):
+            refuse_unknown_names(cls, values)
         generated_init(self, **values)
 
     cls.__init__ = checked_init  # type: ignore[assignment]
@@ -54,151 +67,136 @@ def _with_checked_names(cls: type[T]) -> type[T]:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, knob))
 def config(cls: type[T]) -> type[T]:
-    """Make a class a frozen, keyword-only, slotted dataclass that refuses unknown names helpfully."""
+    """Make a class a frozen, keyword-only, slotted dataclass whose error about an unknown name helps."""
     return _with_checked_names(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, knob))
 def settable_config(cls: type[T]) -> type[T]:
-    """Like `config`, but its fields may be set after construction (OpenVINO GenAI's way)."""
+    """Like `config`, but fields can be set after construction, as in OpenVINO GenAI."""
     return _with_checked_names(dataclasses.dataclass(kw_only=True, slots=True)(cls))
 
 
-_TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {  # by annotation, which is text in this module
-    "str": ("text", (str,)),
-    "int": ("a whole number", (int,)),
-    "float": ("a number", (int, float)),
-    "bool": ("True or False", (bool,)),
-}
-
-
-def _require_types(owner: Any) -> None:
-    """Raise `ConfigError` for the first plain field of `owner` whose value is not of the field's type."""
-    for field in dataclasses.fields(owner):
-        words, types = _TYPES.get(field.type, ("", (object,)))
-        value = getattr(owner, field.name)
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise ConfigError(f"{type(owner).__name__}.{field.name} is {value!r}; it must be {words}")
-
-
-def require_at_least(owner: object, minimum: float, *names: str) -> None:
-    """Raise `ConfigError` for the first of `names` whose value on `owner` is below `minimum`."""
-    for name in names:
-        value = getattr(owner, name)
-        if not value >= minimum:  # also refuses NaN
-            raise ConfigError(f"{type(owner).__name__}.{name} is {value}; it must be at least {minimum}")
-        if value == math.inf:
-            raise ConfigError(f"{type(owner).__name__}.{name} is {value}; it must be finite")
-
-
-def require_one_of(owner: object, name: str, choices: tuple[str, ...]) -> None:
-    """Raise `ConfigError` if the field `name` of `owner` is not one of `choices`."""
-    value = getattr(owner, name)
-    if value not in choices:
-        raise ConfigError(f"{type(owner).__name__}.{name} is {value!r}; {nearest_name(str(value), choices)}")
-
-
-POLICIES: dict[str, tuple[str, ...]] = {  # by field; the classes are in quire.scheduling and quire.kv
-    "policy": ("fcfs", "priority", "fair", "longest-prefix"),
-    "admission": ("reserve", "past-future"),
-    "victim": ("last", "fewest-computed"),
-    "prefix_retention": ("lru", "lfu", "priority"),
-}
+def check_limits(owner: Any) -> None:
+    """Raise `ConfigError` for the first field of `owner` whose value is outside the field's limits."""
+    if (found := violation(owner)) is not None:
+        name, refusal = found
+        raise ConfigError(f"{type(owner).__name__}.{name} {refusal}")
 
 
 @settable_config
 class SchedulerConfig:
-    """Who runs in a step, and how much KV cache there is.
+    """Which requests run in a step, and how large the KV cache is.
 
-    Fields may be set as attributes after a no-argument construction, as in OpenVINO GenAI, or given as
-    keyword arguments. The engine validates and copies the configuration when it is built; later changes
-    to the original have no effect.
+    Fields can be set as attributes after construction without arguments, as in OpenVINO GenAI, or given as
+    keyword arguments. The engine validates and copies the configuration when it is built; later changes to
+    the original have no effect.
     """
 
-    max_num_batched_tokens: int = knob(
-        default=512, help="Most tokens computed in one step, over all sequences."
+    max_num_batched_tokens: PositiveInt = knob(
+        default=512, unit="tokens", help="Maximum number of tokens computed per step, over all sequences."
     )
-    max_num_seqs: int = knob(default=256, help="Most sequences that run in one step.")
-    block_size: int = knob(default=16, help="Tokens per KV block.")
-    num_kv_blocks: int = knob(
-        default=0, help="KV blocks in the cache; wins over cache_size. 0: derive from cache_size."
+    max_num_seqs: PositiveInt = knob(
+        default=256, unit="sequences", help="Maximum number of sequences per step."
     )
-    cache_size: float = knob(
+    block_size: PositiveInt = knob(default=16, unit="tokens", help="Number of tokens per KV block.")
+    num_kv_blocks: NonNegativeInt = knob(
+        default=0,
+        unit="blocks",
+        help="Number of KV blocks in the cache; overrides cache_size. 0: derived from cache_size.",
+    )
+    cache_size: NonNegativeFloat = knob(
         default=0.0,
-        help="KV cache size in GB (10^9 bytes). 0, with num_kv_blocks 0: sized from the free memory.",
+        unit="GB",
+        help="Size of the KV cache in GB (10^9 bytes). 0, with num_kv_blocks 0: sized from the free memory.",
     )
     enable_prefix_caching: bool = knob(
         default=True, help="Keep computed blocks for later requests with the same prefix."
     )
     dynamic_split_fuse: bool = knob(
         default=True,
-        help="Split prompts over steps and mix them with decoding. Off: a step computes either whole prompts "
-        "or next tokens, and a prompt that does not fit into one step is refused.",
+        help="Split long prompts over several steps and batch the chunks with decoding. Off: a step computes "
+        "either whole prompts or next tokens, and a prompt that does not fit into one step is refused.",
     )
-    policy: str | Any = knob(
+    policy: Annotated[str | Any, BuiltIn("fcfs", "priority", "fair", "longest-prefix")] = knob(
         default="fcfs",
-        help="Order of service: fcfs, priority (lower value first, ties by arrival), fair (share among "
-        "tenants), longest-prefix (most cached prompt first), or the dotted name of a QueueOrder.",
+        help="Order in which requests are served: fcfs (first come, first served), priority (lower value "
+        "first, ties by arrival), fair (equal shares for all tenants), longest-prefix (longest cached prefix "
+        "first), or the dotted name of a QueueOrder class.",
     )
-    priority_ageing: float = knob(
+    priority_ageing: NonNegativeFloat = knob(
         default=60.0,
-        help="Seconds of waiting that make up for one level of priority, so that nobody waits for ever. "
-        "0: never.",
+        unit="seconds",
+        help="Waiting time that raises a request by one priority level, so that no request starves. "
+        "0: no ageing.",
     )
-    admission: str | Any = knob(
+    admission: Annotated[str | Any, BuiltIn("reserve", "past-future")] = knob(
         default="reserve",
-        help="When a request may start: reserve (its prompt fits, see reserve_full_prompt and watermark), "
-        "past-future (the predicted peak of all running requests fits), or the dotted name of an "
-        "AdmissionPolicy.",
+        help="When a waiting request may start: reserve (its prompt fits, see watermark and "
+        "reserve_full_prompt), past-future (the predicted peak memory of all running requests fits), or the "
+        "dotted name of an AdmissionPolicy class.",
     )
-    victim: str | Any = knob(
+    victim: Annotated[str | Any, BuiltIn("last", "fewest-computed")] = knob(
         default="last",
-        help="Whom to preempt: last (in the order of service), fewest-computed (cheapest to compute again), "
-        "or the dotted name of a VictimPolicy.",
+        help="Which running request to preempt when KV blocks run out: last (in the order of service), "
+        "fewest-computed (cheapest to recompute), or the dotted name of a VictimPolicy class.",
     )
-    prefix_retention: str | Any = knob(
+    prefix_retention: Annotated[str | Any, BuiltIn("lru", "lfu", "priority")] = knob(
         default="lru",
-        help="Which cached block is rewritten first: lru (least recently used), lfu (least often found), "
-        "priority (of the least important request), or the dotted name of a RetentionPolicy.",
+        help="Which cached block to evict first: lru (least recently used), lfu (least frequently used), "
+        "priority (of the least important request), or the dotted name of a RetentionPolicy class.",
     )
-    long_prefill_token_threshold: int = knob(
+    long_prefill_token_threshold: NonNegativeInt = knob(
         default=0,
-        help="Most prompt tokens of one request in one step, so that long prompts share. 0: no such limit.",
+        unit="tokens",
+        help="Maximum number of prompt tokens of one request per step, so that long prompts do not block "
+        "others. 0: no limit.",
     )
-    max_num_queued_reqs: int = knob(
-        default=4096, help="Most requests that wait; more are refused with a retry hint."
+    max_num_queued_reqs: PositiveInt = knob(
+        default=4096,
+        unit="requests",
+        help="Maximum number of waiting requests; further ones are refused with a hint when to retry.",
     )
-    max_num_queued_tokens: int = knob(
-        default=4_194_304, help="Most prompt tokens that wait, over all waiting requests."
+    max_num_queued_tokens: PositiveInt = knob(
+        default=4_194_304,
+        unit="tokens",
+        help="Maximum number of prompt tokens over all waiting requests.",
     )
-    watermark: float = knob(
+    watermark: Annotated[float, Ge(0), Lt(1)] = knob(
         default=0.01,
-        help="Share of the KV blocks kept free when a new request is admitted, against preemption storms.",
+        unit="fraction",
+        help="Fraction of the KV blocks kept free when a request is admitted, to avoid frequent preemption.",
     )
     reserve_full_prompt: bool = knob(
         default=True,
         help="Admit a request only if its whole prompt fits in the free KV blocks, not just its first chunk.",
     )
-    request_timeout: float = knob(
+    request_timeout: NonNegativeFloat = knob(
         default=0.0,
-        help="Seconds from arrival after which a request ends with an error, unless it says otherwise. "
-        "0: none.",
+        unit="seconds",
+        help="Time from arrival after which a request times out, unless the request sets its own. "
+        "0: no timeout.",
     )
-    queue_timeout: float = knob(
+    queue_timeout: NonNegativeFloat = knob(
         default=0.0,
-        help="Seconds that a request may wait before it first runs, unless it says otherwise. 0: no limit.",
+        unit="seconds",
+        help="Maximum time that a request waits before it first runs, unless the request sets its own. "
+        "0: no limit.",
     )
     overlap_steps: bool = knob(
         default=False,
-        help="Plan the next step while one runs. Pays where the model runs on a device of its own.",
+        help="Schedule the next step while the current one runs. Worthwhile if the model runs on its own "
+        "device.",
     )
-    kv_load_failure: str = knob(
+    kv_load_failure: Literal["recompute", "fail"] = knob(
         default="recompute",
-        help="What a failed load of KV from elsewhere means for its request: recompute, or fail.",
+        help="What to do with a request whose KV could not be loaded from a connector: recompute the KV, or "
+        "fail the request.",
     )
-    kv_transfer_timeout: float = knob(
+    kv_transfer_timeout: Annotated[float, Ge(0.001)] = knob(
         default=30.0,
-        help="Seconds that KV blocks are held for a transfer without news of it; a heartbeat renews them.",
+        unit="seconds",
+        help="How long KV blocks are held for a transfer without progress; a heartbeat renews the hold.",
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -206,54 +204,45 @@ class SchedulerConfig:
         object.__setattr__(self, name, value)
 
     def validate(self) -> Self:
-        """Return self if every value is usable.
+        """Return self if every value is within its limits.
 
         Raises:
-            ConfigError: names the first field that is not, its value and its limit.
+            ConfigError: names the first field that is not, its value and its limits.
         """
-        _require_types(self)
-        require_at_least(self, 1, "max_num_batched_tokens", "max_num_seqs", "block_size")
-        require_at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens")
-        require_at_least(self, 0, "num_kv_blocks", "cache_size", "long_prefill_token_threshold", "watermark")
-        require_at_least(self, 0, "priority_ageing", "request_timeout", "queue_timeout")
-        require_at_least(self, 0.001, "kv_transfer_timeout")
-        require_one_of(self, "kv_load_failure", ("recompute", "fail"))
-        for name, choices in POLICIES.items():
-            choice = getattr(self, name)
-            if isinstance(choice, str) and "." not in choice:
-                require_one_of(self, name, choices)
-        if self.watermark >= 1:
-            raise ConfigError(f"SchedulerConfig.watermark is {self.watermark}; it must be below 1")
+        check_limits(self)
         return self
 
 
 @config
 class SpeculationConfig:
-    """Drafts: guesses of the next tokens that the model verifies several at a time. No token changes by it.
+    """Speculative decoding: drafts of the next tokens, several of which the model verifies at once.
 
-    The more requests run, the shorter are the drafts of each, because a step that is wide already gains
-    nothing from more places to compute: see `draft_length`.
+    The output is unchanged. The more requests run, the fewer tokens are drafted for each, because a large
+    batch gains nothing from more positions: see `draft_length`.
     """
 
-    speculative_method: str = knob(
+    speculative_method: Literal["none", "ngram", "draft-model"] = knob(
         default="none",
-        help="Where drafts come from: none, ngram (earlier occurrences of a request's last tokens), or "
-        "draft-model (a smaller model, see draft_model).",
+        help="Where drafts come from: none, ngram (earlier occurrences of the last tokens), or draft-model "
+        "(a smaller model, see draft_model).",
     )
-    num_speculative_tokens: int = knob(default=4, help="Most drafts of one request in one step.")
-    max_num_draft_tokens: int = knob(
-        default=32, help="Most drafts of all requests in one step; shared evenly among the running ones."
+    num_speculative_tokens: PositiveInt = knob(
+        default=4, unit="tokens", help="Maximum number of draft tokens per request and step."
     )
-    ngram_min: int = knob(default=2, help="Fewest last tokens that must occur earlier for ngram to draft.")
-    ngram_max: int = knob(default=4, help="Most last tokens that ngram looks for.")
+    max_num_draft_tokens: PositiveInt = knob(
+        default=32,
+        unit="tokens",
+        help="Maximum number of draft tokens per step, shared evenly among the running requests.",
+    )
+    ngram_min: PositiveInt = knob(default=2, unit="tokens", help="Shortest n-gram to match.")
+    ngram_max: PositiveInt = knob(default=4, unit="tokens", help="Longest n-gram to match.")
     draft_model: str = knob(
-        default="", help="The model that drafts, named as model is; it must have the same vocabulary."
+        default="",
+        help="Model that drafts, given as for model; it must have the same vocabulary. Empty: none.",
     )
 
     def __post_init__(self) -> None:
-        _require_types(self)
-        require_one_of(self, "speculative_method", SPECULATIVE_METHODS)
-        require_at_least(self, 1, "num_speculative_tokens", "max_num_draft_tokens", "ngram_min")
+        check_limits(self)
         if self.ngram_max < self.ngram_min:
             raise ConfigError(
                 f"SpeculationConfig.ngram_max is {self.ngram_max}; it must be at least ngram_min, "
@@ -276,7 +265,7 @@ class SpeculationConfig:
         return min(self.num_speculative_tokens, self.max_num_draft_tokens // max(1, num_running))
 
     def max_drafts(self, max_num_seqs: int) -> int:
-        """Return the most drafts that a step of up to `max_num_seqs` requests has."""
+        """Return the maximum number of draft tokens in a step of up to `max_num_seqs` requests."""
         if self.speculative_method == "none":
             return 0
         return min(self.num_speculative_tokens * max_num_seqs, self.max_num_draft_tokens)
@@ -284,79 +273,85 @@ class SpeculationConfig:
 
 @config
 class EngineConfig:
-    """One engine: the model, its numbers, and its scheduler."""
+    """One engine: its model, data types, memory and scheduler."""
 
     model: str = knob(
         default=BUILT_IN_MODEL,
         help="The model: the built-in 'mini', a local directory, a GGUF file, or a name on the Hugging Face "
         "hub.",
     )
-    dtype: str = knob(
-        default="auto",
-        help="Type of weights and activations: auto (as stored), bfloat16, float16 or float32.",
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
+        default="auto", help="Data type of weights and activations. auto: as stored."
     )
-    kv_cache_dtype: str = knob(
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8"] = knob(
         default="auto",
-        help="Type of the KV cache: auto (as dtype), bfloat16, float16, float32, or int8 (with a scale for "
-        "each head of a token; about half the size of bfloat16).",
+        help="Data type of the KV cache. auto: same as dtype; int8: with one scale per token and head, about "
+        "half the size of bfloat16.",
     )
-    quantization: str = knob(
+    quantization: Literal["none", "int8", "int4"] = knob(
         default="none",
-        help="Weights in fewer bits, made while loading: int8 (a scale for each output; activations are "
-        "quantized too, a scale for each token), int4 (a scale for each group of inputs; activations are "
-        "not), or none. A checkpoint that is quantized already stays as it is.",
+        help="Quantize the weights while loading. int8: one scale per output channel, activations quantized "
+        "per token; int4: one scale per group of inputs, activations not quantized. A checkpoint that is "
+        "already quantized stays as it is.",
     )
-    quantization_group_size: int = knob(
+    quantization_group_size: Literal[32, 64, 128] = knob(
         default=128,
-        help="Inputs that share a scale in int4: 32, 64 or 128. Smaller is more exact and larger.",
+        unit="weights",
+        help="Number of weights that share a scale with int4. Smaller groups are more accurate and need more "
+        "memory.",
     )
     weight_cache: str = knob(
         default="auto",
-        help="Directory that keeps weights as they are in memory, so that a later start does not quantize or "
-        "unpack them again. auto: quire/weights in the user's cache directory, for quantized models of at "
-        "least 10^9 parameters, where it pays. Empty: none.",
+        help="Directory that caches weights in their in-memory layout, so that later starts do not quantize "
+        "or unpack them again. auto: quire/weights in the user's cache directory, for quantized models of at "
+        "least 10^9 parameters, where it pays off. Empty: no cache.",
     )
-    weight_cache_size: float = knob(
+    weight_cache_size: NonNegativeFloat = knob(
         default=50.0,
-        help="Most GB (10^9 bytes) in weight_cache; what was not used for longest is removed first.",
+        unit="GB",
+        help="Maximum size of weight_cache in GB (10^9 bytes); the least recently used weights are removed "
+        "first.",
     )
-    max_model_len: int = knob(
+    max_model_len: NonNegativeInt = knob(
         default=0,
-        help="Longest sequence, prompt and output together, in tokens. 0: what the model was made for.",
+        unit="tokens",
+        help="Maximum length of a sequence, prompt and output together. 0: the model's own.",
     )
-    memory_fraction: float = knob(
+    memory_fraction: Annotated[float, Gt(0), Lt(1)] = knob(
         default=0.5,
-        help="Share of the memory free after loading the weights that the KV cache may take by itself.",
+        unit="fraction",
+        help="Fraction of the memory free after loading the weights that the KV cache may use, if its size "
+        "is not given.",
     )
-    num_threads: int = knob(
-        default=0, help="CPU threads for the model's arithmetic. 0: one for each physical core."
+    num_threads: Annotated[int, Ge(0), Le(1024)] = knob(
+        default=0, unit="threads", help="Number of CPU threads for the model. 0: one per physical core."
     )
-    kernels: str = knob(
+    kernels: Literal["auto", "native", "reference"] = knob(
         default="auto",
-        help="What computes: native (C++ for this CPU), reference (plain torch, slow), or auto (native if "
-        "Quire was installed with it).",
+        help="Kernel implementation: native (C++ for this CPU), reference (plain torch, slow), or auto "
+        "(native if installed).",
     )
-    scheduler_cls: str | Any = knob(
+    scheduler_cls: Annotated[str | Any, BuiltIn()] = knob(
         default="quire.scheduling.Scheduler",
-        help="The SchedulerInterface class to use, by its dotted name; in Python also the class itself.",
+        help="Dotted name of the SchedulerInterface class to use; in Python also the class itself.",
     )
-    kv_connector: str = knob(
+    kv_connector: Annotated[str, BuiltIn("", "memory")] = knob(
         default="",
-        help="Where KV is kept besides the cache: memory (prompts' KV in host memory, for when the cache has "
-        "dropped it), or the dotted name of a KVConnector. Empty: nowhere.",
+        help="Where KV is kept besides the cache: memory (host memory, for prompts evicted from the cache), "
+        "or the dotted name of a KVConnector class. Empty: nowhere.",
     )
     record_path: str = knob(
         default="",
-        help="File to record the scheduler's work in, for `quire replay`; overwritten. Empty: none.",
+        help="File to record the scheduler's work in, for `quire replay`; overwritten. Empty: no recording.",
     )
     kv_events_endpoint: str = knob(
         default="",
-        help="ZeroMQ address at which to publish what the prefix cache holds, as tcp://127.0.0.1:5557. "
-        "Empty: none.",
+        help="ZeroMQ address at which to publish changes of the prefix cache, such as tcp://127.0.0.1:5557. "
+        "Empty: not published.",
     )
     kv_events_replay_endpoint: str = knob(
         default="",
-        help="ZeroMQ address that gives subscribers the KV events they have missed. Empty: none.",
+        help="ZeroMQ address from which subscribers can fetch KV events that they missed. Empty: none.",
     )
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
@@ -365,34 +360,7 @@ class EngineConfig:
         if isinstance(self.scheduler_cls, type):  # a name can be sent to the engine process
             name = f"{self.scheduler_cls.__module__}.{self.scheduler_cls.__qualname__}"
             object.__setattr__(self, "scheduler_cls", name)
-        _require_types(self)
-        require_one_of(self, "dtype", DTYPES)
-        require_one_of(self, "kv_cache_dtype", KV_CACHE_DTYPES)
-        require_one_of(self, "quantization", QUANTIZATIONS)
-        require_one_of(self, "kernels", KERNEL_SETS)
-        if self.quantization_group_size not in GROUP_SIZES:
-            raise ConfigError(
-                f"EngineConfig.quantization_group_size is {self.quantization_group_size}; it must be one of "
-                f"{', '.join(map(str, GROUP_SIZES))}"
-            )
-        require_at_least(self, 0, "max_model_len", "num_threads", "weight_cache_size")
-        if self.num_threads > MAX_THREADS:
-            raise ConfigError(
-                f"EngineConfig.num_threads is {self.num_threads}; it must be at most {MAX_THREADS}, and more "
-                "than the machine has cores gain nothing: 0 takes one for each"
-            )
-        if not 0 < self.memory_fraction < 1:
-            raise ConfigError(
-                f"EngineConfig.memory_fraction is {self.memory_fraction}; it must be above 0 and below 1"
-            )
-        if not isinstance(self.scheduler, SchedulerConfig):
-            raise ConfigError(
-                f"EngineConfig.scheduler must be a SchedulerConfig, not {type(self.scheduler).__name__}"
-            )
-        if not isinstance(self.speculation, SpeculationConfig):
-            raise ConfigError(
-                f"EngineConfig.speculation must be a SpeculationConfig, not {type(self.speculation).__name__}"
-            )
+        check_limits(self)
         if self.kv_events_replay_endpoint and not self.kv_events_endpoint:
             raise ConfigError(
                 f"EngineConfig.kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r}, but nothing "
@@ -403,25 +371,26 @@ class EngineConfig:
 
 @config
 class ServerConfig:
-    """The HTTP front."""
+    """The HTTP server."""
 
     host: str = knob(default="127.0.0.1", help="Address to listen on.")
-    port: int = knob(default=8000, help="TCP port to listen on. 0: any free one.")
+    port: Annotated[int, Ge(0), Le(65535)] = knob(
+        default=8000, help="TCP port to listen on. 0: any free port."
+    )
     served_model_name: str = knob(
-        default="", help="Name that clients use for the model. Empty: the model's own name."
+        default="", help="Name of the model in requests and responses. Empty: the model's own name."
     )
     api_key: str = knob(default="", help="Bearer token that clients must send. Empty: none.")
-    max_body_bytes: int = knob(
-        default=4_194_304, help="Largest request body in bytes; a larger one is answered 413."
+    max_body_bytes: PositiveInt = knob(
+        default=4_194_304,
+        unit="bytes",
+        help="Maximum size of a request body; a larger one is refused with status 413.",
     )
-    drain_timeout: float = knob(
+    drain_timeout: NonNegativeFloat = knob(
         default=30.0,
-        help="Seconds that running requests get to finish after SIGTERM or Ctrl-C, before they are aborted.",
+        unit="seconds",
+        help="Time that running requests have to finish after SIGTERM or Ctrl-C before they are aborted.",
     )
 
     def __post_init__(self) -> None:
-        _require_types(self)
-        require_at_least(self, 0, "port", "drain_timeout")
-        if self.port > MAX_PORT:
-            raise ConfigError(f"ServerConfig.port is {self.port}; it must be at most {MAX_PORT}")
-        require_at_least(self, 1, "max_body_bytes")
+        check_limits(self)

@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from annotated_types import Ge, Le, MaxLen
+
 from quire.config import config, knob
 from quire.errors import InvalidRequestError
+from quire.limits import violation
 
-MAX_PRIORITY = 2**31
-MAX_SECONDS = 1e9
+ShortText = Annotated[str, MaxLen(256)]
+Seconds = Annotated[float, Ge(0), Le(10**9)]
 
 
 @config
 class RequestOptions:
-    """What a caller may say of one request to the scheduler."""
+    """What a caller may say to the scheduler about one request."""
 
-    priority: int = knob(default=0, help="Lower is served first under the priority policy.")
-    cache_salt: str = knob(default="", help="Shares prefix-cache blocks only with requests of the same salt.")
-    tenant: str = knob(default="", help="Whose share of the machine it uses, under the fair policy.")
-    timeout: float | None = knob(
+    priority: Annotated[int, Ge(-(2**31)), Le(2**31 - 1)] = knob(
+        default=0, help="Lower values are served first with the priority policy."
+    )
+    cache_salt: ShortText = knob(
+        default="", help="Prefix-cache blocks are shared only between requests with the same salt."
+    )
+    tenant: ShortText = knob(default="", help="Whose share the request counts towards with the fair policy.")
+    timeout: Seconds | None = knob(
         default=None,
-        help="Seconds from its arrival at the engine after which it ends with an error. None: "
-        "request_timeout; 0: never.",
+        unit="seconds",
+        help="Time from the request's arrival at the engine after which it times out. None: "
+        "request_timeout; 0: no timeout.",
     )
-    queue_timeout: float | None = knob(
-        default=None, help="Seconds for which it may wait before it first runs. None: queue_timeout; 0: any."
+    queue_timeout: Seconds | None = knob(
+        default=None,
+        unit="seconds",
+        help="Maximum time that the request waits before it first runs. None: queue_timeout; 0: no limit.",
     )
-    pin_prefix: float = knob(
+    pin_prefix: Seconds = knob(
         default=0.0,
-        help="Seconds for which the full blocks of its prompt are kept in the prefix cache, as long as "
-        "running requests can do without them.",
+        unit="seconds",
+        help="How long the full blocks of the prompt are kept in the prefix cache, unless running requests "
+        "need the memory.",
     )
 
     def __post_init__(self) -> None:
-        if type(self.priority) is not int or not -MAX_PRIORITY <= self.priority < MAX_PRIORITY:
-            raise InvalidRequestError(
-                f"priority is {self.priority!r}; it must be an integer from -2^31 to 2^31 - 1",
-                param="priority",
-            )
+        if (found := violation(self)) is not None:
+            name, refusal = found
+            raise InvalidRequestError(f"{name} {refusal}", param=name)
         for name in ("cache_salt", "tenant"):
             require_text(getattr(self, name), name)
-        for name in ("timeout", "queue_timeout", "pin_prefix"):
-            value = getattr(self, name)
-            if value is None and name != "pin_prefix":
-                continue
-            if not isinstance(value, (int, float)) or not 0 <= value <= MAX_SECONDS:  # also refuses NaN
-                raise InvalidRequestError(
-                    f"{name} is {value!r}; it must be from 0 to {MAX_SECONDS:.0f} seconds", param=name
-                )
 
 
 def require_text(text: object, param: str, *, allow_empty: bool = True) -> None:

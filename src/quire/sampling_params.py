@@ -2,107 +2,155 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
 from quire.config import config, knob
 from quire.errors import InvalidRequestError
+from quire.limits import NonNegativeInt, PositiveInt, violation
 from quire.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each beam needs as many likeliest tokens, and one per ending token
-STOP_CRITERIA = ("early", "heuristic", "never")
-MAX_INT64 = 2**63 - 1  # larger integers do not fit into the messages to the engine process
+_MAX_INT64 = 2**63 - 1  # larger integers do not fit into the messages to the engine process
+
+Probability = Annotated[float, Ge(0), Le(1)]
+Penalty = Annotated[float, Ge(-2), Le(2)]
+NumSequences = Annotated[int, Ge(1), Le(128)]
+NumLogprobs = Annotated[int, Ge(0), Le(MAX_LOGPROBS)]
 
 
 @config
 class SamplingParams:
     """How the next token is chosen, and when to stop.
 
-    Penalties follow the field's practice: repetition divides or multiplies logits of tokens seen in prompt or
-    output (Keskar et al. 2019); presence and frequency subtract per OpenAI's formula, over the output only.
+    Penalties follow the usual definitions: the repetition penalty divides or multiplies the logits of tokens
+    that occur in prompt or output (Keskar et al. 2019); presence and frequency penalties are subtracted as in
+    OpenAI's formula, over the output only.
     """
 
-    n: int = knob(default=1, help="Completions per prompt.")
-    best_of: int | None = knob(
+    n: NumSequences = knob(default=1, unit="completions", help="Number of completions per prompt.")
+    best_of: NumSequences | None = knob(
         default=None,
-        help="Generate this many and return the n of the highest cumulative log-probability. None: n.",
+        unit="completions",
+        help="Number of completions to generate, of which the n with the highest cumulative log-probability "
+        "are returned. None: n.",
     )
-    max_tokens: int | None = knob(
-        default=None, help="Most output tokens. None: as many as the model's length leaves."
+    max_tokens: PositiveInt | None = knob(
+        default=None,
+        unit="tokens",
+        help="Maximum number of output tokens. None: as many as fit within the model's maximum length.",
     )
-    min_tokens: int = knob(
-        default=0, help="Fewest output tokens before end-of-sequence or a stop token may end it."
+    min_tokens: NonNegativeInt = knob(
+        default=0,
+        unit="tokens",
+        help="Minimum number of output tokens before end-of-sequence or a stop token may end the output.",
     )
-    temperature: float = knob(default=1.0, help="Divides the logits; 0 is greedy.")
-    top_k: int = knob(default=0, help="Sample among the k likeliest tokens. 0: all.")
-    top_p: float = knob(default=1.0, help="Sample among the fewest tokens whose probabilities sum to this.")
-    min_p: float = knob(default=0.0, help="Drop tokens less likely than this times the likeliest one.")
-    repetition_penalty: float = knob(default=1.0, help="Above 1 makes tokens seen so far less likely.")
-    presence_penalty: float = knob(
-        default=0.0, help="Subtracted from the logit of each token in the output, -2 to 2."
+    temperature: Annotated[float, Ge(0), Le(100)] = knob(
+        default=1.0, help="Divides the logits before sampling. 0: greedy, always the most likely token."
     )
-    frequency_penalty: float = knob(default=0.0, help="Subtracted per occurrence in the output, -2 to 2.")
-    logit_bias: Mapping[int, float] = dataclasses.field(
-        default_factory=dict, metadata={"help": "Added to the logits of these token ids, -100 to 100."}
+    top_k: Annotated[int, Ge(0), Le(_MAX_INT64)] = knob(
+        default=0, unit="tokens", help="Sample among the k most likely tokens. 0: all."
     )
-    bad_words: tuple[str, ...] = knob(
-        default=(), help="Strings that must not appear in the output, at most 256."
+    top_p: Annotated[float, Gt(0), Le(1)] = knob(
+        default=1.0,
+        unit="probability",
+        help="Sample among the smallest set of tokens whose probabilities sum to at least this.",
     )
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = knob(
-        default=(), help="Token sequences that must not appear, at most 1,024."
+    min_p: Probability = knob(
+        default=0.0,
+        unit="probability",
+        help="Drop tokens whose probability is below this fraction of the most likely token's.",
     )
-    stop: tuple[str, ...] = knob(default=(), help="Strings that end the output; left out of the text.")
-    stop_token_ids: tuple[int, ...] = knob(
-        default=(), help="Token ids that end the output, besides end-of-sequence; at most 128."
+    repetition_penalty: Annotated[float, Gt(0), Le(100)] = knob(
+        default=1.0, help="Above 1 makes tokens that occur in prompt or output less likely."
+    )
+    presence_penalty: Penalty = knob(
+        default=0.0, unit="logits", help="Subtracted from the logit of each token that occurs in the output."
+    )
+    frequency_penalty: Penalty = knob(
+        default=0.0,
+        unit="logits",
+        help="Subtracted from a token's logit for each of its occurrences in the output.",
+    )
+    logit_bias: Mapping[int, Annotated[float, Ge(-100), Le(100)]] = knob(
+        default_factory=dict, unit="token ids", help="Added to the logits of these token ids."
+    )
+    bad_words: Annotated[tuple[Annotated[str, MinLen(1)], ...], MaxLen(256)] = knob(
+        default=(), unit="non-empty strings", help="Strings that must not occur in the output."
+    )
+    # Every sampled token is compared with each of them.
+    bad_words_token_ids: Annotated[tuple[tuple[int, ...], ...], MaxLen(1024)] = knob(
+        default=(), unit="lists of token ids", help="Token sequences that must not occur in the output."
+    )
+    stop: tuple[Annotated[str, MinLen(1)], ...] = knob(
+        default=(), unit="non-empty strings", help="Strings that end the output; left out of the text."
+    )
+    # The largest number of all requests is a width of the scheduler's arrays.
+    stop_token_ids: Annotated[tuple[int, ...], MaxLen(128)] = knob(
+        default=(), unit="token ids", help="Token ids that end the output, besides end-of-sequence."
     )
     include_stop_str_in_output: bool = knob(
         default=False, help="Keep the stop string at the end of the text."
     )
-    ignore_eos: bool = knob(default=False, help="Go on after end-of-sequence.")
-    seed: int | None = knob(
-        default=None, help="Same seed, same tokens. None: drawn at random when the request arrives."
+    ignore_eos: bool = knob(default=False, help="Continue after end-of-sequence.")
+    seed: Annotated[int, Ge(-(2**63)), Le(_MAX_INT64)] | None = knob(
+        default=None,
+        help="Seed for sampling; the same seed gives the same tokens. None: random for each request.",
     )
-    logprobs: int | None = knob(
-        default=None, help="Log-probabilities of the chosen and this many likeliest tokens."
+    logprobs: NumLogprobs | None = knob(
+        default=None,
+        unit="tokens",
+        help="Number of most likely tokens whose log-probabilities are returned for each output token, "
+        "besides the chosen token's own. None: no log-probabilities.",
     )
-    prompt_logprobs: int | None = knob(default=None, help="The same for the prompt's tokens.")
+    prompt_logprobs: NumLogprobs | None = knob(
+        default=None, unit="tokens", help="The same for each prompt token."
+    )
     skip_special_tokens: bool = knob(default=True, help="Leave special tokens out of the text.")
-    beam_width: int = knob(
-        default=0, help="Beam search with this many beams, of which the n best are returned. 0: none."
+    beam_width: Annotated[int, Ge(0), Le(MAX_BEAM_WIDTH)] = knob(
+        default=0,
+        unit="beams",
+        help="Number of beams in beam search, of which the n best are returned. 0: no beam search.",
     )
-    num_beam_groups: int = knob(default=1, help="Groups of equal size that the beams are divided into.")
-    diversity_penalty: float = knob(
-        default=0.0, help="Cost of a token for each beam of an earlier group that takes it in the same step."
+    num_beam_groups: Annotated[int, Ge(1), Le(MAX_BEAM_WIDTH)] = knob(
+        default=1, unit="groups", help="Number of groups of equal size that the beams are divided into."
     )
-    length_penalty: float = knob(
-        default=1.0, help="Beams are ranked by log-probability / length ^ this: above 0 favors longer ones."
+    diversity_penalty: Annotated[float, Ge(0), Le(100)] = knob(
+        default=0.0,
+        unit="logits",
+        help="Subtracted from a token's logit for each beam of an earlier group that takes it in the same "
+        "step.",
     )
-    stop_criteria: str = knob(
+    length_penalty: Annotated[float, Ge(-10), Le(10)] = knob(
+        default=1.0,
+        help="Beams are ranked by log-probability / length ^ this: above 0 favors longer ones.",
+    )
+    stop_criteria: Literal["early", "heuristic", "never"] = knob(
         default="heuristic",
-        help="Beam search ends when enough have finished: at once (early), when better ones are unlikely "
-        "(heuristic) or impossible (never).",
+        help="When beam search ends: as soon as enough beams have finished (early), when better ones are "
+        "unlikely (heuristic), or when they are impossible (never).",
     )
     structured_outputs: StructuredOutputsParams | None = knob(
         default=None, help="A grammar that the output must follow: json, regex, choice or grammar."
     )
 
     def __post_init__(self) -> None:
-        for name, (kind, most) in _LISTS.items():
-            object.__setattr__(self, name, self._distinct_entries(name, kind, most))
-        self._check_ranges()
-        self._check_logit_bias()
+        for name in _LISTS:
+            given = getattr(self, name)
+            if given or type(given) is not tuple:
+                object.__setattr__(self, name, _distinct_entries(given))
+        if (found := violation(self)) is not None:
+            name, refusal = found
+            raise InvalidRequestError(f"{name} {refusal}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", param="min_tokens"
             )
         self._check_best_of()
         self._check_beam_search()
-        for name in ("bad_words", "stop"):
-            if any(not word for word in getattr(self, name)):
-                raise InvalidRequestError(f"{name} holds an empty string", param=name)
         if self.structured_outputs is not None:
             self._check_structured_outputs()
 
@@ -121,27 +169,8 @@ class SamplingParams:
         """Whether completions are ranked against each other, so that none is known before all have ended."""
         return self.beam_width > 0 or self.num_sequences > self.n
 
-    def _distinct_entries(self, name: str, kind: str, most: float) -> tuple[Any, ...]:
-        """Return a list's entries as a tuple, each once."""
-        value = getattr(self, name)
-        try:
-            entries = [value] if isinstance(value, str) else list(value)
-            if name == "bad_words_token_ids":
-                entries = [tuple(sequence) for sequence in entries]
-            distinct = tuple(dict.fromkeys(entries))
-        except TypeError as error:
-            raise InvalidRequestError(f"{name} is {value!r}; it must hold {kind}", param=name) from error
-        if len(distinct) > most:
-            raise InvalidRequestError(f"{name} holds {len(distinct)} {kind}; at most {most} fit", param=name)
-        return distinct
-
     def _check_structured_outputs(self) -> None:
         """Refuse what would leave no token to choose: a grammar that is complete allows only the end."""
-        if not isinstance(self.structured_outputs, StructuredOutputsParams):
-            raise InvalidRequestError(
-                f"structured_outputs is {self.structured_outputs!r:.80}; it must be StructuredOutputsParams",
-                param="structured_outputs",
-            )
         if self.ignore_eos:
             raise InvalidRequestError(
                 "ignore_eos is True, but with structured_outputs the output ends where its grammar ends; "
@@ -155,18 +184,6 @@ class SamplingParams:
                 "minLength or minItems",
                 param="min_tokens",
             )
-
-    def _check_ranges(self) -> None:
-        for name, low, high in _SAMPLING_RANGES:
-            value = getattr(self, name)
-            if value is None and name in _MAY_BE_NONE:
-                continue
-            if not isinstance(value, (int, float)) or not low <= value <= high:  # also refuses NaN
-                limit = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise InvalidRequestError(f"{name} is {value!r}; it must be {limit}", param=name)
-        if self.top_p <= 0 or self.repetition_penalty <= 0:
-            name = "top_p" if self.top_p <= 0 else "repetition_penalty"
-            raise InvalidRequestError(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
 
     def _check_best_of(self) -> None:
         if self.best_of is None:
@@ -205,32 +222,27 @@ class SamplingParams:
                 groups == 1 and self.diversity_penalty > 0,
                 "0 unless there are several groups; raise num_beam_groups",
             ),
-            ("stop_criteria", self.stop_criteria not in STOP_CRITERIA, f"one of {', '.join(STOP_CRITERIA)}"),
         ):
             if is_wrong:
                 raise InvalidRequestError(
                     f"{name} is {getattr(self, name)!r}; it must be {limit}", param=name
                 )
 
-    def _check_logit_bias(self) -> None:
-        if not isinstance(self.logit_bias, Mapping):
-            raise InvalidRequestError(
-                f"logit_bias is {self.logit_bias!r}; it must be a mapping of token ids to numbers",
-                param="logit_bias",
-            )
-        for bias in self.logit_bias.values():
-            if not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-                raise InvalidRequestError(
-                    f"a logit_bias is {bias!r}; each must be from -100 to 100", param="logit_bias"
-                )
+
+def _distinct_entries(given: Any) -> Any:
+    """Return the entries of a list, or a single string, each once; `given` itself if it is neither."""
+    try:
+        entries = [given] if isinstance(given, str) else list(given)
+        return tuple(dict.fromkeys(map(_immutable, entries)))
+    except TypeError:
+        return given
 
 
-_LISTS: dict[str, tuple[str, float]] = {  # what they hold, and how much of it
-    "bad_words": ("strings", 256),
-    "bad_words_token_ids": ("lists of token ids", 1024),  # gone through for every sampled token
-    "stop": ("strings", math.inf),
-    "stop_token_ids": ("token ids", 128),  # the most of all requests is a width of the scheduler's arrays
-}
+def _immutable(entry: Any) -> Any:
+    return tuple(entry) if isinstance(entry, Iterable) and not isinstance(entry, str) else entry
+
+
+_LISTS = ("bad_words", "bad_words_token_ids", "stop", "stop_token_ids")
 
 _ONLY_WITH_BEAM_SEARCH: dict[str, Any] = {  # with the values that have no effect
     "num_beam_groups": 1,
@@ -252,26 +264,3 @@ _NOT_WITH_BEAM_SEARCH: dict[str, Any] = {  # it ranks tokens by the model's own 
     "bad_words_token_ids": (),
     "structured_outputs": None,
 }
-
-_MAY_BE_NONE = ("best_of", "max_tokens", "seed", "logprobs", "prompt_logprobs")
-
-_SAMPLING_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("n", 1, 128),
-    ("best_of", 1, 128),
-    ("beam_width", 0, MAX_BEAM_WIDTH),
-    ("num_beam_groups", 1, MAX_BEAM_WIDTH),
-    ("diversity_penalty", 0.0, 100.0),
-    ("length_penalty", -10.0, 10.0),
-    ("max_tokens", 1, math.inf),
-    ("min_tokens", 0, math.inf),
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, MAX_INT64),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 100.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("seed", -(2**63), MAX_INT64),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-)

@@ -1,4 +1,4 @@
-"""What structured output is asked for: a JSON schema, a regular expression, choices or a grammar."""
+"""Specification of structured output: a JSON schema, a regular expression, choices or a grammar."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MAX_CHOICES = 1024
 class StructuredOutputsParams:
     """A grammar that the output must follow: exactly one of the fields.
 
-    A schema given as a dict is kept as text. What is not of its form, or too large, is refused with an
-    `InvalidRequestError`; whether it can be compiled is found out by the engine.
+    A schema given as a dict is kept as text. A malformed or too large specification is refused with an
+    `InvalidRequestError`; the engine finds out whether it can be compiled.
     """
 
     json: str | dict[str, Any] | None = knob(
         default=None,
-        help="JSON schema, as text or as a dict, that the output must be valid against; at most 64 KiB.",
+        help="JSON schema, as text or as a dict, that the output must conform to; at most 64 KiB.",
     )
     regex: str | None = knob(
         default=None, help="Regular expression that the whole output must match; at most 16 KiB."
     )
     choice: tuple[str, ...] | None = knob(
         default=None,
-        help="Strings of which the output must be one; at most 1,024, and 64 KiB together.",
+        help="Strings of which the output must be one; at most 1,024, of 64 KiB in total.",
     )
     grammar: str | None = knob(
         default=None, help="Context-free grammar, in Lark or GBNF notation; at most 16 KiB."

@@ -57,8 +57,8 @@ def test_resolves_what_is_open(inputs):
         ("a", {"logit_bias": {400: 1.0}}, "logit_bias", "400"),
         ("a", {"bad_words_token_ids": ((7, 999),)}, "bad_words_token_ids", "999"),
         ("a", {"stop": ("\udc00",)}, "stop", "DC00"),
-        ("a", {"max_tokens": 2.5}, None, "max_tokens"),
-        ("a", {"logit_bias": {"7": 1.0}}, None, "logit_bias"),
+        ("a", {"max_tokens": 2.5}, "max_tokens", "2.5.*whole number"),
+        ("a", {"logit_bias": {"7": 1.0}}, "logit_bias", "token ids to numbers"),
     ],
 )
 def test_refuses(inputs, prompt, params, field, words):

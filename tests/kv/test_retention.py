@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.config import POLICIES
+from quire.config import SchedulerConfig
 from quire.errors import ConfigError
 from quire.kv.retention import (
     RETENTIONS,
@@ -16,6 +16,7 @@ from quire.kv.retention import (
     RetentionPolicy,
     idle_blocks,
 )
+from quire.limits import limits_of
 
 
 def ids(*numbers: int) -> np.ndarray:
@@ -90,7 +91,7 @@ def test_idle_blocks_agree_with_a_search(retention):
 
 
 def test_the_names_are_those_of_the_configuration():
-    assert tuple(RETENTIONS.known) == POLICIES["prefix_retention"]
+    assert tuple(RETENTIONS.known) == limits_of(SchedulerConfig)["prefix_retention"].choices
 
 
 def test_least_recently_used_needs_no_heap():

@@ -17,7 +17,8 @@ from mixed_actions import drain, run_random
 from mixed_driver import MixedDriver
 from mixed_world import RandomChooser
 
-from quire.config import POLICIES, SchedulerConfig
+from quire.config import SchedulerConfig
+from quire.limits import limits_of
 
 STEPS_PER_HISTORY = 1000
 NUM_LONG_HISTORIES = 4  # one for each order of service
@@ -93,13 +94,14 @@ def long_history(seed: int) -> tuple[Counter[str], float]:
 
 
 def _long_config(seed: int) -> SchedulerConfig:
+    limits = limits_of(SchedulerConfig)
     return SchedulerConfig(
-        policy=POLICIES["policy"][seed % 4],
+        policy=limits["policy"].choices[seed % 4],
         block_size=4,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        admission=POLICIES["admission"][seed % 2],
-        prefix_retention=POLICIES["prefix_retention"][seed % 3],
+        admission=limits["admission"].choices[seed % 2],
+        prefix_retention=limits["prefix_retention"].choices[seed % 3],
         overlap_steps=bool(seed % 2),
         kv_transfer_timeout=20.0,
         max_num_queued_reqs=12,

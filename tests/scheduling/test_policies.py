@@ -9,16 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_requests import Arrivals, run_to
 
-from quire.config import POLICIES, EngineConfig, SchedulerConfig
+from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.messages import EngineStart, decode_start, encode_start
 from quire.errors import ConfigError
 from quire.kv.retention import RetentionPolicy, idle_blocks
+from quire.limits import limits_of
 from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS, AdmissionPolicy, QueueOrder, VictimPolicy
 from quire.scheduling.policies.victim import Last, RunningView
 from quire.scheduling.waiting_queue import WaitingQueue
 from quire.status import RequestStatus
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
+POLICIES = {
+    name: limits.choices for name, limits in limits_of(SchedulerConfig).items() if limits.takes_dotted_names
+}
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 

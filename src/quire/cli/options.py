@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from quire.cli.bench.config import ArrivalConfig, LatencyConfig, TargetConfig, W
 from quire.cli.console import flag_name, in_flags, one_line_errors, usage_errors
 from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
 from quire.errors import QuireError
+from quire.limits import Limits, limits_of
 from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
@@ -76,7 +76,7 @@ FLAG_TYPES: dict[Any, FlagType] = {
     int: FlagType(int, metavar="INT"),
     float: FlagType(float, metavar="NUMBER"),
     str: FlagType(str, metavar="TEXT"),
-    str | Any: FlagType(str, metavar="TEXT"),  # in Python also an object, see quire.config.POLICIES
+    str | Any: FlagType(str, metavar="TEXT"),  # in Python also an object
     tuple[str, ...]: FlagType(list[str], tuple, "TEXT"),
     tuple[int, ...]: FlagType(list[int], tuple, "INT"),
     tuple[tuple[int, ...], ...]: FlagType(list[str], _id_sequences, "ID,ID,..."),
@@ -85,15 +85,20 @@ FLAG_TYPES: dict[Any, FlagType] = {
 }
 
 
-def config_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field[Any], Any]]:
-    """Yield (owner, field, type) of every field of `cls`, those of nested configurations in their place."""
-    hints = typing.get_type_hints(cls)
+def config_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field[Any], Limits]]:
+    """Yield (owner, field, limits) of every field of `cls`, those of nested configurations in their place."""
+    limits_by_name = limits_of(cls)
     for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from config_fields(typing.cast(type, hint))
+        limits = limits_by_name[field.name]
+        if is_nested(limits):
+            yield from config_fields(limits.kind)
         else:
-            yield cls, field, hint
+            yield cls, field, limits
+
+
+def is_nested(limits: Limits) -> bool:
+    """Whether a field holds a configuration whose fields are flags of their own."""
+    return dataclasses.is_dataclass(limits.kind) and not limits.is_optional
 
 
 def config_options(
@@ -110,9 +115,9 @@ def config_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         derived = [
-            _parameter(owner, field, hint, positional, changed)
+            _parameter(owner, field, limits, positional, changed)
             for cls in configs.values()
-            for owner, field, hint in config_fields(cls)
+            for owner, field, limits in config_fields(cls)
         ]
         signature = inspect.signature(command, eval_str=True)
         own = [
@@ -141,12 +146,12 @@ def config_options(
 def _parameter(
     owner: type,
     field: dataclasses.Field[Any],
-    hint: Any,
+    limits: Limits,
     positional: tuple[str, ...],
     changed: Mapping[str, Any],
 ) -> inspect.Parameter:
     default = changed.get(field.name, _default_of(field))
-    flag = FLAG_TYPES[_without_none(hint)]
+    flag = FLAG_TYPES[limits.kind]
     described: dict[str, Any] = {
         "help": in_flags(field.metadata["help"]),
         "metavar": flag.metavar,
@@ -160,7 +165,7 @@ def _parameter(
         info = typer.Option(flag_name(field.name), SHORT_FLAGS[field.name], **described)
     else:
         info = typer.Option(**described)
-    annotation = flag.annotation if hint == _without_none(hint) else flag.annotation | None
+    annotation = flag.annotation | None if limits.is_optional else flag.annotation
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -182,26 +187,17 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-def _without_none(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType) and types.NoneType in typing.get_args(hint):
-        (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
-    return hint
-
-
 def _build(cls: type, values: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(cls)
-    given: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            given[field.name] = _build(typing.cast(type, hint), values)
-        else:
-            given[field.name] = _converted(field.name, hint, values[field.name])
-    return cls(**given)
+    return cls(
+        **{
+            name: _build(limits.kind, values) if is_nested(limits) else _converted(name, limits, values[name])
+            for name, limits in limits_of(cls).items()
+        }
+    )
 
 
-def _converted(name: str, hint: Any, value: Any) -> Any:
-    flag = FLAG_TYPES[_without_none(hint)]
+def _converted(name: str, limits: Limits, value: Any) -> Any:
+    flag = FLAG_TYPES[limits.kind]
     if value is None:
         return value
     try:

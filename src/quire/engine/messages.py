@@ -6,13 +6,13 @@ The same messages go through a plain list when the engine runs in the caller's p
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from quire import errors
-from quire.config import POLICIES, EngineConfig
+from quire.config import EngineConfig, SchedulerConfig
 from quire.errors import ConfigError, InvalidRequestError, QueueFullError, QuireError
+from quire.limits import limits_of
 from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
@@ -221,9 +221,9 @@ def encode_start(start: EngineStart) -> bytes:
     Raises:
         ConfigError: the configuration holds a policy object, which cannot be sent to another process.
     """
-    for name in POLICIES:
+    for name, limits in limits_of(SchedulerConfig).items():
         choice = getattr(start.config.scheduler, name)
-        if not isinstance(choice, str):
+        if limits.takes_dotted_names and not isinstance(choice, str):
             raise ConfigError(
                 f"SchedulerConfig.{name} is {choice!r}, but the engine runs in a process of its own, to "
                 "which only a name can be sent; give the dotted name of a class that it can import"
@@ -234,12 +234,3 @@ def encode_start(start: EngineStart) -> bytes:
 def decode_start(line: bytes) -> EngineStart:
     """Return what `encode_start` was given."""
     return msgspec.json.decode(line, type=EngineStart)
-
-
-def check_types(value: Any) -> None:
-    """Check the types of a dataclass's fields as deeply as the wire does.
-
-    Raises:
-        msgspec.ValidationError, TypeError, OverflowError: names the field at fault.
-    """
-    msgspec.convert(msgspec.to_builtins(value), type(value), strict=True)

@@ -9,9 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from quire.engine.messages import EngineCoreRequest, EngineInfo, check_types
+from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids
 from quire.request_options import RequestOptions, require_text
@@ -125,7 +123,11 @@ class InputProcessor:
 
     def _resolve(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
         """Return `params` with nothing left open, and nothing that the engine could not take."""
-        _check_parameter_types(params)
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, not {type(params).__name__}",
+                param="sampling_params",
+            )
         self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
         self._check_vocabulary(params.logit_bias, "logit_bias")
         for sequence in params.bad_words_token_ids:
@@ -212,14 +214,3 @@ def derived_seed(seed: int, index: int) -> int:
 
 def _random_seed() -> int:
     return int.from_bytes(os.urandom(8)) >> 1
-
-
-def _check_parameter_types(params: Any) -> None:
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(
-            f"sampling_params must be SamplingParams, not {type(params).__name__}", param="sampling_params"
-        )
-    try:
-        check_types(params)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        raise InvalidRequestError(f"sampling parameters: {error}") from error

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated, Literal
 
-from quire.config import config, knob, require_at_least, require_one_of
+from annotated_types import Gt, Le
+
+from quire.config import check_limits, config, knob
 from quire.errors import ConfigError, nearest_name
+from quire.limits import NonNegativeInt, PositiveInt
 
-DATASETS = ("random", "sharegpt", "alpaca", "mooncake")
 DEFAULT_INPUT_LEN = 128
 DEFAULT_OUTPUT_LEN = 128
 OBJECTIVES = ("ttft", "tpot", "latency")
@@ -15,45 +18,47 @@ OBJECTIVES = ("ttft", "tpot", "latency")
 
 @config
 class WorkloadConfig:
-    """Which requests a benchmark sends: how many, and how long their prompts and outputs are."""
+    """The requests that a benchmark sends: how many, and how long their prompts and outputs are."""
 
-    dataset: str = knob(
+    dataset: Literal["random", "sharegpt", "alpaca", "mooncake"] = knob(
         default="random",
-        help="Lengths: random (of --input-len and --output-len), or drawn around the published means of "
-        "sharegpt, alpaca, or mooncake (long prompts whose first half is shared).",
+        help="Lengths: random (the same for all, --input-len and --output-len), or drawn from "
+        "distributions with the published means of sharegpt, alpaca, or mooncake (long prompts whose first "
+        "half is shared).",
     )
-    num_prompts: int = knob(default=64, help="Requests that are measured.")
-    input_len: int | None = knob(
+    num_prompts: PositiveInt = knob(default=64, unit="requests", help="Number of measured requests.")
+    input_len: PositiveInt | None = knob(
         default=None,
-        help=f"Tokens of each prompt that no other has; with random only. Unset: {DEFAULT_INPUT_LEN}.",
+        unit="tokens",
+        help="Length of the part of each prompt that is unique; only with dataset random. "
+        f"Unset: {DEFAULT_INPUT_LEN}.",
     )
-    output_len: int | None = knob(
-        default=None, help=f"Tokens of each output; with random only. Unset: {DEFAULT_OUTPUT_LEN}."
-    )
-    prefix_len: int | None = knob(
+    output_len: PositiveInt | None = knob(
         default=None,
-        help="Tokens that all prompts begin with, in front of --input-len; with random only. Unset: none.",
+        unit="tokens",
+        help=f"Length of each output; only with dataset random. Unset: {DEFAULT_OUTPUT_LEN}.",
     )
-    scale: float | None = knob(
+    prefix_len: NonNegativeInt | None = knob(
+        default=None,
+        unit="tokens",
+        help="Length of a prefix that all prompts share, in front of --input-len; only with dataset random. "
+        "Unset: none.",
+    )
+    scale: Annotated[float, Gt(0)] | None = knob(
         default=None, help="Factor on all lengths of a dataset other than random. Unset: 1."
     )
-    warmup: int = knob(default=1, help="Requests that are sent first and not measured.")
-    seed: int = knob(default=0, help="Where lengths, tokens and arrivals are drawn from.")
+    warmup: NonNegativeInt = knob(
+        default=1, unit="requests", help="Number of requests that are sent first and not measured."
+    )
+    seed: NonNegativeInt = knob(default=0, help="Seed for lengths, tokens and arrival times.")
 
     def __post_init__(self) -> None:
-        require_one_of(self, "dataset", DATASETS)
-        require_at_least(self, 1, "num_prompts")
-        require_at_least(self, 0, "warmup", "seed")
+        check_limits(self)
         if self.dataset == "random":
             self._refuse_given("scale", meant_for="a dataset other than random")
         else:
             for name in ("input_len", "output_len", "prefix_len"):
                 self._refuse_given(name, meant_for="--dataset random")
-        for name, minimum in (("input_len", 1), ("output_len", 1), ("prefix_len", 0)):
-            if getattr(self, name) is not None:
-                require_at_least(self, minimum, name)
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise ConfigError(f"--scale is {self.scale}; it must be above 0 and finite")
 
     def _refuse_given(self, name: str, *, meant_for: str) -> None:
         value = getattr(self, name)
@@ -66,33 +71,30 @@ class WorkloadConfig:
 
 @config
 class ArrivalConfig:
-    """When requests are sent, and what counts as served well."""
+    """When requests are sent, and the objectives for goodput."""
 
-    request_rate: float = knob(default=math.inf, help="Requests per second on the average. inf: all at once.")
-    burstiness: float = knob(
-        default=1.0,
-        help="Shape of the gaps between arrivals, which are gamma distributed: 1 is a Poisson process, less "
-        "comes in bursts, more is more regular.",
+    request_rate: Annotated[float, Gt(0), Le(math.inf)] = knob(
+        default=math.inf, unit="requests/s", help="Average arrival rate. inf: all requests at once."
     )
-    max_concurrency: int = knob(
-        default=0, help="Most requests under way; one that arrives beyond waits to be sent. 0: no limit."
+    burstiness: Annotated[float, Gt(0)] = knob(
+        default=1.0,
+        help="Shape of the gamma distribution of the gaps between arrivals. 1: Poisson arrivals; below 1: "
+        "burstier; above 1: more regular.",
+    )
+    max_concurrency: NonNegativeInt = knob(
+        default=0,
+        unit="requests",
+        help="Maximum number of requests in flight; further arrivals wait before they are sent. 0: no limit.",
     )
     goodput: tuple[str, ...] = knob(
         default=(),
+        unit="objectives",
         help="Objective as NAME:MILLISECONDS for ttft, tpot or latency; goodput counts the requests that "
-        "meet all of them.",
+        "meet all objectives.",
     )
 
     def __post_init__(self) -> None:
-        if not self.request_rate > 0:
-            raise ConfigError(
-                f"--request-rate is {self.request_rate}; it must be above 0, inf for all at once"
-            )
-        if not 0 < self.burstiness < math.inf:
-            raise ConfigError(
-                f"--burstiness is {self.burstiness}; it must be above 0 and finite, 1 for a Poisson process"
-            )
-        require_at_least(self, 0, "max_concurrency")
+        check_limits(self)
         self.objectives()
 
     def objectives(self) -> dict[str, float]:
@@ -115,19 +117,20 @@ def _objective(text: str) -> tuple[str, float]:
 
 @config
 class TargetConfig:
-    """A server to measure in place of an engine of the benchmark's own."""
+    """A server to measure instead of an engine started by the benchmark."""
 
     base_url: str = knob(
         default="",
         help="Measure a running OpenAI-compatible server at this URL, such as http://127.0.0.1:8000/v1. "
-        "MODEL then only lends its tokenizer. Empty: start an engine.",
+        "MODEL is then used for its tokenizer only. Empty: start an engine.",
     )
     served_model_name: str = knob(
-        default="", help="Name to ask that server for. Empty: the first that it lists."
+        default="", help="Model name to request from that server. Empty: the first that it lists."
     )
-    api_key: str = knob(default="", help="Bearer token to send to that server. Empty: none.")
+    api_key: str = knob(default="", help="Bearer token for that server. Empty: none.")
 
     def __post_init__(self) -> None:
+        check_limits(self)
         if not self.base_url:
             for flag, value in (("served-model-name", self.served_model_name), ("api-key", self.api_key)):
                 if value:
@@ -138,15 +141,16 @@ class TargetConfig:
 
 @config
 class LatencyConfig:
-    """One batch that is run again and again."""
+    """One batch that is run repeatedly."""
 
-    batch_size: int = knob(default=8, help="Requests in the batch.")
-    input_len: int = knob(default=32, help="Tokens of each prompt.")
-    output_len: int = knob(default=128, help="Tokens of each output.")
-    repeats: int = knob(default=10, help="Measured runs of the batch.")
-    warmup: int = knob(default=2, help="Runs that come first and are not measured.")
-    seed: int = knob(default=0, help="Where tokens are drawn from.")
+    batch_size: PositiveInt = knob(default=8, unit="requests", help="Number of requests in the batch.")
+    input_len: PositiveInt = knob(default=32, unit="tokens", help="Length of each prompt.")
+    output_len: PositiveInt = knob(default=128, unit="tokens", help="Length of each output.")
+    repeats: PositiveInt = knob(default=10, unit="runs", help="Number of measured runs of the batch.")
+    warmup: NonNegativeInt = knob(
+        default=2, unit="runs", help="Number of runs that come first and are not measured."
+    )
+    seed: NonNegativeInt = knob(default=0, help="Seed for the tokens.")
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "batch_size", "input_len", "output_len", "repeats")
-        require_at_least(self, 0, "warmup", "seed")
+        check_limits(self)

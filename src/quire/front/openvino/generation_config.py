@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from quire.config import knob, refuse_unknown_names, require_at_least, settable_config
+from quire.config import check_limits, knob, refuse_unknown_names, settable_config
 from quire.errors import ConfigError
+from quire.limits import PositiveInt
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -39,7 +40,7 @@ class GenerationConfig:
     `num_beams` the likeliest sequences are searched for.
     """
 
-    max_new_tokens: int | None = knob(
+    max_new_tokens: PositiveInt | None = knob(
         default=None, help="Most tokens to generate. None: what max_length or the model's length leaves."
     )
     max_length: int | None = knob(default=None, help="Most tokens, prompt and output together.")
@@ -61,7 +62,7 @@ class GenerationConfig:
     num_return_sequences: int = knob(
         default=1, help="Completions per prompt; more than 1 needs do_sample or num_beams."
     )
-    num_beams: int = knob(default=1, help="Above 1: beam search with this many beams.")
+    num_beams: PositiveInt = knob(default=1, help="Above 1: beam search with this many beams.")
     num_beam_groups: int = knob(default=1, help="Groups of equal size that the beams are divided into.")
     diversity_penalty: float = knob(
         default=0.0, help="Cost of a token for each beam of an earlier group that takes it in the same step."
@@ -69,7 +70,7 @@ class GenerationConfig:
     length_penalty: float = knob(
         default=1.0, help="Beams are ranked by log-probability / length ^ this: above 0 favors longer ones."
     )
-    stop_criteria: str = knob(
+    stop_criteria: Literal["early", "heuristic", "never"] = knob(
         default="heuristic", help="When beam search ends: early, heuristic or never; see SamplingParams."
     )
     logprobs: int = knob(
@@ -92,7 +93,7 @@ class GenerationConfig:
             ConfigError: fields contradict each other.
             InvalidRequestError: a value is out of its range.
         """
-        require_at_least(self, 1, "num_beams")
+        check_limits(self)
         if self.num_beams > 1 and self.do_sample:
             raise ConfigError(
                 f"num_beams is {self.num_beams}, but beam search does not sample; set do_sample=False, or "
@@ -108,8 +109,6 @@ class GenerationConfig:
                 f"eos_token_id is {self.eos_token_id}, but structured_output_config needs the "
                 "model's own end-of-sequence ids; leave eos_token_id out"
             )
-        if self.max_new_tokens is not None:
-            require_at_least(self, 1, "max_new_tokens")
         self.sampling_params(self.max_new_tokens)
         return self
 
