@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_harness import Generated, PagedHarness, generate, random_prompts
 
 from checkpoints import make_checkpoint
+from paged_harness import Generated, PagedHarness, generate, random_prompts
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder

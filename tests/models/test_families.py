@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from paged_harness import PagedHarness, generate, random_prompts
 
 from checkpoints import FAMILIES, make_model, save_checkpoint
+from paged_harness import PagedHarness, generate, random_prompts
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.config import ModelConfig
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from paged_harness import generate, random_prompts
 from quantized_checkpoints import (
     Steps,
     Tensors,
@@ -25,6 +24,7 @@ from quantized_checkpoints import (
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
+from paged_harness import generate, random_prompts
 from quire.errors import ModelError
 from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint

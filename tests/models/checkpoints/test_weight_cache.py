@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from gguf_checkpoints import write_gguf
-from paged_harness import generate, random_prompts
 
 from checkpoints import make_checkpoint
+from paged_harness import generate, random_prompts
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.memory import WeightMemory
 from quire.models.checkpoints import weight_cache
