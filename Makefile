@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test soak sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs clean
+.PHONY: help setup demo serve test test-fast soak sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ serve: $(READY)  ## Serve the built-in model on 127.0.0.1:8000 until Ctrl-C
 
 test: $(READY)  ## Run all tests
 	$(BIN)/pytest
+
+# Plugins that this test does without take longer to load than it runs.
+test-fast: $(READY)  ## Run one end-to-end test, in seconds
+	$(BIN)/pytest -p no:schemathesis -p no:hypothesispytest tests/e2e/test_first_answer.py
 
 # The native kernels by themselves, every access checked: ctest in a build for each sanitizer.
 sanitize:  ## Test the native kernels under AddressSanitizer and ThreadSanitizer
