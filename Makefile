@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast soak sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs clean
+.PHONY: help setup demo serve test test-fast soak sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -127,6 +127,9 @@ eval: $(READY)  ## Score the built-in model on its held-out questions
 
 docs: $(READY)  ## Write the pages that are generated from the code
 	$(BIN)/python tools/config_docs.py
+
+docs-site: $(READY)  ## Build the documentation as a site in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:  ## Remove caches and build products; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
