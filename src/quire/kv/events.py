@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from quire.kv.block_hash import TOKEN_BYTES, BlockKey, root_digest
 
@@ -62,7 +63,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
     events: list[KVCacheEvent]
 
 
-class KVEventCollector:
+class KVEventCollector(KVEventSink):
     """A `KVEventSink` that gathers one step's events, runs of blocks as one event."""
 
     def __init__(self) -> None:
@@ -72,22 +73,23 @@ class KVEventCollector:
         self._run: list[BlockKey] = []
         self._run_is_stored = True
 
+    @override
     def stored(self, block_id: int, key: BlockKey) -> None:
-        """See `KVEventSink.stored`."""
         run = self._run
         if not (run and self._run_is_stored and run[-1].digest == key.parent):
             run = self._begin_run(stored=True)
         run.append(key)
 
+    @override
     def removed(self, block_id: int, key: BlockKey) -> None:
-        """See `KVEventSink.removed`."""
         run = self._run
         if not run or self._run_is_stored:
             run = self._begin_run(stored=False)
         run.append(key)
 
+    @override
     def cleared(self) -> None:
-        """See `KVEventSink.cleared`; what happened before it in this step is of no interest any more."""
+        """What happened before it in this step no longer matters."""
         self._runs = [None]
         self._run = []
 

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
 from quire.kv.connector import KVConnector
 from quire.kv.host_blocks import BlockStore, HostBlocks, block_store
@@ -112,10 +114,10 @@ class MemoryConnector(KVConnector):
 
     # -- scheduler side ------------------------------------------------------------------------------------
 
+    @override
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `KVConnector.get_num_new_matched_tokens`."""
         self._num_local[request.request_id] = num_computed_tokens
         if num_computed_tokens % self._block_size:
             return 0, False
@@ -127,10 +129,10 @@ class MemoryConnector(KVConnector):
             index += 1
         return (index - first) * self._block_size, index > first and self._load_steps > 0
 
+    @override
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """See `KVConnector.update_state_after_alloc`."""
         request_id = request.request_id
         if not num_external_tokens:
             return
@@ -140,13 +142,13 @@ class MemoryConnector(KVConnector):
         blocks = [(keys[index], int(block_ids[index])) for index in indices]
         self._new_loads.append(Load(request_id, blocks, self.store.generation))
 
+    @override
     def cancel_load(self, request_id: str) -> None:
-        """See `KVConnector.cancel_load`."""
         self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
         self._cancelled.append(request_id)
 
+    @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MemoryConnectorMetadata:
-        """See `KVConnector.build_connector_meta`."""
         metadata = MemoryConnectorMetadata(
             self.store.generation,
             self._new_loads,
@@ -157,10 +159,10 @@ class MemoryConnector(KVConnector):
         self._new_loads, self._cancelled, self._new_sends = [], [], []
         return metadata
 
+    @override
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, Mapping[str, Any] | None]:
-        """See `KVConnector.request_finished`."""
         request_id = request.request_id
         self._keys.pop(request_id, None)
         self._num_local.pop(request_id, None)
@@ -174,12 +176,14 @@ class MemoryConnector(KVConnector):
         self._new_sends.append(request_id)
         return True, {"request_id": request_id, "block_ids": [int(block_id) for block_id in block_ids]}
 
+    @override
     def leases_renewed(self) -> frozenset[str]:
-        """See `KVConnector.leases_renewed`; a peer that is alive asks at every opportunity."""
+        """A peer that is alive asks at every opportunity."""
         return frozenset(self._sending if self.is_peer_alive else ())
 
+    @override
     def reset(self) -> bool:
-        """See `KVConnector.reset`. Loads under way fail, saves under way are dropped."""
+        """Loads under way fail, saves under way are dropped."""
         self.store.clear()
         return True
 
@@ -193,12 +197,14 @@ class MemoryConnector(KVConnector):
 
     # -- worker side ---------------------------------------------------------------------------------------
 
+    @override
     def register_kv_caches(self, kv_caches: KVCacheTensors | BlockStore) -> None:
-        """See `KVConnector.register_kv_caches`; anything with `read_block` and `write_block` will do."""
+        """Anything with `read_block` and `write_block` will do."""
         self._blocks = block_store(kv_caches)
 
+    @override
     def start_load_kv(self, metadata: object | None) -> None:
-        """See `KVConnector.start_load_kv`; a synchronous load has ended when this returns."""
+        """A synchronous load has ended when this returns."""
         if not isinstance(metadata, MemoryConnectorMetadata):
             return
         for request_id in metadata.cancelled:
@@ -213,14 +219,17 @@ class MemoryConnector(KVConnector):
             self._saves = metadata.saves
         self._sending.update(dict.fromkeys(metadata.sends, self._send_steps or 0))
 
+    @override
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `KVConnector.wait_for_layer_load`; all layers are there already."""
+        """All layers are there already."""
 
+    @override
     def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See `KVConnector.save_kv_layer`; blocks are copied whole by `wait_for_save`."""
+        """Blocks are copied whole by `wait_for_save`."""
 
+    @override
     def wait_for_save(self) -> None:
-        """See `KVConnector.wait_for_save`. What was computed from blocks that failed to load is not kept."""
+        """What was computed from blocks that failed to load is not kept."""
         blocks = self._require_blocks()
         for save in self._saves:
             block_ids = [block_id for _, block_id in save.blocks]
@@ -232,8 +241,9 @@ class MemoryConnector(KVConnector):
                     self.store.put(key, blocks.read_block(block_id))
         self._saves = []
 
+    @override
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """See `KVConnector.get_finished`; each call is one step of the loads and sends under way."""
+        """Each call is one step of the loads and sends under way."""
         received = [request_id for request_id, pending in self._pending.items() if _is_due(pending)]
         for request_id in received:
             pending = self._pending.pop(request_id)
@@ -245,8 +255,8 @@ class MemoryConnector(KVConnector):
             self._sending, sent = {}, []
         return frozenset(sent), frozenset(received)
 
+    @override
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        """See `KVConnector.get_block_ids_with_load_errors`."""
         failed, self._failed_blocks = frozenset(self._failed_blocks), set()
         return failed
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import numpy as np
+from typing_extensions import override
 
 from quire.registry import Registry
 from quire.step import IntArray
@@ -42,24 +43,24 @@ class RetentionPolicy(ABC):
 class LeastRecentlyUsed(RetentionPolicy):
     """The blocks that became idle first go first."""
 
+    @override
     def rank(self, block: IdleBlock) -> Rank:
-        """See `RetentionPolicy.rank`."""
         return block.last_used
 
 
 class LeastFrequentlyUsed(RetentionPolicy):
     """The blocks that were found least often go first, of those the least recently used."""
 
+    @override
     def rank(self, block: IdleBlock) -> Rank:
-        """See `RetentionPolicy.rank`."""
         return (block.num_hits, block.last_used)
 
 
 class LeastImportant(RetentionPolicy):
     """The blocks of the least important requests go first, of those the least recently used."""
 
+    @override
     def rank(self, block: IdleBlock) -> Rank:
-        """See `RetentionPolicy.rank`."""
         return (-block.priority, block.last_used)
 
 
@@ -103,8 +104,8 @@ class LruBlocks(IdleBlocks):
         self._start = self._end = 0
         self._count = 0
 
+    @override
     def put(self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | int) -> None:
-        """See `IdleBlocks.put`."""
         if self._end + len(block_ids) > len(self._queue):
             self._compact()
         end = self._end + len(block_ids)
@@ -113,13 +114,13 @@ class LruBlocks(IdleBlocks):
         self._end = end
         self._count += len(block_ids)
 
+    @override
     def take(self, block_ids: IntArray) -> None:
-        """See `IdleBlocks.take`."""
         self._place[block_ids] = _NOWHERE
         self._count -= len(block_ids)
 
+    @override
     def evict(self, count: int) -> IntArray:
-        """See `IdleBlocks.evict`."""
         evicted: list[IntArray] = []
         missing = count
         while missing:
@@ -133,8 +134,8 @@ class LruBlocks(IdleBlocks):
         self.take(block_ids)
         return block_ids
 
+    @override
     def clear(self) -> IntArray:
-        """See `IdleBlocks.clear`."""
         return self.evict(self._count)
 
     def __len__(self) -> int:
@@ -169,8 +170,8 @@ class RankedBlocks(IdleBlocks):
         self._serial_of: dict[int, int] = {}
         self._serials = itertools.count()
 
+    @override
     def put(self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | int) -> None:
-        """See `IdleBlocks.put`."""
         each = np.broadcast_to(priorities, block_ids.shape).tolist()
         for block_id, hits, priority in zip(block_ids.tolist(), num_hits.tolist(), each, strict=True):
             serial = next(self._serials)
@@ -178,16 +179,16 @@ class RankedBlocks(IdleBlocks):
             self._serial_of[block_id] = serial
             heapq.heappush(self._heap, (rank, serial, block_id))
 
+    @override
     def take(self, block_ids: IntArray) -> None:
-        """See `IdleBlocks.take`."""
         for block_id in block_ids.tolist():
             del self._serial_of[block_id]
         if len(self._heap) > 2 * len(self._serial_of) + 16:
             self._heap = [entry for entry in self._heap if self._serial_of.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
 
+    @override
     def evict(self, count: int) -> IntArray:
-        """See `IdleBlocks.evict`."""
         evicted: list[int] = []
         while len(evicted) < count:
             _, serial, block_id = heapq.heappop(self._heap)
@@ -196,8 +197,8 @@ class RankedBlocks(IdleBlocks):
                 evicted.append(block_id)
         return np.array(evicted, dtype=np.int32)
 
+    @override
     def clear(self) -> IntArray:
-        """See `IdleBlocks.clear`."""
         block_ids = np.array(list(self._serial_of), dtype=np.int32)
         self._serial_of.clear()
         self._heap.clear()

@@ -8,6 +8,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.grammar.manager import NUM_COMPILERS
@@ -30,8 +31,8 @@ class RecordedCompilations(Executor):
         self._pool = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
         self._under_way: dict[int, tuple[Future[Any], Future[Any]]] = {}  # (in a thread, as handed out)
 
+    @override
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        """See `Executor.submit`."""
         future: Future[Any] = Future()
         running = self._pool.submit(function, *arguments, **options)
         self._under_way[next(self._numbers)] = (running, future)
@@ -55,8 +56,8 @@ class RecordedCompilations(Executor):
                     delivered.append(Compiled(number, type(error).__name__, str(error)))
         return delivered
 
+    @override
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See `Executor.shutdown`."""
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
 
@@ -72,8 +73,9 @@ class ReplayedCompilations(Executor):
         self._numbers = itertools.count()
         self._futures: dict[int, Future[Any]] = {}
 
+    @override
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        """See `Executor.submit`; `function` is not called."""
+        """`function` is not called."""
         future: Future[Any] = Future()
         self._futures[next(self._numbers)] = future
         return future

@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.grammar.manager import Grammar, GrammarBackend
@@ -67,8 +68,8 @@ class RecordingTape(Tape):
         answers, self._answers = self._answers or [], None
         return answers
 
+    @override
     def ask(self, question: str, subject: str, function: Callable[..., T], *arguments: Any) -> T:
-        """See `Tape.ask`."""
         try:
             value = function(*arguments)
         except InvalidRequestError as error:
@@ -103,8 +104,9 @@ class ReplayTape(Tape):
             recorded = self._answers[self._position]
             raise DivergedError(f"asked for nothing more; when recorded, for {_named(recorded)}")
 
+    @override
     def ask(self, question: str, subject: str, function: Callable[..., T], *arguments: Any) -> T:
-        """See `Tape.ask`; `function` is not called.
+        """`function` is not called.
 
         Raises:
             DivergedError: this question was not asked here.
@@ -157,8 +159,8 @@ class TapedGrammars(GrammarBackend):
         self._tape = tape
         self._backend = backend
 
+    @override
     def compile(self, spec: StructuredOutputsParams) -> Grammar:
-        """See `GrammarBackend.compile`."""
         return TapedGrammar(self._tape, self._backend.compile(spec))
 
 
@@ -169,24 +171,24 @@ class TapedGrammar(Grammar):
         self._tape = tape
         self._grammar = grammar
 
+    @override
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """See `Grammar.accept`."""
         return self._tape.ask("grammar.accept", "", self._grammar.accept, token_ids)
 
+    @override
     def rollback(self, num_tokens: int) -> None:
-        """See `Grammar.rollback`."""
         self._grammar.rollback(num_tokens)
 
+    @override
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """See `Grammar.num_valid`."""
         return self._tape.ask("grammar.num_valid", "", self._grammar.num_valid, token_ids)
 
+    @override
     def fill_bitmask(self, row: IntArray) -> None:
-        """See `Grammar.fill_bitmask`."""
         self._tape.ask("grammar.fill_bitmask", "", self._grammar.fill_bitmask, row)
 
+    @override
     def copy(self) -> Grammar:
-        """See `Grammar.copy`."""
         return TapedGrammar(self._tape, self._grammar.copy())
 
 
@@ -197,20 +199,20 @@ class TapedConnector(KVConnector):
         self._tape = tape
         self._connector = connector
 
+    @override
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `KVConnector.get_num_new_matched_tokens`."""
         find = self._connector.get_num_new_matched_tokens
         found, is_async = self._tape.ask(
             "connector.find", request.request_id, find, request, num_computed_tokens
         )
         return found, is_async
 
+    @override
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """See `KVConnector.update_state_after_alloc`."""
         connector = self._connector
 
         def load() -> int:
@@ -219,60 +221,60 @@ class TapedConnector(KVConnector):
 
         self._tape.ask("connector.load", request.request_id, load)
 
+    @override
     def cancel_load(self, request_id: str) -> None:
-        """See `KVConnector.cancel_load`."""
         self._tape.ask("connector.cancel", request_id, self._connector.cancel_load, request_id)
 
+    @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
-        """See `KVConnector.build_connector_meta`."""
         return self._connector.build_connector_meta(scheduler_output)
 
+    @override
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, Mapping[str, Any] | None]:
-        """See `KVConnector.request_finished`."""
         finish = self._connector.request_finished
         delays_free, params = self._tape.ask(
             "connector.finished", request.request_id, finish, request, block_ids
         )
         return delays_free, params
 
+    @override
     def leases_renewed(self) -> frozenset[str]:
-        """See `KVConnector.leases_renewed`."""
         connector = self._connector
         renewed = self._tape.ask("connector.renewed", "", lambda: sorted(connector.leases_renewed()))
         return frozenset(renewed)
 
+    @override
     def reset(self) -> bool:
-        """See `KVConnector.reset`."""
         return self._tape.ask("connector.reset", "", self._connector.reset)
 
+    @override
     def register_kv_caches(self, kv_caches: KVCacheTensors) -> None:
-        """See `KVConnector.register_kv_caches`."""
         self._connector.register_kv_caches(kv_caches)
 
+    @override
     def start_load_kv(self, metadata: object | None) -> None:
-        """See `KVConnector.start_load_kv`."""
         self._connector.start_load_kv(metadata)
 
+    @override
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `KVConnector.wait_for_layer_load`."""
         self._connector.wait_for_layer_load(layer)
 
+    @override
     def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See `KVConnector.save_kv_layer`."""
         self._connector.save_kv_layer(layer, keys, values)
 
+    @override
     def wait_for_save(self) -> None:
-        """See `KVConnector.wait_for_save`."""
         self._connector.wait_for_save()
 
+    @override
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """See `KVConnector.get_finished`."""
         return self._connector.get_finished(finished_ids)
 
+    @override
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        """See `KVConnector.get_block_ids_with_load_errors`."""
         return self._connector.get_block_ids_with_load_errors()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from typing_extensions import override
 
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
@@ -91,34 +92,34 @@ class RecordingScheduler(SchedulerInterface):
 
     # -- calls that decide something -----------------------------------------------------------------------
 
+    @override
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """See `SchedulerInterface.schedule`."""
         return self._record(
             file_format.Schedule(throttle_prefills),
             lambda: self.scheduler.schedule(throttle_prefills),
             lambda plan: StepResult.of(self.scheduler, plan),
         )
 
+    @override
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """See `SchedulerInterface.update_from_output`."""
         return self._record(
             file_format.UpdateFromOutput(scheduler_output.step, file_format.recorded(model_runner_output)),
             lambda: self.scheduler.update_from_output(scheduler_output, model_runner_output),
             file_format.ended,
         )
 
+    @override
     def add_request(self, request: Request) -> None:
-        """See `SchedulerInterface.add_request`."""
         self._record(
             file_format.AddRequest(RecordedRequest.of(request)), lambda: self.scheduler.add_request(request)
         )
 
+    @override
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """See `SchedulerInterface.finish_requests`."""
         if request_ids is not None:
             request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return self._record(
@@ -127,46 +128,47 @@ class RecordingScheduler(SchedulerInterface):
             lambda ended: [request.request_id for request in ended],
         )
 
+    @override
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """See `SchedulerInterface.reset_prefix_cache`."""
         return self._record(
             file_format.ResetPrefixCache(reset_running_requests, reset_connector),
             lambda: self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector),
             bool,
         )
 
+    @override
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """See `SchedulerInterface.set_pause_state`."""
         self._record(
             file_format.SetPauseState(pause_state.name), lambda: self.scheduler.set_pause_state(pause_state)
         )
 
+    @override
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """See `SchedulerInterface.get_grammar_bitmask`."""
         return self._record(
             file_format.GetGrammarBitmask(scheduler_output.step),
             lambda: self.scheduler.get_grammar_bitmask(scheduler_output),
         )
 
+    @override
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """See `SchedulerInterface.update_draft_token_ids`."""
         self._record(
             file_format.UpdateDraftTokenIds(draft_token_ids),
             lambda: self.scheduler.update_draft_token_ids(draft_token_ids),
         )
 
+    @override
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """See `SchedulerInterface.update_draft_token_ids_in_output`."""
         self._record(
             file_format.UpdateDraftsInOutput(draft_token_ids, scheduler_output.step),
             lambda: self.scheduler.update_draft_token_ids_in_output(draft_token_ids, scheduler_output),
             lambda _: StepResult.of(self.scheduler, scheduler_output),
         )
 
+    @override
     def shutdown(self) -> None:
-        """See `SchedulerInterface.shutdown`; closes the file."""
+        """Closes the file."""
         self._record(file_format.Shutdown(), self.scheduler.shutdown)
         self._compilations.shutdown(wait=False, cancel_futures=True)
         if self._writer is not None:
@@ -209,49 +211,49 @@ class RecordingScheduler(SchedulerInterface):
 
     # -- calls that only look ------------------------------------------------------------------------------
 
+    @override
     def has_request(self, request_id: str) -> bool:
-        """See `SchedulerInterface.has_request`."""
         return self.scheduler.has_request(request_id)
 
+    @override
     def get_num_unfinished_requests(self) -> int:
-        """See `SchedulerInterface.get_num_unfinished_requests`."""
         return self.scheduler.get_num_unfinished_requests()
 
+    @override
     def has_finished_requests(self) -> bool:
-        """See `SchedulerInterface.has_finished_requests`."""
         return self.scheduler.has_finished_requests()
 
+    @override
     def has_requests(self) -> bool:
-        """See `SchedulerInterface.has_requests`."""
         return self.scheduler.has_requests()
 
+    @override
     def get_request_counts(self) -> tuple[int, int]:
-        """See `SchedulerInterface.get_request_counts`."""
         return self.scheduler.get_request_counts()
 
     @property
+    @override
     def pause_state(self) -> PauseState:
-        """See `SchedulerInterface.pause_state`."""
         return self.scheduler.pause_state
 
     def get_kv_connector(self) -> KVConnector | None:
         """Return the KV connector itself, whose worker side is not recorded."""
         return self._connector
 
+    @override
     def oldest_waiting_request(self) -> str | None:
-        """See `SchedulerInterface.oldest_waiting_request`."""
         return self.scheduler.oldest_waiting_request()
 
+    @override
     def explain(self, request_id: str) -> str:
-        """See `SchedulerInterface.explain`."""
         return self.scheduler.explain(request_id)
 
+    @override
     def get_kv_cache_usage(self) -> float:
-        """See `SchedulerInterface.get_kv_cache_usage`."""
         return self.scheduler.get_kv_cache_usage()
 
+    @override
     def make_stats(self) -> SchedulerStats | None:
-        """See `SchedulerInterface.make_stats`."""
         return self.scheduler.make_stats()
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from typing_extensions import override
+
 from quire.config import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.kv.connector import KVConnector
@@ -67,11 +69,11 @@ class Scheduler(SchedulerInterface):
 
     # -- one step ------------------------------------------------------------------------------------------
 
+    @override
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """See `SchedulerInterface.schedule`.
+        """Plan one step; at most one may be in flight, or two with `overlap_steps`.
 
-        One step may be in flight, or two with `overlap_steps`. What was planned before that and never applied
-        is taken for lost: its requests are preempted.
+        Steps planned before those and never applied are taken for lost: their requests are preempted.
         """
         self._clock.advance()
         self._lost_steps.drop(most_in_flight=int(self._config.overlap_steps))
@@ -103,10 +105,11 @@ class Scheduler(SchedulerInterface):
             case PauseState.PAUSED_NEW:
                 self._running_phase.plan(plan)
 
+    @override
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """See `SchedulerInterface.update_from_output`. Requests that ended meanwhile are passed over.
+        """Requests that ended meanwhile are passed over.
 
         Raises:
             ValueError: the output is not that of the oldest step in flight.
@@ -116,31 +119,31 @@ class Scheduler(SchedulerInterface):
 
     # -- grammars and drafts -------------------------------------------------------------------------------
 
+    @override
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """See `SchedulerInterface.get_grammar_bitmask`."""
         return self._grammars.bitmask(scheduler_output)
 
+    @override
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """See `SchedulerInterface.update_draft_token_ids`."""
         self._results_phase.propose(draft_token_ids)
 
+    @override
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """See `SchedulerInterface.update_draft_token_ids_in_output`."""
         self._in_flight.require_newest(scheduler_output)
         self._results_phase.replace_drafts(draft_token_ids, scheduler_output)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------
 
+    @override
     def add_request(self, request: Request) -> None:
-        """See `SchedulerInterface.add_request`."""
         self._arrivals.add(request)
 
+    @override
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """See `SchedulerInterface.finish_requests`."""
         if request_ids is None:
             request_ids = self._state.request_ids()
         elif isinstance(request_ids, str):
@@ -155,28 +158,30 @@ class Scheduler(SchedulerInterface):
 
     # -- control and insight -------------------------------------------------------------------------------
 
+    @override
     def has_request(self, request_id: str) -> bool:
-        """See `SchedulerInterface.has_request`."""
         return self._state.find(request_id) is not None
 
+    @override
     def get_num_unfinished_requests(self) -> int:
-        """See `SchedulerInterface.get_num_unfinished_requests`."""
         return sum(self.get_request_counts())
 
+    @override
     def has_finished_requests(self) -> bool:
-        """See `SchedulerInterface.has_finished_requests`."""
         return not self._outbox.is_empty
 
+    @override
     def has_requests(self) -> bool:
-        """See `SchedulerInterface.has_requests`; blocks that a peer still reads have to be watched too."""
+        """Blocks that a peer still reads have to be watched too."""
         return super().has_requests() or self._holdings.num_blocks_held_for_peers > 0
 
+    @override
     def get_request_counts(self) -> tuple[int, int]:
-        """See `SchedulerInterface.get_request_counts`; a beam search counts once."""
+        """A beam search counts once."""
         return self._state.request_counts()
 
+    @override
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """See `SchedulerInterface.reset_prefix_cache`."""
         running = self._state.running
         if reset_running_requests:
             self._transfer_phase.cancel_all_loads()
@@ -191,37 +196,37 @@ class Scheduler(SchedulerInterface):
         return True
 
     @property
+    @override
     def pause_state(self) -> PauseState:
-        """See `SchedulerInterface.pause_state`."""
         return self._pause_state
 
+    @override
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """See `SchedulerInterface.set_pause_state`."""
         self._pause_state = pause_state
 
+    @override
     def get_kv_connector(self) -> KVConnector | None:
-        """See `SchedulerInterface.get_kv_connector`."""
         return self._connector
 
+    @override
     def get_kv_cache_usage(self) -> float:
-        """See `SchedulerInterface.get_kv_cache_usage`."""
         return self._state.pool.num_in_use / self._state.pool.num_blocks
 
+    @override
     def make_stats(self) -> SchedulerStats:
-        """See `SchedulerInterface.make_stats`."""
         return self._inspection.make_stats()
 
+    @override
     def oldest_waiting_request(self) -> str | None:
-        """See `SchedulerInterface.oldest_waiting_request`."""
         oldest = min(self._state.waiting, key=lambda request: request.arrival, default=None)
         return None if oldest is None else oldest.request_id
 
+    @override
     def explain(self, request_id: str) -> str:
-        """See `SchedulerInterface.explain`."""
         return self._explanation.explain(request_id, self._pause_state)
 
+    @override
     def shutdown(self) -> None:
-        """See `SchedulerInterface.shutdown`."""
         self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self._in_flight.clear()
         self._fences.lift(self._in_flight.next_step)

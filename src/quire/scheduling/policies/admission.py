@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from quire.config import SchedulerConfig
 from quire.request import Request
@@ -131,8 +132,8 @@ class Reserve(AdmissionPolicy):
     grow for a while before anyone is preempted, and what earlier prompts were promised.
     """
 
+    @override
     def admits(self, candidate: Candidate, memory: MemoryView) -> bool:
-        """See `AdmissionPolicy.admits`."""
         needed, withheld = candidate.num_chunk_blocks, int(self.config.watermark * memory.num_blocks)
         if self.config.reserve_full_prompt:
             needed = memory.blocks_for(candidate.num_tokens)
@@ -154,12 +155,12 @@ class PastFuture(AdmissionPolicy):
         super().__init__(config=config)
         self._lengths = OutputLengths()
 
+    @override
     def left(self, request: Request) -> None:
-        """See `AdmissionPolicy.left`."""
         self._lengths.learn(request)
 
+    @override
     def admits(self, candidate: Candidate, memory: MemoryView) -> bool:
-        """See `AdmissionPolicy.admits`."""
         if candidate.num_chunk_blocks - candidate.num_cached_blocks > memory.num_free:
             return False
         running = memory.running_with(candidate)

@@ -6,6 +6,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 
+from typing_extensions import override
+
 from quire.config import SchedulerConfig
 from quire.request import Request
 from quire.scheduling.policies.fair_share import VirtualTokenCounters
@@ -67,8 +69,8 @@ class QueueOrder(ABC):
 class FirstComeFirstServed(QueueOrder):
     """By arrival."""
 
+    @override
     def key(self, request: Request) -> OrderKey:
-        """See `QueueOrder.key`."""
         return (request.arrival,)
 
 
@@ -79,8 +81,8 @@ class Priority(QueueOrder):
     like arrival time plus priority in seconds.
     """
 
+    @override
     def key(self, request: Request) -> OrderKey:
-        """See `QueueOrder.key`."""
         ageing = self.config.priority_ageing
         if ageing > 0:
             return (request.arrival_time + request.priority * ageing, request.arrival)
@@ -98,36 +100,36 @@ class FairShare(QueueOrder):
         super().__init__(config=config, find_cached=find_cached)
         self._counters = VirtualTokenCounters()
 
+    @override
     def key(self, request: Request) -> OrderKey:
-        """See `QueueOrder.key`."""
         return (_comes_anew(request), self._counters.of(request.tenant), request.arrival)
 
+    @override
     def lane(self, request: Request) -> Hashable:
-        """See `QueueOrder.lane`."""
         return request.tenant
 
+    @override
     def lane_key(self, request: Request) -> OrderKey:
-        """See `QueueOrder.lane_key`."""
         return (_comes_anew(request), request.arrival)
 
+    @override
     def running_key(self, request: Request) -> OrderKey:
-        """See `QueueOrder.running_key`."""
         return (request.arrival,)
 
+    @override
     def queued(self, request: Request) -> None:
-        """See `QueueOrder.queued`."""
         self._counters.queued(request.tenant)
 
+    @override
     def unqueued(self, request: Request) -> None:
-        """See `QueueOrder.unqueued`."""
         self._counters.unqueued(request.tenant)
 
+    @override
     def admitted(self, request: Request) -> None:
-        """See `QueueOrder.admitted`."""
         self._counters.charge(request)
 
+    @override
     def left(self, request: Request) -> None:
-        """See `QueueOrder.left`."""
         self._counters.settle(request)
 
 
@@ -147,20 +149,20 @@ class LongestPrefix(QueueOrder):
     # More lanes would cost time each time the head is asked for: the lookup is made for every lane's head.
     MOST_LANES = 128
 
+    @override
     def key(self, request: Request) -> OrderKey:
-        """See `QueueOrder.key`."""
         if request.status is RequestStatus.PREEMPTED:
             return (0, 0, 0, request.arrival)
         return (1, request.arrival // self.WINDOW, -self.find_cached(request), request.arrival)
 
+    @override
     def lane(self, request: Request) -> Hashable:
-        """See `QueueOrder.lane`."""
         # Not `hash`, which differs from process to process: a recorded run must replay the same.
         first_block = request.prompt_array[: self.config.block_size].tobytes()
         return zlib.crc32(first_block, zlib.crc32(request.cache_salt.encode())) % self.MOST_LANES
 
+    @override
     def running_key(self, request: Request) -> OrderKey:
-        """See `QueueOrder.running_key`."""
         return (request.arrival,)
 
 

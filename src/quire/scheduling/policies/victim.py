@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from quire.step import IntArray
 
 
@@ -31,14 +33,14 @@ class VictimPolicy(ABC):
 class Last(VictimPolicy):
     """The last in the order of service: the newest, under `priority` the newest of the least important."""
 
+    @override
     def choose(self, running: RunningView) -> int:
-        """See `VictimPolicy.choose`."""
         return len(running.num_tokens) - 1
 
 
 class FewestComputed(VictimPolicy):
     """The one with the fewest computed tokens: the cheapest to compute again. Of several the last."""
 
+    @override
     def choose(self, running: RunningView) -> int:
-        """See `VictimPolicy.choose`."""
         return len(running.num_tokens) - 1 - int(running.num_computed_tokens[::-1].argmin())
