@@ -120,7 +120,7 @@ $(LLAMACPP_READY):
 SEED := 0
 STEPS := 200000
 soak: $(READY)  ## Drive the scheduler through 200,000 random steps and check every one
-	@$(BIN)/python tests/scheduling/soak.py --seed $(SEED) --steps $(STEPS)
+	@PYTHONPATH=tests $(BIN)/python tests/scheduling/soak.py --seed $(SEED) --steps $(STEPS)
 
 eval: $(READY)  ## Score the built-in model on its held-out questions
 	@$(BIN)/quire eval

@@ -8,13 +8,13 @@ from fake_runner import naive_generation
 from scene import BAD, CLASSES, GatedGrammars, Scene
 
 from conformance import row
-from quire.kv.memory_connector import MemoryConnector
+from faulty_connector import FaultyConnector
 from quire.status import RequestStatus
 
 # -- the connector's scheduler side ------------------------------------------------------------------------
 
 
-class Witness(MemoryConnector):
+class Witness(FaultyConnector):
     """Writes down which calls were made, in order."""
 
     def __init__(self, *arguments, **options) -> None:
@@ -25,7 +25,7 @@ class Witness(MemoryConnector):
 def _noting(name: str):
     def method(self, *arguments):
         self.calls.append((name, *arguments))
-        return getattr(MemoryConnector, name)(self, *arguments)
+        return getattr(FaultyConnector, name)(self, *arguments)
 
     return method
 
@@ -77,7 +77,7 @@ def test_asking_may_be_repeated_and_none_means_later():
     scene = with_stored_prompt()
     answers = iter([(None, False), (None, False), (8, False)])
     scene.connector.get_num_new_matched_tokens = lambda request, num_computed: (
-        MemoryConnector.get_num_new_matched_tokens(scene.connector, request, num_computed) and next(answers)
+        FaultyConnector.get_num_new_matched_tokens(scene.connector, request, num_computed) and next(answers)
     )
     scene.add("a", range(9))
     assert [scene.step() for _ in range(3)] == [{}, {}, {"a": 1}]

@@ -9,10 +9,10 @@ import pytest
 from scene import Scene
 
 from conformance import row
+from faulty_connector import FaultyConnector
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.memory_plan import GB, plan_memory
 from quire.errors import ConfigError, InvalidRequestError, QueueFullError
-from quire.kv.memory_connector import MemoryConnector
 from quire.models.config import ModelConfig
 from quire.status import FinishReason
 
@@ -301,7 +301,7 @@ def test_the_next_step_is_planned_while_one_runs(overlap, num_computed):
 @pytest.mark.parametrize("choice", ["recompute", "fail"])
 @pytest.mark.parametrize("load_steps", [0, 1])
 def test_what_a_failed_load_means(choice, load_steps):
-    connector = MemoryConnector(4, load_steps=load_steps)
+    connector = FaultyConnector(4, load_steps=load_steps)
     scene = Scene(connector=connector, enable_prefix_caching=False, kv_load_failure=choice)
     scene.add("before", range(9), max_tokens=1)
     scene.finish()
@@ -318,7 +318,7 @@ def test_what_a_failed_load_means(choice, load_steps):
 
 @row("kv_transfer_timeout")
 def test_blocks_are_held_for_a_transfer_until_the_timeout():
-    scene = Scene(connector=MemoryConnector(4, send_steps=9, is_peer_alive=False), kv_transfer_timeout=7.0)
+    scene = Scene(connector=FaultyConnector(4, send_steps=9, is_peer_alive=False), kv_transfer_timeout=7.0)
     scene.add("a", range(9), max_tokens=1)
     scene.step()
     scene.clock.advance(6.9)

@@ -8,7 +8,7 @@ from fake_runner import naive_generation
 from scene import BAD, CLASSES, GatedGrammars, Scene
 
 from conformance import row
-from quire.kv.memory_connector import MemoryConnector
+from faulty_connector import FaultyConnector
 from quire.status import FinishReason, RequestStatus
 from quire.step import PositionLogprobs
 
@@ -53,7 +53,7 @@ def test_the_status_of_a_request_whose_grammar_compiles():
 
 @row("WAITING_FOR_REMOTE_KVS", "ModelRunnerOutput: finished receiving")
 def test_the_status_of_a_request_whose_kv_is_on_its_way():
-    scene = Scene(connector=MemoryConnector(4, load_steps=2), enable_prefix_caching=False)
+    scene = Scene(connector=FaultyConnector(4, load_steps=2), enable_prefix_caching=False)
     scene.add("before", range(9), max_tokens=1)
     scene.finish()
     request = scene.add("a", range(9))
@@ -153,7 +153,7 @@ def test_preempted_ids_and_what_comes_back_are_named():
 
 @row("SchedulerOutput: KV-connector metadata")
 def test_a_plan_carries_the_connectors_metadata():
-    connector = MemoryConnector(4)
+    connector = FaultyConnector(4)
     scene = Scene(connector=connector)
     scene.add("a", range(9), max_tokens=1)
     built = []
@@ -224,7 +224,7 @@ def test_an_error_ends_the_request_that_it_names():
 
 @row("ModelRunnerOutput: finished sending")
 def test_blocks_are_free_when_the_runner_says_that_they_were_sent():
-    scene = Scene(connector=MemoryConnector(4, send_steps=2))
+    scene = Scene(connector=FaultyConnector(4, send_steps=2))
     scene.add("a", range(9), max_tokens=1)
     scene.step()
     assert scene.scheduler.get_kv_cache_usage() > 0
@@ -236,7 +236,7 @@ def test_blocks_are_free_when_the_runner_says_that_they_were_sent():
 
 @row("ModelRunnerOutput: failed blocks")
 def test_nothing_is_built_on_blocks_that_could_not_be_loaded():
-    connector = MemoryConnector(4)
+    connector = FaultyConnector(4)
     scene = Scene(connector=connector, enable_prefix_caching=False)
     scene.add("before", range(9), max_tokens=1)
     scene.finish()

@@ -12,9 +12,9 @@ from connector_contract import BLOCK, PROMPT, ConnectorContract, Engine, kv_of, 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from faulty_connector import FaultyConnector
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.host_blocks import HostBlocks, TensorBlocks
-from quire.kv.memory_connector import MemoryConnector
 from quire.kv.tensors import KVCacheTensors
 from quire.status import RequestStatus
 
@@ -26,29 +26,29 @@ class MemoryContract(ConnectorContract):
 
 class TestSynchronous(MemoryContract):
     def make(self):
-        return MemoryConnector(BLOCK)
+        return FaultyConnector(BLOCK)
 
 
 class TestAsynchronous(MemoryContract):
     def make(self):
-        return MemoryConnector(BLOCK, load_steps=3)
+        return FaultyConnector(BLOCK, load_steps=3)
 
 
 class TestSending(MemoryContract):
     def make(self):
-        return MemoryConnector(BLOCK, load_steps=1, send_steps=2)
+        return FaultyConnector(BLOCK, load_steps=1, send_steps=2)
 
 
 class TestPartialFailures(MemoryContract):
     def make(self):
-        return MemoryConnector(BLOCK)
+        return FaultyConnector(BLOCK)
 
     def fail_next_load(self, connector):
         connector.fail_next_loads(1, num_good_blocks=1)
 
 
 def with_prompt(**options) -> Engine:
-    engine = Engine(MemoryConnector(BLOCK, **options))
+    engine = Engine(FaultyConnector(BLOCK, **options))
     engine.compute(request_of("first", PROMPT), [3, 1, 4, 9])
     return engine
 
@@ -171,6 +171,6 @@ def test_the_logical_side_imports_no_torch():
 
 
 def test_kv_is_not_loaded_before_there_is_a_cache():
-    connector = MemoryConnector(BLOCK)
+    connector = FaultyConnector(BLOCK)
     with pytest.raises(RuntimeError, match="register_kv_caches"):
         connector.wait_for_save()

@@ -8,8 +8,8 @@ from typing import Protocol
 from fake_grammar import CompilerOnCommand, FakeGrammarBackend
 from fake_runner import FakeRunner
 
+from faulty_connector import FaultyConnector
 from quire.config import SchedulerConfig
-from quire.kv.memory_connector import MemoryConnector
 from quire.scheduling import Scheduler
 from quire.scheduling.context import SchedulerContext
 
@@ -66,7 +66,7 @@ def draw_config(choose: Chooser) -> SchedulerConfig:
     ).validate()
 
 
-class ReluctantConnector(MemoryConnector):
+class ReluctantConnector(FaultyConnector):
     """Says for some requests, as long as it is told to, that it does not know yet."""
 
     def __init__(self, block_size: int, **options) -> None:

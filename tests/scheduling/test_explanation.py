@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scene import CLASSES, GatedGrammars, Scene
 
-from quire.kv.memory_connector import MemoryConnector
+from faulty_connector import FaultyConnector
 from quire.scheduling import PauseState
 
 
@@ -86,7 +86,7 @@ def test_a_grammar_that_compiles_is_named():
 
 
 def test_a_load_says_how_much_and_until_when():
-    connector = MemoryConnector(4, load_steps=1)
+    connector = FaultyConnector(4, load_steps=1)
     scene = Scene(connector=connector, enable_prefix_caching=False, kv_transfer_timeout=20.0)
     scene.add("before", range(9), max_tokens=1)
     scene.finish()
@@ -109,7 +109,7 @@ def test_a_sibling_waits_for_the_first():
 
 
 def test_leases_and_pins_say_until_when():
-    connector = MemoryConnector(4, send_steps=100, is_peer_alive=False)
+    connector = FaultyConnector(4, send_steps=100, is_peer_alive=False)
     scene = Scene(connector=connector, num_blocks=8, kv_transfer_timeout=30.0)
     scene.add("sent", range(10), max_tokens=1)
     scene.step()

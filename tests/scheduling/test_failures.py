@@ -6,11 +6,11 @@ import pytest
 from fake_runner import naive_generation
 from scene import Scene
 
-from quire.kv.memory_connector import MemoryConnector
+from faulty_connector import FaultyConnector
 from quire.status import FinishReason, RequestStatus
 
 
-class Failing(MemoryConnector):
+class Failing(FaultyConnector):
     """Knows nothing of `unsure`, and raises where it is told to."""
 
     raises_for: str = ""
@@ -77,7 +77,7 @@ def test_a_pin_holds_what_can_be_found_and_is_not_ended_early_by_another():
 
 def test_nobody_starts_on_blocks_that_the_first_waits_for():
     """The first in order lacks a block that a peer still reads; a newcomer would only be preempted for it."""
-    connector = MemoryConnector(4, send_steps=1, is_peer_alive=False)
+    connector = FaultyConnector(4, send_steps=1, is_peer_alive=False)
     scene = Scene(num_blocks=6, connector=connector, max_num_seqs=2)
     scene.add("sent", range(12), max_tokens=1)
     while scene.scheduler.has_unfinished_requests():

@@ -6,9 +6,9 @@ import pytest
 from fake_runner import naive_generation
 from scene import BAD, CLASSES, GatedGrammars, Scene, allowed_by_class
 
+from faulty_connector import FaultyConnector
 from quire.errors import InvalidRequestError
 from quire.grammar.manager import COMPILE_TIMEOUT
-from quire.kv.memory_connector import MemoryConnector
 from quire.scheduling import PauseState
 from quire.status import FinishReason, RequestStatus
 
@@ -69,7 +69,7 @@ def test_a_head_that_the_watermark_would_keep_out_for_ever_runs_when_nothing_els
 
 
 def test_blocks_leased_to_a_dead_peer_come_back_when_the_lease_expires():
-    connector = MemoryConnector(4, send_steps=1, is_peer_alive=False)
+    connector = FaultyConnector(4, send_steps=1, is_peer_alive=False)
     scene = Scene(connector=connector, num_blocks=4, enable_prefix_caching=False, kv_transfer_timeout=10.0)
     scene.add("sent", range(15), max_tokens=1)
     scene.step()
@@ -86,7 +86,7 @@ def test_blocks_leased_to_a_dead_peer_come_back_when_the_lease_expires():
 
 
 def test_a_running_request_waits_for_a_dead_peers_blocks_too():
-    connector = MemoryConnector(4, send_steps=1, is_peer_alive=False)
+    connector = FaultyConnector(4, send_steps=1, is_peer_alive=False)
     scene = Scene(connector=connector, num_blocks=5, enable_prefix_caching=False, kv_transfer_timeout=10.0)
     scene.add("sent", range(11), max_tokens=1)
     scene.add("a", range(20, 27), max_tokens=6)
@@ -103,7 +103,7 @@ def test_a_running_request_waits_for_a_dead_peers_blocks_too():
 
 
 def test_loads_that_never_answer_give_their_blocks_back_in_time():
-    connector = MemoryConnector(4, load_steps=1)
+    connector = FaultyConnector(4, load_steps=1)
     scene = Scene(connector=connector, num_blocks=4, enable_prefix_caching=False, kv_transfer_timeout=10.0)
     scene.add("before", range(13), max_tokens=1)
     scene.finish()
@@ -118,7 +118,7 @@ def test_loads_that_never_answer_give_their_blocks_back_in_time():
 
 
 def test_a_running_request_takes_the_blocks_of_loads_that_have_arrived():
-    connector = MemoryConnector(4, load_steps=2)
+    connector = FaultyConnector(4, load_steps=2)
     scene = Scene(connector=connector, num_blocks=7, enable_prefix_caching=False, max_num_seqs=1)
     scene.add("before", range(17), max_tokens=1)
     scene.finish()
@@ -350,7 +350,7 @@ def test_a_lost_step_with_an_abort_in_it_leaves_nothing_behind():
 
 
 def test_a_request_whose_connector_never_knows_holds_nobody_up():
-    connector = MemoryConnector(4)
+    connector = FaultyConnector(4)
     connector.get_num_new_matched_tokens = lambda request, num_computed_tokens: (
         (None if request.request_id == "undecided" else 0),
         False,

@@ -7,15 +7,15 @@ import pytest
 from fake_runner import naive_generation
 from scene import Scene
 
+from faulty_connector import FaultyConnector
 from quire.errors import DuplicateRequestError
-from quire.kv.memory_connector import MemoryConnector
 from quire.status import FinishReason, RequestStatus
 from quire.step import ModelRunnerOutput
 
 PROMPT = list(range(17))  # four full blocks and the token that is always computed
 
 
-class Witness(MemoryConnector):
+class Witness(FaultyConnector):
     """Notes what the scheduler tells a connector."""
 
     def __init__(self, *arguments, **options) -> None:

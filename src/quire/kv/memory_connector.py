@@ -1,8 +1,7 @@
 """A KV connector to a dictionary in host memory: the reference for what `KVConnector` asks of one.
 
 It keeps the full blocks of prompts by their chained keys, so a prompt that comes again is loaded instead of
-computed even after the engine's own cache has dropped it. It can be told to fail, to stay silent, and to lend
-blocks to a peer that never reads them: what a network does, in one process and on demand.
+computed even after the engine's own cache has dropped it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class Load:
+class BlockLoad:
     """Blocks to fill for one request, from what was stored in `generation`."""
 
     request_id: str
@@ -41,7 +40,7 @@ class MemoryConnectorMetadata:
     """What one step means for the worker side."""
 
     generation: int
-    loads: list[Load]
+    loads: list[BlockLoad]
     cancelled: list[str]  # requests whose load is given up
     saves: list[Save]
     sends: list[str]  # requests whose blocks a peer reads from now on
@@ -49,9 +48,8 @@ class MemoryConnectorMetadata:
 
 @dataclasses.dataclass(slots=True)
 class _PendingLoad:
-    load: Load
-    steps_left: int | None  # None: no answer until `answer()`
-    num_good: int  # leading blocks that load; the others fail
+    load: BlockLoad
+    steps_left: int
 
 
 class MemoryConnector(KVConnector):
@@ -62,7 +60,6 @@ class MemoryConnector(KVConnector):
         capacity_bytes: most bytes to keep; the least recently used blocks are dropped.
         load_steps: steps that an asynchronous load takes, at least 1; 0 loads synchronously.
         send_steps: steps for which a finished request's blocks are held for a peer; None sends nothing.
-        is_peer_alive: a dead peer neither reads what is sent nor asks to keep it.
     """
 
     def __init__(
@@ -72,10 +69,8 @@ class MemoryConnector(KVConnector):
         capacity_bytes: int = 1 << 30,
         load_steps: int = 0,
         send_steps: int | None = None,
-        is_peer_alive: bool = True,
     ) -> None:
         self.store = HostBlocks(capacity_bytes)
-        self.is_peer_alive = is_peer_alive
         self._block_size = block_size
         self._load_steps = load_steps
         self._send_steps = send_steps
@@ -83,7 +78,7 @@ class MemoryConnector(KVConnector):
         self._prompts = PromptBlocks(block_size)
         self._keys: dict[str, SequenceKeys] = {}
         self._num_local: dict[str, int] = {}  # tokens that each request had when it was last looked up
-        self._new_loads: list[Load] = []
+        self._new_loads: list[BlockLoad] = []
         self._cancelled: list[str] = []
         self._new_sends: list[str] = []
         # Worker side.
@@ -93,24 +88,6 @@ class MemoryConnector(KVConnector):
         self._sending: dict[str, int] = {}  # steps left
         self._failed_blocks: set[int] = set()  # to be reported
         self._bad_blocks: set[int] = set()  # not filled since a load of them failed
-        self._failures: list[int] = []  # of the next loads: how many of their blocks load
-        self._num_unanswered = 0
-
-    # -- what a network does -------------------------------------------------------------------------------
-
-    def fail_next_loads(self, count: int, *, num_good_blocks: int = 0) -> None:
-        """Let the next `count` loads fail, each after its first `num_good_blocks` blocks."""
-        self._failures += [num_good_blocks] * count
-
-    def never_answer_next_loads(self, count: int) -> None:
-        """Let the next `count` asynchronous loads stay silent until `answer()`."""
-        self._num_unanswered += count
-
-    def answer(self) -> None:
-        """Let all silent loads end with the next step."""
-        self._num_unanswered = 0
-        for pending in self._pending.values():
-            pending.steps_left = pending.steps_left or 1
 
     # -- scheduler side ------------------------------------------------------------------------------------
 
@@ -140,7 +117,7 @@ class MemoryConnector(KVConnector):
         keys = self._keys_of(request)
         indices = range(first, first + num_external_tokens // self._block_size)
         blocks = [(keys[index], int(block_ids[index])) for index in indices]
-        self._new_loads.append(Load(request_id, blocks, self.store.generation))
+        self._new_loads.append(BlockLoad(request_id, blocks, self.store.generation))
 
     @override
     def cancel_load(self, request_id: str) -> None:
@@ -178,8 +155,8 @@ class MemoryConnector(KVConnector):
 
     @override
     def leases_renewed(self) -> frozenset[str]:
-        """A peer that is alive asks at every opportunity."""
-        return frozenset(self._sending if self.is_peer_alive else ())
+        """The peer asks at every opportunity."""
+        return frozenset(self._sending)
 
     @override
     def reset(self) -> bool:
@@ -210,11 +187,10 @@ class MemoryConnector(KVConnector):
         for request_id in metadata.cancelled:
             self._pending.pop(request_id, None)
         for load in metadata.loads:
-            num_good = self._failures.pop(0) if self._failures else len(load.blocks)
             if self._load_steps:
-                self._pending[load.request_id] = _PendingLoad(load, self._steps_of_next_load(), num_good)
+                self._pending[load.request_id] = _PendingLoad(load, self._load_steps)
             else:
-                self._complete(load, num_good)
+                self._complete(load)
         if metadata.generation == self.store.generation:
             self._saves = metadata.saves
         self._sending.update(dict.fromkeys(metadata.sends, self._send_steps or 0))
@@ -246,13 +222,10 @@ class MemoryConnector(KVConnector):
         """Each call is one step of the loads and sends under way."""
         received = [request_id for request_id, pending in self._pending.items() if _is_due(pending)]
         for request_id in received:
-            pending = self._pending.pop(request_id)
-            self._complete(pending.load, pending.num_good)
+            self._complete(self._pending.pop(request_id).load)
         left = {request_id: steps_left - 1 for request_id, steps_left in self._sending.items()}
         sent = [request_id for request_id, steps_left in left.items() if steps_left <= 0]
         self._sending = {request_id: steps_left for request_id, steps_left in left.items() if steps_left > 0}
-        if not self.is_peer_alive:  # nobody will ever tell how those ended
-            self._sending, sent = {}, []
         return frozenset(sent), frozenset(received)
 
     @override
@@ -260,17 +233,11 @@ class MemoryConnector(KVConnector):
         failed, self._failed_blocks = frozenset(self._failed_blocks), set()
         return failed
 
-    def _steps_of_next_load(self) -> int | None:
-        if not self._num_unanswered:
-            return self._load_steps
-        self._num_unanswered -= 1
-        return None
-
-    def _complete(self, load: Load, num_good: int) -> None:
-        """Fill a load's blocks; those that are meant to fail, or no longer stored, are noted as failed."""
+    def _complete(self, load: BlockLoad) -> None:
+        """Fill a load's blocks; those whose content is no longer stored are noted as failed."""
         blocks = self._require_blocks()
-        for index, (key, block_id) in enumerate(load.blocks):
-            is_usable = index < num_good and load.generation == self.store.generation
+        is_usable = load.generation == self.store.generation
+        for key, block_id in load.blocks:
             content = self.store.get(key) if is_usable else None
             if content is None:
                 self._failed_blocks.add(block_id)
@@ -286,6 +253,5 @@ class MemoryConnector(KVConnector):
 
 
 def _is_due(pending: _PendingLoad) -> bool:
-    if pending.steps_left is not None:
-        pending.steps_left -= 1
+    pending.steps_left -= 1
     return pending.steps_left == 0
