@@ -1,4 +1,4 @@
-"""Classes by name: the built-in ones by a short name, anyone else's by its dotted name."""
+"""Classes by name: built-in ones by a short name, all others by their dotted name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Registry(Generic[T]):
         module_name, _, class_name = dotted_name.rpartition(".")
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:  # a module of the user's may raise anything when it is imported
+        except Exception as error:  # the user's module may raise anything when it is imported
             raise ConfigError(
                 f"{self.field} is {dotted_name!r}, which cannot be imported: {type(error).__name__}: {error}"
             ) from error

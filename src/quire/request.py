@@ -26,7 +26,7 @@ class Request:
         tenant: whose share of the machine it uses, under the fair policy.
         timeout: seconds from arrival to its end; None: `SchedulerConfig.request_timeout`.
         queue_timeout: seconds from arrival until it first runs; None: `SchedulerConfig.queue_timeout`.
-        pin_prefix: seconds for which the blocks of its prompt stay in the prefix cache, whoever wants them.
+        pin_prefix: seconds for which its prompt's blocks stay in the prefix cache, even if others want them.
         shares_prompt_with: id of a request with the same prompt, whose computed prompt it waits for.
         kv_transfer_params: what a KV connector needs to know to find the request's KV elsewhere.
         beam_sequence_ids: with beam search, the ids under which the best hypotheses are returned.

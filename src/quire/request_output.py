@@ -1,4 +1,4 @@
-"""What comes back of a request."""
+"""What a request returns."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class NewRequestData(NamedTuple):
 class ResumedRequestData(NamedTuple):
     """A request that was preempted and runs again: new slot and blocks; the runner still has its tokens.
 
-    Of those it keeps the first `num_tokens`: a token sampled in a step that was preempted meanwhile is void.
+    Of those it keeps the first `num_tokens`; a token sampled in the step that preempted it is discarded.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class CachedRequestData:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class ForkData:
-    """A running request that goes on from another's tokens: a beam that takes a dead one's slot.
+    """A running request that continues from another's tokens: a beam that takes over a dead one's slot.
 
     The runner copies the known tokens of `parent_slot`, as they are before this step, to `slot`; the last of
     them is then overwritten by `SchedulerOutput.chosen_tokens`.
@@ -114,7 +114,7 @@ class SchedulerOutput:
     """One step's plan, as the runner needs it.
 
     The arrays have one row per scheduled request. `num_computed_tokens` is the count before this step.
-    `num_known_tokens` counts prompt and output: what the runner has beyond it was never applied and is void.
+    `num_known_tokens` counts prompt and output; tokens that the runner has beyond it are discarded.
     The tokens of a row end with its drafts: a request with d drafts is scheduled up to token
     `num_known_tokens + d` and samples 1 to d + 1 tokens; one that does not reach `num_known_tokens` samples
     none. The runner applies the lists in the order of the fields below, before it computes anything.

@@ -72,7 +72,7 @@ def _root(
 
 def run() -> None:
     """Run the command line; the entry point of the `quire` script."""
-    sys.path.append(os.getcwd())  # so that a dotted name finds a module of the user's, as with `python -m`
+    sys.path.append(os.getcwd())  # so that a dotted name finds the user's own module, as with `python -m`
     app(prog_name="quire")
 
 

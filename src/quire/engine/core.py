@@ -109,7 +109,7 @@ class EngineCore:
         """Run one step; return its outputs, and whether anything was done.
 
         A failure to compute ends the requests of the step, a failure to plan it or to take its results ends
-        all of them; the engine goes on.
+        all of them; the engine continues.
         """
         try:
             return self._stepper.step()
@@ -136,14 +136,14 @@ class EngineCore:
         return self.scheduler.explain(sequence_id)
 
     def explain_oldest(self) -> str:
-        """Return what the request that came first of those that wait waits for, and its id."""
+        """Return the id of the oldest waiting request and what it waits for, in words."""
         oldest = self.scheduler.oldest_waiting_request()
         if oldest is None:
             return "no request waits"
         return f"the oldest request, {oldest!r}, is {self.explain(oldest)}"
 
-    def may_stand_still(self) -> bool:
-        """Whether it can be in order that no request moves: a grammar or KV is not there yet, or a pause."""
+    def may_stall(self) -> bool:
+        """Whether it is legitimate that no request progresses: grammars or KV are awaited, or a pause."""
         scheduler = self.scheduler
         is_paused = scheduler.pause_state is not PauseState.UNPAUSED
         return is_paused or scheduler.get_kv_connector() is not None or self.stats().num_awaiting > 0
@@ -155,7 +155,7 @@ class EngineCore:
         return is_reset
 
     def shutdown(self) -> list[EngineCoreOutput]:
-        """Abort what is left and let go of everything; return the terminal outputs."""
+        """Abort all remaining requests and release everything; return the terminal outputs."""
         self._stepper.close()
         outputs = self.finish(None, RequestStatus.FINISHED_ABORTED)
         self.scheduler.shutdown()

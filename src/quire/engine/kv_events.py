@@ -1,4 +1,4 @@
-"""KV events to whoever listens, over ZeroMQ: published live, and again on request for those who missed some.
+"""KV events over ZeroMQ: published live, and replayed on request to subscribers that missed some.
 
 The messages are vLLM's. The live socket (PUB) sends `[TOPIC, sequence number, batch]`. The replay socket
 (ROUTER) answers `[b"", first sequence number]` with `[b"", sequence number, batch]` for each batch from there
@@ -33,14 +33,14 @@ Socket = zmq.Socket[bytes]
 
 
 class KVEventPublisher:
-    """Publishes batches from a thread of its own; `publish` never waits for anybody.
+    """Publishes batches from a thread of its own; `publish` never blocks.
 
-    The first batch says that nothing is cached: who follows an engine that was started anew learns it so.
+    The first batch says that nothing is cached; it tells subscribers that the engine restarted.
 
     Args:
         endpoint: ZeroMQ address to bind the live socket to, as `tcp://127.0.0.1:5557`.
         replay_endpoint: likewise for replay; empty: none.
-        buffer_steps: batches kept for replay; also the most that wait to be sent, in all and for one slow
+        buffer_steps: batches kept for replay; also the maximum number queued, in all and for one slow
             subscriber, who misses the others.
         clock: seconds since 1970.
 
@@ -102,7 +102,7 @@ class KVEventPublisher:
         self._wake_thread()
 
     def close(self) -> None:
-        """Send what is queued and let go of the sockets; may be called again."""
+        """Send what is queued and close the sockets; may be called again."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -130,7 +130,7 @@ class KVEventPublisher:
         return socket
 
     def _run(self) -> None:
-        """Be the thread: send what is queued, answer replays, until closed."""
+        """Send what is queued and answer replays until closed; runs in the thread."""
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
         if self._replay:
@@ -199,7 +199,7 @@ class KVEventSubscriber:
         if number < self._next_number:
             if batch.ts <= self._last_ts:
                 return []  # came by a replay already
-            self._next_number = 0  # the engine was started anew
+            self._next_number = 0  # the engine restarted
         batches = self._missed(number)
         batches.append(batch)
         self._next_number = number + 1
@@ -207,7 +207,7 @@ class KVEventSubscriber:
         return batches
 
     def close(self) -> None:
-        """Let go of the sockets."""
+        """Close the sockets."""
         self._context.destroy(linger=0)
 
     def _missed(self, end: int) -> list[KVEventBatch]:

@@ -34,13 +34,13 @@ STATS_INTERVAL = 0.1
 """Seconds between statistics, which are also the engine's proof of life."""
 
 AWAITING_WAIT = 0.002
-"""Seconds to pause when no request moves, but a grammar or KV from elsewhere may be there at any moment."""
+"""Seconds to pause when no request progresses, but a grammar or remote KV may arrive at any moment."""
 
 STALL_WAIT = 0.1
-"""Seconds to pause when no request moves for any other reason."""
+"""Seconds to pause when no request progresses for any other reason."""
 
 STALL_NOTICE = 1.0
-"""Seconds of standstill, though it is in order, after which the log says what is waited for."""
+"""Seconds after which the log gives the reason of a legitimate stall."""
 
 
 class MessageSource(Protocol):
@@ -108,13 +108,13 @@ class EngineLoop:
     def step_and_send(self) -> bool:
         """Run one step and send its outputs; return whether anything was done.
 
-        If not, the next step is worth trying after `stall_wait` seconds, or with the next message.
+        If not, try the next step after `stall_wait` seconds, or with the next message.
         """
         outputs, progressed = self.core.step()
         idle = not self.core.has_unfinished_requests()
         now = self._clock()
-        is_well = progressed or idle or self._note_stall(now)
-        if idle or (is_well and now >= self._stats_due):
+        is_legitimate = progressed or idle or self._note_stall(now)
+        if idle or (is_legitimate and now >= self._stats_due):
             self._stats_due = now + STATS_INTERVAL
             self._send(StepOutputs(outputs, self.core.stats()))
         else:
@@ -124,20 +124,20 @@ class EngineLoop:
         return progressed
 
     def _note_stall(self, now: float) -> bool:
-        """Choose how long to pause, and return whether the standstill is in order.
+        """Choose how long to pause, and return whether the stall is legitimate.
 
-        What is waited for is logged once per standstill: at once if nothing explains it.
+        The reason is logged once per stall: at once if there is no legitimate one.
         """
         core, stats = self.core, self.core.stats()
         self.stall_wait = AWAITING_WAIT if stats.num_awaiting else STALL_WAIT
         if self._stalled_since is None:
             self._stalled_since = now
-        is_well = core.may_stand_still()
-        if not self._stall_is_logged and (not is_well or now - self._stalled_since >= STALL_NOTICE):
+        is_legitimate = core.may_stall()
+        if not self._stall_is_logged and (not is_legitimate or now - self._stalled_since >= STALL_NOTICE):
             self._stall_is_logged = True
-            level = logging.WARNING if is_well else logging.ERROR
+            level = logging.WARNING if is_legitimate else logging.ERROR
             logger.log(level, "no unfinished request can be scheduled: %s; %s", core.explain_oldest(), stats)
-        return is_well
+        return is_legitimate
 
     def _add(self, request: EngineCoreRequest) -> None:
         try:

@@ -343,7 +343,7 @@ def _blocks_for(tokens: int, block_size: int) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Return a size for people, in powers of 1000 like the GB of `cache_size`: 1234567 -> '1.23 MB'."""
+    """Return a readable size, in powers of 1000 like the GB of `cache_size`: 1234567 -> '1.23 MB'."""
     units = ("B", "kB", "MB", "GB", "TB", "PB")
     index = 0
     while abs(size) >= 999.5 and index < len(units) - 1:

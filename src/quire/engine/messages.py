@@ -1,4 +1,4 @@
-"""What passes between a front process and an engine, as msgpack through `msgspec`, both ways.
+"""All that crosses between a front and an engine, both ways, as msgpack through `msgspec`.
 
 The same messages go through a plain list when the engine runs in the caller's process.
 """
@@ -64,7 +64,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 class EngineStart(msgspec.Struct):
     """The first thing an engine process reads, from its standard input, as one line of JSON.
 
-    `module_path` is where the front finds modules, so that a scheduler class of the user's is found too.
+    `module_path` is the front's module search path, so that the user's own scheduler class is found too.
     """
 
     config: EngineConfig
@@ -95,7 +95,7 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
 
     @property
     def queued_sequence_ids(self) -> list[str]:
-        """Ids that the scheduler knows: a beam search is one request until its hypotheses are out."""
+        """Ids that the scheduler knows: a beam search is one request until its hypotheses are complete."""
         return self.sequence_ids[:1] if self.sampling_params.beam_width else self.sequence_ids
 
 
@@ -106,7 +106,7 @@ class AbortRequests(msgspec.Struct, tag=2, array_like=True, gc=False):
 
 
 class StopRequests(msgspec.Struct, tag=3, array_like=True, gc=False):
-    """End these sequences, whose stop string the front has found; they do not answer."""
+    """End these sequences, in whose text the front has found a stop string; they do not answer."""
 
     sequence_ids: list[str]
 

@@ -121,10 +121,10 @@ class AsyncLLM:
             options: fields of `RequestOptions`: priority, cache_salt, tenant, timeout, …
 
         Raises (when iterated):
-            InvalidRequestError: it can never be served as written; its grammar, too, may turn out to be none.
+            InvalidRequestError: it can never be served as written, or its grammar is invalid.
             QueueFullError: too many requests wait.
-            RequestTimeoutError: its time was up before anything was generated. What has begun ends with the
-                finish reason "error" instead, and keeps what there is.
+            RequestTimeoutError: it timed out before anything was generated. One that has begun ends with the
+                finish reason "error" instead, and keeps its output so far.
             EngineDeadError: the engine has ended.
         """
         return self._stream(
@@ -172,7 +172,7 @@ class AsyncLLM:
         return (await self.explain_all([request_id]))[0]
 
     async def explain_all(self, request_ids: Sequence[str]) -> list[list[str]]:
-        """Return what `explain` would for each of these requests; the engine goes on meanwhile."""
+        """Return what `explain` would for each of these requests; the engine keeps running."""
         await self.wait_until_ready()
         groups = [self._requests.queued_sequence_ids(request_id) for request_id in request_ids]
         asked = [sequence_id for group in groups for sequence_id in group]

@@ -47,7 +47,7 @@ class InProcessClient:
                 self._loop.handle(message)
 
     def receive(self, timeout: float | None) -> list[FromEngine]:
-        """Return what the engine has to say; if that is nothing, run a step first, unless `timeout` is 0."""
+        """Return the engine's messages; if there are none, run a step first, unless `timeout` is 0."""
         loop = self._running_loop()
         if not self._outbox and timeout != 0 and loop.core.has_requests():
             with deferred_interrupt():
@@ -59,7 +59,7 @@ class InProcessClient:
         return messages
 
     def close(self) -> None:
-        """Abort what is left and let go of the model and its memory."""
+        """Abort all remaining requests and release the model and its memory."""
         self.send(Shutdown())
         self._loop = None
 

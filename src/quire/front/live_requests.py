@@ -37,7 +37,7 @@ class EngineClient(Protocol):
         """Hand over `message`; answers come from `receive`."""
 
     def receive(self, timeout: float | None) -> list[FromEngine]:
-        """Return what the engine has to say, waiting at most `timeout` seconds (None: for ever).
+        """Return the engine's messages, waiting at most `timeout` seconds (None: for ever) for the first.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -121,7 +121,7 @@ class LiveRequests:
         return state
 
     def discard(self, state: RequestState) -> None:
-        """Abort a request that nobody waits for any more; nothing happens if it has ended."""
+        """Abort a request whose caller is gone; nothing happens if it has ended."""
         live = self.outputs.remove(state)
         if live:
             self.client.send(AbortRequests(live))
@@ -133,7 +133,7 @@ class LiveRequests:
             self.client.send(AbortRequests(live))
 
     def queued_sequence_ids(self, request_id: str) -> list[str]:
-        """Return the engine's names for what waits or runs of a request; none if it has ended."""
+        """Return the engine's names for a request's waiting and running sequences; none if it has ended."""
         state = self.outputs.get(request_id)
         if state is None:
             return []
@@ -142,14 +142,14 @@ class LiveRequests:
         return [sequence_id for sequence_id in queued if sequence_id in live]
 
     def call(self, make: Callable[[int], ToEngine], on_reply: Callable[[Reply], None]) -> None:
-        """Send the message that `make` makes for a call id; `on_reply` gets the answer."""
+        """Send the message that `make` returns for a call id; `on_reply` gets the answer."""
         self.raise_failure()
         call_id = next(self._call_ids)
         self._calls[call_id] = on_reply
         self.client.send(make(call_id))
 
     def receive(self, timeout: float | None) -> None:
-        """Take in what the engine has to say, waiting at most `timeout` seconds (None: for ever).
+        """Process the engine's messages, waiting at most `timeout` seconds (None: for ever).
 
         If the engine has ended, every live request is answered with that and `failure` is set.
         """

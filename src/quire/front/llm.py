@@ -83,7 +83,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts and return their outputs in the same order.
 
-        A request that fails alone, because its grammar is none or its time is up or while it runs, has finish
+        A request that fails alone, because its grammar is invalid, it timed out or a step failed, has finish
         reason "error" and says why. Ctrl-C aborts all of them, and so does any exception; the engine stays
         usable.
 

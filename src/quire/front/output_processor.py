@@ -1,4 +1,4 @@
-"""From what the engine says to what the caller sees: text, stop strings, log-probabilities, the `n` best.
+"""From the engine's outputs to the caller's: text, stop strings, log-probabilities, the `n` best.
 
 The table of live requests keeps each one's prompt, parameters and tokens so far: all that is needed to
 continue it on another engine.
@@ -100,7 +100,7 @@ class CompletionState:
         return False
 
     def snapshot(self) -> CompletionOutput:
-        """Return the completion so far, as a value of its own."""
+        """Return the completion so far, as a copy."""
         return CompletionOutput(
             index=self.index,
             text=self.text,
@@ -129,7 +129,7 @@ def _error_of(output: EngineCoreOutput) -> ErrorInfo | None:
 
 
 class RequestState:
-    """A live request: what it asked, its completions so far, and how to tell its caller of news."""
+    """A live request: its parameters, its completions so far, and how to notify its caller."""
 
     def __init__(
         self, processed: ProcessedRequest, completions: list[CompletionState], on_update: Callable[[], None]
@@ -168,7 +168,7 @@ class RequestState:
         return None if has_tokens or None in exceptions else exceptions[0]
 
     def snapshot(self) -> RequestOutput:
-        """Return all that is known so far, as a value of its own."""
+        """Return all that is known so far, as a copy."""
         finished = self.finished
         return RequestOutput(
             request_id=self.request_id,
@@ -204,7 +204,7 @@ class RequestState:
 
 
 def _rank(completion: CompletionState) -> tuple[bool, float]:
-    """Return what `best_of` sorts by: what failed comes last, the likeliest first."""
+    """Return what `best_of` sorts by: failed completions last, the most likely first."""
     return completion.finish_reason is FinishReason.ERROR, -(completion.cumulative_logprob or 0.0)
 
 
@@ -229,7 +229,7 @@ class OutputProcessor:
         return request_id in self._requests
 
     def get(self, request_id: str) -> RequestState | None:
-        """Return a live request, None if there is none of that id."""
+        """Return the live request of that id, or None."""
         return self._requests.get(request_id)
 
     def add(self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None) -> RequestState:
@@ -302,7 +302,7 @@ class OutputProcessor:
         return live
 
     def live_sequence_ids(self, request_id: str | None = None) -> list[str]:
-        """Return the engine's names for what lives of a request, or of all requests if None."""
+        """Return the engine's names for the live sequences of a request, or of all requests if None."""
         if request_id is None:
             return list(self._sequences)
         state = self._requests.get(request_id)

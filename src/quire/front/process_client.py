@@ -1,4 +1,4 @@
-"""The front's side of an engine process: start it, talk to it, and see to it that it ends."""
+"""The front's side of an engine process: start it, talk to it, and make sure that it ends."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class EngineProcess:
         return messages
 
     def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
-        """Tell the engine to end, kill it after `timeout` seconds, and leave nothing behind."""
+        """Tell the engine to end, kill it after `timeout` seconds, and clean up."""
         if self._ready and self._finalizer.alive:
             self.send(Shutdown())
             select.select([self.death_fd], [], [], timeout)

@@ -1,4 +1,4 @@
-"""What a benchmark says: a table for people, JSON for programs, both from the same figures."""
+"""A benchmark's report: a table for people, JSON for programs, both from the same figures."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Target(Protocol):
     """Ids [n] to make prompts of."""
 
     max_model_len: int | None
-    """Most tokens of a prompt and its output together, None if nobody knows."""
+    """Maximum number of tokens of a prompt and its output together; None if unknown."""
 
     async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> Usage:
         """Answer a request.
