@@ -5,6 +5,9 @@ tokenizer's own decoder is asked about each token with the one before it as cont
 treat the first token differently; their byte tokens (`<0xE2>`) are decoded as a byte stream too.
 The result equals decoding all ids at once, with one exception: where byte tokens do not form UTF-8, only the
 faulty bytes become U+FFFD here, while the `tokenizers` library replaces the whole run of byte tokens.
+
+The library's own `DecodeStream` is not used: it takes time quadratic in a run of tokens that form no
+character (160 us per token after 200 of them, here 2), and says nothing about what is left at the end.
 """
 
 from __future__ import annotations
