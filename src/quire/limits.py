@@ -55,7 +55,7 @@ class Limits:
     """The values that one field may take.
 
     Args:
-        annotation: of the field, with markers.
+        annotation: of the field, with markers and without None.
         kind: its type without markers and without None; the type of the choices if it lists them.
         unit: what a number counts, or what a list or a mapping holds.
         is_optional: whether None is allowed.
@@ -149,7 +149,7 @@ def _limits(annotation: Any, kind: Any, unit: str) -> Limits:
     built_in = [marker for marker in _markers(marked) if isinstance(marker, BuiltIn)]
     is_mapping = typing.get_origin(kind) is Mapping
     return Limits(
-        annotation=annotation,
+        annotation=marked,
         kind=type(choices[0]) if choices else kind,
         unit=unit,
         is_optional=marked is not annotation,
@@ -185,7 +185,7 @@ def _checker(cls: type) -> Callable[[Any], bool]:
     """Return what tells whether the fields of an object of `cls` all have values that are allowed."""
     import msgspec
 
-    named = [(name, _checked_type(limits.annotation)) for name, limits in limits_of(cls).items()]
+    named = [(name, _checked_field_type(limits)) for name, limits in limits_of(cls).items()]
     form = msgspec.defstruct(cls.__name__, named)
     others = [(name, limits) for name, limits in limits_of(cls).items() if _needs_python(limits)]
 
@@ -203,7 +203,7 @@ def _allows(limits: Limits, value: Any) -> bool:
     import msgspec
 
     try:
-        msgspec.convert(value, _checked_type(limits.annotation), strict=True)
+        msgspec.convert(value, _checked_field_type(limits), strict=True)
     except msgspec.ValidationError:
         return False
     return not _needs_python(limits) or _allows_in_python(limits, value)
@@ -222,6 +222,11 @@ def _allows_in_python(limits: Limits, value: Any) -> bool:
     return isinstance(value, limits.kind)
 
 
+def _checked_field_type(limits: Limits) -> Any:
+    checked = _checked_type(limits.annotation)
+    return Union[checked, None] if limits.is_optional else checked  # noqa: UP007
+
+
 def _checked_type(annotation: Any) -> Any:
     """Return an annotation with its markers as msgspec has them; a float without bounds must be finite."""
     import msgspec
@@ -234,7 +239,7 @@ def _checked_type(annotation: Any) -> Any:
     if origin is tuple:
         return tuple[_checked_type(arguments[0]), ...]  # type: ignore[misc]
     if origin is Mapping:
-        return Mapping[arguments[0], _checked_type(arguments[1])]  # type: ignore[valid-type, misc]
+        return Mapping[_checked_type(arguments[0]), _checked_type(arguments[1])]  # type: ignore[misc]
     if annotation is not float and origin is not Annotated:
         return annotation
     bounds = _bounds(annotation)

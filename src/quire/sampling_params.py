@@ -16,6 +16,8 @@ MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each beam needs as many likeliest tokens, and one per ending token
 _MAX_INT64 = 2**63 - 1  # larger integers do not fit into the messages to the engine process
 
+TokenId = Annotated[int, Ge(0), Le(2**31 - 1)]
+Bias = Annotated[float, Ge(-100), Le(100)]
 Probability = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-2), Le(2)]
 NumSequences = Annotated[int, Ge(1), Le(128)]
@@ -75,21 +77,21 @@ class SamplingParams:
         unit="logits",
         help="Subtracted from a token's logit for each of its occurrences in the output.",
     )
-    logit_bias: Mapping[int, Annotated[float, Ge(-100), Le(100)]] = knob(
+    logit_bias: Mapping[TokenId, Bias] = knob(
         default_factory=dict, unit="token ids", help="Added to the logits of these token ids."
     )
     bad_words: Annotated[tuple[Annotated[str, MinLen(1)], ...], MaxLen(256)] = knob(
         default=(), unit="non-empty strings", help="Strings that must not occur in the output."
     )
     # Every sampled token is compared with each of them.
-    bad_words_token_ids: Annotated[tuple[tuple[int, ...], ...], MaxLen(1024)] = knob(
+    bad_words_token_ids: Annotated[tuple[tuple[TokenId, ...], ...], MaxLen(1024)] = knob(
         default=(), unit="lists of token ids", help="Token sequences that must not occur in the output."
     )
     stop: tuple[Annotated[str, MinLen(1)], ...] = knob(
         default=(), unit="non-empty strings", help="Strings that end the output; left out of the text."
     )
     # The largest number of all requests is a width of the scheduler's arrays.
-    stop_token_ids: Annotated[tuple[int, ...], MaxLen(128)] = knob(
+    stop_token_ids: Annotated[tuple[TokenId, ...], MaxLen(128)] = knob(
         default=(), unit="token ids", help="Token ids that end the output, besides end-of-sequence."
     )
     include_stop_str_in_output: bool = knob(

@@ -15,25 +15,32 @@ from pydantic import (
     Field,
     StringConstraints,
     Tag,
+    create_model,
 )
 from pydantic_core import PydanticCustomError
 
 from quire.errors import InvalidRequestError
-from quire.request_options import RequestOptions
-from quire.sampling_params import MAX_BEAM_WIDTH, SamplingParams
+from quire.limits import NonNegativeInt, PositiveInt
+from quire.request_options import RequestOptions, ShortText
+from quire.sampling_params import MAX_BEAM_WIDTH, Bias, NumLogprobs, NumSequences, SamplingParams, TokenId
 from quire.server.response_format import ResponseFormat, StructuredOutputs
-from quire.server.strict_model import StrictModel, optional_field
+from quire.server.strict_model import StrictModel, body_fields, optional_field
 
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
-_MOST_LISTED = 1024  # entries of a list before duplicates are merged; SamplingParams has the real bounds
+_OTHERWISE_IN_BODIES = (  # in another form, or of only one of the bodies
+    "bad_words_token_ids",
+    "best_of",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+    "stop",
+    "structured_outputs",
+)
 
 Unsupported: TypeAlias = None
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Count = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-ShortText = Annotated[str, Field(max_length=256)]
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 Role = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -90,70 +97,39 @@ def _few_enough(biases: Any) -> Any:
 
 
 LogitBias = Annotated[
-    dict[TokenIdText, float], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_few_enough)
+    dict[TokenIdText, Bias], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_few_enough)
 ]
 
 
 class StreamOptions(StrictModel):
     """What a stream carries besides the text."""
 
-    include_usage: bool | None = Field(None, description="Send a last event with the usage.")
+    include_usage: bool | None = Field(None, description="Send a final event with the token usage.")
     include_obfuscation: Literal[False] | None = Field(None, description="Padding is never added.")
 
 
-def _sampling_field(name: str) -> Any:
-    """Return an optional field described as in `SamplingParams`."""
-    return optional_field(SamplingParams, name)
+SharedFields = create_model(
+    "SharedFields",
+    __base__=StrictModel,
+    **body_fields(SamplingParams, exclude=_OTHERWISE_IN_BODIES),
+    **body_fields(RequestOptions, exclude=("tenant",)),
+)
 
 
-def _option_field(name: str) -> Any:
-    """Return an optional field described as in `RequestOptions`."""
-    return optional_field(RequestOptions, name)
-
-
-class GenerationRequest(StrictModel):
+class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
     """Fields that completions and chat share."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
-    n: Count | None = _sampling_field("n")
-    max_tokens: Count | None = _sampling_field("max_tokens")
-    min_tokens: Count | None = _sampling_field("min_tokens")
-    temperature: float | None = _sampling_field("temperature")
-    top_k: Count | None = _sampling_field("top_k")
-    top_p: float | None = _sampling_field("top_p")
-    min_p: float | None = _sampling_field("min_p")
-    repetition_penalty: float | None = _sampling_field("repetition_penalty")
-    presence_penalty: float | None = _sampling_field("presence_penalty")
-    frequency_penalty: float | None = _sampling_field("frequency_penalty")
-    logit_bias: LogitBias | None = _sampling_field("logit_bias")
-    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=_MOST_LISTED)] | None = _sampling_field(
-        "bad_words"
-    )
-    stop: Stop | None = _sampling_field("stop")
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_LISTED)] | None = (
-        _sampling_field("stop_token_ids")
-    )
-    include_stop_str_in_output: bool | None = _sampling_field("include_stop_str_in_output")
-    ignore_eos: bool | None = _sampling_field("ignore_eos")
+    logit_bias: LogitBias | None = optional_field(SamplingParams, "logit_bias")
+    stop: Stop | None = optional_field(SamplingParams, "stop")
     use_beam_search: bool | None = Field(
-        None, description="Search with beam_width beams; if that is left out, with best_of or n of them."
+        None,
+        description="Use beam search with beam_width beams. If beam_width is not given: best_of or n beams.",
     )
-    beam_width: Count | None = _sampling_field("beam_width")
-    num_beam_groups: Count | None = _sampling_field("num_beam_groups")
-    diversity_penalty: float | None = _sampling_field("diversity_penalty")
-    length_penalty: float | None = _sampling_field("length_penalty")
-    stop_criteria: str | None = _sampling_field("stop_criteria")
-    seed: int | None = _sampling_field("seed")
-    skip_special_tokens: bool | None = _sampling_field("skip_special_tokens")
-    structured_outputs: StructuredOutputs | None = _sampling_field("structured_outputs")
-    priority: Count | None = _option_field("priority")
-    cache_salt: ShortText | None = _option_field("cache_salt")
-    timeout: float | None = _option_field("timeout")
-    queue_timeout: float | None = _option_field("queue_timeout")
-    pin_prefix: float | None = _option_field("pin_prefix")
-    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
-    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    user: ShortText | None = _option_field("tenant")
+    structured_outputs: StructuredOutputs | None = optional_field(SamplingParams, "structured_outputs")
+    stream: bool | None = Field(None, description="Send tokens as server-sent events as they are generated.")
+    stream_options: StreamOptions | None = Field(None, description="Options for streaming; needs stream.")
+    user: ShortText | None = optional_field(RequestOptions, "tenant")
 
     @property
     def include_usage(self) -> bool:
@@ -225,9 +201,16 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Prompt = Field(description="Text or token ids to continue, one or several.")
-    best_of: Count | None = _sampling_field("best_of")
-    echo: bool | None = Field(None, description="Start the text with the prompt; with max_tokens 0, only it.")
-    logprobs: Count | None = _sampling_field("logprobs")
+    max_tokens: NonNegativeInt | None = Field(
+        None,
+        description="Maximum number of output tokens; 0 only with echo. "
+        f"Default: {DEFAULT_COMPLETION_TOKENS}.",
+    )
+    best_of: NumSequences | None = optional_field(SamplingParams, "best_of")
+    echo: bool | None = Field(
+        None, description="Put the prompt in front of the text. With max_tokens 0: return only the prompt."
+    )
+    logprobs: NumLogprobs | None = optional_field(SamplingParams, "logprobs")
     suffix: Unsupported = None
 
     @property
@@ -304,9 +287,11 @@ class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] = Field(
         description="The conversation so far."
     )
-    max_completion_tokens: Count | None = Field(None, description="The newer name of max_tokens.")
+    max_completion_tokens: PositiveInt | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Return the log-probabilities of the answer's tokens.")
-    top_logprobs: Count | None = Field(None, description="And of this many likeliest ones, 0 to 20.")
+    top_logprobs: NumLogprobs | None = Field(
+        None, description="Number of most likely tokens to return besides; needs logprobs."
+    )
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     service_tier: Literal["auto", "default"] | None = None

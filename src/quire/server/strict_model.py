@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import types
+import typing
+from collections.abc import Callable, Collection
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from quire.errors import nearest_name
+from quire.limits import Limits, limits_of
+
+_RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 UNKNOWN_NAME = "unknown_name"
 """Type of the validation error about a name that a model does not have; `name` and `hint` in its context."""
@@ -36,3 +50,53 @@ def optional_field(cls: type, name: str, *, alias: str | None = None) -> Any:
     """Return an optional field described as the field `name` of a class of parameters."""
     [field] = [field for field in dataclasses.fields(cls) if field.name == name]
     return Field(None, alias=alias, description=field.metadata["help"])
+
+
+def body_fields(cls: type, *, exclude: Collection[str] = ()) -> dict[str, Any]:
+    """Return an optional field for each of a class of parameters, for `pydantic.create_model`.
+
+    It has the same limits and description. A tuple becomes a list; as in the class, duplicates are dropped
+    before its length is checked.
+    """
+    return {
+        name: (_body_type(limits) | None, optional_field(cls, name))
+        for name, limits in limits_of(cls).items()
+        if name not in exclude
+    }
+
+
+def _body_type(limits: Limits) -> Any:
+    if typing.get_origin(limits.kind) is tuple:
+        entry = typing.get_args(_unmarked(limits.annotation))[0]
+        constraint = Field(fail_fast=True, max_length=limits.bounds.get("max_length"))
+        entries = types.GenericAlias(list, (entry,))
+        return Annotated[entries, constraint, BeforeValidator(_distinct)]
+    if limits.range:
+        return Annotated[limits.annotation, WrapValidator(_range_check(limits.range))]
+    return limits.annotation
+
+
+def _unmarked(annotation: Any) -> Any:
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+
+
+def _distinct(entries: Any) -> Any:
+    """Return the entries of a list, each once; anything else is left for pydantic to refuse."""
+    try:
+        return list(dict.fromkeys(entries)) if isinstance(entries, list) else entries
+    except TypeError:
+        return entries
+
+
+def _range_check(limits: str) -> Callable[[Any, Callable[[Any], Any]], Any]:
+    """Return a validator that names the whole range, where pydantic names only the end that was exceeded."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            if error.errors()[0]["type"] not in _RANGE_ERRORS:
+                raise
+        raise PydanticCustomError("out_of_range", "it must be {limits}", {"limits": limits})
+
+    return check
