@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.grammar.manager import COMPILE_TIMEOUT, MAX_CACHED_GRAMMARS, NUM_COMPILERS, Grammars
+from quire.grammar.compilation import COMPILE_TIMEOUT, MAX_CACHED_GRAMMARS, NUM_COMPILERS
+from quire.grammar.manager import GrammarManager
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, CachedRequestData, ChosenTokens, SchedulerOutput
@@ -111,7 +112,7 @@ def clock():
 
 @pytest.fixture
 def grammars(backend, clock):
-    grammars = Grammars(backend, clock=clock)
+    grammars = GrammarManager(backend, clock=clock)
     yield grammars
     grammars.shutdown()
 
@@ -123,7 +124,7 @@ def request(request_id: str, word: str, output: str = "") -> Request:
     return made
 
 
-def reported(grammars: Grammars, count: int) -> dict[str, str | None]:
+def reported(grammars: GrammarManager, count: int) -> dict[str, str | None]:
     """Ask, as a step loop does, until `count` requests were reported; pytest's timeout is the limit."""
     found: dict[str, str | None] = {}
     while len(found) < count:
@@ -131,7 +132,7 @@ def reported(grammars: Grammars, count: int) -> dict[str, str | None]:
     return found
 
 
-def live(grammars: Grammars, **words: str) -> None:
+def live(grammars: GrammarManager, **words: str) -> None:
     """Give requests their grammars."""
     for request_id, word in words.items():
         grammars.start(request(request_id, word))
@@ -170,7 +171,7 @@ def allowed(row) -> str:
     return "*" if len(bits) == VOCAB else "".join("$" if token == EOS else chr(token) for token in bits)
 
 
-def masks(grammars: Grammars, step: SchedulerOutput) -> dict[str, list[str]]:
+def masks(grammars: GrammarManager, step: SchedulerOutput) -> dict[str, list[str]]:
     output = grammars.bitmask(step)
     if output is None:
         return {}
@@ -182,7 +183,7 @@ def masks(grammars: Grammars, step: SchedulerOutput) -> dict[str, list[str]]:
 
 def test_without_a_backend_a_structured_request_is_refused():
     with pytest.raises(InvalidRequestError, match="no grammar backend") as caught:
-        Grammars(None).start(request("a", "word"))
+        GrammarManager(None).start(request("a", "word"))
     assert caught.value.param == "structured_outputs"
 
 
@@ -312,7 +313,7 @@ class ByHand(Executor):
 
 def test_compilations_run_where_they_are_told_to(backend, clock):
     executor = ByHand()
-    grammars = Grammars(backend, clock=clock, executor=executor)
+    grammars = GrammarManager(backend, clock=clock, executor=executor)
     grammars.start(request("a", "word"))
     assert grammars.take_compiled() == []
     executor.run()

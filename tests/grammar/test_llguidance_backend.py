@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import quire
 from quire.errors import InvalidRequestError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
-from quire.grammar.manager import Grammars
+from quire.grammar.manager import GrammarManager
 from quire.models.tokenizer import Tokenizer
 from quire.request import Request
 from quire.sampling_params import SamplingParams
@@ -331,7 +331,7 @@ def test_rules_nested_as_deep_as_fits_do_not_end_the_process():
         depth += 1
     lines.insert(1, f'A{depth}: "x"')
     spec = StructuredOutputsParams(grammar="\n".join(lines))
-    grammars = Grammars(BACKEND)
+    grammars = GrammarManager(BACKEND)
     grammars.start(Request("a", [1], SamplingParams(structured_outputs=spec)))
     while not (ended := grammars.take_compiled()):
         pass

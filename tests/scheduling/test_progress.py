@@ -8,7 +8,7 @@ from scene import BAD, CLASSES, GatedGrammars, Scene, allowed_by_class
 
 from faulty_connector import FaultyConnector
 from quire.errors import InvalidRequestError
-from quire.grammar.manager import COMPILE_TIMEOUT
+from quire.grammar.compilation import COMPILE_TIMEOUT
 from quire.scheduling import PauseState
 from quire.status import FinishReason, RequestStatus
 

@@ -11,7 +11,7 @@ import msgspec
 from typing_extensions import override
 
 from quire.errors import InvalidRequestError
-from quire.grammar.manager import NUM_COMPILERS
+from quire.grammar.compilation import NUM_COMPILERS
 from quire.recording.recorded_context import ReplayTape, silent_grammar
 
 

@@ -17,7 +17,7 @@ import msgspec
 from typing_extensions import override
 
 from quire.errors import InvalidRequestError
-from quire.grammar.manager import Grammar, GrammarBackend
+from quire.grammar.interface import Grammar, GrammarBackend
 from quire.kv.connector import KVConnector
 from quire.scheduling.context import SchedulerContext
 

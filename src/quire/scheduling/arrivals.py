@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from quire.config import SchedulerConfig
 from quire.errors import DuplicateRequestError
-from quire.grammar.manager import Grammars
+from quire.grammar.manager import GrammarManager
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.kv_holdings import KVHoldings
@@ -34,7 +34,7 @@ class Arrivals:
     kv: KVCacheManager
     waiting: WaitingRequests
     holdings: KVHoldings
-    grammars: Grammars
+    grammars: GrammarManager
     timeouts: TimeoutPhase
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 

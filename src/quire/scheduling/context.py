@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from quire.grammar.manager import GrammarBackend
+from quire.grammar.interface import GrammarBackend
 from quire.kv.connector import KVConnector
 from quire.kv.events import KVEventSink
 

@@ -6,7 +6,7 @@ Each part is given what it touches, so that its fields say what that is.
 from __future__ import annotations
 
 from quire.config import SchedulerConfig
-from quire.grammar.manager import Grammars
+from quire.grammar.manager import GrammarManager
 from quire.kv.block_pool import BlockPool
 from quire.kv.manager import KVCacheManager
 from quire.scheduling.admission_phase import AdmissionPhase
@@ -76,7 +76,7 @@ class SchedulerParts:
         )
         self.running = RunningSlots(config.max_num_seqs, self._max_model_len)
         self.beams = BeamGroups()
-        self.grammars = Grammars(context.grammars, clock=context.clock, executor=context.executor)
+        self.grammars = GrammarManager(context.grammars, clock=context.clock, executor=context.executor)
         self.order = ORDERS.build(config.policy, config=config, find_cached=self.kv.count_cached_tokens)
         self.admission_policy = ADMISSIONS.build(config.admission, config=config)
         self.victim_policy = VICTIMS.build(config.victim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from quire.grammar.manager import Grammars
+from quire.grammar.manager import GrammarManager
 from quire.kv.connector import KVConnector
 from quire.kv.manager import NO_PREFIX, KVCacheManager
 from quire.request import Request
@@ -34,7 +34,7 @@ class RequestFinisher:
     holdings: KVHoldings
     slots: SlotManager
     deadlines: Deadlines
-    grammars: Grammars
+    grammars: GrammarManager
     connector: KVConnector | None
     outbox: Outbox
     stats: SchedulerStats

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from quire.grammar.manager import Grammars
+from quire.grammar.manager import GrammarManager
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.beam_groups import BeamGroups
@@ -62,7 +62,7 @@ class ResultsPhase:
     slots: SlotManager
     finisher: RequestFinisher
     fences: Fences
-    grammars: Grammars
+    grammars: GrammarManager
     outbox: Outbox
     stats: SchedulerStats
 

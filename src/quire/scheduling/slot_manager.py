@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.grammar.manager import Grammars
+from quire.grammar.manager import GrammarManager
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.beam_groups import BeamGroup, BeamGroups
@@ -28,7 +28,7 @@ class SlotManager:
     kv: KVCacheManager
     beams: BeamGroups
     waiting: WaitingRequests
-    grammars: Grammars
+    grammars: GrammarManager
     order: QueueOrder
     admission_policy: AdmissionPolicy
     fences: Fences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from quire.grammar.manager import Grammars
+from quire.grammar.manager import GrammarManager
 from quire.request import Request
 from quire.scheduling.drain_rate import DrainRate
 from quire.scheduling.policies.order import QueueOrder
@@ -29,7 +29,7 @@ class WaitingRequests:
     def __init__(
         self,
         order: QueueOrder,
-        grammars: Grammars,
+        grammars: GrammarManager,
         loads: RemoteLoads,
         running: RunningSlots,
         *,

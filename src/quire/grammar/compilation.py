@@ -1,0 +1,152 @@
+"""Compiling grammars in threads: equal specifications share one compilation, and each has a time limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+from quire.grammar.interface import Grammar, GrammarBackend, failure_message
+from quire.structured_outputs import StructuredOutputsParams
+
+COMPILE_TIMEOUT = 30.0
+"""Seconds that a request waits for its grammar before it ends with an error."""
+
+NUM_COMPILERS = 2
+COMPILER_STACK_BYTES = 64 * 2**20  # compilers recurse as deep as a grammar's rules nest
+MAX_CACHED_GRAMMARS = 64
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Waiting:
+    """A request whose grammar is being compiled."""
+
+    spec: StructuredOutputsParams
+    deadline: float  # seconds
+
+
+@dataclasses.dataclass(slots=True)
+class _Compilation:
+    """One specification being compiled, and the requests that wait for it."""
+
+    future: Future[Grammar]
+    request_ids: dict[str, None]
+
+
+class GrammarCompiler:
+    """Compiles the grammars of requests; all methods are called in one thread.
+
+    The last `MAX_CACHED_GRAMMARS` grammars that were used are kept.
+
+    Args:
+        backend: does the work.
+        clock: seconds.
+        executor: runs the compilations; None: `NUM_COMPILERS` threads, started when first needed.
+    """
+
+    def __init__(
+        self, backend: GrammarBackend, *, clock: Callable[[], float], executor: Executor | None
+    ) -> None:
+        self._backend = backend
+        self._clock = clock
+        self._executor = executor
+        self._waiting: dict[str, _Waiting] = {}  # by deadline, since all wait equally long
+        self._results: dict[str, Grammar | str] = {}  # grammars or errors, by request
+        self._compilations: dict[StructuredOutputsParams, _Compilation] = {}
+        self._ended: deque[StructuredOutputsParams] = deque()  # filled by the compiling threads
+        self._cache: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Return the number of requests that `take_results` has yet to report."""
+        return len(self._waiting) + len(self._results)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._waiting or request_id in self._results
+
+    def start(self, request_id: str, spec: StructuredOutputsParams) -> None:
+        """Begin to compile a request's grammar; `take_results` reports it."""
+        deadline = self._clock() + COMPILE_TIMEOUT
+        if spec in self._cache:
+            self._cache.move_to_end(spec)
+            self._results[request_id] = self._cache[spec]
+            return
+        if spec not in self._compilations:
+            self._compilations[spec] = _Compilation(self._submit(spec), {})
+        self._compilations[spec].request_ids[request_id] = None
+        self._waiting[request_id] = _Waiting(spec, deadline)
+
+    def take_results(self) -> dict[str, Grammar | str]:
+        """Return by request id what ended since the last call: a grammar shared by requests, or an error."""
+        if not (self._compilations or self._results or self._ended):
+            return {}
+        while self._ended:
+            self._collect(self._ended.popleft())
+        self._expire()
+        results, self._results = self._results, {}
+        return results
+
+    def forget(self, request_id: str) -> None:
+        """Stop compiling for a request; unknown ids are ignored."""
+        self._results.pop(request_id, None)
+        self._stop_waiting(request_id)
+
+    def shutdown(self) -> None:
+        """Forget everything; compilations that have begun run to their end unheeded."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+        for held in (self._waiting, self._results, self._compilations, self._ended, self._cache):
+            held.clear()
+
+    def _submit(self, spec: StructuredOutputsParams) -> Future[Grammar]:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
+        previous = threading.stack_size(COMPILER_STACK_BYTES)
+        try:
+            future = self._executor.submit(self._backend.compile, spec)
+        finally:
+            threading.stack_size(previous)
+        future.add_done_callback(lambda _: self._ended.append(spec))
+        return future
+
+    def _collect(self, spec: StructuredOutputsParams) -> None:
+        """Give a compiled grammar, or the error, to the requests that wait for it."""
+        compilation = self._compilations.get(spec)
+        if compilation is None or not compilation.future.done():
+            return  # it was cancelled, and perhaps begun again
+        del self._compilations[spec]
+        error = compilation.future.exception()
+        result: Grammar | str
+        if error is None:
+            result = self._cache[spec] = compilation.future.result()
+            if len(self._cache) > MAX_CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        else:
+            result = failure_message(error)
+        for request_id in compilation.request_ids:
+            del self._waiting[request_id]
+            self._results[request_id] = result
+
+    def _expire(self) -> None:
+        """End the waiting of requests that have timed out."""
+        now = self._clock()
+        while self._waiting:
+            request_id, waiting = next(iter(self._waiting.items()))
+            if waiting.deadline > now:
+                return
+            self._stop_waiting(request_id)
+            self._results[request_id] = (
+                "the grammar of structured_outputs was not compiled within the limit of "
+                f"{COMPILE_TIMEOUT:g} s; make it simpler, or try again when fewer are being compiled"
+            )
+
+    def _stop_waiting(self, request_id: str) -> None:
+        """Take a request off its compilation, and cancel that if no other request waits for it."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            return
+        compilation = self._compilations[waiting.spec]
+        del compilation.request_ids[request_id]
+        if not compilation.request_ids and compilation.future.cancel():
+            del self._compilations[waiting.spec]

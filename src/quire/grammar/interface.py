@@ -1,0 +1,61 @@
+"""What a grammar, and a backend that compiles grammars, must do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.errors import InvalidRequestError
+from quire.step import IntArray
+from quire.structured_outputs import StructuredOutputsParams
+
+
+class Grammar(Protocol):
+    """The state of one request in its grammar."""
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Advance over these tokens; False, and nothing changes, if they are not allowed.
+
+        Raises:
+            InvalidRequestError: the grammar has exceeded its limits and cannot be followed any further.
+        """
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` accepted tokens."""
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens could be accepted, one after the other. Changes nothing.
+
+        Raises:
+            InvalidRequestError: as `accept` does.
+        """
+
+    def fill_bitmask(self, row: IntArray) -> None:
+        """Write which tokens may come next: [ceil(vocabulary / 32)], see `quire.step.GrammarOutput`.
+
+        Raises:
+            InvalidRequestError: as `accept` does, or no token may come next.
+        """
+
+    def copy(self) -> Grammar:
+        """Return an independent grammar in the same state."""
+
+
+class GrammarBackend(Protocol):
+    """Compiles specifications into grammars."""
+
+    vocab_size: int
+
+    def compile(self, spec: StructuredOutputsParams) -> Grammar:
+        """Return the grammar in its initial state. Slow; may be called from any thread.
+
+        Raises:
+            InvalidRequestError: what is wrong with the specification.
+        """
+
+
+def failure_message(error: BaseException) -> str:
+    """Return the error for the request whose grammar failed, be it invalid or the backend at fault."""
+    if isinstance(error, InvalidRequestError):
+        return str(error)
+    return f"the grammar of structured_outputs failed: {type(error).__name__}: {error}"
