@@ -22,7 +22,7 @@ from quire.cli.bench.workload import (
 )
 from quire.errors import ConfigError
 from quire.models.checkpoints.hub import resolve_model
-from quire.models.tokenizer import Tokenizer
+from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
 VOCABULARY = np.arange(300, 1000)
 MANY = 20_000
@@ -170,7 +170,7 @@ def test_lengths_that_were_asked_for_and_do_not_fit_are_refused():
 
 
 def test_prompts_are_made_of_ordinary_tokens():
-    tokenizer = Tokenizer.from_directory(resolve_model("mini"))
+    tokenizer = read_tokenizer(resolve_model("mini"))
     ids = ordinary_tokens(tokenizer)
     assert tokenizer.special_token_ids
     assert not set(ids.tolist()) & {*tokenizer.special_token_ids, *tokenizer.eos_token_ids}

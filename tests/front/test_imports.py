@@ -26,7 +26,7 @@ def test_the_front_does_without_torch():
 import sys
 from quire import *
 import quire.engine.process
-from quire.models.tokenizer import Tokenizer
+from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
     assert run(code) == "[]\n"

@@ -18,14 +18,14 @@ import quire
 from quire.errors import InvalidRequestError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.manager import GrammarManager
-from quire.models.tokenizer import Tokenizer
+from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputsParams
 from tokenizers_for_tests import byte_level, sentencepiece
 
 MINI = Path(quire.__file__).parent / "mini"
-TOKENIZER = Tokenizer.from_directory(MINI)
+TOKENIZER = read_tokenizer(MINI)
 NUM_TOKENS = TOKENIZER.vocab_size
 VOCAB = NUM_TOKENS + 70  # the logits are wider than the tokenizer
 EOS = TOKENIZER.eos_token_ids

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from checkpoints import CHAT_TEMPLATE, make_tokenizer
 from quire.errors import InvalidRequestError, ModelError
+from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 from quire.models.tokenizer import Tokenizer
 
 TEXTS = [
@@ -69,7 +70,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_ids_and_text_equal_transformers(directory: Path, text: str, add_special_tokens: bool) -> None:
-    ours, theirs = Tokenizer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    ours, theirs = read_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
     ids = ours.encode(text, add_special_tokens=add_special_tokens)
     assert ids == theirs.encode(text, add_special_tokens=add_special_tokens)
     for skip in (True, False):
@@ -77,7 +78,7 @@ def test_ids_and_text_equal_transformers(directory: Path, text: str, add_special
 
 
 def test_facts_equal_transformers(directory: Path) -> None:
-    ours, theirs = Tokenizer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+    ours, theirs = read_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
     assert ours.vocab_size == len(theirs)
     assert ours.bos_token_id == theirs.bos_token_id
     assert ours.eos_token_ids == (theirs.eos_token_id,)
@@ -85,7 +86,7 @@ def test_facts_equal_transformers(directory: Path) -> None:
 
 
 def test_token_texts_join_to_the_text(directory: Path) -> None:
-    tokenizer = Tokenizer.from_directory(directory)
+    tokenizer = read_tokenizer(directory)
     ids = tokenizer.encode("the cat", add_special_tokens=False)
     assert "".join(map(tokenizer.token_text, ids)).lstrip() == "the cat"
     assert tokenizer.token_text(ids[-1])
@@ -93,10 +94,10 @@ def test_token_texts_join_to_the_text(directory: Path) -> None:
 
 
 def test_eos_ids_of_all_files_are_merged(directory: Path) -> None:
-    named = Tokenizer.from_directory(directory).eos_token_ids
+    named = read_tokenizer(directory).eos_token_ids
     (directory / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     (directory / "config.json").write_text('{"eos_token_id": 9}')
-    assert Tokenizer.from_directory(directory).eos_token_ids == (7, 9, *named)
+    assert read_tokenizer(directory).eos_token_ids == (7, 9, *named)
 
 
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     backend.enable_truncation(3)
     backend.enable_padding(length=8)
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_directory(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
     assert len(tokenizer.encode("a")) == 1
     assert tokenizer.decode(tokenizer.encode("the cache holds")) == "the cache holds"
 
@@ -113,15 +114,15 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["\ud800", "ab\udfff", "\ud83d\ude42"])
 def test_lone_surrogates_are_refused(directory: Path, text: str) -> None:
     with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
-        Tokenizer.from_directory(directory).encode(text)
+        read_tokenizer(directory).encode(text)
 
 
 def test_directory_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
-        Tokenizer.from_directory(tmp_path)
+        read_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot be read"):
-        Tokenizer.from_directory(tmp_path)
+        read_tokenizer(tmp_path)
 
 
 TEMPLATES = {
@@ -153,7 +154,7 @@ def test_chat_template_equals_transformers(tmp_path: Path, name: str, add_genera
     expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt
     )
-    tokenizer = Tokenizer.from_directory(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
     assert tokenizer.has_chat_template
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=add_generation_prompt) == expected
 
@@ -162,7 +163,7 @@ def _set_template(directory: Path, template: Any) -> Tokenizer:
     make_tokenizer(directory)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    return Tokenizer.from_directory(directory)
+    return read_tokenizer(directory)
 
 
 def test_the_default_of_named_templates(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_the_default_of_named_templates(tmp_path: Path) -> None:
 def test_a_template_file_wins(tmp_path: Path) -> None:
     _set_template(tmp_path, "from the settings")
     (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert Tokenizer.from_directory(tmp_path).apply_chat_template(MESSAGES) == "from the file"
+    assert read_tokenizer(tmp_path).apply_chat_template(MESSAGES) == "from the file"
 
 
 @pytest.mark.parametrize(

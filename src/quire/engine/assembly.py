@@ -55,14 +55,15 @@ def build_context(
 
 def _grammar_backend(model_path: Path, model_config: ModelConfig) -> LLGuidanceBackend:
     def tokenizer() -> str:
-        from quire.models.tokenizer import tokenizer_json  # slow, and seldom needed here
+        # slow, and seldom needed here
+        from quire.models.checkpoints.tokenizer_reading import read_tokenizer_json
 
-        return tokenizer_json(model_path)
+        return read_tokenizer_json(model_path)
 
     def eos_token_ids() -> tuple[int, ...]:
-        from quire.models.tokenizer import Tokenizer
+        from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
-        return Tokenizer.from_directory(model_path).eos_token_ids
+        return read_tokenizer(model_path).eos_token_ids
 
     return LLGuidanceBackend(tokenizer, model_config.vocab_size, eos_token_ids)
 

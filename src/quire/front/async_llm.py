@@ -63,9 +63,10 @@ class AsyncLLM:
         model_path = resolve_model(self.config.model)
         self._process = EngineProcess(self.config, model_path)
 
-        from quire.models.tokenizer import Tokenizer  # slow: meanwhile, the engine process imports torch
+        # slow: meanwhile, the engine process imports torch
+        from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
-        self._requests = LiveRequests(self._process, Tokenizer.from_directory(model_path))
+        self._requests = LiveRequests(self._process, read_tokenizer(model_path))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         self._closing = False

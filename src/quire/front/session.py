@@ -45,9 +45,10 @@ class Session:
             else InProcessClient(config, model_path, on_progress=on_progress)
         )
 
-        from quire.models.tokenizer import Tokenizer  # slow: meanwhile, an engine process imports torch
+        # slow: meanwhile, an engine process imports torch
+        from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
-        self.requests = LiveRequests(client, Tokenizer.from_directory(model_path))
+        self.requests = LiveRequests(client, read_tokenizer(model_path))
         if on_progress is not None:
             self.requests.on_progress = on_progress
 

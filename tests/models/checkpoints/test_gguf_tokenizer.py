@@ -14,7 +14,7 @@ from transformers import Qwen2Tokenizer
 
 from checkpoints import CHAT_TEMPLATE, make_tokenizer
 from quire.errors import ModelError
-from quire.models.tokenizer import Tokenizer, tokenizer_json
+from quire.models.checkpoints.tokenizer_reading import read_tokenizer, read_tokenizer_json
 
 TEXTS = [
     "the cache holds keys and values of the tokens",
@@ -65,9 +65,9 @@ def _byte_level(published: Path, path: Path, *, pre: str, **entries: Any) -> Pat
 
 
 def test_the_same_as_the_tokenizer_it_was_made_of(published: Path, tmp_path: Path) -> None:
-    wanted = Tokenizer.from_directory(published)
+    wanted = read_tokenizer(published)
     file = _byte_level(published, tmp_path / "m.gguf", pre="gpt-2", chat_template=CHAT_TEMPLATE)
-    found = Tokenizer.from_directory(file)
+    found = read_tokenizer(file)
     for text in TEXTS:
         ids = wanted.encode(text)
         assert found.encode(text) == ids
@@ -80,13 +80,13 @@ def test_the_same_as_the_tokenizer_it_was_made_of(published: Path, tmp_path: Pat
 
 def test_as_the_text_of_a_tokenizer_json(published: Path, tmp_path: Path) -> None:
     file = _byte_level(published, tmp_path / "m.gguf", pre="gpt-2")
-    text = tokenizer_json(file)
-    found, wanted = tokenizers.Tokenizer.from_str(text), Tokenizer.from_directory(published)
+    text = read_tokenizer_json(file)
+    found, wanted = tokenizers.Tokenizer.from_str(text), read_tokenizer(published)
     assert [found.encode(text).ids for text in TEXTS] == [wanted.encode(text) for text in TEXTS]
-    assert tokenizer_json(tmp_path) == text  # the directory of the file
+    assert read_tokenizer_json(tmp_path) == text  # the directory of the file
     (tmp_path / "tokenizer.json").write_text("beside it")
-    assert tokenizer_json(file) == "beside it"
-    assert tokenizer_json(published) == (published / "tokenizer.json").read_text()
+    assert read_tokenizer_json(file) == "beside it"
+    assert read_tokenizer_json(published) == (published / "tokenizer.json").read_text()
 
 
 def test_the_rules_of_qwen2(published: Path, tmp_path: Path) -> None:
@@ -97,20 +97,20 @@ def test_the_rules_of_qwen2(published: Path, tmp_path: Path) -> None:
     wanted = Qwen2Tokenizer(
         vocab=model["vocab"], merges=merges, extra_special_tokens=["<|im_start|>", "<|im_end|>"]
     )
-    found = Tokenizer.from_directory(_byte_level(published, tmp_path / "m.gguf", pre="qwen2"))
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre="qwen2"))
     for text in TEXTS:
         assert found.encode(text) == wanted.encode(text)
 
 
 def test_the_rules_of_llama_3_keep_up_to_three_digits_together(published: Path, tmp_path: Path) -> None:
-    found = Tokenizer.from_directory(_byte_level(published, tmp_path / "m.gguf", pre="llama-bpe"))
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre="llama-bpe"))
     words = [word for word, _ in found.backend.pre_tokenizer.pre_tokenize_str("a 12345, I'LL go\n\n x")]
     assert words == ["a", "Ġ", "123", "45", ",", "ĠI", "'LL", "Ġgo", "ĊĊ", "Ġx"]
 
 
 def test_a_token_at_the_start_where_the_file_asks_for_it(published: Path, tmp_path: Path) -> None:
     file = _byte_level(published, tmp_path / "m.gguf", pre="gpt-2", ggml__add_bos_token=True)
-    found = Tokenizer.from_directory(file)
+    found = read_tokenizer(file)
     assert found.encode("the")[0] == 0
     assert found.encode("the", add_special_tokens=False)[0] != 0
 
@@ -163,7 +163,7 @@ def test_sentence_piece(tmp_path: Path) -> None:
         "ggml__bos_token_id": 1,
         "ggml__eos_token_id": 2,
     }
-    found = Tokenizer.from_directory(_write(tmp_path / "m.gguf", "llama", tokens, **entries))
+    found = read_tokenizer(_write(tmp_path / "m.gguf", "llama", tokens, **entries))
     for text in ["the cache", "cache the  each", "é the", "hat"]:
         ids = found.encode(text, add_special_tokens=False)
         assert ids == _sentence_piece(text, tokens, scores)
@@ -176,10 +176,10 @@ def test_a_tokenizer_beside_the_file_is_used(published: Path, tmp_path: Path) ->
     with pytest.raises(
         ModelError, match=r"a tokenizer of the model bert; .*put the model's tokenizer\.json beside"
     ):
-        Tokenizer.from_directory(file)
+        read_tokenizer(file)
     (tmp_path / "tokenizer.json").write_bytes((published / "tokenizer.json").read_bytes())
-    found = Tokenizer.from_directory(file)
-    assert found.encode("the cache") == Tokenizer.from_directory(published).encode("the cache")
+    found = read_tokenizer(file)
+    assert found.encode("the cache") == read_tokenizer(published).encode("the cache")
     assert found.eos_token_ids == (1,)
 
 
@@ -188,4 +188,4 @@ def test_unknown_rules_are_named(published: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="the pre-tokenizer hieroglyphs; Quire builds gpt-2, qwen2, llama-bpe"
     ):
-        Tokenizer.from_directory(file)
+        read_tokenizer(file)

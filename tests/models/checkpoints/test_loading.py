@@ -225,9 +225,9 @@ def test_nothing_loads_transformers(qwen3: Path) -> None:
 
     code = (
         "import sys; from pathlib import Path; from quire.models.config import ModelConfig\n"
-        "from quire.models.tokenizer import Tokenizer\n"
+        "from quire.models.checkpoints.tokenizer_reading import read_tokenizer\n"
         f"path = Path({str(qwen3)!r}); config = ModelConfig.from_directory(path); config.num_parameters\n"
-        "Tokenizer.from_directory(path).encode('a'); from quire.models.checkpoints.hub import resolve_model\n"
+        "read_tokenizer(path).encode('a'); from quire.models.checkpoints.hub import resolve_model\n"
         "assert 'torch' not in sys.modules\n"
         "from quire.models.checkpoints.loading import load_decoder; load_decoder(path, config, 'auto')\n"
         "assert 'transformers' not in sys.modules\n"

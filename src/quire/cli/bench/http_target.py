@@ -34,9 +34,9 @@ async def server_target(config: TargetConfig, model: str) -> AsyncIterator[Targe
         ModelError: there is no such model, or it has no tokenizer.
         QuireError: the server cannot be reached, or does not list the model.
     """
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
-    vocabulary = ordinary_tokens(Tokenizer.from_directory(resolve_model(model)))
+    vocabulary = ordinary_tokens(read_tokenizer(resolve_model(model)))
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT)

@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
 from quire.kernels.weights import Weight
+from quire.models.checkpoints.json_files import read_json
 from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
-from quire.models.config import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
