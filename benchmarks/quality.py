@@ -21,8 +21,8 @@ import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kv.tensors import KVCacheTensors
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
-from quire.models.config import ModelConfig
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / part) for part in (".", "models")]
 
@@ -61,7 +61,7 @@ KINDS = (
 
 def compute_logits(path: Path, kind: Kind, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the logits [T, vocab] after each token of one prompt."""
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     options = WeightOptions(dtype=kind.dtype, quantization=kind.quantization, group_size=kind.group_size)
     decoder = load_decoder(path, config, options=options)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)

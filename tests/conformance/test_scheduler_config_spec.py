@@ -13,6 +13,7 @@ from faulty_connector import FaultyConnector
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.memory_plan import GB, plan_memory
 from quire.errors import ConfigError, InvalidRequestError, QueueFullError
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
 from quire.status import FinishReason
 
@@ -139,7 +140,7 @@ def model(tmp_path) -> ModelConfig:
         "hidden_act": "silu", "rope_theta": 10000.0,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    return ModelConfig.from_directory(tmp_path)
+    return read_model_config(tmp_path)
 
 
 def planned_blocks(model: ModelConfig, **settings) -> int:

@@ -15,6 +15,7 @@ from quire.errors import ConfigError, ModelNotFoundError
 from quire.execution.draft_model_proposer import DraftModelProposer
 from quire.execution.ngram_proposer import NgramProposer
 from quire.front.arguments import engine_config
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
 
 
@@ -32,13 +33,13 @@ def plan_of(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
 
 
 def test_without_speculation_there_is_nothing(checkpoint: Path):
-    model = ModelConfig.from_directory(checkpoint)
+    model = read_model_config(checkpoint)
     assert find_draft_model(EngineConfig(), model) is None
     assert build_proposer(EngineConfig(), None, plan_of(EngineConfig(), model)) is None
 
 
 def test_ngram_needs_no_model(checkpoint: Path):
-    model = ModelConfig.from_directory(checkpoint)
+    model = read_model_config(checkpoint)
     config = engine_config("x", {"speculative_method": "ngram", "ngram_max": 3})
     assert config.speculation == SpeculationConfig(speculative_method="ngram", ngram_max=3)
     assert find_draft_model(config, model) is None
@@ -46,7 +47,7 @@ def test_ngram_needs_no_model(checkpoint: Path):
 
 
 def test_a_draft_model_is_found_and_loaded(checkpoint: Path):
-    model = ModelConfig.from_directory(checkpoint)
+    model = read_model_config(checkpoint)
     config = with_draft_model(str(checkpoint))
     found = find_draft_model(config, model)
     assert found is not None
@@ -55,22 +56,20 @@ def test_a_draft_model_is_found_and_loaded(checkpoint: Path):
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Path):
-    model = ModelConfig.from_directory(checkpoint)
+    model = read_model_config(checkpoint)
     config = dataclasses.replace(with_draft_model(str(checkpoint)), model="big")
     with pytest.raises(ConfigError, match=r"vocabulary of 384 tokens; 'big' has 500, and drafts must be"):
         find_draft_model(config, dataclasses.replace(model, vocab_size=500))
 
 
 def test_a_draft_model_that_does_not_exist_is_refused(checkpoint: Path):
-    model = ModelConfig.from_directory(checkpoint)
+    model = read_model_config(checkpoint)
     with pytest.raises(ModelNotFoundError, match="not a valid hub name"):
         find_draft_model(with_draft_model("no/such/model"), model)
 
 
 def test_a_description_is_enough_to_plan(checkpoint: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    found = find_draft_model(
-        with_draft_model(str(tmp_path)), ModelConfig.from_directory(checkpoint), weights=False
-    )
+    found = find_draft_model(with_draft_model(str(tmp_path)), read_model_config(checkpoint), weights=False)
     assert found is not None
     assert found.path == tmp_path

@@ -15,7 +15,9 @@ from quire.engine import memory_plan
 from quire.engine.memory_limits import available_memory, cgroup_headroom
 from quire.engine.memory_plan import GB, MemoryPlan, activation_bytes, format_bytes, plan_memory
 from quire.errors import ConfigError
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
+from quire.models.weights import count_parameters
 
 # https://huggingface.co/Qwen/Qwen3-0.6B: 0.6B parameters, 0.44B without embeddings, 28 layers, 16 / 8 heads.
 QWEN3_06B = {
@@ -50,7 +52,7 @@ def qwen_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def qwen(qwen_directory: Path) -> ModelConfig:
-    return ModelConfig.from_directory(qwen_directory)
+    return read_model_config(qwen_directory)
 
 
 def plan(model: ModelConfig, *, gigabytes: float = 16, engine: dict | None = None, **scheduler) -> MemoryPlan:
@@ -59,7 +61,7 @@ def plan(model: ModelConfig, *, gigabytes: float = 16, engine: dict | None = Non
 
 
 def test_parameters_are_those_published(qwen: ModelConfig):
-    assert qwen.num_parameters == QWEN3_06B_PARAMETERS
+    assert count_parameters(qwen) == QWEN3_06B_PARAMETERS
 
 
 def test_parameters_are_those_torch_counts(qwen_directory: Path, qwen: ModelConfig):
@@ -68,7 +70,7 @@ def test_parameters_are_those_torch_counts(qwen_directory: Path, qwen: ModelConf
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(qwen_directory))
-    assert qwen.num_parameters == model.num_parameters()
+    assert count_parameters(qwen) == model.num_parameters()
 
 
 def test_sizes_of_a_known_model(qwen: ModelConfig):
@@ -248,7 +250,7 @@ def test_a_draft_model_takes_its_share(qwen: ModelConfig):
     )
     alone = plan(qwen, num_kv_blocks=1000, max_num_seqs=4)
     both = plan_memory(config, qwen, draft_model=small, available_bytes=16 * GB)
-    assert both.num_parameters == QWEN3_06B_PARAMETERS + small.num_parameters
+    assert both.num_parameters == QWEN3_06B_PARAMETERS + count_parameters(small)
     assert both.weight_bytes == 2 * both.num_parameters
     assert both.kv_bytes_per_token == QWEN3_06B_KV_BYTES_PER_TOKEN * 5 // 4  # 28 and 7 layers
     assert both.kv_bytes == both.kv_bytes_per_token * 16_000
@@ -273,8 +275,9 @@ def test_the_places_of_drafts_need_logits_too(qwen: ModelConfig):
 def test_planning_does_not_import_torch():
     code = (
         "import sys; from quire.engine.memory_plan import plan_memory; from quire.config import EngineConfig;"
-        "from quire.models.checkpoints.hub import resolve_model; from quire.models.config import ModelConfig;"
-        "plan_memory(EngineConfig(), ModelConfig.from_directory(resolve_model('mini')));"
+        "from quire.models.checkpoints.hub import resolve_model;"
+        "from quire.models.checkpoints.config_reading import read_model_config;"
+        "plan_memory(EngineConfig(), read_model_config(resolve_model('mini')));"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from checkpoints import make_checkpoint
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
-from quire.models.config import ModelConfig
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +14,7 @@ def models(tmp_path_factory):
     loaded = {}
     for dtype in ("float32", "bfloat16"):
         path = make_checkpoint("qwen3", root / dtype, dtype=dtype)
-        loaded[dtype] = load_decoder(path, ModelConfig.from_directory(path), dtype)
+        loaded[dtype] = load_decoder(path, read_model_config(path), dtype)
     return loaded
 
 

@@ -19,8 +19,8 @@ from step_driver import (
 from checkpoints import make_checkpoint
 from quire.execution.draft_model_proposer import DraftModelProposer
 from quire.execution.ngram_proposer import NgramProposer
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
-from quire.models.config import ModelConfig
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, NewRequestData
 
@@ -242,7 +242,7 @@ def test_a_draft_model_survives_preemption_and_chunks(models, prompts):
 
 def test_a_draft_model_of_another_family_changes_no_token(models, prompts, tmp_path):
     path = make_checkpoint("gemma3", tmp_path, dtype="float32")
-    draft = load_decoder(path, ModelConfig.from_directory(path), "float32")
+    draft = load_decoder(path, read_model_config(path), "float32")
     params = [SamplingParams(seed=index, temperature=0.8, logprobs=1) for index in range(len(prompts))]
     model = models["float32"]
     assert draft.config.vocab_size == model.config.vocab_size

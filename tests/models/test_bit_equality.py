@@ -7,8 +7,8 @@ import torch
 
 from checkpoints import make_checkpoint
 from paged_harness import Generated, PagedHarness, generate, random_prompts
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
-from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 
 FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe"]
@@ -31,7 +31,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     family, dtype, quantization, kernels = request.param
     path = make_checkpoint(family, tmp_path_factory.mktemp(family), dtype=dtype)
     options = WeightOptions(dtype=dtype, quantization=quantization, group_size=16, kernels=kernels)
-    return load_decoder(path, ModelConfig.from_directory(path), options=options)
+    return load_decoder(path, read_model_config(path), options=options)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import torch
 
 from checkpoints import FAMILIES, make_model, save_checkpoint
 from paged_harness import PagedHarness, generate, random_prompts
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
-from quire.models.config import ModelConfig
+from quire.models.weights import count_parameters
 
 NUM_NEW = 48
 PROMPT_LENGTHS = [1, 5, 40, 83]
@@ -79,7 +80,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
 
 def _load(model: Any, directory: Path, dtype: str = "auto") -> Any:
     save_checkpoint(model, directory)
-    return load_decoder(directory, ModelConfig.from_directory(directory), dtype)
+    return load_decoder(directory, read_model_config(directory), dtype)
 
 
 def _reference_logits(model: Any, prompt: list[int], new: list[int]) -> torch.Tensor:
@@ -95,7 +96,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
 ) -> None:
     model = make_model(family, **overrides)
     decoder = _load(model, tmp_path)
-    assert decoder.config.num_parameters == sum(p.numel() for p in model.parameters())
+    assert count_parameters(decoder.config) == sum(p.numel() for p in model.parameters())
     prompts = random_prompts(PROMPT_LENGTHS, vocab_size=decoder.config.vocab_size)
     whole = generate(decoder, prompts, num_new=NUM_NEW)
     chunked = generate(decoder, prompts, num_new=NUM_NEW, chunk=11, seed=1)

@@ -43,12 +43,12 @@ def plan(
     """
     from quire.engine.drafting import find_draft_model
     from quire.engine.memory_plan import GB, plan_memory
+    from quire.models.checkpoints.config_reading import read_model_config
     from quire.models.checkpoints.hub import resolve_model
-    from quire.models.config import ModelConfig
 
     if memory is not None and not 0 < memory < math.inf:
         raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")
-    model = ModelConfig.from_directory(resolve_model(engine.model, weights=False))
+    model = read_model_config(resolve_model(engine.model, weights=False))
     available = None if memory is None else int(memory * GB)
     draft = find_draft_model(engine, model, weights=False)
     result = plan_memory(

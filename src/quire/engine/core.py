@@ -17,7 +17,7 @@ from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
 from quire.errors import InvalidRequestError
 from quire.kv.events import KVEventCollector
-from quire.models.config import ModelConfig
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request
 from quire.scheduling.interface import PauseState
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
@@ -42,7 +42,7 @@ class EngineCore:
         self, config: EngineConfig, model_path: Path, *, on_progress: ProgressCallback | None = None
     ) -> None:
         started = time.monotonic()
-        model_config = ModelConfig.from_directory(model_path)
+        model_config = read_model_config(model_path)
         draft_model = find_draft_model(config, model_config)
         plan = plan_memory(
             config, model_config, draft_model=None if draft_model is None else draft_model.config

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from quire.engine.memory_plan import dtype_of, kv_dtype_of
 from quire.errors import ConfigError
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.config import ModelConfig
+from quire.models.weights import count_parameters
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -42,7 +44,7 @@ def find_draft_model(config: EngineConfig, model: ModelConfig, *, weights: bool 
     if not name:
         return None
     path = resolve_model(name, weights=weights)
-    draft = ModelConfig.from_directory(path)
+    draft = read_model_config(path)
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"SpeculationConfig.draft_model is {name!r}, with a vocabulary of {draft.vocab_size} tokens; "
@@ -94,6 +96,6 @@ def weight_options(config: EngineConfig, model: ModelConfig) -> WeightOptions:
             config.weight_cache,
             max_bytes=int(config.weight_cache_size * 1e9),
             is_quantized=(config.quantization, model.stored_quantization) != ("none", "none"),
-            num_parameters=model.num_parameters,
+            num_parameters=count_parameters(model),
         ),
     )

@@ -10,7 +10,7 @@ from quire.engine.memory_limits import available_memory
 from quire.errors import ConfigError
 from quire.kernels import has_native_kernels
 from quire.models.config import DTYPE_BYTES, INT8_SCALE_BYTES
-from quire.models.weights import held_quantization, weight_bytes
+from quire.models.weights import count_parameters, held_quantization, weight_bytes
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SchedulerConfig
@@ -170,7 +170,7 @@ def _shape(config: EngineConfig, model: ModelConfig) -> _Shape:
     held = weight_bytes(
         model, dtype, config.quantization, config.quantization_group_size, is_native=_has_native(config)
     )
-    return _Shape(model, dtype, kv_dtype_of(config, model), model.num_parameters, held)
+    return _Shape(model, dtype, kv_dtype_of(config, model), count_parameters(model), held)
 
 
 def _has_native(config: EngineConfig) -> bool:

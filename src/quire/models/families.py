@@ -7,18 +7,13 @@ the newer one (`rope_parameters`, nested by layer type where there are two).
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from quire.errors import ModelError, UnknownArchitectureError, nearest_name
-from quire.models.checkpoints.quantized.description import StoredQuantization, describe_quantization
-from quire.models.config import DTYPE_BYTES, NO_ROPE
-from quire.models.ropes import read_rope
-
-HFConfig = Mapping[str, Any]
-Fields = dict[str, Any]
+from quire.models.config import DTYPE_BYTES, NO_ROPE, ModelConfig
+from quire.models.ropes import HFConfig, read_rope
 
 _NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -69,20 +64,21 @@ _ACTIVATIONS = {
 }
 
 
-@dataclasses.dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Family:
     """How to read one family's checkpoints.
 
-    `fields` returns what differs from `_common`. A weight name belongs to the whole model ("embedding",
-    "norm", "output", "layer") or, without its ".weight" or ".bias", to a layer.
+    `specialize` takes the config that `_common` reads and returns it with what the family does otherwise. A
+    weight name belongs to the whole model ("embedding", "norm", "output", "layer") or, without its ".weight"
+    or ".bias", to a layer.
     """
 
-    fields: Callable[[HFConfig], Fields]
+    specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
     weight_names: dict[str, str]
 
 
-def read_config(hf: HFConfig) -> Fields:
-    """Return the fields of `ModelConfig` for a parsed `config.json`.
+def model_config(hf: HFConfig) -> ModelConfig:
+    """Return what a parsed `config.json` describes, but for the quantization of stored weights.
 
     Raises:
         UnknownArchitectureError: lists the architectures that Quire knows.
@@ -97,15 +93,13 @@ def read_config(hf: HFConfig) -> Fields:
         )
     _refuse_what_is_not_computed(hf)
     try:
-        fields = _common(hf) | {"architecture": architecture, "family": family_name}
-        fields |= FAMILIES[family_name].fields(hf)
+        config = FAMILIES[family_name].specialize(hf, _common(hf, architecture, family_name))
     except KeyError as error:
         raise ModelError(f"config.json of this {architecture} has no entry {error}") from error
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
         raise ModelError(f"config.json of this {architecture} cannot be understood: {error}") from error
-    fields.setdefault("attention_scale", fields["head_dim"] ** -0.5)
-    _check(fields)
-    return fields
+    _check(config)
+    return config
 
 
 def _refuse_what_is_not_computed(hf: HFConfig) -> None:
@@ -122,49 +116,44 @@ def _refuse_what_is_not_computed(hf: HFConfig) -> None:
             raise ModelError(f"config.json has {name} {value!r}; it must be a whole number, at least 1")
 
 
-def _check(fields: Fields) -> None:
-    heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
-    if heads % kv_heads:
-        raise ModelError(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+def _check(config: ModelConfig) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(
+            f"{config.num_heads} attention heads cannot share {config.num_kv_heads} key-value heads evenly"
+        )
     for name in ("sliding_windows", "layer_ropes", "moe_layers"):
-        if len(fields[name]) != fields["num_layers"]:
-            raise ModelError(f"{name} has {len(fields[name])} entries for {fields['num_layers']} layers")
+        if len(getattr(config, name)) != config.num_layers:
+            raise ModelError(
+                f"{name} has {len(getattr(config, name))} entries for {config.num_layers} layers"
+            )
 
 
-def _common(hf: HFConfig) -> Fields:
-    quantization = _stored_quantization(hf)
+def _common(hf: HFConfig, architecture: str, family: str) -> ModelConfig:
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     dtype = _stored_dtype(hf)
-    return {
-        "dtype": dtype,
-        "embedding_dtype": hf.get("embedding_dtype", dtype),
-        "stored_quantization": quantization.kind,
-        "stored_group_size": quantization.group_size,
-        "vocab_size": hf["vocab_size"],
-        "hidden_size": hf["hidden_size"],
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": head_dim,
-        "intermediate_size": hf["intermediate_size"],
-        "max_model_len": hf["max_position_embeddings"],
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        "activation": _activation(hf),
-        "norm_eps": hf.get("rms_norm_eps", 1e-6),
-        "sliding_windows": (0,) * layers,
-        "ropes": (read_rope(hf, head_dim),),
-        "layer_ropes": (0,) * layers,
-        "moe_layers": (False,) * layers,
-    }
-
-
-def _stored_quantization(hf: HFConfig) -> StoredQuantization:
-    """Return what the stored matrices become; a GGUF file's says so by itself."""
-    stored = hf.get("stored_quantization")
-    if isinstance(stored, StoredQuantization):
-        return stored
-    return describe_quantization(hf.get("quantization_config") or {})
+    return ModelConfig(
+        architecture=architecture,
+        family=family,
+        dtype=dtype,
+        embedding_dtype=hf.get("embedding_dtype", dtype),
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        intermediate_size=hf["intermediate_size"],
+        max_model_len=hf["max_position_embeddings"],
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        activation=_activation(hf),
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        attention_scale=head_dim**-0.5,
+        sliding_windows=(0,) * layers,
+        ropes=(read_rope(hf, head_dim),),
+        layer_ropes=(0,) * layers,
+        moe_layers=(False,) * layers,
+    )
 
 
 def _stored_dtype(hf: HFConfig) -> str:
@@ -191,17 +180,22 @@ def _layer_windows(hf: HFConfig, is_sliding: Callable[[int], bool]) -> tuple[int
     return tuple(window if is_sliding(i) else 0 for i in layers)
 
 
-def _llama(hf: HFConfig) -> Fields:
+def _llama(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return replace(_with_attention_biases(hf, base), mlp_bias=bool(hf.get("mlp_bias", False)))
+
+
+def _with_attention_biases(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     bias = bool(hf.get("attention_bias", False))
-    return {"attention_bias": bias, "output_bias": bias, "mlp_bias": bool(hf.get("mlp_bias", False))}
+    return replace(base, attention_bias=bias, output_bias=bias)
 
 
-def _mistral(hf: HFConfig) -> Fields:
-    return {"sliding_windows": _layer_windows(hf, lambda layer: True)}
+def _all_sliding(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Mistral and Phi-3: every layer has the window, if there is one."""
+    return replace(base, sliding_windows=_layer_windows(hf, lambda layer: True))
 
 
-def _qwen2(hf: HFConfig) -> Fields:
-    return {"attention_bias": True, "sliding_windows": _qwen_windows(hf)}
+def _qwen2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return replace(base, attention_bias=True, sliding_windows=_qwen_windows(hf))
 
 
 def _qwen_windows(hf: HFConfig) -> tuple[int, ...]:
@@ -211,123 +205,111 @@ def _qwen_windows(hf: HFConfig) -> tuple[int, ...]:
     return _layer_windows(hf, lambda layer: bool(layer >= first_sliding))
 
 
-def _qwen3(hf: HFConfig) -> Fields:
-    bias = bool(hf.get("attention_bias", False))
-    return {
-        "qk_norm": "head",
-        "attention_bias": bias,
-        "output_bias": bias,
-        "sliding_windows": _qwen_windows(hf),
-    }
+def _qwen3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return replace(_with_attention_biases(hf, base), qk_norm="head", sliding_windows=_qwen_windows(hf))
 
 
-def _qwen3_moe(hf: HFConfig) -> Fields:
+def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     dense = set(hf.get("mlp_only_layers") or ())
     step = hf.get("decoder_sparse_step", 1)
-    layers = range(hf["num_hidden_layers"])
-    return _qwen3(hf) | {
-        "moe_layers": tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
-        "num_experts": hf.get("num_experts") or hf["num_local_experts"],
-        "num_experts_per_token": hf["num_experts_per_tok"],
-        "moe_intermediate_size": hf["moe_intermediate_size"],
-        "normalize_expert_weights": bool(hf.get("norm_topk_prob", False)),
-    }
+    return replace(
+        _qwen3(hf, base),
+        moe_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(base.num_layers)),
+        num_experts=hf.get("num_experts") or hf["num_local_experts"],
+        num_experts_per_token=hf["num_experts_per_tok"],
+        moe_intermediate_size=hf["moe_intermediate_size"],
+        normalize_expert_weights=bool(hf.get("norm_topk_prob", False)),
+    )
 
 
-def _mixtral(hf: HFConfig) -> Fields:
-    return {
-        "sliding_windows": _layer_windows(hf, lambda layer: True),
-        "moe_layers": (True,) * hf["num_hidden_layers"],
-        "num_experts": hf["num_local_experts"],
-        "num_experts_per_token": hf["num_experts_per_tok"],
-        "moe_intermediate_size": hf["intermediate_size"],
-        "normalize_expert_weights": True,
-    }
+def _mixtral(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return replace(
+        _all_sliding(hf, base),
+        moe_layers=(True,) * base.num_layers,
+        num_experts=hf["num_local_experts"],
+        num_experts_per_token=hf["num_experts_per_tok"],
+        moe_intermediate_size=hf["intermediate_size"],
+        normalize_expert_weights=True,
+    )
 
 
-def _gemma(hf: HFConfig) -> Fields:
-    bias = bool(hf.get("attention_bias", False))
-    return {
-        "norm_offset": 1.0,
-        "embedding_scale": math.sqrt(hf["hidden_size"]),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", True)),
-        "activation": _activation({"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh"}),
-        "attention_bias": bias,
-        "output_bias": bias,
-    }
+def _gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return replace(
+        _with_attention_biases(hf, base),
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(base.hidden_size),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
+        activation=_activation({"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh"}),
+    )
 
 
-def _gemma2(hf: HFConfig) -> Fields:
-    return _gemma(hf) | {
-        "post_norm": True,
-        "attention_scale": hf["query_pre_attn_scalar"] ** -0.5,
-        "attention_softcap": hf.get("attn_logit_softcapping") or 0.0,
-        "logits_softcap": hf.get("final_logit_softcapping") or 0.0,
-        "sliding_windows": _layer_windows(hf, lambda layer: layer % 2 == 0),
-    }
+def _gemma2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return replace(
+        _gemma(hf, base),
+        post_norm=True,
+        attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
+        attention_softcap=hf.get("attn_logit_softcapping") or 0.0,
+        logits_softcap=hf.get("final_logit_softcapping") or 0.0,
+        sliding_windows=_layer_windows(hf, lambda layer: layer % 2 == 0),
+    )
 
 
-def _gemma3(hf: HFConfig) -> Fields:
+def _gemma3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
-    fields = _gemma2(hf) | {"qk_norm": "head"}
-    fields["sliding_windows"] = _layer_windows(hf, lambda layer: (layer + 1) % pattern != 0)
+    windowed = replace(
+        _gemma2(hf, base),
+        qk_norm="head",
+        sliding_windows=_layer_windows(hf, lambda layer: (layer + 1) % pattern != 0),
+    )
     sliding_theta = hf.get("rope_local_base_freq", 1e4)
-    return fields | _two_ropes(hf, fields["sliding_windows"], full_theta=1e6, sliding_theta=sliding_theta)
+    return _with_two_ropes(hf, windowed, full_theta=1e6, sliding_theta=sliding_theta)
 
 
-def _two_ropes(hf: HFConfig, windows: tuple[int, ...], *, full_theta: float, sliding_theta: float) -> Fields:
-    """Return two sets of frequencies: 0 for full attention, 1 for layers with a window."""
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    full = read_rope(hf, head_dim, layer_type="full_attention", default_theta=full_theta)
-    sliding = read_rope(hf, head_dim, layer_type="sliding_attention", default_theta=sliding_theta)
-    return {"ropes": (full, sliding), "layer_ropes": tuple(int(window > 0) for window in windows)}
+def _with_two_ropes(
+    hf: HFConfig, base: ModelConfig, *, full_theta: float, sliding_theta: float
+) -> ModelConfig:
+    """Give `base` two sets of frequencies: 0 for full attention, 1 for its layers with a window."""
+    full = read_rope(hf, base.head_dim, layer_type="full_attention", default_theta=full_theta)
+    sliding = read_rope(hf, base.head_dim, layer_type="sliding_attention", default_theta=sliding_theta)
+    layer_ropes = tuple(int(window > 0) for window in base.sliding_windows)
+    return replace(base, ropes=(full, sliding), layer_ropes=layer_ropes)
 
 
-def _phi3(hf: HFConfig) -> Fields:
-    return {"sliding_windows": _layer_windows(hf, lambda layer: True)}
-
-
-def _smollm3(hf: HFConfig) -> Fields:
-    layers = hf["num_hidden_layers"]
+def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     interval = hf.get("no_rope_layer_interval", 4)
-    has_rope = hf.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(layers)]
-    windowed = bool(hf.get("use_sliding_window", False))
-    return _llama(hf) | {
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", True)),
-        "layer_ropes": tuple(0 if has_rope[layer] else NO_ROPE for layer in range(layers)),
-        "sliding_windows": _layer_windows(hf, lambda layer: windowed and not has_rope[layer]),
-    }
+    has_rope = hf.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(base.num_layers)]
+    is_windowed = bool(hf.get("use_sliding_window", False))
+    return replace(
+        _llama(hf, base),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
+        layer_ropes=tuple(0 if has_rope[layer] else NO_ROPE for layer in range(base.num_layers)),
+        sliding_windows=_layer_windows(hf, lambda layer: is_windowed and not has_rope[layer]),
+    )
 
 
-def _olmo2(hf: HFConfig) -> Fields:
-    bias = bool(hf.get("attention_bias", False))
-    return {
-        "pre_norm": False,
-        "post_norm": True,
-        "qk_norm": "full",
-        "attention_bias": bias,
-        "output_bias": bias,
-    }
+def _olmo2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return replace(_with_attention_biases(hf, base), pre_norm=False, post_norm=True, qk_norm="full")
 
 
-def _olmo3(hf: HFConfig) -> Fields:
+def _olmo3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     windows = _layer_windows(hf, lambda layer: (layer + 1) % 4 != 0)
-    ropes = _two_ropes(hf, windows, full_theta=5e5, sliding_theta=hf.get("rope_theta", 5e5))
-    return _olmo2(hf) | {"sliding_windows": windows} | ropes
+    windowed = replace(_olmo2(hf, base), sliding_windows=windows)
+    return _with_two_ropes(hf, windowed, full_theta=5e5, sliding_theta=hf.get("rope_theta", 5e5))
 
 
-def _granite(hf: HFConfig) -> Fields:
-    return _llama(hf) | {
-        "embedding_scale": hf["embedding_multiplier"],
-        "attention_scale": hf["attention_multiplier"],
-        "residual_scale": hf["residual_multiplier"],
-        "logits_divisor": hf["logits_scaling"],
-    }
+def _granite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return replace(
+        _llama(hf, base),
+        embedding_scale=hf["embedding_multiplier"],
+        attention_scale=hf["attention_multiplier"],
+        residual_scale=hf["residual_multiplier"],
+        logits_divisor=hf["logits_scaling"],
+    )
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, _NAMES),
-    "mistral": Family(_mistral, _NAMES),
+    "mistral": Family(_all_sliding, _NAMES),
     "mixtral": Family(_mixtral, _NAMES | _MIXTRAL_NAMES),
     "qwen2": Family(_qwen2, _NAMES),
     "qwen3": Family(_qwen3, _NAMES),
@@ -335,7 +317,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(_gemma, _NAMES),
     "gemma2": Family(_gemma2, _NAMES | _FOUR_NORM_NAMES),
     "gemma3": Family(_gemma3, _NAMES | _FOUR_NORM_NAMES),
-    "phi3": Family(_phi3, _NAMES | _FUSED_NAMES),
+    "phi3": Family(_all_sliding, _NAMES | _FUSED_NAMES),
     "smollm3": Family(_smollm3, _NAMES),
     "olmo2": Family(_olmo2, _NAMES | _FOUR_NORM_NAMES),
     "olmo3": Family(_olmo3, _NAMES | _FOUR_NORM_NAMES),

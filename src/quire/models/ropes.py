@@ -9,12 +9,14 @@ from typing import Any
 from quire.errors import ModelError, nearest_name
 from quire.models.config import RopeConfig
 
+HFConfig = Mapping[str, Any]  # the JSON object in a config.json
+
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OLD_NAMES = {"su": "longrope"}
 
 
 def read_rope(
-    hf: Mapping[str, Any], head_dim: int, *, layer_type: str = "", default_theta: float = 10000.0
+    hf: HFConfig, head_dim: int, *, layer_type: str = "", default_theta: float = 10000.0
 ) -> RopeConfig:
     """Return the frequencies' settings, those of `layer_type` where a config has several.
 
@@ -49,7 +51,7 @@ def read_rope(
     return rope
 
 
-def _rope_values(hf: Mapping[str, Any], layer_type: str, default_theta: float) -> dict[str, Any]:
+def _rope_values(hf: HFConfig, layer_type: str, default_theta: float) -> dict[str, Any]:
     parameters = hf.get("rope_parameters") or {}
     if layer_type in parameters:
         parameters = parameters[layer_type]
@@ -62,7 +64,7 @@ def _rope_values(hf: Mapping[str, Any], layer_type: str, default_theta: float) -
     return values | {key: value for key, value in given.items() if value is not None}
 
 
-def _original_max_len(hf: Mapping[str, Any], values: dict[str, Any], kind: str, max_len: int) -> int:
+def _original_max_len(hf: HFConfig, values: dict[str, Any], kind: str, max_len: int) -> int:
     original = values.get("original_max_position_embeddings")
     if kind == "longrope":
         original = original or hf.get("original_max_position_embeddings")

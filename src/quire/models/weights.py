@@ -47,6 +47,11 @@ def weight_specs(config: ModelConfig) -> Iterator[WeightSpec]:
         yield _single(-1, "output", names["output"], embedding_shape)
 
 
+def count_parameters(config: ModelConfig) -> int:
+    """Return the number of weights, a tied output layer counted once."""
+    return sum(math.prod(source.shape) for spec in weight_specs(config) for source in spec.sources)
+
+
 def weight_bytes(
     config: ModelConfig, dtype: str, quantization: str, group_size: int, *, is_native: bool = True
 ) -> int:

@@ -18,14 +18,15 @@ from quire.errors import ModelError
 from quire.kernels.cpu.memory import WeightMemory
 from quire.kernels.linear import Int4Linear, Linear
 from quire.models import weights
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.models.weights import WeightSpec, weight_bytes, weight_specs
+from quire.models.weights import WeightSpec, count_parameters, weight_bytes, weight_specs
 
 
 def _load(path: Path, dtype: str = "auto", **kwargs: Any) -> Decoder:
-    return load_decoder(path, ModelConfig.from_directory(path), dtype, **kwargs)
+    return load_decoder(path, read_model_config(path), dtype, **kwargs)
 
 
 def _change(path: Path, **changes: torch.Tensor | None) -> None:
@@ -99,20 +100,20 @@ def test_weights_are_converted(qwen3: Path, dtype: str) -> None:
 def test_stored_dtype_is_the_default(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, dtype="bfloat16")
     assert _load(path).dtype == torch.bfloat16
-    assert ModelConfig.from_directory(path).dtype == "bfloat16"
+    assert read_model_config(path).dtype == "bfloat16"
 
 
 def test_progress_ends_at_the_whole(qwen3: Path) -> None:
     calls: list[tuple[int, int]] = []
     _load(qwen3, "bfloat16", on_progress=lambda done, total: calls.append((done, total)))
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
-    assert calls[-1] == (2 * ModelConfig.from_directory(qwen3).num_parameters,) * 2
+    assert calls[-1] == (2 * count_parameters(read_model_config(qwen3)),) * 2
 
 
 def test_progress_does_not_count_the_weights_again_for_each_matrix(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, walks = ModelConfig.from_directory(qwen3), []
+    config, walks = read_model_config(qwen3), []
 
     def counted(config: ModelConfig) -> Iterator[WeightSpec]:
         walks.append(config)
@@ -132,7 +133,7 @@ def test_the_memory_that_the_weights_take_is_what_is_planned(
     # Of the feed-forward layer's inputs, groups of 32 divide those of gate and up only.
     sizes = {"hidden_size": 256, "intermediate_size": 528, "tie_word_embeddings": is_tied}
     path = make_checkpoint("qwen3", tmp_path, dtype=stored, **sizes)
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     packed: list[int] = []
     allocate = WeightMemory.allocate
 
@@ -150,7 +151,7 @@ def test_the_memory_that_the_weights_take_is_what_is_planned(
 
 def test_the_reference_holds_int4_as_what_it_stands_for(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=256, intermediate_size=528)
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     options = WeightOptions(quantization="int4", group_size=32, kernels="reference")
     decoder = load_decoder(path, config, options=options)
     matrices = [
@@ -224,9 +225,10 @@ def test_nothing_loads_transformers(qwen3: Path) -> None:
     import subprocess
 
     code = (
-        "import sys; from pathlib import Path; from quire.models.config import ModelConfig\n"
+        "import sys; from pathlib import Path\n"
+        "from quire.models.checkpoints.config_reading import read_model_config\n"
         "from quire.models.checkpoints.tokenizer_reading import read_tokenizer\n"
-        f"path = Path({str(qwen3)!r}); config = ModelConfig.from_directory(path); config.num_parameters\n"
+        f"path = Path({str(qwen3)!r}); config = read_model_config(path)\n"
         "read_tokenizer(path).encode('a'); from quire.models.checkpoints.hub import resolve_model\n"
         "assert 'torch' not in sys.modules\n"
         "from quire.models.checkpoints.loading import load_decoder; load_decoder(path, config, 'auto')\n"

@@ -28,8 +28,8 @@ from paged_harness import generate, random_prompts
 from quire.errors import ModelError
 from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
-from quire.models.config import ModelConfig
 from quire.models.weights import WeightSource, weight_bytes, weight_specs
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
@@ -121,7 +121,7 @@ KINDS = {
 
 
 def _matrices(path: Path) -> Iterator[tuple[WeightSource, Weight]]:
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     specs = list(weight_specs(config))
     with Checkpoint(path) as checkpoint:
         checkpoint.check_names(specs, config)
@@ -143,7 +143,7 @@ def test_every_weight_is_what_the_checkpoint_stands_for(kind: Kind, tmp_path: Pa
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_the_memory_that_the_weights_will_take_is_known_from_the_config(kind: Kind, tmp_path: Path) -> None:
     path, _ = kind.write(tmp_path / "model")
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     form = {Int4Weight: "int4", Int8Weight: "int8", torch.Tensor: "none"}[kind.read_as]
     assert config.stored_quantization == form
     groups = {weight.group_size for _, weight in _matrices(path) if isinstance(weight, Int4Weight)}
@@ -156,7 +156,7 @@ def test_the_memory_that_the_weights_will_take_is_known_from_the_config(kind: Ki
 
 
 def _logits(path: Path, **options: Any) -> torch.Tensor:
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     decoder = load_decoder(
         path, config, options=WeightOptions(dtype="float32", kernels="reference", **options)
     )
@@ -304,4 +304,4 @@ def test_what_is_not_read_is_refused_by_name(values: dict[str, Any], message: st
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": values}))
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)

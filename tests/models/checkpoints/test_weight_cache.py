@@ -20,6 +20,7 @@ from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.memory import WeightMemory
 from quire.models.checkpoints import weight_cache
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.checkpoints.weight_cache import (
     CachedWeights,
@@ -28,7 +29,6 @@ from quire.models.checkpoints.weight_cache import (
     cache_key,
     choose_cache,
 )
-from quire.models.config import ModelConfig
 from quire.models.weights import WeightSource
 
 MATRICES = [
@@ -230,7 +230,7 @@ def test_a_decoder_of_cached_weights_computes_the_same(kind: str, tmp_path: Path
     path = make_checkpoint("qwen3", tmp_path / "model", hidden_size=128, intermediate_size=256)
     file, _ = write_gguf(path, "qwen3", kind)
     cache = WeightCache(tmp_path / "cache", GB)
-    config = ModelConfig.from_directory(file)
+    config = read_model_config(file)
     logits = []
     for options in ({}, {"cache": cache}, {"cache": cache}):
         decoder = load_decoder(

@@ -38,8 +38,8 @@ _EMBEDDING_DTYPES = _DTYPES | {30: "bfloat16"}
 _FLOAT32, _Q4_0 = 0, 2
 
 
-def read_gguf_config(path: Path) -> dict[str, Any]:
-    """Return what config.json would say of the model in a GGUF file.
+def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
+    """Return what config.json would say of the model in a GGUF file, and how its weights are quantized.
 
     Raises:
         ModelError: the file cannot be read, or the architecture is not one that Quire reads from GGUF.
@@ -74,13 +74,13 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     kind = _matrix_kind(file)
     values["dtype"] = _DTYPES.get(kind, "bfloat16")
     values["embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors["token_embd.weight"].kind, "")
-    values["stored_quantization"] = StoredQuantization("int4", 32) if kind == _Q4_0 else StoredQuantization()
     for name in ("bos_token_id", "eos_token_id"):
         values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
     try:
-        return values | _rope(file, architecture, values)
+        values |= _rope(file, architecture, values)
     except (KeyError, TypeError, ArithmeticError) as error:
         raise ModelError(f"the metadata of {path} cannot be understood: {error!r}") from error
+    return values, StoredQuantization("int4", 32) if kind == _Q4_0 else StoredQuantization()
 
 
 def _matrix_kind(file: GGUFFile) -> int:

@@ -33,8 +33,13 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
     Raises:
         ModelError: it describes weights that Quire does not read.
     """
-    if not values:
-        return StoredQuantization()
+    try:
+        return _describe(values) if values else StoredQuantization()
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise ModelError(f"quantization_config in config.json cannot be understood: {error!r}") from error
+
+
+def _describe(values: Mapping[str, Any]) -> StoredQuantization:
     method = values.get("quant_method", "of an unnamed kind")
     checks = {"compressed-tensors": _check_compressed_tensors, "gptq": _check_gptq, "awq": _check_awq}
     if method not in checks:

@@ -10,8 +10,10 @@ import pytest
 
 from checkpoints import make_model
 from quire.errors import ModelError, UnknownArchitectureError
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
 from quire.models.families import ARCHITECTURES, FAMILIES
+from quire.models.weights import count_parameters
 
 QWEN3_0_6B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -38,12 +40,12 @@ QWEN3_0_6B: dict[str, Any] = {
 
 def _read(directory: Path, values: dict[str, Any]) -> ModelConfig:
     (directory / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_directory(directory)
+    return read_model_config(directory)
 
 
 def test_a_published_model(tmp_path: Path) -> None:
     config = _read(tmp_path, QWEN3_0_6B)
-    assert config.num_parameters == 596_049_920  # as the model's card says: 0.6 B, 0.44 B without embeddings
+    assert count_parameters(config) == 596_049_920  # the model card: 0.6 B, 0.44 B without embeddings
     assert config.kv_bytes_per_token("bfloat16") == 2 * 28 * 8 * 128 * 2 == 114_688
     assert config.kv_bytes_per_token("float32") == 2 * 114_688
     assert config.kv_bytes_per_token("int8") == 2 * 28 * 8 * (128 + 4)
@@ -126,10 +128,10 @@ def test_missing_entry_is_named(tmp_path: Path) -> None:
 
 def test_missing_or_broken_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds no config\.json"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="holds list, not an object"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
