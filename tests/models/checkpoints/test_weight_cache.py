@@ -13,22 +13,18 @@ from typing import Any
 import pytest
 import torch
 from gguf_checkpoints import write_gguf
+from safetensors.torch import load_file, save
 
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.memory import WeightMemory
 from quire.models.checkpoints import weight_cache
+from quire.models.checkpoints.cached_weights import CachedWeights, FilledMemory
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
-from quire.models.checkpoints.weight_cache import (
-    CachedWeights,
-    FilledMemory,
-    WeightCache,
-    cache_key,
-    choose_cache,
-)
+from quire.models.checkpoints.weight_cache import WeightCache, cache_key, choose_cache
 from quire.models.weights import WeightSource
 
 MATRICES = [
@@ -79,7 +75,7 @@ def _start(
 ) -> tuple[bool, list[torch.Tensor]]:
     """Return whether the cache was of use, and the products."""
     with kind(model) as checkpoint:
-        weights = cache.open(checkpoint, cache_key(model, quantization=quantization))
+        weights = CachedWeights(checkpoint, cache, cache_key(model, quantization=quantization))
         return weights.memory.is_filled, _load(weights, quantization)
 
 
@@ -101,7 +97,7 @@ def test_matrices_that_are_not_packed_are_read_from_the_checkpoint(model: Path, 
     norm = WeightSource("model.norm.weight", (64,))
     for _ in range(2):
         with Checkpoint(model) as checkpoint:
-            weights = cache.open(checkpoint, "key")
+            weights = CachedWeights(checkpoint, cache, "key")
             first = weights.weight(MATRICES[0])  # another kind of layer takes it
             weights.release(MATRICES[0])
             assert not first.is_meta
@@ -117,9 +113,11 @@ def _damages() -> Iterator[Any]:
     yield pytest.param(lambda data: data[: len(data) // 2], id="half")
     yield pytest.param(lambda data: data[:-1], id="one byte short")
     yield pytest.param(lambda data: data[64:], id="start missing")
-    yield pytest.param(lambda data: data[:-40] + b"x" + data[-39:], id="manifest")
-    yield pytest.param(lambda data: data[:-8] + b"\xff" * 8, id="footer")
+    yield pytest.param(lambda data: data.replace(b"int8", b"int4").replace(b"float", b"gloat"), id="forms")
+    yield pytest.param(lambda data: data.replace(b"manifest", b"manifesu"), id="manifest")
+    yield pytest.param(lambda data: b"\xff" * 8 + data[8:], id="header's length")
     yield pytest.param(lambda data: bytes(len(data)), id="zeros")
+    yield pytest.param(lambda data: save({"weight": torch.ones(3)}), id="another safetensors file")
 
 
 @pytest.mark.parametrize("damage", list(_damages()))
@@ -164,7 +162,7 @@ def test_a_full_disk_is_no_error(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(weight_cache, "_write", full)
+        patch.setattr(weight_cache, "write_packed", full)
         assert not _start(model, cache)[0]
     assert re.search("could not be kept in .*No space left", caplog.text)
     assert list((tmp_path / "cache").iterdir()) == []
@@ -181,12 +179,12 @@ def test_a_directory_that_cannot_be_made_is_no_error(model: Path, tmp_path: Path
 
 def test_the_file_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     def write(key: str) -> None:
-        cache.write(key, {"forms": {}, "sizes": [1024]}, [torch.zeros(1024, dtype=torch.uint8)])
+        cache.write(key, {}, [torch.zeros(1024, dtype=torch.uint8)])
 
     def age(key: str, seconds: int) -> None:
-        os.utime(tmp_path / f"{key}.quireweights", (seconds, seconds))
+        os.utime(tmp_path / f"{key}.packed.safetensors", (seconds, seconds))
 
-    cache = WeightCache(tmp_path, 3 * 1100)
+    cache = WeightCache(tmp_path, 3 * 1300)
     for seconds, key in enumerate("abc"):
         write(key)
         age(key, seconds)
@@ -196,12 +194,42 @@ def test_the_file_not_used_for_longest_goes_first(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(tmp_path: Path) -> None:
-    abandoned, in_work = tmp_path / "a.tmp", tmp_path / "b.tmp"
+    abandoned, in_work = tmp_path / "a.packed.safetensors.tmp", tmp_path / "b.packed.safetensors.tmp"
     for file in (abandoned, in_work):
         file.touch()
     os.utime(abandoned, (0, 0))
-    WeightCache(tmp_path, GB).write("key", {"forms": {}, "sizes": []}, [])
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["b.tmp", "key.quireweights"]
+    WeightCache(tmp_path, GB).write("key", {}, [])
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "b.packed.safetensors.tmp",
+        "key.packed.safetensors",
+    ]
+
+
+def test_files_of_the_old_format_are_removed_and_no_others(model: Path, tmp_path: Path) -> None:
+    for name in ("0123.quireweights", "model.safetensors", "notes.tmp"):
+        (tmp_path / name).write_bytes(b"content")
+        os.utime(tmp_path / name, (0, 0))
+    WeightCache(tmp_path, 1000).write("key", {}, [torch.zeros(960, dtype=torch.uint8)])
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "key.packed.safetensors",
+        "model.safetensors",
+        "notes.tmp",
+    ]
+
+
+def test_the_file_is_a_safetensors_file_and_its_buffers_are_aligned(tmp_path: Path) -> None:
+    cache = WeightCache(tmp_path, GB)
+    buffers = [torch.full((size,), size, dtype=torch.uint8) for size in (64, 192, 128)]
+    cache.write("key", {"w": ["int4", 32]}, buffers)
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(load_file(tmp_path / "key.packed.safetensors").values(), buffers, strict=True)
+    )
+    found = cache.read("key")
+    assert found is not None
+    assert found[0] == {"w": ["int4", 32]}
+    assert _equal(found[1], buffers)
+    assert all(buffer.data_ptr() % 64 == 0 for buffer in found[1])
 
 
 def test_what_is_more_than_the_limit_is_not_written(model: Path, tmp_path: Path) -> None:
@@ -218,10 +246,10 @@ def test_several_engines_may_start_at_once(model: Path, cache: WeightCache, tmp_
 
 
 def test_a_buffer_of_another_size_is_refused() -> None:
-    memory = FilledMemory(torch.zeros(128, dtype=torch.uint8), [64, 10])
-    assert memory.allocate(64).data_ptr() % 64 == 0
-    with pytest.raises(ValueError, match="a buffer of 10 bytes where 11 are needed"):
-        memory.allocate(11)
+    memory = FilledMemory([torch.zeros(64, dtype=torch.uint8) for _ in range(2)])
+    assert len(memory.allocate(10)) == 10
+    with pytest.raises(ValueError, match="a cached buffer has 64 bytes where 65 are needed"):
+        memory.allocate(65)
     assert not WeightMemory().is_filled
 
 
@@ -255,6 +283,6 @@ def test_the_choice_left_to_quire_is_where_the_cache_pays(
     assert choose("auto", num_parameters=10**9 - 1) is None
     chosen = choose("auto")
     assert chosen is not None
-    chosen.write("key", {"forms": {}, "sizes": []}, [])
-    assert (tmp_path / "quire" / "weights" / "key.quireweights").is_file()
+    chosen.write("key", {}, [])
+    assert (tmp_path / "quire" / "weights" / "key.packed.safetensors").is_file()
     assert choose(str(tmp_path), is_quantized=False, num_parameters=1) is not None

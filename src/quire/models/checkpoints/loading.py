@@ -12,8 +12,9 @@ import torch
 
 from quire.kernels.dispatch import KernelSet, kernel_set
 from quire.kernels.linear import Linear
+from quire.models.checkpoints.cached_weights import CachedWeights
 from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.checkpoints.weight_cache import CachedWeights, WeightCache, cache_key
+from quire.models.checkpoints.weight_cache import WeightCache, cache_key
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.moe import Expert
@@ -72,7 +73,7 @@ def load_decoder(
         checkpoint.check_names(specs, config)
         if options.cache is None or kernels.name != "native":
             return _Loader(checkpoint, kernels, config, options, specs=specs, on_progress=on_progress).load()
-        cached = options.cache.open(checkpoint, _cache_key(path, options))
+        cached = CachedWeights(checkpoint, options.cache, _cache_key(path, options))
         decoder = _Loader(cached, kernels, config, options, specs=specs, on_progress=on_progress).load()
         cached.save()
         return decoder

@@ -1,15 +1,10 @@
 """Packed weights kept on disk, so that a start that would quantize or unpack them again only reads them.
 
-A file holds the buffers that one model's matrices were packed into, in the order of loading, and says which
-matrix was stored how; a later start hands out the same buffers in the same order, and does not read the
-matrices of the checkpoint. The name of a file is a digest of all that the buffers depend on: no file is ever
-wrong, only unused.
+A file's name is a digest of all that its buffers depend on: no file is ever wrong, only unused.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -17,19 +12,14 @@ import logging
 import os
 import tempfile
 import time
-import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quire.kernels.cpu.memory import ALIGNMENT, WeightMemory, map_large_pages
-from quire.kernels.weights import Int4Weight, Int8Weight, Weight
-from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.gguf.location import find_gguf
+from quire.models.checkpoints.packed_file import read_packed, write_packed
 from quire.models.checkpoints.safetensors import weight_files
-from quire.models.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +28,10 @@ PACKING_VERSION = 1  # goes up with every change of the packed layout or of the 
 AUTO = "auto"
 MIN_PARAMETERS = 1_000_000_000  # of which packing takes a second or more
 
-_SUFFIX = ".quireweights"
-_UNFINISHED = ".tmp"
+_SUFFIX = ".packed.safetensors"
+_UNFINISHED = f"{_SUFFIX}.tmp"
+_OLD_SUFFIX = ".quireweights"  # of another format that no start reads any more
 _ABANDONED = 3600  # seconds without a write after which an unfinished file's process must have died
-_MAGIC = b"quire-w1"
-_FOOTER = 16  # bytes: the magic, the length of the manifest, its CRC-32
-_CHUNK = 64 << 20  # bytes read at once by one thread
-_READERS = 4  # threads; more gain nothing where memory is what limits
 
 
 class WeightCache:
@@ -59,19 +46,14 @@ class WeightCache:
         self._directory = directory
         self._max_bytes = max_bytes
 
-    def open(self, checkpoint: Checkpoint, key: str) -> CachedWeights:
-        """Return the weights of `checkpoint`, packed already if a file has them under `key` (`cache_key`)."""
-        return CachedWeights(checkpoint, self, key)
-
-    def read(self, key: str) -> tuple[dict[str, Any], torch.Tensor] | None:
-        """Return the manifest and the bytes that were written under `key`.
+    def read(self, key: str) -> tuple[dict[str, list[Any]], list[torch.Tensor]] | None:
+        """Return the forms and the buffers that were written under `key`.
 
         None if there are none, or they cannot be read or are damaged.
         """
         file = self._file(key)
         try:
-            with file.open("rb") as opened:
-                found = _read(opened.fileno())
+            found = read_packed(file)
             os.utime(file)  # the files that are not used are the oldest
         except FileNotFoundError:
             return None
@@ -80,40 +62,34 @@ class WeightCache:
             return None
         return found
 
-    def write(self, key: str, manifest: dict[str, Any], buffers: list[torch.Tensor]) -> None:
-        """Write `buffers` under `key`; a disk that is full or read-only is no error."""
-        num_bytes = sum(_aligned(buffer.nbytes) for buffer in buffers)
+    def write(self, key: str, forms: dict[str, list[Any]], buffers: list[torch.Tensor]) -> None:
+        """Write `buffers` under `key`, at once and whole; a disk that is full or read-only is no error."""
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
         if num_bytes > self._max_bytes:
             logger.info("packed weights of %d bytes are more than the cache may hold", num_bytes)
             return
+        unfinished: Path | None = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._make_room(num_bytes)
-            with self._new_file(self._file(key)) as descriptor:
-                _write(descriptor, manifest, buffers)
+            descriptor, name = tempfile.mkstemp(dir=self._directory, prefix=key, suffix=_UNFINISHED)
+            os.close(descriptor)
+            unfinished = Path(name)
+            write_packed(unfinished, forms, buffers)
+            unfinished.replace(self._file(key))
         except OSError as error:
             logger.warning("packed weights could not be kept in %s: %s", self._directory, error)
+        finally:
+            if unfinished is not None:
+                unfinished.unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
         return self._directory / f"{key}{_SUFFIX}"
 
-    @contextlib.contextmanager
-    def _new_file(self, file: Path) -> Iterator[int]:
-        """Give a new file's descriptor; it appears as `file` at once and whole, or not at all."""
-        descriptor, name = tempfile.mkstemp(dir=self._directory, prefix=file.stem, suffix=_UNFINISHED)
-        try:
-            try:
-                yield descriptor
-                os.fsync(descriptor)  # else a crash of the system could leave a file of zeros under the name
-            finally:
-                os.close(descriptor)
-            os.replace(name, file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the oldest files until `num_bytes` more fit into the limit, and what was never finished."""
+        """Remove what no start will read, and the oldest files until `num_bytes` more fit into the limit."""
+        for file in self._directory.glob(f"*{_OLD_SUFFIX}"):
+            file.unlink(missing_ok=True)
         for file in self._directory.glob(f"*{_UNFINISHED}"):
             if time.time() - file.stat().st_mtime > _ABANDONED:
                 file.unlink(missing_ok=True)
@@ -125,101 +101,6 @@ class WeightCache:
                 return
             file.unlink(missing_ok=True)
             total -= state.st_size
-
-
-class CachedWeights:
-    """A checkpoint, and the memory that its matrices are packed into: `memory.is_filled` if they are already.
-
-    Args:
-        checkpoint: where what is not packed comes from.
-        cache: where packed weights are kept.
-        key: of this checkpoint and of how it is packed.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, cache: WeightCache, key: str) -> None:
-        self._checkpoint = checkpoint
-        self._cache = cache
-        self._key = key
-        self._unpacked: dict[str, list[Any]] = {}  # forms of matrices that were read and are not released
-        self._forms: dict[str, list[Any]] = {}  # of those that have gone into a buffer
-        found = cache.read(key)
-        if found is None:
-            self.memory: WeightMemory = _RecordingMemory(self._note_packed)
-        else:
-            manifest, data = found
-            self._forms = manifest["forms"]
-            self.memory = FilledMemory(data, manifest["sizes"])
-
-    def weight(self, source: WeightSource) -> Weight:
-        """Return a matrix; if it is packed already, only its outline: tensors on torch's meta device."""
-        if self.memory.is_filled and source.name in self._forms:
-            return _outline(self._forms[source.name], source.shape)
-        weight = self._checkpoint.weight(source)
-        self._unpacked[source.name] = _form(weight)
-        return weight
-
-    def tensor(self, source: WeightSource) -> torch.Tensor:
-        """See `Checkpoint.tensor`."""
-        return self._checkpoint.tensor(source)
-
-    def release(self, source: WeightSource) -> None:
-        """See `Checkpoint.release`."""
-        self._unpacked.pop(source.name, None)
-        self._checkpoint.release(source)
-
-    def save(self) -> None:
-        """Write what has been packed, once all is loaded. Does nothing if it came from the cache."""
-        if isinstance(self.memory, _RecordingMemory):
-            buffers = self.memory.buffers
-            manifest = {"forms": self._forms, "sizes": [buffer.nbytes for buffer in buffers]}
-            self._cache.write(self._key, manifest, buffers)
-
-    def _note_packed(self) -> None:
-        """A buffer is asked for: it is for the matrices that were read and are not released."""
-        self._forms.update(self._unpacked)
-
-
-class FilledMemory(WeightMemory):
-    """Hands out the buffers that `data` is made of, one after the other.
-
-    Args:
-        data: [bytes] uint8, each buffer at a multiple of `ALIGNMENT`.
-        sizes: bytes of each buffer.
-    """
-
-    def __init__(self, data: torch.Tensor, sizes: list[int]) -> None:
-        super().__init__()
-        self.is_filled = True
-        self._data = data
-        self._sizes = iter(sizes)
-        self._start = 0
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return the next buffer.
-
-        Raises:
-            ValueError: it is of another size; `PACKING_VERSION` did not go up with a change.
-        """
-        size = next(self._sizes, 0)
-        if size != num_bytes:
-            raise ValueError(f"cached weights have a buffer of {size} bytes where {num_bytes} are needed")
-        start, self._start = self._start, self._start + _aligned(num_bytes)
-        return self._data[start : start + num_bytes]
-
-
-class _RecordingMemory(WeightMemory):
-    """Remembers what it hands out, and tells of it."""
-
-    def __init__(self, on_allocate: Callable[[], None]) -> None:
-        super().__init__()
-        self.buffers: list[torch.Tensor] = []
-        self._on_allocate = on_allocate
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        buffer = super().allocate(num_bytes)
-        self.buffers.append(buffer)
-        self._on_allocate()
-        return buffer
 
 
 def choose_cache(
@@ -259,72 +140,3 @@ def cache_key(path: Path, **settings: Any) -> str:
 def _identity(file: Path) -> list[Any]:
     state = file.stat()
     return [str(file), state.st_size, state.st_mtime_ns, state.st_ino]
-
-
-def _form(weight: Weight) -> list[Any]:
-    if isinstance(weight, Int8Weight):
-        return ["int8"]
-    if isinstance(weight, Int4Weight):
-        return ["int4", weight.group_size]
-    return ["float"]
-
-
-def _outline(form: list[Any], shape: tuple[int, ...]) -> Weight:
-    rows, inputs = shape
-    if form[0] == "float":
-        return torch.empty(shape, device="meta")
-    values = torch.empty(shape, dtype=torch.uint8, device="meta")
-    if form[0] == "int8":
-        return Int8Weight(values, torch.empty(rows, device="meta"))
-    scales = torch.empty(rows, inputs // form[1], device="meta")
-    return Int4Weight(values, scales, scales)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _write(descriptor: int, manifest: dict[str, Any], buffers: list[torch.Tensor]) -> None:
-    """Write the buffers, the manifest and the footer; a file without footer is not complete."""
-    with open(descriptor, "wb", closefd=False) as file:
-        for buffer in buffers:
-            file.write(buffer.numpy().data)
-            file.write(bytes(_aligned(buffer.nbytes) - buffer.nbytes))
-        text = json.dumps(manifest).encode()
-        file.write(text)
-        file.write(_MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little"))
-
-
-def _read(descriptor: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return manifest and buffers; raise ValueError if the file is not whole."""
-    size = os.fstat(descriptor).st_size
-    footer = os.pread(descriptor, _FOOTER, max(size - _FOOTER, 0))
-    if not footer.startswith(_MAGIC) or len(footer) < _FOOTER:
-        raise ValueError("it has no footer")
-    length = int.from_bytes(footer[8:12], "little")
-    text = os.pread(descriptor, length, max(size - _FOOTER - length, 0))
-    if zlib.crc32(text) != int.from_bytes(footer[12:16], "little"):
-        raise ValueError("its manifest has another checksum")
-    manifest: dict[str, Any] = json.loads(text)
-    num_bytes = sum(map(_aligned, manifest["sizes"]))
-    if num_bytes + length + _FOOTER != size:
-        raise ValueError(f"it has {size} bytes; {num_bytes + length + _FOOTER} are needed")
-    return manifest, _read_data(descriptor, num_bytes)
-
-
-def _read_data(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """Return the first `num_bytes` in large pages, which a mapped file would not have."""
-    data = map_large_pages(num_bytes)[:num_bytes]
-    view = data.numpy().data
-
-    def read_chunk(start: int) -> None:
-        stop = min(start + _CHUNK, num_bytes)
-        while start < stop:
-            count = os.preadv(descriptor, [view[start:stop]], start)
-            if count == 0:
-                raise ValueError("it became shorter while it was read")
-            start += count
-
-    with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
-        list(readers.map(read_chunk, range(0, num_bytes, _CHUNK)))
-    return data

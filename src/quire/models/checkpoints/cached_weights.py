@@ -1,0 +1,120 @@
+"""A checkpoint whose matrices may be packed already, by an earlier start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.kernels.cpu.memory import ALIGNMENT, WeightMemory
+from quire.kernels.weights import Int4Weight, Int8Weight, Weight
+from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.weight_cache import WeightCache
+from quire.models.weights import WeightSource
+
+
+class CachedWeights:
+    """A checkpoint, and the memory that its matrices are packed into: `memory.is_filled` if they are already.
+
+    A later start hands out the same buffers in the same order, and does not read the matrices.
+
+    Args:
+        checkpoint: where what is not packed comes from.
+        cache: where packed weights are kept.
+        key: of this checkpoint and of how it is packed; see `cache_key`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, cache: WeightCache, key: str) -> None:
+        self._checkpoint = checkpoint
+        self._cache = cache
+        self._key = key
+        self._pending: dict[str, list[Any]] = {}  # forms of matrices that were read and are not released
+        self._forms: dict[str, list[Any]] = {}  # of those that have gone into a buffer
+        found = cache.read(key)
+        if found is None:
+            self.memory: WeightMemory = _RecordingMemory(self._pending, self._forms)
+        else:
+            self._forms, buffers = found
+            self.memory = FilledMemory(buffers)
+
+    def weight(self, source: WeightSource) -> Weight:
+        """Return a matrix; if it is packed already, only its outline: tensors on torch's meta device."""
+        if self.memory.is_filled and source.name in self._forms:
+            return _outline(self._forms[source.name], source.shape)
+        weight = self._checkpoint.weight(source)
+        self._pending[source.name] = _form(weight)
+        return weight
+
+    def tensor(self, source: WeightSource) -> torch.Tensor:
+        """See `Checkpoint.tensor`."""
+        return self._checkpoint.tensor(source)
+
+    def release(self, source: WeightSource) -> None:
+        """See `Checkpoint.release`."""
+        self._pending.pop(source.name, None)
+        self._checkpoint.release(source)
+
+    def save(self) -> None:
+        """Write what has been packed, once all is loaded. Does nothing if it came from the cache."""
+        if isinstance(self.memory, _RecordingMemory):
+            self._cache.write(self._key, self._forms, self.memory.buffers)
+
+
+class FilledMemory(WeightMemory):
+    """Hands out `buffers`, [bytes] uint8 each, in their order."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.is_filled = True
+        self._buffers = iter(buffers)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return the next buffer.
+
+        Raises:
+            ValueError: it is of another size; `PACKING_VERSION` did not go up with a change.
+        """
+        buffer = next(self._buffers, torch.empty(0))
+        if len(buffer) != _whole_lines(num_bytes):
+            raise ValueError(f"a cached buffer has {len(buffer)} bytes where {num_bytes} are needed")
+        return buffer[:num_bytes]
+
+
+class _RecordingMemory(WeightMemory):
+    """Remembers the buffers that it hands out; each is for the matrices that are pending."""
+
+    def __init__(self, pending: dict[str, list[Any]], forms: dict[str, list[Any]]) -> None:
+        super().__init__()
+        self.buffers: list[torch.Tensor] = []
+        self._pending = pending
+        self._forms = forms
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        buffer = super().allocate(_whole_lines(num_bytes))
+        self.buffers.append(buffer)
+        self._forms.update(self._pending)
+        return buffer[:num_bytes]
+
+
+def _whole_lines(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to whole cache lines: the format has no holes between tensors."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _form(weight: Weight) -> list[Any]:
+    if isinstance(weight, Int8Weight):
+        return ["int8"]
+    if isinstance(weight, Int4Weight):
+        return ["int4", weight.group_size]
+    return ["float"]
+
+
+def _outline(form: list[Any], shape: tuple[int, ...]) -> Weight:
+    rows, inputs = shape
+    if form[0] == "float":
+        return torch.empty(shape, device="meta")
+    values = torch.empty(shape, dtype=torch.uint8, device="meta")
+    if form[0] == "int8":
+        return Int8Weight(values, torch.empty(rows, device="meta"))
+    scales = torch.empty(rows, inputs // form[1], device="meta")
+    return Int4Weight(values, scales, scales)
