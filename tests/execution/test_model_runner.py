@@ -273,8 +273,8 @@ def fork_of(parent_slot, *, slot=2, num_tokens=5, computed=4):
     ("wrong", "message"),
     [
         (plan([2], [5], [0], ["x"]), "'x' is scheduled in slot 2, which 'r' holds"),
-        (plan([3], [5], [0], ["r"]), "slot 3, which nobody holds"),
-        (plan([99], [5], [0], ["r"]), "slot 99, which nobody holds"),
+        (plan([3], [5], [0], ["r"]), "slot 3, which no request holds"),
+        (plan([99], [5], [0], ["r"]), "slot 99, which no request holds"),
         (plan([2, 2], [1, 1], [0, 1], ["r", "r"]), "each needs one"),
         (plan([2], [6], [0], ["r"], known=[5]), "6 tokens after 0 computed, 0 drafts among them; it has 5 "),
         (plan([2], [3], [2], ["r"], known=[6]), "'r' has 5 tokens here, but 6 in the plan"),
@@ -297,7 +297,7 @@ def fork_of(parent_slot, *, slot=2, num_tokens=5, computed=4):
         (plan(preempted=["r"], resumed=[resumed_request("r", 4, num_tokens=4)]), "resumed with 4 tokens"),
         (plan(preempted=["r"], resumed=[resumed_request("r", 4, num_tokens=6)]), "and 5 are known"),
         (plan(forks=[fork_of(2, slot=3)]), "slot 3 is empty"),
-        (plan(forks=[fork_of(2, num_tokens=4)]), "whose prompt has 5 tokens, is to go on from 4 tokens"),
+        (plan(forks=[fork_of(2, num_tokens=4)]), "whose prompt has 5 tokens, is to continue from 4 tokens"),
         (plan(forks=[fork_of(2, num_tokens=6)]), "from 6 tokens of slot 2, which has 5"),
     ],
 )

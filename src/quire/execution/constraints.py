@@ -17,10 +17,10 @@ class Constraints:
     """The constraints of one request; see `of`.
 
     A banned sequence forbids its last token whenever the output ends in the tokens before it. Until
-    `min_tokens` tokens are out, all token ids that would end the request are forbidden.
+    `min_tokens` tokens have been generated, all token ids that would end the request are forbidden.
 
     Attributes:
-        until: number of output tokens from which on nothing constrains the request any more.
+        until: number of output tokens after which the request is unconstrained.
     """
 
     def __init__(self, params: SamplingParams, *, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:

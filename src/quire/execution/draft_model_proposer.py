@@ -42,17 +42,17 @@ class DraftModelProposer(Proposer):
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray:
         """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]."""
         drafts = np.full((len(rows.slots), num_drafts), NO_TOKEN, dtype=np.int32)
-        places_left = rows.num_blocks * self._kv_cache.block_size - (rows.num_tokens - 1)
-        count = np.minimum(rows.max_drafts, places_left)
+        positions_left = rows.num_blocks * self._kv_cache.block_size - (rows.num_tokens - 1)
+        count = np.minimum(rows.max_drafts, positions_left)
         token_ids = rows.token_ids[rows.slots, rows.num_tokens - 1].astype(np.int64)
         live = np.arange(len(count))
         for number in range(num_drafts):
             live = live[number < count[live]]
             if not live.size:
                 break
-            likeliest, is_sound = self._decode(rows, live, number, token_ids[live])
-            live = live[is_sound]
-            token_ids[live] = drafts[live, number] = likeliest[is_sound]
+            next_ids, is_finite = self._decode(rows, live, number, token_ids[live])
+            live = live[is_finite]
+            token_ids[live] = drafts[live, number] = next_ids[is_finite]
         return drafts
 
     def _decode(
@@ -61,7 +61,7 @@ class DraftModelProposer(Proposer):
         """Compute one token [L] of each `live` row, `number` after its last known one.
 
         Returns:
-            The likeliest next token of each, and whether the logits were sound.
+            The most likely next token of each, and whether its logits were finite.
         """
         batch = AttentionBatch.build(
             rows.num_tokens[live] - 1 + number,
@@ -70,5 +70,5 @@ class DraftModelProposer(Proposer):
             self._kv_cache.block_size,
         )
         logits = self._model.logits(self._model.forward(torch.from_numpy(token_ids), self._kv_cache, batch))
-        maxima, likeliest = logits.max(dim=1)
-        return likeliest.numpy(), torch.isfinite(maxima).numpy()
+        maxima, next_ids = logits.max(dim=1)
+        return next_ids.numpy(), torch.isfinite(maxima).numpy()

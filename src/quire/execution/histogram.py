@@ -1,7 +1,7 @@
-"""Drawing from a row whose probability is spread too thin for its likeliest tokens to decide.
+"""Drawing from a row whose probability is too spread out for its most likely tokens to decide.
 
-Sorting a whole vocabulary for one token is slow. The tokens are sorted into bins by their logit instead, and
-only the bins that a boundary falls into are put in order.
+Sorting a whole vocabulary for one token is slow. Instead, the tokens are put into bins by their logit, and
+only the bins that a boundary falls into are sorted.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def draw_from_histogram(
 
 
 class _Bins:
-    """N items in falling order of their logits, ties by index, sorted only as far as asked.
+    """N items in descending order of their logits, ties by index, sorted only as far as needed.
 
     Args:
         logits: [N] finite, N at least 1.
-        weights: [N] rising with the logits.
+        weights: [N] ascending with the logits.
     """
 
     def __init__(self, logits: Float32Array, weights: Float64Array) -> None:

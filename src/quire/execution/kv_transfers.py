@@ -21,7 +21,7 @@ class KVTransfers:
         connector.register_kv_caches(kv_cache)
 
     def begin(self, output: SchedulerOutput) -> None:
-        """Begin the loads of a step."""
+        """Start the loads of a step."""
         self._connector.start_load_kv(output.kv_connector_metadata)
 
     def before_layer(self, layer: int) -> None:
@@ -29,12 +29,12 @@ class KVTransfers:
         self._connector.wait_for_layer_load(layer)
 
     def after_attention(self, layer: int) -> None:
-        """Begin to store what the step has written to the layer."""
+        """Start storing what the step has written to the layer."""
         kv = self._kv_cache.layer(layer)
         self._connector.save_kv_layer(layer, kv.keys, kv.values)
 
     def end(self, output: SchedulerOutput) -> KVConnectorOutput:
-        """Wait for the stores of a step, and return what has ended or failed since the last one."""
+        """Wait for the stores of a step, and return what has ended or failed since the last step."""
         self._connector.wait_for_save()
         sent, received = self._connector.get_finished(output.finished_req_ids)
         return KVConnectorOutput(sent, received, self._connector.get_block_ids_with_load_errors())

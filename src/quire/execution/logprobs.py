@@ -22,9 +22,9 @@ def position_logprobs(
     Args:
         logits: [R, V] as the model gave them, without NaN, at least one finite in each row.
         chosen: [S] the token that follows, reported first.
-        num_logprobs: [S] how many of the likeliest tokens to report besides, 0 or more.
+        num_logprobs: [S] how many of the most likely tokens to report as well, 0 or more.
         rows: [S] which rows of `logits` these are.
-        kernels: look through the rows.
+        kernels: scan the rows.
     """
     maxima = kernels.largest(logits, rows)[1]
     log_mass = maxima + np.log(kernels.sum_exp(logits, maxima, np.ones(len(rows)), rows))

@@ -42,9 +42,9 @@ class ModelRunner:
         model: the decoder.
         kv_cache: where keys and values live; may hold garbage.
         max_num_seqs: number of slots.
-        max_model_len: most tokens of a request, prompt and output.
+        max_model_len: maximum number of tokens of a request, prompt and output.
         block_size: tokens per KV block.
-        proposer: makes the drafts that the scheduler asks for; None: there are none.
+        proposer: makes the drafts that the scheduler asks for; None: no speculation.
         connector: moves KV in and out of `kv_cache`.
     """
 
@@ -109,13 +109,13 @@ class ModelRunner:
         )
 
     def _apply_changes(self, output: SchedulerOutput) -> None:
-        """Bring the rows up to date in the order of the plan's fields: left before they are entered."""
+        """Apply the changes in the order of the plan's fields: slots are freed before they are reused."""
         for request_id in output.finished_req_ids:
             self._clear(self._batch.finish(request_id))
         for request_id in output.preempted_req_ids:
             self._clear(self._batch.preempt(request_id))
         for new in output.scheduled_new_reqs:
-            # A plan that was dropped is told again; what came of the first telling is void.
+            # A plan that was lost is sent again: discard the first attempt.
             self._clear(self._batch.finish(new.request_id))
             self._write_sampling(self._batch.admit(new))
         self._batch.fork(output.forks)
@@ -163,22 +163,22 @@ class ModelRunner:
         hidden: torch.Tensor,
         result: ModelRunnerOutput,
     ) -> None:
-        places = SamplingPositions.of(output)
-        if not places.rows.size:
+        sampling = SamplingPositions.of(output)
+        if not sampling.rows.size:
             return
         sampled = self._sampler.sample(
-            self._model.logits(hidden[torch.from_numpy(places.tokens)]),
-            output.slots[places.rows].astype(np.int64)[places.request],
-            places.positions,
+            self._model.logits(hidden[torch.from_numpy(sampling.tokens)]),
+            output.slots[sampling.rows].astype(np.int64)[sampling.request],
+            sampling.positions,
             self._batch.token_ids,
-            None if grammar is None else TokenMasks.of(grammar, output, places),
+            None if grammar is None else TokenMasks.of(grammar, output, sampling),
         )
-        emitted = places.accept(sampled.token_ids)
-        result.sampled_token_ids[places.rows] = emitted
-        _name_rows(sampled, places, emitted, result)
-        # A row with an error gets a token all the same: a step planned before that was known still fits it.
+        emitted = sampling.accept(sampled.token_ids)
+        result.sampled_token_ids[sampling.rows] = emitted
+        _report_samples(sampled, sampling, emitted, result)
+        # A row with an error gets a placeholder, so that a step planned before the error is known still fits.
         emitted[emitted[:, 0] == NO_TOKEN, 0] = _PLACEHOLDER
-        self._batch.append(output.slots[places.rows], emitted)
+        self._batch.append(output.slots[sampling.rows], emitted)
 
     def _propose(self, output: SchedulerOutput, sampled_token_ids: IntArray) -> IntArray | None:
         """Return drafts for the rows that have sampled, [R, num_drafts_wanted]; None if none are wanted."""
@@ -245,14 +245,14 @@ def _pieces(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def _name_rows(
-    sampled: SamplerOutput, places: SamplingPositions, emitted: IntArray, result: ModelRunnerOutput
+def _report_samples(
+    sampled: SamplerOutput, sampling: SamplingPositions, emitted: IntArray, result: ModelRunnerOutput
 ) -> None:
-    """Put what the sampler says of the places that count into `result`, by request id."""
-    for place, logprobs in sampled.logprobs.items():
-        request = int(places.request[place])
-        if emitted[request, places.offset[place]] != NO_TOKEN:
-            result.logprobs.setdefault(result.request_ids[places.rows[request]], []).append(logprobs)
-    for place, error in sampled.errors.items():
-        if places.offset[place] == 0:
-            result.errors[result.request_ids[places.rows[places.request[place]]]] = error
+    """Copy log-probabilities and errors of the emitted positions into `result`, by request id."""
+    for index, logprobs in sampled.logprobs.items():
+        request = int(sampling.request[index])
+        if emitted[request, sampling.offset[index]] != NO_TOKEN:
+            result.logprobs.setdefault(result.request_ids[sampling.rows[request]], []).append(logprobs)
+    for index, error in sampled.errors.items():
+        if sampling.offset[index] == 0:
+            result.errors[result.request_ids[sampling.rows[sampling.request[index]]]] = error

@@ -1,6 +1,6 @@
-"""Drafts copied from what a request has said or been told before: prompt lookup.
+"""Drafts copied from earlier in the prompt or the output: prompt lookup.
 
-Source: Saxena, "Prompt Lookup Decoding" (2023); Yang et al., "Inference with Reference" (2023). Pays where
+Source: Saxena, "Prompt Lookup Decoding" (2023); Yang et al., "Inference with Reference" (2023). Useful where
 the output repeats its input: editing, extraction, retrieval, code.
 """
 
@@ -13,11 +13,11 @@ from quire.step import NO_TOKEN, IntArray
 
 
 class NgramProposer(Proposer):
-    """Finds where the last tokens stood before, and proposes what followed them there.
+    """Finds an earlier occurrence of the last tokens, and proposes what followed them there.
 
-    The longest suffix of at most `max_n` tokens that occurs earlier decides, and of its occurrences the
-    newest. A copy that reaches the end of the known tokens runs on into itself, as in LZ77 (Ziv and Lempel
-    1977), so that a loop is proposed at full length.
+    It is the most recent occurrence of the longest suffix (at most `max_n` tokens) that occurs earlier. A
+    copy that reaches the end of the known tokens runs on into itself, as in LZ77 (Ziv and Lempel 1977), so
+    that a loop yields the full number of drafts.
 
     Args:
         min_n: shortest suffix to look for, at least 1.

@@ -2,8 +2,8 @@
 
 Repetition (Keskar et al. 2019) concerns tokens of prompt and output: a positive logit is divided by it, any
 other multiplied. Frequency and presence (OpenAI's formula) concern the output only: logit - count *
-frequency - (count > 0) * presence. The distinct tokens of a request are kept and grown by the newest ones,
-so a step costs their number, not the vocabulary's.
+frequency - (count > 0) * presence. The distinct tokens of a request are kept and updated with the newest,
+so a step's cost depends on their number, not on the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class TokenCounts:
     def follow(self, token_ids: IntArray) -> None:
         """Count the output tokens of `token_ids`, the whole request so far.
 
-        Costs what differs from the last call: newer tokens are added, and the ones that turned out void (a
-        draft that was not accepted, a beam that was left) are taken back.
+        The cost is that of the difference from the last call: newer tokens are added, and discarded ones (a
+        rejected draft, an abandoned beam) are taken back.
         """
         output = token_ids[self._num_prompt_tokens :]
         num_same = min(self._num_counted, len(output))

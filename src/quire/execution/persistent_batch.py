@@ -57,7 +57,7 @@ class PersistentBatch:
 
     Args:
         max_num_seqs: number of slots.
-        max_model_len: most tokens of a request.
+        max_model_len: maximum number of tokens of a request.
         block_size: tokens per KV block.
         num_blocks: KV blocks in the cache.
     """
@@ -69,7 +69,7 @@ class PersistentBatch:
         self._requests: dict[str, RunnerRequest] = {}
         self._checked_rows: tuple[tuple[str, ...], bytes] | None = None  # until a slot changes hands
         self._by_slot: list[RunnerRequest | None] = [None] * max_num_seqs
-        # Zeroed pages are committed when first written; the last column takes the token after the longest.
+        # Zeroed pages are committed on the first write; the last column is for the token after max_model_len.
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         table_length = -(-(max_model_len + 1) // block_size)
@@ -90,7 +90,7 @@ class PersistentBatch:
             raise InconsistentPlanError(f"slot {slot} is empty")
         return request
 
-    # -- requests come and go ------------------------------------------------------------------------------
+    # -- adding and removing requests ----------------------------------------------------------------------
 
     def finish(self, request_id: str) -> int | None:
         """Forget a request; return the slot it left, None if it had none or is not known."""
@@ -182,7 +182,7 @@ class PersistentBatch:
         return slot
 
     def extend_block_tables(self, data: CachedRequestData) -> None:
-        """Write newly given blocks into the tables of running requests."""
+        """Write newly allocated blocks into the tables of running requests."""
         if not len(data.slots):
             return
         self._check_blocks(data.block_ids, int(data.block_index.max()) + 1)
@@ -190,7 +190,7 @@ class PersistentBatch:
         np.maximum.at(self._num_blocks, data.slots, data.block_index + 1)
 
     def fork(self, forks: list[ForkData]) -> None:
-        """Let rows go on from the tokens that other rows had before any of these forks."""
+        """Continue rows from the tokens that other rows had before any of these forks."""
         parents = [self._fork_tokens(fork) for fork in forks]
         for fork, token_ids in zip(forks, parents, strict=True):
             self._write_row(fork.slot, token_ids, fork.block_ids, fork.num_computed_tokens)
@@ -201,13 +201,13 @@ class PersistentBatch:
         num_parent_tokens = int(self.num_tokens[fork.parent_slot])
         if not num_prompt_tokens <= fork.num_tokens <= num_parent_tokens:
             raise InconsistentPlanError(
-                f"slot {fork.slot}, whose prompt has {num_prompt_tokens} tokens, is to go on from "
+                f"slot {fork.slot}, whose prompt has {num_prompt_tokens} tokens, is to continue from "
                 f"{fork.num_tokens} tokens of slot {fork.parent_slot}, which has {num_parent_tokens}"
             )
         return self.token_ids[fork.parent_slot, : fork.num_tokens].copy()
 
     def drop_void_tokens(self, output: SchedulerOutput) -> None:
-        """Cut the rows of this step to the tokens that the scheduler knows."""
+        """Truncate the rows of this step to the tokens that the scheduler knows."""
         self._check_slots(output)
         slots, known = output.slots, output.num_known_tokens
         beyond = np.flatnonzero(known > self.num_tokens[slots])
@@ -224,7 +224,7 @@ class PersistentBatch:
         self.token_ids[chosen.slots, self.num_tokens[chosen.slots] - 1] = chosen.token_ids
 
     def write_drafts(self, output: SchedulerOutput) -> None:
-        """Write the drafts behind the known tokens of their rows, of which they do not become part."""
+        """Write the drafts after the known tokens of their rows, without counting them."""
         rows, columns = np.nonzero(output.draft_token_ids != NO_TOKEN)
         slots = output.slots[rows]
         self.token_ids[slots, self.num_tokens[slots] + columns] = output.draft_token_ids[rows, columns]
@@ -277,7 +277,7 @@ class PersistentBatch:
         for request_id, slot in zip(output.request_ids, output.slots.tolist(), strict=True):
             request = self._by_slot[slot] if 0 <= slot < len(self._by_slot) else None
             if request is None or request.request_id != request_id:
-                held_by = "nobody" if request is None else repr(request.request_id)
+                held_by = "no request" if request is None else repr(request.request_id)
                 raise InconsistentPlanError(
                     f"request {request_id!r} is scheduled in slot {slot}, which {held_by} holds"
                 )

@@ -1,4 +1,4 @@
-"""What guesses the next tokens of requests, for the model to verify in the step after."""
+"""Proposers draft the next tokens of requests, for the model to verify in the following step."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from quire.step import IntArray
 class RowsToContinue:
     """Requests to propose tokens for, S of them. KV of all but the last token of each has been computed."""
 
-    token_ids: IntArray  # [max_num_seqs, most tokens] by slot
+    token_ids: IntArray  # [max_num_seqs, max_model_len + 1] by slot
     slots: Int64Array  # [S]
     num_tokens: Int64Array  # [S] known tokens, prompt and output
     block_tables: IntArray  # [S, B]; entries past a row's last block are meaningless
     num_blocks: Int64Array  # [S]
-    max_drafts: Int64Array  # [S] most tokens to propose for each
+    max_drafts: Int64Array  # [S] maximum number of tokens to propose for each
 
 
 class Proposer(ABC):
-    """Proposes drafts. A bad one costs time and never a token: see `quire.execution.sampling_positions`."""
+    """Proposes drafts. A bad one costs time only: see `quire.execution.sampling_positions`."""
 
     def copy_blocks(self, copies: IntArray) -> None:  # noqa: B027 - most keep no KV
-        """Take part in the KV cache's copies [N, 2] of blocks (from, to)."""
+        """Repeat the copies of KV blocks [N, 2] (from, to) in the proposer's own cache, if it has one."""
 
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:  # noqa: B027
-        """See the tokens [T] that the model computes in a step, drafts among them."""
+        """Observe the tokens [T] that the model computes in a step, including drafts."""
 
     @abstractmethod
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray:

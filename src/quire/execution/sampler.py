@@ -24,8 +24,8 @@ from quire.kernels.sampling import SamplingKernels
 from quire.step import NO_TOKEN, IntArray, PositionLogprobs
 
 _NO_CHOICE = (
-    "the request's grammar (structured_outputs) leaves no token to choose: none that it allows here is left "
-    "by min_tokens, bad_words and logit_bias; relax one of them"
+    "the request's grammar (structured_outputs) leaves no token to choose: min_tokens, bad_words or "
+    "logit_bias ban all that it allows here; relax one of them"
 )
 
 
@@ -44,7 +44,7 @@ class Sampler:
     Args:
         max_num_seqs: number of slots.
         vocab_size: V.
-        kernels: look through the rows of logits; None: the best of this machine.
+        kernels: scan the rows of logits; None: the best for this machine.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, kernels: SamplingKernels | None = None) -> None:
@@ -63,7 +63,7 @@ class Sampler:
 
         Args:
             logits: [R, V] float32; overwritten.
-            slots: [R] whose row this is; several rows of one slot are at several positions.
+            slots: [R] the slot of each row; rows of the same slot are at different positions.
             positions: [R] absolute index of the token to choose; the tokens before it are known.
             token_ids: [max_num_seqs, more than the largest position] known tokens by slot.
             masks: which tokens the rows' grammars allow.
@@ -91,12 +91,12 @@ class Sampler:
                 constraints.apply(rows.logits[row], known[self.table.num_prompt_tokens[slot] :])
             if penalties is not None:
                 penalties.apply(rows.logits[row], known)
-        rows.choose_likeliest_again(adjusted)
+        rows.choose_again(adjusted)
         rows.refuse_without_choice(is_masked)
         return kept_raw
 
     def _draw(self, rows: _Rows) -> None:
-        # Without a grammar, a row in which everything is banned keeps its likeliest token.
+        # Without a grammar, a row in which everything is banned keeps its most likely token.
         drawn = np.flatnonzero(self.table.is_random(rows.slots) & rows.sound & np.isfinite(rows.maxima))
         if drawn.size:
             slots = rows.slots[drawn]
@@ -123,7 +123,7 @@ class Sampler:
 
 
 class _Rows:
-    """The rows of one call: logits, whose they are, and the choice so far, which is the likeliest token."""
+    """The rows of one call: logits, slots, and the choice so far, at first the most likely token."""
 
     def __init__(
         self, logits: Float32Array, slots: Int64Array, positions: Int64Array, kernels: SamplingKernels
@@ -137,7 +137,7 @@ class _Rows:
         self.errors = {row: nonfinite_error(self.maxima[row]) for row in np.flatnonzero(~self.sound).tolist()}
         self.chosen[~self.sound] = NO_TOKEN
 
-    def choose_likeliest_again(self, rows: Int64Array) -> None:
+    def choose_again(self, rows: Int64Array) -> None:
         """Update the choice in `rows`, whose logits have changed; those with no token left keep theirs."""
         if not rows.size:
             return
@@ -145,7 +145,7 @@ class _Rows:
         self.chosen[rows] = np.where(np.isfinite(self.maxima[rows]), likeliest, self.chosen[rows])
 
     def refuse_without_choice(self, is_masked: BoolArray) -> None:
-        """Make those rows with a mask errors in which it and the other constraints leave no token."""
+        """Turn masked rows in which the mask and the other constraints leave no token into errors."""
         for row in np.flatnonzero(is_masked & self.sound & ~np.isfinite(self.maxima)).tolist():
             self.errors[row] = _NO_CHOICE
             self.chosen[row] = NO_TOKEN
@@ -157,5 +157,5 @@ def nonfinite_error(largest_logit: float | np.float32) -> str:
     kind = "NaN" if np.isnan(largest_logit) else "infinite"
     return (
         f"the model produced {kind} logits for this request; the weights may be damaged, "
-        "or EngineConfig.dtype too narrow for this model: try bfloat16 or float32"
+        "or the range of EngineConfig.dtype is too small for this model: try bfloat16 or float32"
     )

@@ -1,13 +1,14 @@
 """Where a step samples, and which of the sampled tokens count: the verification of drafts.
 
-A request with d drafts samples at d + 1 places: after its last known token and after each draft, each time as
-if all before it were certain. Drafts are accepted from the left as long as the token sampled at a draft's
-place is the draft; the first other token takes its draft's place, and what was sampled after it is void.
+A request with d drafts samples at d + 1 positions: after its last known token and after each draft, each time
+as if all tokens before it were final. Drafts are accepted from the left as long as the token sampled at a
+draft's position equals the draft; at the first mismatch the sampled token replaces the draft, and everything
+sampled after it is discarded.
 
 That is rejection sampling (Leviathan et al. 2023, Chen et al. 2023) for a proposal that puts all its mass on
 one token: the draft is accepted with the probability p that the sampler gives it, and what is emitted after
-a rejection is distributed as p over the other tokens. As the place's uniform number is the one that the
-request would have drawn without drafts, the tokens are not only distributed alike but are the same ones.
+a rejection is distributed as p over the other tokens. Since each position's uniform number is the one that
+the request would have drawn without drafts, the tokens are not only equal in distribution but identical.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from quire.step import NO_TOKEN, IntArray, SchedulerOutput
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class SamplingPositions:
-    """The places of one step: S requests sample, at P places, request after request."""
+    """The sampling positions of one step: S requests sample at P positions, request after request."""
 
-    rows: Int64Array  # [S] rows of the step, rising
+    rows: Int64Array  # [S] rows of the step, ascending
     drafts: IntArray  # [S, K] padded with NO_TOKEN
     request: Int64Array  # [P] index into `rows`
-    offset: Int64Array  # [P] drafts before the place
+    offset: Int64Array  # [P] drafts before the position
     positions: Int64Array  # [P] absolute index of the token to choose
-    tokens: Int64Array  # [P] index among the step's tokens of the one before
+    tokens: Int64Array  # [P] index, among the step's tokens, of the token before
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> Self:
-        """Return the places of a step; there is none in a row that does not reach its last known token."""
+        """Return the positions of a step; a row that does not reach its last known token has none."""
         rows = np.flatnonzero(output.samples)
         drafts = output.draft_token_ids[rows]
-        num_places = 1 + np.count_nonzero(drafts != NO_TOKEN, axis=1)
-        request = np.repeat(np.arange(len(rows)), num_places)
-        offset = np.arange(len(request)) - (np.cumsum(num_places) - num_places)[request]
+        num_positions = 1 + np.count_nonzero(drafts != NO_TOKEN, axis=1)
+        request = np.repeat(np.arange(len(rows)), num_positions)
+        offset = np.arange(len(request)) - (np.cumsum(num_positions) - num_positions)[request]
         last = np.cumsum(output.num_tokens)[rows] - 1
         return cls(
             rows=rows,
@@ -47,17 +48,17 @@ class SamplingPositions:
             request=request,
             offset=offset,
             positions=output.num_known_tokens[rows].astype(np.int64)[request] + offset,
-            tokens=(last - num_places + 1)[request] + offset,
+            tokens=(last - num_positions + 1)[request] + offset,
         )
 
     def accept(self, token_ids: Int64Array) -> IntArray:
         """Return the tokens that each request emits, padded with NO_TOKEN: [S, 1 + K].
 
-        A place without a token, because of an error, ends the row before it; the request finds the error
-        again when it starts a step there.
+        A position without a token, because of an error, ends the row before it; the error recurs when the
+        request starts a step there.
 
         Args:
-            token_ids: [P] the token sampled at each place, or NO_TOKEN.
+            token_ids: [P] the token sampled at each position, or NO_TOKEN.
         """
         sampled = np.full((len(self.rows), 1 + self.drafts.shape[1]), NO_TOKEN, dtype=np.int32)
         sampled[self.request, self.offset] = token_ids

@@ -1,4 +1,4 @@
-"""How every slot samples: a struct of arrays, written when a request enters its slot."""
+"""The sampling parameters of every slot: a struct of arrays, written when a request enters its slot."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class SamplingTable:
         prompt_token_ids: IntArray,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        """Set a slot up for a request that enters it.
+        """Set up a slot for a request that enters it.
 
         Raises:
-            ValueError: the request samples but has no seed; the front end resolves it.
+            ValueError: the request samples but has no seed; the front fills it in.
         """
         if params.seed is None and not params.is_greedy:
             raise ValueError(f"the request in slot {slot} samples but its SamplingParams.seed is None")
@@ -62,7 +62,7 @@ class SamplingTable:
         self._constrained_until[slot] = 0 if constraints is None else constraints.until
 
     def clear(self, slot: int) -> None:
-        """Let go of what the request that left the slot held in memory."""
+        """Free the memory held for the request that left the slot."""
         self.penalties[slot] = None
         self.constraints[slot] = None
 
@@ -73,7 +73,7 @@ class SamplingTable:
         return adjusted
 
     def is_random(self, slots: Int64Array) -> BoolArray:
-        """Return which of `slots` sample rather than take the likeliest token, [R]."""
+        """Return which of `slots` sample rather than take the most likely token, [R]."""
         random: BoolArray = self._temperature[slots] > 0
         return random
 

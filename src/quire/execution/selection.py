@@ -1,9 +1,9 @@
 """Drawing one token per row: temperature, min-p, top-k, top-p, then inversion of the cumulative distribution.
 
-Every filter keeps a prefix of the tokens ordered by falling probability, so a row rarely needs more than its
-likeliest tokens: all rows are decided at once from these heads, and the few that cannot be, one by one from
-a histogram. Sums run along a row in a fixed order, and which way a row goes depends on itself alone: what it
-draws does not depend on the other rows.
+Every filter keeps a prefix of the tokens in descending order of probability, so a row rarely needs more than
+its most likely tokens: all rows are decided at once from these heads, and the few that cannot be, one by one
+from a histogram. Sums run along a row in a fixed order, and the path taken depends on the row alone, so the
+draw is batch-invariant.
 
 Filters: top-k (Fan et al. 2018), top-p or nucleus (Holtzman et al. 2020), min-p (Nguyen et al. 2024).
 """
@@ -46,7 +46,7 @@ def draw(
         filters: for each row.
         uniforms: [S] numbers in [0, 1).
         rows: [S] which rows of `logits` these are.
-        kernels: look through the rows.
+        kernels: scan the rows.
     """
     token_ids, decided = _Kept(logits, maxima, filters, rows, kernels).choose(uniforms)
     for row in np.flatnonzero(~decided).tolist():
@@ -62,7 +62,7 @@ def draw(
 
 
 class _Kept:
-    """What the filters leave of the heads of some rows.
+    """What the filters keep of the heads of some rows.
 
     A row's *mass* is the sum of the weights of all tokens that min-p and top-k keep. It is known when the
     head reaches past the last of them, and otherwise only if the row has neither filter: then all tokens
