@@ -29,16 +29,16 @@ class WeightStore(Protocol):
         """Return the names of all tensors in the files, as they are there."""
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names, in the files, of the tensors that weight `name` is made of, present or not."""
+        """Return the names in the files of the tensors that make up the weight `name`, present or not."""
 
-    def is_needless(self, name: str) -> bool:
-        """Return whether a tensor in the files may be there without any weight being made of it."""
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a tensor in the files belongs to no weight and may be ignored."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """Return a weight; raise `ModelError` if its shape is another, or Quire does not read its kind."""
+        """Return a weight; raise `ModelError` if its shape is wrong or its format is not supported."""
 
     def release(self, name: str) -> None:
-        """Let the system drop the pages that held a weight."""
+        """Release the pages that held a weight."""
 
 
 class Checkpoint:
@@ -48,7 +48,7 @@ class Checkpoint:
         path: directory of safetensors files with their config.json; or a GGUF file, or a directory with one.
 
     Raises:
-        ModelError: the files are missing, or cannot be read, or their weights are of a kind not supported.
+        ModelError: the files are missing or cannot be read, or their format is not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class Checkpoint:
         self._store.close()
 
     def check_names(self, specs: list[WeightSpec], config: ModelConfig) -> None:
-        """Raise `ModelError` if a weight is missing, or one is there that the model has no place for."""
+        """Raise `ModelError` if a weight is missing or unexpected."""
         names = self._store.names()
         wanted = {
             stored
@@ -76,7 +76,7 @@ class Checkpoint:
             raise ModelError(f"{self._path} lacks {_listed(missing)}, which {config.architecture} needs")
         if config.tie_word_embeddings:
             wanted.update(self._store.stored_names(_TIED_OUTPUT))
-        unexpected = sorted(name for name in names - wanted if not self._store.is_needless(name))
+        unexpected = sorted(name for name in names - wanted if not self._store.is_ignored(name))
         if unexpected:
             raise ModelError(
                 f"{self._path} holds {_listed(unexpected)}, which {config.architecture} as described by "
@@ -87,7 +87,7 @@ class Checkpoint:
         """Return a matrix as it is stored: in floating point where the file is mapped, or quantized.
 
         Raises:
-            ModelError: it has another shape than `source`, or a type that Quire does not read.
+            ModelError: its shape is not that of `source`, or its dtype is not supported.
         """
         return self._store.read(source.name, source.shape)
 
@@ -101,7 +101,7 @@ class Checkpoint:
         return weight if isinstance(weight, torch.Tensor) else dequantize(weight)
 
     def release(self, source: WeightSource) -> None:
-        """Let the system drop the pages that held `source`; if read again, they come from the file again."""
+        """Release the pages that held `source`; if read again, they come from the file again."""
         self._store.release(source.name)
 
 

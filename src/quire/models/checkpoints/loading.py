@@ -60,7 +60,7 @@ def load_decoder(
         config: the model's numbers, from the same place.
         dtype: as in `WeightOptions`; counts if there are no `options`.
         options: how to hold the weights.
-        on_progress: called with (bytes loaded, bytes in all) after each matrix, as of unquantized weights.
+        on_progress: called with (bytes loaded, bytes in all) after each matrix, counted as if unquantized.
 
     Raises:
         ModelError: names a missing, unexpected or misshapen weight, or a file that cannot be read.
@@ -165,7 +165,7 @@ class _Loader:
         return weight
 
     def _tensor(self, spec: WeightSpec) -> torch.Tensor:
-        """Return the sources one below the other; a single one in the right type stays in the mapped file."""
+        """Return the sources joined by rows; one alone, of the right dtype, stays in the mapped file."""
         parts = [self._checkpoint.tensor(source).to(self._dtype) for source in spec.sources]
         self._release(spec.sources)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -11,10 +11,10 @@ import torch
 
 
 def drop_pages(tensor: torch.Tensor) -> None:
-    """Let the system take back the whole pages that `tensor` covers in a private mapping of a file.
+    """Release the whole pages that `tensor` covers in a private mapping of a file.
 
-    They are read from the file again if they are looked at again; nothing may have been written to them.
-    Where the system offers no such thing, nothing happens.
+    They are read from the file again on the next access; they must not have been written to. Does nothing on
+    systems without `madvise`.
     """
     advise = _madvise()
     if advise is None:

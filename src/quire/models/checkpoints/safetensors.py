@@ -54,7 +54,7 @@ class SafetensorsWeights:
         form = self._format(name)
         return (name,) if form is None else tuple(f"{_stem(name)}.{part}" for part in form.needed)
 
-    def is_needless(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         """See `WeightStore`: buffers, parts of quantized matrices, biases of zeros that GPTQ tools add."""
         if name.endswith(_DERIVED_SUFFIXES):
             return True

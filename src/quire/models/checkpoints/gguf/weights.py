@@ -44,7 +44,7 @@ class GGUFWeights:
         """See `WeightStore`."""
         return (gguf_name(name),)
 
-    def is_needless(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         """See `WeightStore`: the factors of the rotary embedding have been read with the config."""
         return name in ROPE_TENSORS
 

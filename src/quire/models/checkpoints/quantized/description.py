@@ -1,7 +1,7 @@
-"""What `quantization_config` in a config.json says, and which of it Quire reads. Nothing here needs torch.
+"""What `quantization_config` in a config.json says, and which methods Quire supports. Needs no torch.
 
-Only what holds for the whole checkpoint is looked at: which matrices are quantized, in how many bits and in
-which groups shows in the stored tensors themselves.
+Only what applies to the whole checkpoint is read: which matrices are quantized, to how many bits and in which
+groups is visible in the stored tensors themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _describe(values: Mapping[str, Any]) -> StoredQuantization:
     checks = {"compressed-tensors": _check_compressed_tensors, "gptq": _check_gptq, "awq": _check_awq}
     if method not in checks:
         raise ModelError(
-            f"the weights are quantized by {method}, which Quire does not read; it reads "
+            f"the weights are quantized by {method}, which Quire does not support; it supports "
             f"{', '.join(METHODS)} and GGUF, and quantizes the original weights itself "
             "(EngineConfig.quantization)"
         )
@@ -119,5 +119,5 @@ def _bits(values: Mapping[str, Any]) -> int:
 
 def _refusal(method: str, what: str, known: str) -> ModelError:
     return ModelError(
-        f"the weights are quantized by {method} and {what}, which Quire does not read; supported: {known}"
+        f"the weights are quantized by {method} and {what}, which Quire does not support; supported: {known}"
     )

@@ -1,4 +1,4 @@
-"""Which ways to store a matrix a checkpoint uses."""
+"""The formats that a checkpoint stores its matrices in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.models.checkpoints.quantized.matrices import MatrixFormat
 
 
 def formats_of(quantization_config: Mapping[str, Any]) -> tuple[MatrixFormat, ...]:
-    """Return the ways in which a checkpoint described so may store a matrix beside the plain one.
+    """Return the quantized formats that a checkpoint with this `quantization_config` may contain.
 
     Raises:
         ModelError: see `describe_quantization`.

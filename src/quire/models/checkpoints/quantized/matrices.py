@@ -1,4 +1,4 @@
-"""From whole numbers, scales and zeros, as all kinds of quantized checkpoints have them, to a `Weight`."""
+"""From integers, scales and zero points, as every quantized format has them, to a `Weight`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ INT8_ZERO = 128  # the step of unsigned bytes that stands for the 0 of signed on
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class MatrixFormat:
-    """One way to store a quantized matrix: as several tensors, whose names differ in their last words.
+    """One format of a quantized matrix: several tensors, whose names differ in their last component.
 
     Args:
-        key: the last word of the tensor that shows that a matrix is stored this way.
-        needed: the last words of all tensors that it is made of.
+        key: last component of the tensor whose presence shows that a matrix has this format.
+        needed: last components of the tensors that every such matrix has.
         optional: those that may be missing.
-        ignored: those that may be there and are not needed.
-        decode: makes of the tensors by last word, and of the matrix's shape [out, in], the matrix; raises
-            ValueError if they do not fit together.
+        ignored: those that may be present and are not used.
+        decode: takes the tensors by last component and the matrix's shape [out, in], and returns the matrix;
+            raises ValueError if they are inconsistent.
     """
 
     key: str
