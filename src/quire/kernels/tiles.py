@@ -18,7 +18,7 @@ import torch
 
 TILE = 64  # tokens; independent of the block size, so that numbers do not change with it
 ROW_CLASSES = (1, 8, 64)  # query rows per block: decodes, a few tokens, prefill chunks
-ROW_MULTIPLE = 4  # float32 batched products on CPU give a row the same bits for every such number of rows
+ROW_MULTIPLE = 16  # float32 batched products on CPU give a row the same bits for every such number of rows
 SCRATCH_FLOATS = 1_048_576  # most floats in one intermediate (4 MiB), unless one query block needs more
 
 IntArray = npt.NDArray[np.int64]
