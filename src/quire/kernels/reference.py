@@ -18,20 +18,9 @@ from quire.kernels.kv_layer import KVLayer
 from quire.kernels.tiles import HeadLayout
 
 __all__ = [
-    "add_rms_norm", "apply_rotary", "gated_activation", "gelu", "gelu_tanh", "linear", "paged_attention",
+    "add_rms_norm", "apply_rotary", "gated_activation", "gelu", "gelu_tanh", "paged_attention",
     "rms_norm", "rotary_and_write_kv", "silu", "write_kv",
 ]  # fmt: skip
-
-MIN_FLOAT32_ROWS = 12  # float32 products of fewer rows take paths whose sums have another order
-
-
-def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `rows @ weight.T + bias`: [T, in] with [out, in] and [out] to [T, out]."""
-    num_rows = rows.shape[0]
-    if rows.dtype != torch.float32 or num_rows >= MIN_FLOAT32_ROWS:
-        return F.linear(rows, weight, bias)
-    padded = F.pad(rows, (0, 0, 0, MIN_FLOAT32_ROWS - num_rows))
-    return F.linear(padded, weight, bias)[:num_rows]
 
 
 def rms_norm(
