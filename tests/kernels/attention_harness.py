@@ -66,6 +66,7 @@ def run_paged(
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     chunks: list[int] | int = 10_000,
+    first_chunks: list[int] | None = None,
     block_size: int = 16,
     shared: int = 0,
     poison_left_of_window: bool = False,
@@ -80,6 +81,7 @@ def run_paged(
         dtype: of the queries.
         kv_dtype: of the cache; None: `dtype`.
         chunks: tokens of each sequence in one step.
+        first_chunks: tokens of each sequence in the first step; None: as in all others.
         block_size: of the cache.
         shared: tokens that the sequences have in common and that lie in the same blocks.
         poison_left_of_window: overwrite with NaN what no window reaches any more.
@@ -107,7 +109,8 @@ def run_paged(
     outputs: list[list[torch.Tensor]] = [[] for _ in lengths]
     done = np.zeros_like(lengths)
     while len(running := np.flatnonzero(done < lengths)):
-        counts = np.minimum(chunk[running], (lengths - done)[running])
+        planned = chunk if first_chunks is None or done.any() else np.array(first_chunks)
+        counts = np.minimum(planned[running], (lengths - done)[running])
         batch = AttentionBatch.build(done[running], counts, tables[running], block_size)
         key, value = now(sequences.key), now(sequences.value)
         write_kv(key, value, kv, batch)

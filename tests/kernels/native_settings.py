@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
+from pairwise import pairwise
 from quire.kernels.cpu import _native
 
 INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512bf16"]
+
+
+def on_instruction_sets(**values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test as `pairwise` does, with the instruction sets as one more parameter."""
+    return pairwise(indirect=["instruction_set"], instruction_set=INSTRUCTION_SETS, **values)
 
 
 @contextlib.contextmanager

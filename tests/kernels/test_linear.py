@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
-from native_settings import threads
+from native_settings import on_instruction_sets, threads
 
+from pairwise import pairwise
 from quire.kernels.cpu.linear import MAX_INPUTS, PackedLinear
 from quire.kernels.cpu.memory import WeightMemory
 from quire.kernels.linear import FloatLinear, Linear, OneDnnLinear, reference_linear
@@ -44,10 +43,9 @@ def _assert_close(
     assert (error <= magnitude * ROUNDING[rows.dtype] + 1e-6).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-@pytest.mark.parametrize("biased", [False, True])
-def test_floats(instruction_set: str, dtype: torch.dtype, inputs: int, outputs: int, biased: bool) -> None:
+@on_instruction_sets(dtype=DTYPES, shape=SHAPES, biased=[False, True])
+def test_floats(instruction_set: str, dtype: torch.dtype, shape: tuple[int, int], biased: bool) -> None:
+    inputs, outputs = shape
     weight, rows = _random(outputs, inputs, dtype=dtype, seed=1), _random(ROWS, inputs, dtype=dtype)
     bias = _random(outputs, seed=2) if biased else None
     linear = PackedLinear([weight[:5], weight[5:]], bias, dtype=dtype)
@@ -55,9 +53,9 @@ def test_floats(instruction_set: str, dtype: torch.dtype, inputs: int, outputs: 
     _assert_rows_keep_their_bits(linear, rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_the_reference(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+@pairwise(dtype=DTYPES, shape=SHAPES)
+def test_the_reference(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    inputs, outputs = shape
     weight, rows = _random(outputs, inputs, dtype=dtype, seed=1), _random(ROWS, inputs, dtype=dtype)
     linear = reference_linear([weight], dtype=dtype)
     assert isinstance(linear, OneDnnLinear if dtype == torch.bfloat16 else FloatLinear)
@@ -66,9 +64,9 @@ def test_the_reference(dtype: torch.dtype, inputs: int, outputs: int) -> None:
         _assert_rows_keep_their_bits(linear, rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inputs", "outputs"), [(72, 100), (333, 1000), (2048, 40)])
-def test_int8(instruction_set: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+@on_instruction_sets(dtype=DTYPES, shape=[(72, 100), (333, 1000), (2048, 40)])
+def test_int8(instruction_set: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    inputs, outputs = shape
     weight, rows = _random(outputs, inputs, dtype=dtype, seed=1), _random(ROWS, inputs, dtype=dtype)
     bias = _random(outputs, seed=2)
     linear = PackedLinear([weight], bias, dtype=dtype, quantization="int8")
@@ -81,10 +79,9 @@ def test_int8(instruction_set: str, dtype: torch.dtype, inputs: int, outputs: in
     _assert_rows_keep_their_bits(linear, rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", [32, 128])
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 100), (384, 1000)])
-def test_int4(instruction_set: str, dtype: torch.dtype, group_size: int, inputs: int, outputs: int) -> None:
+@on_instruction_sets(dtype=DTYPES, group_size=[32, 128], shape=[(128, 100), (384, 1000)])
+def test_int4(instruction_set: str, dtype: torch.dtype, group_size: int, shape: tuple[int, int]) -> None:
+    inputs, outputs = shape
     rows = _random(ROWS, inputs, dtype=dtype)
     quantized = quantize_int4(_random(outputs, inputs, seed=1), group_size)
     linear = PackedLinear([quantized], dtype=dtype)
@@ -106,14 +103,14 @@ def test_packing_quantizes_like_the_reference(instruction_set: str) -> None:
         assert difference.max() <= step * 1.01
 
 
-@pytest.mark.parametrize("kinds", list(itertools.product(["float", "int8", "int4"], repeat=2)))
-def test_parts_of_any_kinds(kinds: tuple[str, str]) -> None:
+@pairwise(first=["float", "int8", "int4"], second=["float", "int8", "int4"])
+def test_parts_of_any_kinds(first: str, second: str) -> None:
     make: dict[str, Weight] = {
         "float": _random(48, 64, seed=1),
         "int8": quantize_int8(_random(48, 64, seed=2)),
         "int4": quantize_int4(_random(48, 64, seed=3), 32),
     }
-    parts = [make[kind] for kind in kinds]
+    parts = [make[first], make[second]]
     rows = _random(5, 64)
     expected = torch.cat([F.linear(rows, dequantize(part)) for part in parts], dim=1)
     for linear in (PackedLinear(parts, dtype=torch.float32), reference_linear(parts, dtype=torch.float32)):
@@ -158,7 +155,7 @@ def test_int8_from_a_checkpoint_keeps_its_steps() -> None:
     torch.testing.assert_close(linear(torch.eye(96)).t(), dequantize(weight), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pairwise(dtype=DTYPES)
 def test_strided_rows_and_results_of_another_type(dtype: torch.dtype) -> None:
     weight, wide = _random(50, 64, dtype=dtype, seed=1), _random(9, 200, dtype=dtype)
     rows = wide[:, 10:74]

@@ -11,8 +11,9 @@ import torch
 from attention_harness import Sequences, check_key_scores, naive_attention, run_paged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from native_settings import threads
+from native_settings import on_instruction_sets, threads
 
+from pairwise import pairwise
 from quire.kernels import attention as reference
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu import _native
@@ -20,20 +21,20 @@ from quire.kernels.cpu.attention import paged_attention
 from quire.kv.tensors import KVCacheTensors
 
 SHAPES = [(4, 2, 64), (6, 6, 80), (3, 1, 96), (4, 2, 128), (2, 1, 256), (14, 2, 32), (5, 1, 16)]
-TYPES = [  # of the query, of the cache
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
-    (torch.float32, torch.int8),
-    (torch.bfloat16, torch.int8),
-    (torch.bfloat16, torch.float32),
-]
+TYPES = {  # of the query and of the cache
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float16": (torch.float16, torch.float16),
+    "float32_over_int8": (torch.float32, torch.int8),
+    "bfloat16_over_int8": (torch.bfloat16, torch.int8),
+    "bfloat16_over_float32": (torch.bfloat16, torch.float32),
+}
 # Absolute and relative. Results are rounded to the query's type; with bfloat16, weights are too.
 TOLERANCES = {torch.float32: (5e-6, 0.0), torch.bfloat16: (2**-7, 2**-7), torch.float16: (2**-11, 2**-10)}
 LENGTHS = [1, 5, 64, 65, 200]
 
 
-@pytest.fixture(params=[2, 5])
+@pytest.fixture(params=[2, 5], ids="threads{}".format)
 def several_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     with threads(request.param):
         yield
@@ -61,7 +62,7 @@ def assert_equal_bits(outputs: list[torch.Tensor], expected: list[torch.Tensor],
 )
 @given(
     shape=st.sampled_from(SHAPES),
-    types=st.sampled_from(TYPES),
+    types=st.sampled_from(list(TYPES.values())),
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
     chunk=st.sampled_from([1, 3, 8, 50, 10_000]),
     block_size=st.sampled_from([1, 4, 7, 16, 64, 128]),
@@ -100,7 +101,7 @@ def test_equals_textbook_attention(
     check_against_naive(sequences, outputs, types, **options)
 
 
-@pytest.mark.parametrize("types", [TYPES[0], TYPES[4]])
+@on_instruction_sets(types={name: TYPES[name] for name in ("float32", "bfloat16_over_int8")})
 def test_long_sequences_are_merged_from_spans(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -112,12 +113,11 @@ def test_long_sequences_are_merged_from_spans(
         check_against_naive(sequences, outputs, types, window=window)
 
 
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("window", [0, 70])
+@on_instruction_sets(types=TYPES, window=[0, 70])
 def test_bits_do_not_depend_on_chunks_blocks_or_company(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype], window: int
 ) -> None:
-    shape = SHAPES[TYPES.index(types)]
+    shape = SHAPES[list(TYPES.values()).index(types)]
     how = {"kernel": paged_attention, "dtype": types[0], "kv_dtype": types[1], "window": window}
     sequences = Sequences.random(LENGTHS, *shape)
     alone = [run_paged(sequences.pick(i), **how)[0] for i in range(len(LENGTHS))]
@@ -131,8 +131,7 @@ def test_bits_do_not_depend_on_chunks_blocks_or_company(
         assert_equal_bits(run_paged(sequences, seed=seed, **how, **setting), alone, setting)
 
 
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("shared", [64, 200, 0])
+@on_instruction_sets(types=TYPES, shared=[64, 200, 0])
 def test_bits_do_not_depend_on_sharing_blocks(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype], shared: int
 ) -> None:
@@ -144,8 +143,10 @@ def test_bits_do_not_depend_on_sharing_blocks(
         assert_equal_bits(run_paged(sequences, shared=shared, chunks=chunks, **how), alone, chunks)
 
 
-@pytest.mark.parametrize("types", TYPES[:2])
-@pytest.mark.parametrize("chunks", [3000, [1200, 3000, 1]])
+@pairwise(
+    types={name: TYPES[name] for name in ("float32", "bfloat16")},
+    chunks={"whole": 3000, "chunked": [1200, 3000, 1]},
+)
 def test_bits_do_not_depend_on_threads(
     several_threads: None, types: tuple[torch.dtype, torch.dtype], chunks: list[int] | int
 ) -> None:
@@ -158,8 +159,7 @@ def test_bits_do_not_depend_on_threads(
     assert_equal_bits(outputs, expected, _native.num_threads())
 
 
-@pytest.mark.parametrize("block_size", [16, 7, 128])
-@pytest.mark.parametrize("window", [0, 50])
+@on_instruction_sets(block_size=[16, 7, 128], window=[0, 50])
 def test_key_scores_are_sums_of_weights(instruction_set: str, block_size: int, window: int) -> None:
     check_key_scores(paged_attention, block_size=block_size, window=window)
 
@@ -175,14 +175,14 @@ def test_key_scores_do_not_depend_on_threads(several_threads: None) -> None:
     assert scores[0].sum().item() == pytest.approx(21 * query.shape[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 20])
+@on_instruction_sets(chunk=[1, 20])
 def test_keys_left_of_every_window_are_never_read(instruction_set: str, chunk: int) -> None:
     sequences = Sequences.random([150, 90], 4, 2, 16)
     how = {"kernel": paged_attention, "chunks": chunk, "window": 30}
     assert_equal_bits(run_paged(sequences, poison_left_of_window=True, **how), run_paged(sequences, **how), 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_instruction_sets(dtype=[torch.float32, torch.bfloat16])
 def test_a_broken_sequence_does_not_touch_its_company(instruction_set: str, dtype: torch.dtype) -> None:
     sequences = Sequences.random([70, 70, 70], 4, 2, 16)
     how = {"kernel": paged_attention, "chunks": [1, 9, 70], "dtype": dtype}
@@ -195,8 +195,7 @@ def test_a_broken_sequence_does_not_touch_its_company(instruction_set: str, dtyp
     assert outputs[1][3:].isnan().all()
 
 
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("window", [0, 9])
+@on_instruction_sets(types=TYPES, window=[0, 9])
 def test_what_is_broken_later_does_not_reach_back(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype], window: int
 ) -> None:
@@ -207,8 +206,8 @@ def test_what_is_broken_later_does_not_reach_back(
     for sequence, token in ((0, 99), (1, 30), (2, 1063)):
         sequences.value[sequence][token] = float("nan")
         sequences.key[sequence][token + 2] = float("inf")
-    for chunks in (10_000, [100, 31, 1064, 1000], 1):
-        outputs = run_paged(sequences, shared=16, chunks=chunks, **how)
+    for first, chunks in ((None, 10_000), (None, [100, 31, 1064]), ([90, 20, 1055], 1)):
+        outputs = run_paged(sequences, shared=16, first_chunks=first, chunks=chunks, **how)
         for sequence, token in ((0, 99), (1, 30), (2, 1063)):
             assert torch.equal(outputs[sequence][:token], expected[sequence][:token]), (chunks, sequence)
             seeing = outputs[sequence][token : token + window if window else None]

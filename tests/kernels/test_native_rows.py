@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from native_settings import threads
+from native_settings import on_instruction_sets, threads
 
 from quire.kernels import reference
 from quire.kernels.batch import AttentionBatch
@@ -17,6 +17,7 @@ from quire.kernels.tiles import HeadLayout
 from quire.kv.tensors import KVCacheTensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ACTIVATIONS = ["silu", "gelu_tanh", "gelu"]
 COUNTS = [*range(1, 18), 31, 69]
 # What one rounding to the type and a few in float32 may make of a number, relative to it and at least.
 RELATIVE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -45,9 +46,7 @@ def _poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, POISON, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 15, 16, 24, 64, 100, 896, 5000])
-@pytest.mark.parametrize("count", [1, 3, 70])
+@on_instruction_sets(dtype=DTYPES, size=[1, 15, 16, 24, 64, 100, 896, 5000], count=[1, 3, 70])
 def test_rms_norm(instruction_set: str, dtype: torch.dtype, size: int, count: int) -> None:
     rows, weight = _random(count, size, dtype=dtype), _random(size, seed=1)
     expected = reference.rms_norm(rows, weight, eps=1e-5)
@@ -60,10 +59,7 @@ def test_rms_norm(instruction_set: str, dtype: torch.dtype, size: int, count: in
     assert torch.equal(in_place, out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 24, 100, 896])
-@pytest.mark.parametrize("count", [1, 70])
-@pytest.mark.parametrize("scale", [1.0, 0.22])
+@on_instruction_sets(dtype=DTYPES, size=[1, 24, 100, 896], count=[1, 70], scale=[1.0, 0.22])
 def test_add_rms_norm(instruction_set: str, dtype: torch.dtype, size: int, count: int, scale: float) -> None:
     before, delta = _random(count, size, dtype=dtype), _random(count, size, dtype=dtype, seed=1)
     weight = _random(size, seed=2)
@@ -80,19 +76,22 @@ def test_add_rms_norm(instruction_set: str, dtype: torch.dtype, size: int, count
     assert torch.equal(alone, residual)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 31, 64, 111, 1000])
+@on_instruction_sets(activation=ACTIVATIONS, dtype=DTYPES, size=[1, 31, 64, 111, 1000])
 def test_gated_activation(instruction_set: str, activation: str, dtype: torch.dtype, size: int) -> None:
     rows = _random(70, 2 * size, dtype=dtype) * 4
     expected = reference.gated_activation(rows, activation)
     out = _view(_poisoned(70, size, dtype=dtype))
     assert elementwise.gated_activation(_view(rows), activation, out=out) is out
-    _assert_close(out, expected)
+    gate, up = rows.float().chunk(2, dim=1)
+    # Where 1 + erf is close to 0, it may be off by an ulp of 1 in either kernel.
+    cancelled = 2**-23 * (gate * up).abs() if activation == "gelu" else 0.0
+    error = (out.float() - expected.float()).abs()
+    assert out.dtype == expected.dtype
+    assert (error <= RELATIVE[dtype] * expected.float().abs() + SMALLEST + cancelled).all()
     assert torch.equal(elementwise.gated_activation(rows[:1], activation), out[:1])
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@on_instruction_sets(activation=ACTIVATIONS)
 def test_activations_over_the_whole_range(instruction_set: str, activation: str) -> None:
     steps = torch.cat(
         [torch.linspace(-12, 12, 20_001), torch.tensor([-1e30, -1e4, -90.0, 0.0, 90.0, 1e4, 1e30])]
@@ -119,8 +118,7 @@ def _assert_rows_keep_their_bits(kernel: Callable[[torch.Tensor], torch.Tensor],
         assert torch.equal(kernel(rows.clone()), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [100, 3584])
+@on_instruction_sets(dtype=DTYPES, size=[100, 3584])
 def test_rows_keep_their_bits_in_any_company(instruction_set: str, dtype: torch.dtype, size: int) -> None:
     rows, weight = _random(70, size, dtype=dtype), _random(size, seed=1)
     delta = _random(1, size, dtype=dtype, seed=2)
@@ -202,13 +200,20 @@ def _parts(kv: KVLayer) -> list[torch.Tensor]:
     return [part for part in (kv.keys, kv.values, kv.key_scales, kv.value_scales) if part is not None]
 
 
-LAYOUTS = [HeadLayout(6, 2, 64), HeadLayout(4, 4, 80), HeadLayout(3, 1, 12), HeadLayout(8, 2, 128)]
+LAYOUTS = {
+    "6x2x64": HeadLayout(6, 2, 64),
+    "4x4x80": HeadLayout(4, 4, 80),
+    "3x1x12": HeadLayout(3, 1, 12),
+    "8x2x128": HeadLayout(8, 2, 128),
+}
 
 
-@pytest.mark.parametrize("heads", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", ["none", "head", "full"])
-@pytest.mark.parametrize("turned", ["all", "some", "none"])
+@on_instruction_sets(
+    heads=LAYOUTS,
+    dtype=DTYPES,
+    norm={"no_norm": "none", "head_norm": "head", "full_norm": "full"},
+    turned={"all_turned": "all", "some_turned": "some", "none_turned": "none"},
+)
 def test_rotary_and_write_kv(
     instruction_set: str, heads: HeadLayout, dtype: torch.dtype, norm: str, turned: str
 ) -> None:
@@ -226,9 +231,11 @@ def test_rotary_and_write_kv(
     assert torch.equal(kv.values.nan_to_num(), expected_kv.values.nan_to_num())
 
 
-@pytest.mark.parametrize("heads", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float32, torch.bfloat16])
+@on_instruction_sets(
+    heads=LAYOUTS,
+    dtype=DTYPES,
+    cache_dtype={"int8_cache": torch.int8, "float32_cache": torch.float32, "bfloat16_cache": torch.bfloat16},
+)
 def test_caches_of_other_types_hold_the_same_bits(
     instruction_set: str, heads: HeadLayout, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
@@ -242,9 +249,9 @@ def test_caches_of_other_types_hold_the_same_bits(
         assert torch.equal(part.float().nan_to_num(), expected_part.float().nan_to_num())
 
 
-@pytest.mark.parametrize("norm", ["none", "head"])
+@on_instruction_sets(norm={"no_norm": "none", "head_norm": "head"})
 def test_int8_after_rotation_is_within_one_step(instruction_set: str, norm: str) -> None:
-    step = Step(LAYOUTS[0], torch.float32, torch.int8, [30], 32, norm)
+    step = Step(LAYOUTS["6x2x64"], torch.float32, torch.int8, [30], 32, norm)
     _, kv = step.run(elementwise)
     _, expected = step.run(reference)
     difference = (kv.keys.int() - expected.keys.int()).abs()
@@ -254,9 +261,9 @@ def test_int8_after_rotation_is_within_one_step(instruction_set: str, norm: str)
     assert torch.equal(kv.values, expected.values)
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
+@on_instruction_sets(cache_dtype={"bfloat16_cache": torch.bfloat16, "int8_cache": torch.int8})
 def test_tokens_keep_their_bits_in_any_company(instruction_set: str, cache_dtype: torch.dtype) -> None:
-    step = Step(LAYOUTS[3], torch.bfloat16, cache_dtype, [60, 1, 1], 64, "head")
+    step = Step(LAYOUTS["8x2x128"], torch.bfloat16, cache_dtype, [60, 1, 1], 64, "head")
     with threads(1):
         query, kv = step.run(elementwise)
     for row in (0, 1, 33, 61):
@@ -287,10 +294,10 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
         elementwise.rms_norm(rows, weight, eps=1e-6, out=rows.bfloat16())
     with pytest.raises(ValueError, match="delta"):
         elementwise.add_rms_norm(rows, rows[:2], weight, eps=1e-6)
-    step = Step(LAYOUTS[0], torch.float32, torch.float32, [3], 32, "head")
+    step = Step(LAYOUTS["6x2x64"], torch.float32, torch.float32, [3], 32, "head")
     step.q_norm = _random(63)
     with pytest.raises(ValueError, match="q_norm"):
         step.run(elementwise)
-    step = Step(LAYOUTS[0], torch.float32, torch.float32, [3], 33, "none")
+    step = Step(LAYOUTS["6x2x64"], torch.float32, torch.float32, [3], 33, "none")
     with pytest.raises(ValueError, match="cos"):
         step.run(elementwise)

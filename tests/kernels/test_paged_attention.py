@@ -9,6 +9,7 @@ from attention_harness import Sequences, check_key_scores, naive_attention, run_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pairwise import pairwise
 from quire.kernels import tiles
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.reference import paged_attention, quantize_heads
@@ -56,8 +57,7 @@ def test_equals_textbook_attention(
         torch.testing.assert_close(output.double(), expected, atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [0, 70])
+@pairwise(shape=SHAPES, window=[0, 70])
 def test_bits_do_not_depend_on_chunks_blocks_or_company(shape: tuple[int, int, int], window: int) -> None:
     sequences = Sequences.random(LENGTHS, *shape)
     alone = [run_paged(sequences.pick(i), window=window)[0] for i in range(len(LENGTHS))]
@@ -79,7 +79,7 @@ def test_bits_do_not_depend_on_the_scratch_memory(monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(*pair) for pair in zip(run_paged(sequences, chunks=100), expected, strict=True))
 
 
-@pytest.mark.parametrize("chunk", [1, 20])
+@pairwise(chunk=[1, 20])
 def test_keys_left_of_every_window_are_never_read(chunk: int) -> None:
     sequences = Sequences.random([150, 90], 4, 2, 16)
     expected = run_paged(sequences, chunks=chunk, window=30)
@@ -107,7 +107,7 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(output.double(), expected, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pairwise(dtype=[torch.float32, torch.bfloat16])
 def test_int8_keys_and_values_are_numbers_times_scales(dtype: torch.dtype) -> None:
     sequences = Sequences.random([70, 5, 130], 4, 2, 24)
     outputs = run_paged(sequences, chunks=40, dtype=dtype, kv_dtype=torch.int8)
@@ -130,8 +130,7 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
     assert (numbers[7] == 0).all()
 
 
-@pytest.mark.parametrize("block_size", [16, 7, 128])
-@pytest.mark.parametrize("window", [0, 50])
+@pairwise(block_size=[16, 7, 128], window=[0, 50])
 def test_key_scores_are_sums_of_weights(block_size: int, window: int) -> None:
     check_key_scores(paged_attention, block_size=block_size, window=window)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 
+from pairwise import pairwise
 from quire.kernels import reference
 from quire.kv.tensors import KVCacheTensors
 
@@ -28,22 +28,7 @@ def _assert_rows_keep_their_bits(kernel: Rows, rows: torch.Tensor) -> None:
             assert torch.equal(part, expected[start : start + count]), (count, start)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 384), (72, 100), (256, 768), (333, 1000), (40, 6)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_linear(dtype: torch.dtype, inputs: int, outputs: int, biased: bool) -> None:
-    rows, weight = _random(ROWS, inputs, dtype=dtype), _random(outputs, inputs, dtype=dtype, seed=1)
-    bias = _random(outputs, dtype=dtype, seed=2) if biased else None
-    _assert_rows_keep_their_bits(lambda part: reference.linear(part, weight, bias), rows)
-    expected = F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
-    tolerance = 1e-4 if dtype == torch.float32 else 0.02 * inputs**0.5
-    torch.testing.assert_close(
-        reference.linear(rows, weight, bias).double(), expected, atol=tolerance, rtol=0
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [24, 64, 100, 896])
+@pairwise(dtype=[torch.float32, torch.bfloat16], size=[24, 64, 100, 896])
 def test_rms_norm(dtype: torch.dtype, size: int) -> None:
     rows, weight = _random(ROWS, size, dtype=dtype), _random(size, seed=1)
     _assert_rows_keep_their_bits(lambda part: reference.rms_norm(part, weight, eps=1e-5), rows)
@@ -62,18 +47,21 @@ def test_rms_norm_over_heads_is_the_norm_of_each_head() -> None:
         assert torch.equal(together[:, head], reference.rms_norm(states[:, head], weight, eps=1e-6))
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [("silu", F.silu), ("gelu", F.gelu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"))],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated_activation(name: str, function: Rows, dtype: torch.dtype) -> None:
+EXACT: dict[str, Rows] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda values: F.gelu(values, approximate="tanh"),
+}
+
+
+@pairwise(name=list(EXACT), dtype=[torch.float32, torch.bfloat16])
+def test_gated_activation(name: str, dtype: torch.dtype) -> None:
     rows = _random(ROWS, 2 * 111, dtype=dtype) * 4
     _assert_rows_keep_their_bits(lambda part: reference.gated_activation(part, name), rows)
     gate, up = rows.double().chunk(2, dim=-1)
     tolerance = 1e-5 if dtype == torch.float32 else 0.5
     actual = reference.gated_activation(rows, name).double()
-    torch.testing.assert_close(actual, function(gate) * up, atol=tolerance, rtol=1e-2)
+    torch.testing.assert_close(actual, EXACT[name](gate) * up, atol=tolerance, rtol=1e-2)
 
 
 def test_activations_of_extreme_values_are_finite() -> None:
