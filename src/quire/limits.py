@@ -75,7 +75,7 @@ class Limits:
     @property
     def range(self) -> str:
         """The bounds of a number in words, such as "from 1 to 128" or "above 0"; empty if there are none."""
-        bounds = {name: limit for name, limit in self.bounds.items() if limit != math.inf}
+        bounds = {name: _number(limit) for name, limit in self.bounds.items() if limit != math.inf}
         if "ge" in bounds and "le" in bounds:
             return f"from {bounds['ge']} to {bounds['le']}"
         words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -178,6 +178,16 @@ def _bounds(annotation: Any) -> dict[str, Any]:
         for marker in _markers(annotation)
         if type(marker) in _BOUNDS
     }
+
+
+def _number(limit: float) -> str:
+    """Return a limit in words: the ends of integers of 32 and 64 bits as powers."""
+    for bits in (31, 63):
+        if limit == 2**bits - 1:
+            return f"2^{bits} - 1"
+        if limit == -(2**bits):
+            return f"-2^{bits}"
+    return str(limit)
 
 
 @functools.cache

@@ -85,3 +85,15 @@ def test_errors_have_no_traceback_in_a_real_process():
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_choices_and_ranges_are_shown():
+    page = " ".join(help_of("serve").split())
+    for text in (
+        "--dtype [auto|bfloat16|float16|float32] ",
+        "--quantization-group-size [32|64|128] ",
+        "--policy [fcfs|priority|fair|longest-prefix|DOTTED.NAME] ",
+        "Maximum number of sequences per step. At least 1. [default: 256]",
+        "From 0 to 65535. [default: 8000]",
+    ):
+        assert text in page

@@ -1,7 +1,9 @@
 """Command-line flags derived from the fields of configuration classes.
 
 A command asks for a whole configuration object; `config_options` gives it one flag per field, with the
-field's name, type, default and help, in a help panel per class. A knob added to a class is a flag at once.
+field's name, type, choices or range, default and help, in one group per class. A knob added to a class is a
+flag at once. A value outside its limits is refused by the class, in one line that names the nearest choice,
+which click's own types do not.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class FlagType:
     Args:
         annotation: the type that typer parses.
         convert: turns what typer parsed into the field's value; raises ValueError.
-        metavar: placeholder in the help, None for typer's own.
+        metavar: placeholder in the help for a field without choices, None for typer's own.
     """
 
     annotation: Any
@@ -153,8 +155,8 @@ def _parameter(
     default = changed.get(field.name, _default_of(field))
     flag = FLAG_TYPES[limits.kind]
     described: dict[str, Any] = {
-        "help": in_flags(field.metadata["help"]),
-        "metavar": flag.metavar,
+        "help": _help(field, limits),
+        "metavar": _metavar(limits) or flag.metavar,
         "show_default": _shown(default),
         "rich_help_panel": PANELS[owner],
     }
@@ -172,6 +174,20 @@ def _parameter(
         default=list(default) if isinstance(default, tuple | dict) else default,
         annotation=typing.Annotated[annotation, info],
     )
+
+
+def _help(field: dataclasses.Field[Any], limits: Limits) -> str:
+    """Return the meaning of a field, and its range as a sentence of its own."""
+    text = in_flags(field.metadata["help"])
+    return f"{text} {limits.range[0].upper()}{limits.range[1:]}." if limits.range else text
+
+
+def _metavar(limits: Limits) -> str | None:
+    """Return the choices as a placeholder, such as [auto|native|reference]; None if there are none."""
+    names = [str(choice) for choice in limits.choices if choice != ""]
+    if limits.takes_dotted_names:
+        names.append("DOTTED.NAME")
+    return f"[{'|'.join(names)}]" if len(names) > 1 else "".join(names) or None
 
 
 def _shown(default: Any) -> bool | str:
