@@ -12,7 +12,7 @@ from policy_requests import Arrivals, run_to
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.messages import EngineStart, decode_start, encode_start
 from quire.errors import ConfigError
-from quire.kv.retention import RetentionPolicy, idle_blocks
+from quire.kv.retention import RETENTIONS, RetentionPolicy, idle_blocks
 from quire.limits import limits_of
 from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS, AdmissionPolicy, QueueOrder, VictimPolicy
 from quire.scheduling.policies.victim import Last, RunningView
@@ -39,6 +39,12 @@ def order(choice, *, find_cached=lambda request: 0, **fields):
 def test_the_names_are_those_of_the_configuration(registry, field):
     assert tuple(registry.known) == POLICIES[field]
     assert registry.field == f"SchedulerConfig.{field}"
+
+
+@pytest.mark.parametrize("registry", [ORDERS, RETENTIONS])
+def test_only_the_priority_policies_read_priorities(registry):
+    readers = [name for name, policy in registry.known.items() if policy.reads_priority]
+    assert readers == ["priority"]
 
 
 class Unfinished(VictimPolicy):

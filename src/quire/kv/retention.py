@@ -10,6 +10,7 @@ import heapq
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 from typing_extensions import override
@@ -35,6 +36,9 @@ class IdleBlock:
 class RetentionPolicy(ABC):
     """Ranks idle blocks. A block is ranked once, when it becomes idle."""
 
+    reads_priority: ClassVar[bool] = True
+    """Whether ranks depend on `IdleBlock.priority`; a request is refused a priority that no policy reads."""
+
     @abstractmethod
     def rank(self, block: IdleBlock) -> Rank:
         """Return what the block is sorted by."""
@@ -43,6 +47,8 @@ class RetentionPolicy(ABC):
 class LeastRecentlyUsed(RetentionPolicy):
     """The blocks that became idle first go first."""
 
+    reads_priority = False
+
     @override
     def rank(self, block: IdleBlock) -> Rank:
         return block.last_used
@@ -50,6 +56,8 @@ class LeastRecentlyUsed(RetentionPolicy):
 
 class LeastFrequentlyUsed(RetentionPolicy):
     """The blocks that were found least often go first, of those the least recently used."""
+
+    reads_priority = False
 
     @override
     def rank(self, block: IdleBlock) -> Rank:

@@ -16,7 +16,7 @@ from quire.scheduling.refusals import (
     refuse_if_beams_never_fit,
     refuse_if_never_fits,
     refuse_if_queue_is_full,
-    refuse_priority_without_policy,
+    refuse_unread_priority,
 )
 from quire.scheduling.state import SchedulerState
 from quire.scheduling.timeouts import TimeoutPhase
@@ -25,10 +25,14 @@ from quire.scheduling.waiting import WaitingRequests
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Arrivals:
-    """Lets requests in."""
+    """Lets requests in.
+
+    `reads_priority` says whether any of the policies reads priorities.
+    """
 
     config: SchedulerConfig
     max_model_len: int
+    reads_priority: bool
     read_clock: Callable[[], float]
     state: SchedulerState
     kv: KVCacheManager
@@ -57,7 +61,8 @@ class Arrivals:
                 param="request_id",
             )
         self.grammars.refuse_without_backend(request)
-        refuse_priority_without_policy(request, self.config)
+        if not self.reads_priority:
+            refuse_unread_priority(request, self.config)
         bounds = {"num_blocks": self.kv.pool.num_blocks, "max_model_len": self.max_model_len}
         refuse_if_never_fits(request, self.config, **bounds)
         if request.sampling_params.beam_width:

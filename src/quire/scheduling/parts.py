@@ -9,6 +9,7 @@ from quire.config import SchedulerConfig
 from quire.grammar.manager import GrammarManager
 from quire.kv.block_pool import BlockPool
 from quire.kv.manager import KVCacheManager
+from quire.kv.retention import RETENTIONS
 from quire.scheduling.admission_phase import AdmissionPhase
 from quire.scheduling.arrivals import Arrivals
 from quire.scheduling.beam_groups import BeamGroups
@@ -60,10 +61,11 @@ class SchedulerParts:
 
     def _build_policies_and_accounts(self, num_blocks: int) -> None:
         config, context = self._config, self._context
+        self.retention = RETENTIONS.build(config.prefix_retention)
         self.pool = BlockPool(
             num_blocks,
             config.block_size,
-            retention=config.prefix_retention,
+            retention=self.retention,
             commit=context.commit_blocks,
             events=context.kv_events,
         )
@@ -146,6 +148,7 @@ class SchedulerParts:
         self.arrivals = Arrivals(
             config=self._config,
             max_model_len=self._max_model_len,
+            reads_priority=self.order.reads_priority or self.retention.reads_priority,
             read_clock=self._context.clock,
             state=self.state,
             kv=self.kv,

@@ -9,14 +9,10 @@ from quire.errors import InvalidRequestError, QueueFullError
 from quire.request import Request
 from quire.scheduling.running_slots import token_limit
 
-BLIND_ORDERS = ("fcfs", "fair", "longest-prefix")  # to priorities
-BLIND_RETENTIONS = ("lru", "lfu")
 
-
-def refuse_priority_without_policy(request: Request, config: SchedulerConfig) -> None:
-    """Raise `InvalidRequestError` for a priority that the policy would not look at."""
-    is_read = config.policy not in BLIND_ORDERS or config.prefix_retention not in BLIND_RETENTIONS
-    if request.priority and not is_read:
+def refuse_unread_priority(request: Request, config: SchedulerConfig) -> None:
+    """Raise `InvalidRequestError` for a priority; to be called if none of the policies reads priorities."""
+    if request.priority:
         raise InvalidRequestError(
             f"priority is {request.priority}, but the scheduler's policy is {config.policy!r}, which has no "
             "priorities; leave it out, or start the engine with policy or prefix_retention 'priority'",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -29,6 +30,9 @@ class QueueOrder(ABC):
         config: of the scheduler.
         find_cached: returns how many tokens of a request's prompt are in the prefix cache now.
     """
+
+    reads_priority: ClassVar[bool] = True
+    """Whether keys depend on `Request.priority`; a request is refused a priority that no policy reads."""
 
     def __init__(self, *, config: SchedulerConfig, find_cached: Callable[[Request], int]) -> None:
         self.config = config
@@ -69,6 +73,8 @@ class QueueOrder(ABC):
 class FirstComeFirstServed(QueueOrder):
     """By arrival."""
 
+    reads_priority = False
+
     @override
     def key(self, request: Request) -> OrderKey:
         return (request.arrival,)
@@ -95,6 +101,8 @@ class FairShare(QueueOrder):
     See `VirtualTokenCounters` for what counts as service. Preempted requests go first: their tenant has paid
     for them, and what they had computed may still be cached.
     """
+
+    reads_priority = False
 
     def __init__(self, *, config: SchedulerConfig, find_cached: Callable[[Request], int]) -> None:
         super().__init__(config=config, find_cached=find_cached)
@@ -145,6 +153,7 @@ class LongestPrefix(QueueOrder):
     between lanes, what is cached now.
     """
 
+    reads_priority = False
     WINDOW = 1024
     # More lanes would cost time each time the head is asked for: the lookup is made for every lane's head.
     MOST_LANES = 128
