@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.torch_internals import int8_product, linear_pointwise, reorder_linear_weight
 from quire.kernels.weights import (
     INT8_STEPS,
     Int4Weight,
@@ -67,13 +68,13 @@ class OneDnnLinear(Linear):
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
         super().__init__(parts, bias)
         weight = torch.cat([_float(part, torch.bfloat16) for part in parts])
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._weight = reorder_linear_weight(weight)
         self._bias = None if bias is None else bias.to(torch.bfloat16)
 
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Linear`."""
         return _in_equal_products(
-            lambda chunk: torch.ops.mkldnn._linear_pointwise(chunk, self._weight, self._bias, "none", [], ""),
+            lambda chunk: linear_pointwise(chunk, self._weight, self._bias),
             rows,
             out,
         )
@@ -97,7 +98,7 @@ class Int8Linear(Linear):
         inverse = torch.where(largest > 0, INT8_STEPS / largest, 0.0)
         values = (wide * inverse[:, None]).round_().to(torch.int8)
         scales = largest / INT8_STEPS
-        result = torch._int_mm(values, self._values).float() * (self._scales * scales[:, None])
+        result = int8_product(values, self._values).float() * (self._scales * scales[:, None])
         if self.bias is not None:
             result += self.bias
         return _result(result.to(rows.dtype), out)

@@ -1,0 +1,51 @@
+"""The operators that Quire calls and that torch does not promise to keep; tested with torch 2.13.0.
+
+They are looked up when they are first called, since builds of torch without oneDNN lack some.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+TESTED_TORCH = "2.13.0"
+
+
+def reorder_linear_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return `weight` [out, in] bfloat16 in oneDNN's own layout, which only `linear_pointwise` reads.
+
+    Raises:
+        ImportError: this build of torch lacks the operator; so do all others here.
+    """
+    return torch_operator("ops.mkldnn._reorder_linear_weight")(weight, None)  # type: ignore[no-any-return]
+
+
+def linear_pointwise(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `rows @ weight.T + bias` in bfloat16, with a weight from `reorder_linear_weight`."""
+    operator = torch_operator("ops.mkldnn._linear_pointwise")
+    return operator(rows, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def int8_product(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the product [T, n] int32 of int8 matrices [T, k] and [k, n]."""
+    return torch_operator("_int_mm")(rows, columns)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def torch_operator(name: str) -> Any:
+    """Return `torch.<name>`.
+
+    Raises:
+        ImportError: there is none.
+    """
+    found: Any = torch
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise ImportError(
+            f"torch {torch.__version__} has no torch.{name}; install the version that Quire is tested with, "
+            f"torch=={TESTED_TORCH}"
+        )
+    return found
