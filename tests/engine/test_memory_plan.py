@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
-from quire.engine import memory_plan
 from quire.engine.memory_limits import available_memory, cgroup_headroom
 from quire.engine.memory_plan import GB, MemoryPlan, activation_bytes, format_bytes, plan_memory
 from quire.errors import ConfigError
@@ -166,14 +165,15 @@ def test_activations_grow_with_the_step(qwen: ModelConfig):
 
 
 def test_the_bounds_are_the_kernels_own():
-    from quire.kernels import sampling, tiles
-    from quire.kernels.cpu import attention
+    from quire.kernels import bounds, sampling, tiles
+    from quire.kernels.cpu import _native, attention
 
-    assert tiles.TILE == memory_plan.ATTENTION_TILE
-    assert tiles.SCRATCH_FLOATS == memory_plan.ATTENTION_SCRATCH_FLOATS
-    assert sampling.MOST_HEAD_TOKENS == memory_plan.HEAD_TOKENS
-    assert attention.HEAD_DIM_MULTIPLE == memory_plan.NATIVE_HEAD_DIM_MULTIPLE
-    assert attention.MAX_HEAD_DIM == memory_plan.NATIVE_MAX_HEAD_DIM
+    assert tiles.TILE is bounds.TILE
+    assert tiles.SCRATCH_FLOATS is bounds.SCRATCH_FLOATS
+    assert sampling.MAX_HEAD_TOKENS is bounds.MAX_HEAD_TOKENS
+    assert _native.MOST_HEAD_TOKENS == bounds.MAX_HEAD_TOKENS
+    assert attention.HEAD_DIM_MULTIPLE is bounds.HEAD_DIM_MULTIPLE
+    assert attention.MAX_HEAD_DIM is bounds.MAX_HEAD_DIM
 
 
 def test_native_attention_needs_little_beside_the_reference(qwen: ModelConfig):

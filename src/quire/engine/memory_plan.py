@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.memory_limits import available_memory
 from quire.errors import ConfigError
-from quire.kernels import has_native_kernels
+from quire.kernels import bounds, has_native_kernels
 from quire.models.config import DTYPE_BYTES, INT8_SCALE_BYTES
 from quire.models.weights import count_parameters, held_quantization, weight_bytes
 
@@ -20,18 +20,6 @@ FLOAT32_BYTES = 4
 INT64_BYTES = 8
 FLOAT64_BYTES = 8
 GB = 10**9
-
-# As in quire.kernels.tiles, .sampling and .cpu.attention, which need torch and so cannot be imported here.
-ATTENTION_TILE = 64
-ATTENTION_SCRATCH_FLOATS = 1_048_576
-ATTENTION_INTERMEDIATES = 4  # queries, keys or values, scores, sums
-NATIVE_HEAD_DIM_MULTIPLE = 16
-NATIVE_MAX_HEAD_DIM = 256
-NATIVE_SPAN = 1024  # tokens; see native/src/attention.h and native/src/kernels/attention.cpp
-NATIVE_SPAN_BYTES = 4 << 20  # states of the spans of one number, over all threads
-NATIVE_MAX_SPAN_BYTES = 64 << 20
-NATIVE_THREAD_BYTES = 16 << 20  # what the threads need of their own
-HEAD_TOKENS = 1024  # the most that sampling looks at in order
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +233,7 @@ def activation_bytes(
     rows = tokens * widest * FLOAT32_BYTES  # as the products take them
     attention = _attention_bytes(scheduler, model, max_model_len, is_native=is_native)
     if is_native:
-        sampler = places * HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)
+        sampler = places * bounds.MAX_HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)
         sampler += places * model.vocab_size * FLOAT32_BYTES  # the logits before penalties and masks
     else:
         attention += tokens * (qkv + attended) * FLOAT32_BYTES
@@ -267,10 +255,10 @@ def _attention_bytes(
     scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int, *, is_native: bool
 ) -> int:
     """Return the bytes of scratch memory that attention takes at most."""
-    if is_native and not model.head_dim % NATIVE_HEAD_DIM_MULTIPLE and model.head_dim <= NATIVE_MAX_HEAD_DIM:
-        spans = -(-max_model_len // NATIVE_SPAN)
-        states = min(spans * NATIVE_SPAN_BYTES, NATIVE_MAX_SPAN_BYTES) if spans > 1 else 0
-        return states + NATIVE_THREAD_BYTES
+    if is_native and not model.head_dim % bounds.HEAD_DIM_MULTIPLE and model.head_dim <= bounds.MAX_HEAD_DIM:
+        spans = -(-max_model_len // bounds.SPAN)
+        states = min(spans * bounds.SPAN_BYTES, bounds.MAX_SPAN_BYTES) if spans > 1 else 0
+        return states + bounds.THREAD_BYTES
     rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return _attention_scratch_bytes(model, rows, max_model_len)
 
@@ -281,12 +269,12 @@ def _attention_scratch_bytes(model: ModelConfig, num_seqs: int, max_model_len: i
     One query block against all tiles of the longest sequence always runs in one go; more run together as
     long as each intermediate stays within the bound.
     """
-    tiles = -(-max_model_len // ATTENTION_TILE)
-    block_rows = ATTENTION_TILE * model.num_heads // model.num_kv_heads
-    width = max(ATTENTION_TILE, model.head_dim)
+    tiles = -(-max_model_len // bounds.TILE)
+    block_rows = bounds.TILE * model.num_heads // model.num_kv_heads
+    width = max(bounds.TILE, model.head_dim)
     one_block = tiles * model.num_kv_heads * block_rows * width
-    floats = max(one_block, min(ATTENTION_SCRATCH_FLOATS, num_seqs * one_block))
-    return ATTENTION_INTERMEDIATES * floats * FLOAT32_BYTES
+    floats = max(one_block, min(bounds.SCRATCH_FLOATS, num_seqs * one_block))
+    return bounds.INTERMEDIATES * floats * FLOAT32_BYTES
 
 
 def _num_blocks(config: EngineConfig, plan: MemoryPlan) -> int:

@@ -10,8 +10,9 @@ import dataclasses
 import torch
 
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.bounds import TILE
 from quire.kernels.kv_layer import KVLayer
-from quire.kernels.tiles import TILE, HeadLayout, TileWork
+from quire.kernels.tiles import HeadLayout, TileWork
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.tiles import AttentionPlan, HeadLayout, plan_attention
-
-Int64Array = npt.NDArray[np.int64]
+from quire.kernels.tiles import AttentionPlan, HeadLayout, Int64Array, plan_attention
 
 
 @dataclasses.dataclass(slots=True, eq=False)

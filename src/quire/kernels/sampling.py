@@ -12,13 +12,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
+
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-HEAD_TOKENS = 128  # least tokens in a head that is not complete
-MOST_HEAD_TOKENS = 1024
 MIN_GROUPS = 512
 _VECTOR = 16  # groups are whole vectors of the native kernels where they are longer than one
 _LOWEST = np.finfo(np.float32).min
@@ -30,7 +30,7 @@ class Head:
     """The `count[s]` likeliest tokens of each row s, in order: by logit falling, then by token id.
 
     W is the largest count. A row that is `complete` lacks only tokens whose logit is -inf; any other has at
-    least `HEAD_TOKENS`. A row in which too many tokens tie has none.
+    least `MIN_HEAD_TOKENS`. A row in which too many tokens tie has none.
     """
 
     logits: Float32Array  # [S, W], padded with -inf
@@ -86,7 +86,7 @@ def likeliest(logits: Float32Array, rows: Int64Array | None = None) -> Head:
     threshold = _thresholds(chosen)
     taken = chosen >= threshold[:, None]
     count = np.count_nonzero(taken, axis=1)
-    crowded = count > MOST_HEAD_TOKENS
+    crowded = count > MAX_HEAD_TOKENS
     taken[crowded] = False
     count[crowded] = 0
     row_of, ids = np.divmod(np.flatnonzero(taken), chosen.shape[1])
@@ -117,7 +117,7 @@ def _thresholds(logits: Float32Array) -> Float32Array:
     if size >= _VECTOR:
         size -= size % _VECTOR
     maxima = np.maximum.reduceat(logits, np.arange(0, vocab_size, size), axis=1)
-    place = maxima.shape[1] - HEAD_TOKENS
+    place = maxima.shape[1] - MIN_HEAD_TOKENS
     reached: Float32Array = np.partition(maxima, place, axis=1)[:, place]
     return np.maximum(reached, _LOWEST)
 

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-TILE = 64  # tokens; independent of the block size, so that numbers do not change with it
+from quire.kernels.bounds import SCRATCH_FLOATS, TILE
+
 ROW_CLASSES = (1, 8, 64)  # query rows per block: decodes, a few tokens, prefill chunks
 ROW_MULTIPLE = 16  # float32 batched products on CPU give a row the same bits for every such number of rows
-SCRATCH_FLOATS = 1_048_576  # most floats in one intermediate (4 MiB), unless one query block needs more
 
-IntArray = npt.NDArray[np.int64]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -67,12 +67,12 @@ AttentionPlan = tuple[TileWork, ...]
 class _QueryBlocks:
     """Blocks of up to R consecutive query rows, each of one sequence; arrays are [Q]."""
 
-    sequence: IntArray
-    first_row: IntArray  # token of the batch
-    first_position: IntArray
-    last_position: IntArray
-    first_tile: IntArray
-    num_tiles: IntArray
+    sequence: Int64Array
+    first_row: Int64Array  # token of the batch
+    first_position: Int64Array
+    last_position: Int64Array
+    first_tile: Int64Array
+    num_tiles: Int64Array
 
     def part(self, start: int, stop: int) -> _QueryBlocks:
         """Return the blocks from `start` to `stop`."""
@@ -80,8 +80,8 @@ class _QueryBlocks:
 
 
 def plan_attention(
-    num_computed_tokens: IntArray,
-    num_tokens: IntArray,
+    num_computed_tokens: Int64Array,
+    num_tokens: Int64Array,
     block_tables: npt.NDArray[np.int32],
     *,
     block_size: int,
@@ -108,10 +108,10 @@ def plan_attention(
 
 
 def _cut_rows(
-    sequences: IntArray,
-    num_computed_tokens: IntArray,
-    num_tokens: IntArray,
-    row_start: IntArray,
+    sequences: Int64Array,
+    num_computed_tokens: Int64Array,
+    num_tokens: Int64Array,
+    row_start: Int64Array,
     *,
     rows: int,
     window: int,
@@ -195,8 +195,8 @@ def _build_work(
 
 
 def _masked_first(
-    blocks: _QueryBlocks, item_query: IntArray, tile: IntArray, window: int
-) -> tuple[IntArray, int]:
+    blocks: _QueryBlocks, item_query: Int64Array, tile: Int64Array, window: int
+) -> tuple[Int64Array, int]:
     """Return an order that puts items first that some row must not wholly see, and their count."""
     masked = tile * TILE + TILE - 1 > blocks.first_position[item_query]
     if window:
@@ -205,7 +205,7 @@ def _masked_first(
 
 
 def _hidden_keys(
-    blocks: _QueryBlocks, item_query: IntArray, tile: IntArray, rows: int, window: int
+    blocks: _QueryBlocks, item_query: Int64Array, tile: Int64Array, rows: int, window: int
 ) -> npt.NDArray[np.bool_]:
     """Return [E, R, TILE]: which keys of an item's tile each of its rows must not see."""
     first, last = blocks.first_position[item_query], blocks.last_position[item_query]
@@ -217,7 +217,7 @@ def _hidden_keys(
     return hidden
 
 
-def _unseen_places(hidden: npt.NDArray[np.bool_], num_kv_heads: int) -> IntArray:
+def _unseen_places(hidden: npt.NDArray[np.bool_], num_kv_heads: int) -> Int64Array:
     item, place = np.nonzero(hidden.all(axis=1))
     head = np.arange(num_kv_heads)
     return np.ravel((item[:, None] * num_kv_heads + head) * TILE + place[:, None])
@@ -225,11 +225,11 @@ def _unseen_places(hidden: npt.NDArray[np.bool_], num_kv_heads: int) -> IntArray
 
 def _tile_places(
     blocks: _QueryBlocks,
-    item_query: IntArray,
-    tile: IntArray,
+    item_query: Int64Array,
+    tile: Int64Array,
     block_tables: npt.NDArray[np.int32],
     block_size: int,
-) -> tuple[IntArray, IntArray | None]:
+) -> tuple[Int64Array, Int64Array | None]:
     """Return the blocks of each item's tile, and the places in them unless tiles are whole blocks.
 
     Places past the query block's last position read that position's block instead; they are masked.
@@ -243,8 +243,8 @@ def _tile_places(
 
 
 def _addition_tree(
-    item_query: IntArray, tile: IntArray, place: IntArray
-) -> tuple[list[tuple[IntArray, IntArray]], IntArray]:
+    item_query: Int64Array, tile: Int64Array, place: Int64Array
+) -> tuple[list[tuple[Int64Array, Int64Array]], Int64Array]:
     """Return the additions of each level, and the place of each query block's sum.
 
     Items come sorted by query block, then tile. A node without its sibling moves up unchanged.

@@ -9,13 +9,11 @@ import torch
 
 from quire.kernels import attention as reference
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.layers import native_layer
 from quire.kernels.cpu.tensors import address, float_type
 from quire.kernels.kv_layer import KVLayer
-
-HEAD_DIM_MULTIPLE = 16
-MAX_HEAD_DIM = 256
 
 _NAME = "cpu attention"  # among a batch's plans
 
@@ -38,7 +36,7 @@ def paged_attention(
     AVX-512 BF16; sums, and everything else, are float32.
 
     Raises:
-        TypeError: the query is of no type of floats.
+        TypeError: the query is not float32, bfloat16 or float16.
         ValueError: the numbers of a query's token are not adjacent, or `out` is not as it must be.
     """
     num_tokens, num_heads, head_dim = query.shape

@@ -68,7 +68,7 @@ class PackedLinear(Linear):
         """See `Linear`.
 
         Raises:
-            TypeError: a type is none of floats.
+            TypeError: a tensor is not float32, bfloat16 or float16.
             ValueError: a shape or stride is not as it must be.
         """
         count = len(rows)

@@ -1,0 +1,19 @@
+"""Sizes that bound what the kernels hold at once; the memory plan uses them, so nothing is imported here."""
+
+TILE = 64  # tokens of an attention tile; independent of the block size, so that numbers do not change with it
+
+# The reference attention. An intermediate has no more numbers, unless one query block needs more.
+SCRATCH_FLOATS = 1_048_576
+INTERMEDIATES = 4  # queries, keys or values, scores, sums
+
+# The native attention, see native/src/attention.h and native/src/kernels/attention_scratch.h.
+HEAD_DIM_MULTIPLE = 16
+MAX_HEAD_DIM = 256
+SPAN = 1024  # tokens
+SPAN_BYTES = 4 << 20  # states of the spans of one number, over all threads
+MAX_SPAN_BYTES = 64 << 20
+THREAD_BYTES = 16 << 20  # what the threads need of their own
+
+# Sampling orders the most likely tokens of a row.
+MIN_HEAD_TOKENS = 128  # least tokens in a head that is not complete
+MAX_HEAD_TOKENS = 1024
