@@ -85,7 +85,7 @@ struct AttentionCall {
   int64_t query_stride;  // between tokens; a token's numbers are adjacent
   void* out;             // as the query; tokens are adjacent
   float scale;
-  float softcap;      // 0: none
+  float softcap;       // 0: none
   const float* sinks;  // [heads] or null
   float* key_scores;   // [num_blocks, block_size], added to; or null
   char* scratch;       // attention_scratch() bytes, aligned to 64

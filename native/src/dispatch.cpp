@@ -5,15 +5,23 @@
 namespace quire {
 
 #if defined(QUIRE_HAS_avx512bf16)
-namespace avx512bf16 { extern const Kernels kKernels; }
+namespace avx512bf16 {
+extern const Kernels kKernels;
+}
 #endif
 #if defined(QUIRE_HAS_avx512)
-namespace avx512 { extern const Kernels kKernels; }
+namespace avx512 {
+extern const Kernels kKernels;
+}
 #endif
 #if defined(QUIRE_HAS_avx2)
-namespace avx2 { extern const Kernels kKernels; }
+namespace avx2 {
+extern const Kernels kKernels;
+}
 #endif
-namespace portable { extern const Kernels kKernels; }
+namespace portable {
+extern const Kernels kKernels;
+}
 
 namespace {
 

@@ -13,7 +13,7 @@
 namespace quire {
 
 constexpr int64_t kPieceTokens = 1 << 14;
-constexpr int64_t kHeadTokens = 128;       // least tokens in a head that is not complete
+constexpr int64_t kHeadTokens = 128;  // least tokens in a head that is not complete
 constexpr int64_t kMostHeadTokens = 1024;
 constexpr int64_t kMinGroups = 512;
 
@@ -46,11 +46,11 @@ struct LargestCall {
 // Each row's likeliest tokens in order, by logit falling, then by id. The row is cut into groups; all tokens are taken that
 // reach the kHeadTokens-th largest of the groups' maxima. A row with more than kMostHeadTokens of those gets none.
 struct LikeliestCall {
-  LogitRows rows;         // without NaN
-  float* logits;          // [num_rows, kMostHeadTokens], padded with -inf
-  int64_t* token_ids;     // the same, padded with 0
-  int64_t* counts;        // [num_rows]
-  uint8_t* is_complete;   // [num_rows] whether no token with a finite logit is missing
+  LogitRows rows;        // without NaN
+  float* logits;         // [num_rows, kMostHeadTokens], padded with -inf
+  int64_t* token_ids;    // the same, padded with 0
+  int64_t* counts;       // [num_rows]
+  uint8_t* is_complete;  // [num_rows] whether no token with a finite logit is missing
   char* scratch;
 
   // Tokens of a group, the last one may have fewer: as many as leave kMinGroups groups, and whole vectors if that is over one.

@@ -62,11 +62,17 @@ QUIRE_INLINE float to_float(fp16 value) { return static_cast<float>(value.number
 template <class T>
 QUIRE_INLINE T from_float(float value);
 template <>
-QUIRE_INLINE float from_float<float>(float value) { return value; }
+QUIRE_INLINE float from_float<float>(float value) {
+  return value;
+}
 template <>
-QUIRE_INLINE bf16 from_float<bf16>(float value) { return float_to_bf16(value); }
+QUIRE_INLINE bf16 from_float<bf16>(float value) {
+  return float_to_bf16(value);
+}
 template <>
-QUIRE_INLINE fp16 from_float<fp16>(float value) { return {static_cast<half>(value)}; }
+QUIRE_INLINE fp16 from_float<fp16>(float value) {
+  return {static_cast<half>(value)};
+}
 
 // -- sixteen numbers of memory as floats, at any address ---------------------------------------------------------------
 

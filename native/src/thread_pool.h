@@ -59,8 +59,7 @@ class ThreadPool {
 template <class Function>
 void parallel_for(ThreadPool& pool, int64_t num_tasks, const Function& function) {
   pool.run(
-      num_tasks,
-      [](void* context, int64_t task, int thread) { (*static_cast<const Function*>(context))(task, thread); },
+      num_tasks, [](void* context, int64_t task, int thread) { (*static_cast<const Function*>(context))(task, thread); },
       const_cast<Function*>(&function));
 }
 

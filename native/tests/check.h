@@ -59,11 +59,17 @@ inline float to_float(bf16 number) {
 template <class T>
 T from_float(float number);
 template <>
-inline float from_float(float number) { return number; }
+inline float from_float(float number) {
+  return number;
+}
 template <>
-inline bf16 from_float(float number) { return to_bf16({number})[0]; }
+inline bf16 from_float(float number) {
+  return to_bf16({number})[0];
+}
 template <>
-inline fp16 from_float(float number) { return {static_cast<half>(number)}; }
+inline fp16 from_float(float number) {
+  return {static_cast<half>(number)};
+}
 
 inline double number_of(float number) { return number; }
 inline double number_of(bf16 number) { return to_float(number); }
@@ -73,13 +79,24 @@ inline double number_of(int8_t number) { return number; }
 template <class T>
 struct TypeOf;
 template <>
-struct TypeOf<float> { static constexpr DType dtype = DType::kFloat32; static constexpr double rounding = 3e-6; };
+struct TypeOf<float> {
+  static constexpr DType dtype = DType::kFloat32;
+  static constexpr double rounding = 3e-6;
+};
 template <>
-struct TypeOf<bf16> { static constexpr DType dtype = DType::kBFloat16; static constexpr double rounding = 0x1p-7; };
+struct TypeOf<bf16> {
+  static constexpr DType dtype = DType::kBFloat16;
+  static constexpr double rounding = 0x1p-7;
+};
 template <>
-struct TypeOf<fp16> { static constexpr DType dtype = DType::kFloat16; static constexpr double rounding = 0x1p-10; };
+struct TypeOf<fp16> {
+  static constexpr DType dtype = DType::kFloat16;
+  static constexpr double rounding = 0x1p-10;
+};
 template <>
-struct TypeOf<int8_t> { static constexpr DType dtype = DType::kInt8; };
+struct TypeOf<int8_t> {
+  static constexpr DType dtype = DType::kInt8;
+};
 
 template <class T>
 std::vector<T> random_numbers(int64_t count, float deviation = 1.0f) {

@@ -24,7 +24,8 @@ struct Step {
   int64_t table_stride = 0, num_blocks = 0, num_rows = 0;
 
   explicit Step(int64_t block_size) {
-    const std::vector<int64_t> lengths = {random_int(130, 300), random_int(130, 300), random_int(1, 70), 1, random_int(1000, 2300)};
+    const std::vector<int64_t> lengths = {random_int(130, 300), random_int(130, 300), random_int(1, 70), 1,
+                                          random_int(1000, 2300)};
     for (const int64_t length : lengths) {
       num_tokens.push_back(random_int(1, std::min<int64_t>(length, 90)));
       num_computed.push_back(length - num_tokens.back());
@@ -42,7 +43,9 @@ struct Step {
 };
 
 template <>
-int8_t quire::test::from_float(float number) { return static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, number * 40))); }
+int8_t quire::test::from_float(float number) {
+  return static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, number * 40)));
+}
 
 template <class T>
 void check_case(const Case& shape, DType type) {
@@ -57,7 +60,9 @@ void check_case(const Case& shape, DType type) {
     for (float& scale : scales[part]) scale *= random_int(1, 3);
   }
   const auto cache_part = [&](int part) {
-    return CachePart{parts[part].data(), scales[part].empty() ? nullptr : scales[part].data(), {block_size, head_size, head_dim},
+    return CachePart{parts[part].data(),
+                     scales[part].empty() ? nullptr : scales[part].data(),
+                     {block_size, head_size, head_dim},
                      {shape.num_kv_heads * shape.block_size, shape.block_size, 1}};
   };
   const KVLayer kv{type, shape.num_kv_heads, head_dim, cache_part(0), cache_part(1)};
@@ -108,13 +113,16 @@ void check_case(const Case& shape, DType type) {
       ThreadPool pool(num_threads);
       std::vector<float> out(query.size(), std::nanf(""));
       std::vector<float> key_scores(expected_scores.size(), 0.0f);
-      AttentionCall call{&planner.plan(), &kv, query.data(), DType::kFloat32, num_heads * head_dim, out.data(), scale, 0.0f,
-                         sinks.data(), shape.has_key_scores ? key_scores.data() : nullptr, nullptr};
+      AttentionCall call{
+          &planner.plan(), &kv,   query.data(), DType::kFloat32, num_heads * head_dim,
+          out.data(),      scale, 0.0f,         sinks.data(),    shape.has_key_scores ? key_scores.data() : nullptr,
+          nullptr};
       Aligned scratch(kernels->attention_scratch(call, num_threads));
       call.scratch = scratch.data;
       kernels->attention(call, pool);
       for (size_t i = 0; i < out.size(); ++i) {
-        CHECK(std::fabs(out[i] - expected[i]) < 1e-5, "%s, number %zu: %.9g, not %.9g", kernels->instruction_set, i, out[i], expected[i]);
+        CHECK(std::fabs(out[i] - expected[i]) < 1e-5, "%s, number %zu: %.9g, not %.9g", kernels->instruction_set, i, out[i],
+              expected[i]);
       }
       for (size_t i = 0; shape.has_key_scores && i < key_scores.size(); ++i) {
         CHECK(std::fabs(key_scores[i] - expected_scores[i]) < 1e-4, "%s, score %zu: %.9g, not %.9g", kernels->instruction_set, i,
@@ -128,7 +136,8 @@ void check_case(const Case& shape, DType type) {
 }
 
 int main() {
-  const Case cases[] = {{1, 2, 16, 16, 0, true}, {2, 3, 48, 7, 70, false}, {1, 1, 128, 128, 0, false}, {2, 2, 64, 32, 1100, true}};
+  const Case cases[] = {
+      {1, 2, 16, 16, 0, true}, {2, 3, 48, 7, 70, false}, {1, 1, 128, 128, 0, false}, {2, 2, 64, 32, 1100, true}};
   for (const Case& shape : cases) {
     check_case<float>(shape, DType::kFloat32);
     check_case<bf16>(shape, DType::kBFloat16);

@@ -16,7 +16,10 @@ struct Rows {
   std::vector<T> numbers;
 
   Rows(int64_t rows, int64_t features, float deviation)
-      : num_rows(rows), num_features(features), stride(features + 3), numbers(random_numbers<T>((rows - 1) * stride + features, deviation)) {}
+      : num_rows(rows),
+        num_features(features),
+        stride(features + 3),
+        numbers(random_numbers<T>((rows - 1) * stride + features, deviation)) {}
   double at(int64_t row, int64_t feature) const { return number_of(numbers[row * stride + feature]); }
 };
 
@@ -93,7 +96,8 @@ void check_activation(const Kernels& kernels, Activation activation, int64_t num
       }
       check_row(kernels.instruction_set, out, row, expected);
     }
-    if (num_rows > 1) CHECK(number_of(out.numbers[num_features]) == number_of(between), "%s: beyond a row", kernels.instruction_set);
+    if (num_rows > 1)
+      CHECK(number_of(out.numbers[num_features]) == number_of(between), "%s: beyond a row", kernels.instruction_set);
     if (num_threads == 1) first_result = results;
     CHECK(same_bits(results, first_result), "%s: an activation depends on the threads", kernels.instruction_set);
   }
@@ -109,12 +113,13 @@ void what_is_unsound_stays_in_its_row(const Kernels& kernels) {
     rows.numbers[rows.stride + 20] = from_float<T>(unsound);
     Rows<T> out = rows;
     const std::vector<float> weight(kFeatures, 1.0f);
-    kernels.norm({rows.numbers.data(), nullptr, weight.data(), out.numbers.data(), TypeOf<T>::dtype, kRows, kFeatures, rows.stride, 0,
-                  out.stride, 1.0f, 1e-6f},
+    kernels.norm({rows.numbers.data(), nullptr, weight.data(), out.numbers.data(), TypeOf<T>::dtype, kRows, kFeatures,
+                  rows.stride, 0, out.stride, 1.0f, 1e-6f},
                  pool);
     CHECK(std::isnan(out.at(1, 20)), "%s: %g became %g", kernels.instruction_set, unsound, out.at(1, 20));
     for (const int64_t row : {0, 2}) {
-      for (int64_t i = 0; i < kFeatures; ++i) CHECK(std::isfinite(out.at(row, i)), "%s: row %ld", kernels.instruction_set, static_cast<long>(row));
+      for (int64_t i = 0; i < kFeatures; ++i)
+        CHECK(std::isfinite(out.at(row, i)), "%s: row %ld", kernels.instruction_set, static_cast<long>(row));
     }
   }
 }

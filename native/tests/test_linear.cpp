@@ -57,7 +57,8 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
       const double got = to_float(out[row * shape.out_features + column]);
       const double bound = std::abs(exact) / 128 + magnitude * (1e-5 + step) + 1e-3;
       CHECK(std::abs(got - exact) <= bound, "%s, format %d: %g instead of %g, %ld x %ld", kernels.instruction_set,
-            static_cast<int>(shape.format), got, exact, static_cast<long>(shape.out_features), static_cast<long>(shape.in_features));
+            static_cast<int>(shape.format), got, exact, static_cast<long>(shape.out_features),
+            static_cast<long>(shape.in_features));
     }
   }
 
@@ -74,8 +75,8 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
 int main() {
   ThreadPool pool(3), one_thread(1);
   for (const Kernels* kernels : all_kernels()) {
-    for (const WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8,
-                                      WeightFormat::kInt4}) {
+    for (const WeightFormat format :
+         {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8, WeightFormat::kInt4}) {
       for (int turn = 0; turn < 12; ++turn) {
         const int64_t group_size = format == WeightFormat::kInt4 ? (turn % 2 ? 32 : 128) : 0;
         const int64_t in_features = group_size ? group_size * random_int(1, 3) : random_int(1, 300);

@@ -17,7 +17,9 @@ struct Case {
 class Panels {
  public:
   Panels(const Kernels& kernels, ThreadPool& pool, const Case& shape, const std::vector<WeightSource>& sources)
-      : shape_(shape), weight_{shape.format, shape.out_features, shape.in_features, shape.group_size, nullptr}, memory_(weight_.bytes()) {
+      : shape_(shape),
+        weight_{shape.format, shape.out_features, shape.in_features, shape.group_size, nullptr},
+        memory_(weight_.bytes()) {
     PackCall call{&weight_, memory_.data, sources.data(), static_cast<int64_t>(sources.size()), nullptr};
     Aligned scratch(kernels.pack_scratch(call, pool.num_threads()));
     call.scratch = scratch.data;
@@ -39,7 +41,9 @@ class Panels {
     return at<uint16_t>(output, group_start(input) + kPanelColumns * 8, word) >> (in_group % 8 / 2 * 4) & 0xf;
   }
   float scale(int64_t output, int64_t input) const { return at<float>(output, tail(input), output % kPanelColumns); }
-  float zero(int64_t output, int64_t input) const { return at<float>(output, tail(input), kPanelColumns + output % kPanelColumns); }
+  float zero(int64_t output, int64_t input) const {
+    return at<float>(output, tail(input), kPanelColumns + output % kPanelColumns);
+  }
   int32_t sum(int64_t output) const { return at<int32_t>(output, tail(0), kPanelColumns + output % kPanelColumns); }
 
   // Whether the outputs that fill up the last panel are zeros: by their numbers, or by their scales.
@@ -79,7 +83,8 @@ void check_quantized(const Panels& panels, const Case& shape, int64_t output, co
     const auto is_smaller = [](double a, double b) { return std::fabs(a) < std::fabs(b); };
     const double extreme = *std::max_element(row.begin() + first, row.begin() + first + group_size, is_smaller);
     const double scale = shape.format == WeightFormat::kInt4 ? extreme / -8.0 : std::fabs(extreme) / 127.0;
-    CHECK(std::fabs(panels.scale(output, first) - scale) <= 1e-6 * std::fabs(scale), "scale %g, not %g", panels.scale(output, first), scale);
+    CHECK(std::fabs(panels.scale(output, first) - scale) <= 1e-6 * std::fabs(scale), "scale %g, not %g",
+          panels.scale(output, first), scale);
     int64_t sum = 0;
     for (int64_t input = first; input < first + group_size; ++input) {
       const double steps = panels.number(output, input), zero = shape.format == WeightFormat::kInt4 ? 8.0 : 0.0;
@@ -105,7 +110,8 @@ void check_floats(const Kernels& kernels, ThreadPool& pool, const Case& shape) {
   matrix.insert(matrix.end(), below.begin(), below.end());
   for (int64_t output = 0; output < shape.out_features; ++output) {
     std::vector<double> row;
-    for (int64_t input = 0; input < shape.in_features; ++input) row.push_back(number_of(matrix[output * shape.in_features + input]));
+    for (int64_t input = 0; input < shape.in_features; ++input)
+      row.push_back(number_of(matrix[output * shape.in_features + input]));
     if (shape.format == WeightFormat::kInt8 || shape.format == WeightFormat::kInt4) {
       check_quantized(panels, shape, output, row);
       continue;
@@ -115,7 +121,8 @@ void check_floats(const Kernels& kernels, ThreadPool& pool, const Case& shape) {
       const double expected = shape.format == WeightFormat::kBFloat16  ? number_of(from_float<bf16>(number))
                               : shape.format == WeightFormat::kFloat16 ? number_of(from_float<fp16>(number))
                                                                        : number;
-      CHECK(panels.number(output, input) == expected, "%s: %g, not %g", kernels.instruction_set, panels.number(output, input), expected);
+      CHECK(panels.number(output, input) == expected, "%s: %g, not %g", kernels.instruction_set, panels.number(output, input),
+            expected);
     }
   }
   CHECK(panels.ends_with_zeros(), "%s: the end of the last panel", kernels.instruction_set);
@@ -128,7 +135,8 @@ void check_steps(const Kernels& kernels, ThreadPool& pool, const Case& shape) {
   std::vector<T> steps(shape.out_features * shape.in_features);
   for (T& step : steps) step = static_cast<T>(kIsInt4 ? random_int(0, 15) : random_int(-128, 127));
   const int64_t num_groups = kIsInt4 ? shape.in_features / shape.group_size : 1;
-  const std::vector<float> scales = random_floats(shape.out_features * num_groups), zeros = random_floats(shape.out_features * num_groups);
+  const std::vector<float> scales = random_floats(shape.out_features * num_groups),
+                           zeros = random_floats(shape.out_features * num_groups);
   const Panels panels(kernels, pool, shape,
                       {{steps.data(), kIsInt4 ? DType::kUInt8 : DType::kInt8, shape.out_features, scales.data(), zeros.data()}});
   for (int64_t output = 0; output < shape.out_features; ++output) {
@@ -164,7 +172,8 @@ int main() {
     for (int turn = 0; turn < 8; ++turn) {
       const int64_t in_features = turn < 2 ? turn + 1 : random_int(1, 150), out_features = random_int(3, 100);
       const int64_t group_size = turn % 2 ? 32 : 128;
-      for (const WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8}) {
+      for (const WeightFormat format :
+           {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8}) {
         const Case shape{format, out_features, in_features, 0};
         check_floats<float>(*kernels, pool, shape);
         check_floats<bf16>(*kernels, pool, shape);

@@ -25,11 +25,14 @@ struct Cache {
   std::vector<float> scales;
   CachePart part;
 
-  Cache(int64_t num_blocks, const Case& shape) : numbers(num_blocks * shape.num_kv_heads * kBlockSize * shape.head_dim), scales(numbers.size() / shape.head_dim, 99.0f) {
+  Cache(int64_t num_blocks, const Case& shape)
+      : numbers(num_blocks * shape.num_kv_heads * kBlockSize * shape.head_dim), scales(numbers.size() / shape.head_dim, 99.0f) {
     std::memset(static_cast<void*>(numbers.data()), 99, numbers.size() * sizeof(C));
     const int64_t block = shape.num_kv_heads * kBlockSize;
-    part = {numbers.data(), sizeof(C) == 1 ? scales.data() : nullptr,
-            {block * shape.head_dim, kBlockSize * shape.head_dim, shape.head_dim}, {block, kBlockSize, 1}};
+    part = {numbers.data(),
+            sizeof(C) == 1 ? scales.data() : nullptr,
+            {block * shape.head_dim, kBlockSize * shape.head_dim, shape.head_dim},
+            {block, kBlockSize, 1}};
   }
 };
 
@@ -98,12 +101,27 @@ void check_case(const Kernels& kernels, const Case& shape) {
     std::vector<T> qkv = before;
     Cache<C> keys(num_blocks, shape), values(num_blocks, shape);
     const int64_t norm_size = shape.has_norms ? shape.head_dim : 0;
-    kernels.rotary_and_write_kv(
-        {qkv.data(), TypeOf<T>::dtype, shape.num_rows, row_stride, shape.num_heads, shape.num_kv_heads, shape.head_dim,
-         shape.half ? cos.data() : nullptr, shape.half ? sin.data() : nullptr, shape.half, shape.has_norms ? q_norm.data() : nullptr,
-         shape.has_norms ? k_norm.data() : nullptr, norm_size, norm_size, kEps, TypeOf<C>::dtype, keys.part, values.part,
-         blocks.data(), offsets.data()},
-        pool);
+    kernels.rotary_and_write_kv({qkv.data(),
+                                 TypeOf<T>::dtype,
+                                 shape.num_rows,
+                                 row_stride,
+                                 shape.num_heads,
+                                 shape.num_kv_heads,
+                                 shape.head_dim,
+                                 shape.half ? cos.data() : nullptr,
+                                 shape.half ? sin.data() : nullptr,
+                                 shape.half,
+                                 shape.has_norms ? q_norm.data() : nullptr,
+                                 shape.has_norms ? k_norm.data() : nullptr,
+                                 norm_size,
+                                 norm_size,
+                                 kEps,
+                                 TypeOf<C>::dtype,
+                                 keys.part,
+                                 values.part,
+                                 blocks.data(),
+                                 offsets.data()},
+                                pool);
     std::vector<bool> is_written(keys.scales.size(), false);
     for (int64_t row = 0; row < shape.num_rows; ++row) {
       const std::vector<T> own(before.begin() + row * row_stride, before.begin() + row * row_stride + width);
@@ -121,8 +139,8 @@ void check_case(const Kernels& kernels, const Case& shape) {
               number_of(result[i]), expected[i]);
       }
       const int64_t kv_width = shape.num_kv_heads * shape.head_dim;
-      CHECK(std::memcmp(result + width - kv_width, own.data() + width - kv_width, kv_width * sizeof(T)) == 0, "%s: values changed",
-            kernels.instruction_set);
+      CHECK(std::memcmp(result + width - kv_width, own.data() + width - kv_width, kv_width * sizeof(T)) == 0,
+            "%s: values changed", kernels.instruction_set);
       for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
         const int64_t place = (blocks[row] * shape.num_kv_heads + head) * kBlockSize + offsets[row];
         is_written[place] = true;
@@ -156,10 +174,29 @@ void an_int8_head_with_a_nan_is_one(const Kernels& kernels) {
       qkv[kHeadDim + place] = unsound;  // a key of the first token
       Cache<int8_t> keys(1, shape), values(1, shape);
       const std::vector<int64_t> blocks = {0, 0}, offsets = {0, 1};
-      kernels.rotary_and_write_kv({qkv.data(), DType::kFloat32, 2, 3 * kHeadDim, 1, 1, kHeadDim, nullptr, nullptr, 0, nullptr, nullptr, 0,
-                                   0, kEps, DType::kInt8, keys.part, values.part, blocks.data(), offsets.data()},
+      kernels.rotary_and_write_kv({qkv.data(),
+                                   DType::kFloat32,
+                                   2,
+                                   3 * kHeadDim,
+                                   1,
+                                   1,
+                                   kHeadDim,
+                                   nullptr,
+                                   nullptr,
+                                   0,
+                                   nullptr,
+                                   nullptr,
+                                   0,
+                                   0,
+                                   kEps,
+                                   DType::kInt8,
+                                   keys.part,
+                                   values.part,
+                                   blocks.data(),
+                                   offsets.data()},
                                   pool);
-      CHECK(std::isnan(keys.scales[0]), "%s: the scale of a head with %g is %g", kernels.instruction_set, unsound, keys.scales[0]);
+      CHECK(std::isnan(keys.scales[0]), "%s: the scale of a head with %g is %g", kernels.instruction_set, unsound,
+            keys.scales[0]);
       CHECK(std::isfinite(keys.scales[1]) && std::isfinite(values.scales[0]), "%s: a NaN spread", kernels.instruction_set);
     }
   }

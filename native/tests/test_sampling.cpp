@@ -99,7 +99,8 @@ std::vector<double> check_sum_exp(const Kernels& kernels, ThreadPool& pool, cons
     for (int64_t id = 0; id < rows.vocab_size; ++id) {
       expected += std::exp((static_cast<double>(rows.row(row)[id]) - maxima[row]) / temperatures[row]);
     }
-    CHECK(std::fabs(sums[row] - expected) <= 1e-12 * expected, "%s: %.17g, not %.17g", kernels.instruction_set, sums[row], expected);
+    CHECK(std::fabs(sums[row] - expected) <= 1e-12 * expected, "%s: %.17g, not %.17g", kernels.instruction_set, sums[row],
+          expected);
   }
   return sums;
 }
@@ -107,7 +108,8 @@ std::vector<double> check_sum_exp(const Kernels& kernels, ThreadPool& pool, cons
 void check_ranks(const Kernels& kernels, ThreadPool& pool, const Batch& batch) {
   const LogitRows rows = batch.rows();
   std::vector<int64_t> ids, places(rows.num_rows);
-  for (int64_t row = 0; row < rows.num_rows; ++row) ids.push_back(row == 0 ? rows.vocab_size - 1 : random_int(0, rows.vocab_size - 1));
+  for (int64_t row = 0; row < rows.num_rows; ++row)
+    ids.push_back(row == 0 ? rows.vocab_size - 1 : random_int(0, rows.vocab_size - 1));
   RanksCall call{rows, ids.data(), places.data(), nullptr};
   Aligned scratch(call.scratch_bytes());
   call.scratch = scratch.data;

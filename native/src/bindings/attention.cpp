@@ -43,14 +43,13 @@ void attend(const AttentionPlanner& planner, const KVLayer& kv, uintptr_t query,
 
 void bind_attention(nb::module_& module) {
   nb::class_<KVLayer>(module, "KVLayer")
-      .def("__init__",
-           [](KVLayer* self, int type, int64_t num_kv_heads, int64_t head_dim, uintptr_t keys, const Strides& key_strides,
-              uintptr_t values, const Strides& value_strides, uintptr_t key_scales, const Strides& key_scale_strides,
-              uintptr_t value_scales, const Strides& value_scale_strides) {
-             new (self) KVLayer{static_cast<DType>(type), num_kv_heads, head_dim,
-                                make_part(keys, key_strides, key_scales, key_scale_strides),
-                                make_part(values, value_strides, value_scales, value_scale_strides)};
-           });
+      .def("__init__", [](KVLayer* self, int type, int64_t num_kv_heads, int64_t head_dim, uintptr_t keys,
+                          const Strides& key_strides, uintptr_t values, const Strides& value_strides, uintptr_t key_scales,
+                          const Strides& key_scale_strides, uintptr_t value_scales, const Strides& value_scale_strides) {
+        new (self)
+            KVLayer{static_cast<DType>(type), num_kv_heads, head_dim, make_part(keys, key_strides, key_scales, key_scale_strides),
+                    make_part(values, value_strides, value_scales, value_scale_strides)};
+      });
   nb::class_<AttentionPlanner>(module, "AttentionPlan")
       .def("__init__",
            [](AttentionPlanner* self, uintptr_t num_computed_tokens, uintptr_t num_tokens, int64_t num_sequences,

@@ -9,10 +9,10 @@ void norm(uintptr_t rows, uintptr_t delta, uintptr_t weight, uintptr_t out, int 
           int64_t row_stride, int64_t delta_stride, int64_t out_stride, float scale, float eps) {
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().norm({at_address<void>(rows), at_address<const void>(delta), at_address<const float>(weight),
-                          at_address<void>(out), static_cast<DType>(type), num_rows, num_features, row_stride, delta_stride,
-                          out_stride, scale, eps},
-                         context.pool());
+  context.kernels().norm(
+      {at_address<void>(rows), at_address<const void>(delta), at_address<const float>(weight), at_address<void>(out),
+       static_cast<DType>(type), num_rows, num_features, row_stride, delta_stride, out_stride, scale, eps},
+      context.pool());
 }
 
 void gated_activation(uintptr_t gate_up, uintptr_t out, int type, int activation, int64_t num_rows, int64_t num_features,
@@ -29,12 +29,27 @@ void rotary_and_write_kv(const KVLayer& kv, uintptr_t qkv, int type, int64_t num
                          int64_t k_norm_size, float eps, uintptr_t blocks, uintptr_t offsets) {
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().rotary_and_write_kv(
-      {at_address<void>(qkv), static_cast<DType>(type), num_rows, row_stride, num_heads, kv.num_kv_heads, kv.head_dim,
-       at_address<const float>(cos), at_address<const float>(sin), half, at_address<const float>(q_norm),
-       at_address<const float>(k_norm), q_norm_size, k_norm_size, eps, kv.type, kv.keys, kv.values,
-       at_address<const int64_t>(blocks), at_address<const int64_t>(offsets)},
-      context.pool());
+  context.kernels().rotary_and_write_kv({at_address<void>(qkv),
+                                         static_cast<DType>(type),
+                                         num_rows,
+                                         row_stride,
+                                         num_heads,
+                                         kv.num_kv_heads,
+                                         kv.head_dim,
+                                         at_address<const float>(cos),
+                                         at_address<const float>(sin),
+                                         half,
+                                         at_address<const float>(q_norm),
+                                         at_address<const float>(k_norm),
+                                         q_norm_size,
+                                         k_norm_size,
+                                         eps,
+                                         kv.type,
+                                         kv.keys,
+                                         kv.values,
+                                         at_address<const int64_t>(blocks),
+                                         at_address<const int64_t>(offsets)},
+                                        context.pool());
 }
 
 }  // namespace

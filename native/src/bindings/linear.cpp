@@ -35,10 +35,10 @@ void linear(const PackedWeight& weight, uintptr_t rows, int row_type, int64_t ro
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
   const int64_t bytes = LinearScratch(weight, num_rows).total;
-  context.kernels().linear({&weight, at_address<const void>(rows), static_cast<DType>(row_type), row_stride, num_rows,
-                            at_address<const float>(bias), at_address<void>(out), static_cast<DType>(out_type), out_stride,
-                            context.scratch(bytes)},
-                           context.pool());
+  context.kernels().linear(
+      {&weight, at_address<const void>(rows), static_cast<DType>(row_type), row_stride, num_rows, at_address<const float>(bias),
+       at_address<void>(out), static_cast<DType>(out_type), out_stride, context.scratch(bytes)},
+      context.pool());
 }
 
 }  // namespace
@@ -46,8 +46,9 @@ void linear(const PackedWeight& weight, uintptr_t rows, int row_type, int64_t ro
 void bind_linear(nb::module_& module) {
   nb::class_<PackedWeight>(module, "PackedWeight")
       .def("__init__",
-           [](PackedWeight* self, int format, int64_t out_features, int64_t in_features, int64_t group_size,
-              uintptr_t panels) { new (self) PackedWeight(make_weight(format, out_features, in_features, group_size, panels)); })
+           [](PackedWeight* self, int format, int64_t out_features, int64_t in_features, int64_t group_size, uintptr_t panels) {
+             new (self) PackedWeight(make_weight(format, out_features, in_features, group_size, panels));
+           })
       .def("pack", &pack, nb::call_guard<nb::gil_scoped_release>())
       .def("linear", &linear, nb::call_guard<nb::gil_scoped_release>());
   module.def("packed_bytes", [](int format, int64_t out_features, int64_t in_features, int64_t group_size) {

@@ -109,7 +109,8 @@ class HeadTask {
     if (next != nullptr) ahead = {next->rows[0], 2 * kTileTokens, head_dim * static_cast<int64_t>(sizeof(T))};
     if (end_row - first_row <= kChunkRows) {
       const int count = static_cast<int>(end_row - first_row);
-      score_unpacked<Path, T>(count, query_ + first_row * head_dim, head_dim, tile, visit.first_key, visit.end_key, scores_, ahead);
+      score_unpacked<Path, T>(count, query_ + first_row * head_dim, head_dim, tile, visit.first_key, visit.end_key, scores_,
+                              ahead);
       take_scores(visit, tile, first_row, count, UnpackedValues<Path, T>{&tile}, state, ahead);
       return;
     }
@@ -139,7 +140,8 @@ class HeadTask {
       finish_scores_of(i, tile, first, last, scores);
       factors[i] = weigh(scores, value_scales, state.best + row, state.sums + row * kLanes, weights_ + i * kTileTokens);
     }
-    add_values<Path>(count, {weights_, factors, first_seen, last_seen + 1, rows_.head_dim, state.totals + first_row * rows_.head_dim},
+    add_values<Path>(count,
+                     {weights_, factors, first_seen, last_seen + 1, rows_.head_dim, state.totals + first_row * rows_.head_dim},
                      values, ahead);
   }
 
@@ -264,7 +266,8 @@ void attend(const AttentionCall& call, ThreadPool& pool) {
     parallel_for(pool, call.kv->num_kv_heads * plan.num_spans, [&](int64_t task, int thread) {
       const int64_t span = task % plan.num_spans;
       int64_t block = 0;
-      while (span < plan.blocks[block].first_span || span >= plan.blocks[block].first_span + plan.blocks[block].num_spans) ++block;
+      while (span < plan.blocks[block].first_span || span >= plan.blocks[block].first_span + plan.blocks[block].num_spans)
+        ++block;
       Task(call, layout, plan.blocks[block], task / plan.num_spans, thread)
           .attend_part(static_cast<int>(span - plan.blocks[block].first_span));
     });

@@ -112,7 +112,9 @@ struct Float32Path {
   }
 
   template <class T>
-  static QUIRE_INLINE Column value_column(const T* const* rows, int64_t feature) { return load(rows[0] + feature); }
+  static QUIRE_INLINE Column value_column(const T* const* rows, int64_t feature) {
+    return load(rows[0] + feature);
+  }
 };
 
 }  // namespace quire::QUIRE_ISA

@@ -24,7 +24,9 @@ struct HeadRows {
 
   int64_t count() const { return static_cast<int64_t>(block.num_tokens) * plan.group; }
   int64_t first_row(const AttentionVisit& visit) const { return static_cast<int64_t>(visit.first_token) * plan.group; }
-  int64_t end_row(const AttentionVisit& visit) const { return first_row(visit) + static_cast<int64_t>(visit.num_tokens) * plan.group; }
+  int64_t end_row(const AttentionVisit& visit) const {
+    return first_row(visit) + static_cast<int64_t>(visit.num_tokens) * plan.group;
+  }
   const AttentionSpan& span(int index) const { return plan.spans[block.first_span + index]; }
 
   const AttentionToken& token_of(int64_t row) const { return plan.tokens[block.first_token + row / plan.group]; }
@@ -108,7 +110,8 @@ struct HeadRows {
                                  const char** rows, float* scales) const {
     const int64_t token_bytes = part.strides[2] * static_cast<int64_t>(sizeof(T));
     const char* row = static_cast<const char*>(part.numbers) +
-                      (entry * part.strides[0] + of_head * part.strides[1]) * static_cast<int64_t>(sizeof(T)) + offset * token_bytes;
+                      (entry * part.strides[0] + of_head * part.strides[1]) * static_cast<int64_t>(sizeof(T)) +
+                      offset * token_bytes;
     for (int i = 0; i < count; ++i) rows[i] = row + i * token_bytes;
     if (part.scales == nullptr) return;
     const float* scale = part.scales + entry * part.scale_strides[0] + of_head * part.scale_strides[1];

@@ -19,7 +19,7 @@ struct ThreadScratch {
   int64_t values;
   int64_t scores;
   int64_t weights;
-  int64_t tiles;      // [2] Tile
+  int64_t tiles;  // [2] Tile
   int64_t states[2];
   int64_t total = 0;
 

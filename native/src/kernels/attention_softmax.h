@@ -17,7 +17,9 @@ struct State {
   float* sums;
   float* totals;
 
-  static int64_t bytes(int64_t num_rows, int64_t head_dim) { return round_up(num_rows * 4, kLine) + num_rows * (kLanes + head_dim) * 4; }
+  static int64_t bytes(int64_t num_rows, int64_t head_dim) {
+    return round_up(num_rows * 4, kLine) + num_rows * (kLanes + head_dim) * 4;
+  }
   static State at(char* memory, int64_t num_rows) {
     float* sums = reinterpret_cast<float*>(memory + round_up(num_rows * 4, kLine));
     return {reinterpret_cast<float*>(memory), sums, sums + num_rows * kLanes};

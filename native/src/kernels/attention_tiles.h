@@ -175,8 +175,8 @@ QUIRE_INLINE void score(int num_rows, const typename Path::Number* rows, int64_t
 
 // Scores of the keys of a tile that lie from `first` to `end`, and of some beside them.
 template <class Path, class T, int R>
-void score_unpacked_rows(const typename Path::Number* query, int64_t head_dim, const Tile& tile, int first, int end, float* scores,
-                         Ahead& ahead) {
+void score_unpacked_rows(const typename Path::Number* query, int64_t head_dim, const Tile& tile, int first, int end,
+                         float* scores, Ahead& ahead) {
   // All keys of the next tile while this one's keys are read; its values are for the weighted sums.
   constexpr int64_t kFeatures = kLanes * Path::kInputs;
   const int64_t num_reads = ceil_div(end - first / kLanes * kLanes, kLanes) * ceil_div(head_dim, kFeatures);
@@ -220,8 +220,8 @@ struct WeightedSum {
 
 // R rows and N vectors of features.
 template <class Path, bool kFetches, int R, int N, class Values>
-QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, const Values& values, int first_row, int64_t feature,
-                               Ahead& ahead) {
+QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, const Values& values, int first_row,
+                               int64_t feature, Ahead& ahead) {
   const typename Path::Number* weights = sum.weights + first_row * kTileTokens;
   float* totals = sum.totals + first_row * sum.head_dim + feature;
   f32x16 sums[R][N];

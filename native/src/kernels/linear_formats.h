@@ -16,7 +16,7 @@ constexpr int kTileRows = 3;
 constexpr int kTileRows = 2;
 #endif
 
-constexpr int kTasksPerThread = 64;  // wanted where there are many rows
+constexpr int kTasksPerThread = 64;          // wanted where there are many rows
 constexpr int kMinTaskRows = 8 * kTileRows;  // fewer are not worth reading a panel again
 
 // -- formats: how one step along the inputs adds to the sums of 2 x 16 columns --------------------------------------------

@@ -5,15 +5,15 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int kAheadBytes = 4096;  // how far ahead of its use a weight is fetched
-constexpr int kOctet = 8;          // inputs whose weights of 16 columns lie in one line
+constexpr int kAheadBytes = 4096;                // how far ahead of its use a weight is fetched
+constexpr int kOctet = 8;                        // inputs whose weights of 16 columns lie in one line
 constexpr int kGroupHeader = kPanelColumns * 8;  // bytes of a group's scales and zeros
 
 #if defined(__AVX512BW__)
 // The numbers 0 to 15 as bf16, twice: the instruction picks by 5 bits, of which the highest is another weight's.
-alignas(64) const uint16_t kNumbers[32] = {
-    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+alignas(64) const uint16_t kNumbers[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+                                           0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+                                           0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
 
 QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[4]) {
   const __m512i numbers = _mm512_load_si512(kNumbers);
@@ -37,7 +37,7 @@ QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[4]) {
 
 // The rows of a call as bf16, and the sum of each row's groups.
 struct Rows {
-  const bf16* numbers;  // [num_rows, in_features]
+  const bf16* numbers;      // [num_rows, in_features]
   const float* group_sums;  // [num_rows, num_groups]
   int64_t in_features;
   int64_t num_groups;

@@ -45,7 +45,8 @@ void interleave(const char* const (&columns)[kLanes], int64_t num_steps, char* t
 template <class T, DType type, int Inputs>
 const char* float_row(const PackedWeight& weight, const WeightSource& source, int64_t row, char* buffer) {
   const int64_t num_inputs = weight.in_features;
-  if (source.type == type && num_inputs % Inputs == 0) return static_cast<const char*>(source.rows) + row * num_inputs * sizeof(T);
+  if (source.type == type && num_inputs % Inputs == 0)
+    return static_cast<const char*>(source.rows) + row * num_inputs * sizeof(T);
   T* values = reinterpret_cast<T*>(buffer);
   for (int64_t input = 0; input < num_inputs + Inputs - 1; input += kLanes) {
     store(values + input, load_weights(source, row * num_inputs + input, num_inputs - input));
@@ -184,7 +185,8 @@ void pack_steps(const PackCall& call, int64_t panel, char* to, char* buffer) {
     for (int i = 0; i < kLanes; ++i) {
       const int index = half * kLanes + i;
       const Origin origin = origin_of(call, panel * kPanelColumns + index);
-      columns[i] = origin.source == nullptr ? zeros : steps_of({&weight, to, index}, *origin.source, origin.row, buffer + i * row_bytes);
+      columns[i] =
+          origin.source == nullptr ? zeros : steps_of({&weight, to, index}, *origin.source, origin.row, buffer + i * row_bytes);
     }
     interleave(columns, num_steps, to + half * kLanes * 4);
   }

@@ -21,19 +21,8 @@ void ranks(const RanksCall& call, ThreadPool& pool);
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
-    QUIRE_TEXT(QUIRE_ISA),
-    pack_scratch,
-    pack,
-    linear,
-    attention_scratch,
-    attention,
-    norm,
-    gated_activation,
-    rotary_and_write_kv,
-    largest,
-    likeliest,
-    sum_exp,
-    ranks,
+    QUIRE_TEXT(QUIRE_ISA), pack_scratch,        pack,    linear,    attention_scratch, attention, norm,
+    gated_activation,      rotary_and_write_kv, largest, likeliest, sum_exp,           ranks,
 };
 
 }  // namespace quire::QUIRE_ISA
