@@ -39,45 +39,69 @@ class EngineCollector(Collector):
         stats = self._stats
         gauges: tuple[tuple[str, str, float], ...] = (
             ("quire_engine_up", "1 if the engine is alive and making progress.", self._engine_up),
-            ("quire_requests_running", "Requests in the running batch.", stats.num_running),
-            ("quire_requests_waiting", "Requests that do not run, for whatever reason.", stats.num_waiting),
+            ("quire_requests_running", "Number of requests in the running batch.", stats.num_running),
+            (
+                "quire_requests_waiting",
+                "Number of requests that are not running, for any reason.",
+                stats.num_waiting,
+            ),
             (
                 "quire_requests_awaiting",
-                "Of the waiting requests, those whose grammar is being compiled or whose KV is being loaded.",
+                "Number of waiting requests whose grammar is being compiled or whose KV is being loaded.",
                 stats.num_awaiting,
             ),
             (
                 "quire_kv_cache_usage_ratio",
-                "Share of KV blocks held by requests, pins and transfers.",
+                "Fraction of KV blocks held by requests, pins and transfers (0 to 1).",
                 stats.kv_cache_usage,
             ),
-            ("quire_kv_blocks", "KV blocks in all.", stats.num_blocks),
-            ("quire_kv_blocks_free", "KV blocks free, or idle in the prefix cache.", stats.num_free_blocks),
-            ("quire_kv_blocks_leased", "KV blocks held by pins and transfers.", stats.num_leased_blocks),
+            ("quire_kv_blocks", "Total number of KV blocks.", stats.num_blocks),
+            (
+                "quire_kv_blocks_free",
+                "Number of KV blocks that are free, or idle in the prefix cache.",
+                stats.num_free_blocks,
+            ),
+            (
+                "quire_kv_blocks_leased",
+                "Number of KV blocks held by pins and transfers.",
+                stats.num_leased_blocks,
+            ),
         )
         counters: tuple[tuple[str, str, float], ...] = (
-            ("quire_engine_steps", "Steps of the engine.", stats.num_steps),
-            ("quire_scheduled_tokens", "Tokens computed, over all steps.", stats.num_scheduled_tokens),
-            ("quire_preemptions", "Requests preempted for want of KV blocks.", stats.num_preemptions),
+            ("quire_engine_steps", "Number of engine steps.", stats.num_steps),
+            ("quire_scheduled_tokens", "Number of tokens computed in all steps.", stats.num_scheduled_tokens),
+            ("quire_preemptions", "Number of preemptions for lack of KV blocks.", stats.num_preemptions),
             (
                 "quire_prefix_cache_queried_tokens",
-                "Prompt tokens looked up in the prefix cache.",
+                "Number of prompt tokens looked up in the prefix cache.",
                 stats.prefix_queried_tokens,
             ),
             (
                 "quire_prefix_cache_hit_tokens",
-                "Prompt tokens found in the prefix cache.",
+                "Number of prompt tokens found in the prefix cache.",
                 stats.prefix_hit_tokens,
             ),
-            ("quire_draft_tokens", "Drafts of next tokens that were verified.", stats.num_draft_tokens),
-            ("quire_accepted_draft_tokens", "Drafts that were right.", stats.num_accepted_tokens),
+            ("quire_draft_tokens", "Number of draft tokens that were verified.", stats.num_draft_tokens),
+            (
+                "quire_accepted_draft_tokens",
+                "Number of draft tokens that were accepted.",
+                stats.num_accepted_tokens,
+            ),
             (
                 "quire_timeouts",
-                "Requests that the scheduler ended because their time was up.",
+                "Number of requests that timed out in the scheduler.",
                 stats.num_timeouts,
             ),
-            ("quire_loaded_kv_tokens", "Tokens whose KV was loaded, not computed.", stats.num_loaded_tokens),
-            ("quire_failed_kv_loads", "Loads of KV that failed, or did not arrive.", stats.num_failed_loads),
+            (
+                "quire_loaded_kv_tokens",
+                "Number of tokens whose KV was loaded instead of computed.",
+                stats.num_loaded_tokens,
+            ),
+            (
+                "quire_failed_kv_loads",
+                "Number of KV loads that failed or never arrived.",
+                stats.num_failed_loads,
+            ),
         )
         for name, meaning, value in gauges:
             yield GaugeMetricFamily(name, meaning, value=value)
@@ -92,25 +116,27 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.engine = EngineCollector()
         self.registry.register(self.engine)
-        self.prompt_tokens = self._counter("quire_prompt_tokens", "Prompt tokens of answered requests.")
-        self.generation_tokens = self._counter("quire_generation_tokens", "Tokens generated.")
+        self.prompt_tokens = self._counter(
+            "quire_prompt_tokens", "Number of prompt tokens of answered requests."
+        )
+        self.generation_tokens = self._counter("quire_generation_tokens", "Number of generated tokens.")
         self.finished = Counter(
             "quire_requests_finished",
-            "Sequences ended (each of a request's n counts), by reason: stop, length, abort (the client left "
-            "or the server stopped), timeout, error, or refused (they never began).",
+            "Number of finished sequences (each of a request's n counts), by reason: stop, length, abort "
+            "(client disconnected or the server stopped), timeout, error, or refused (never started).",
             ["reason"],
             registry=self.registry,
         )
         for reason in get_args(EndLabel):
             self.finished.labels(reason)
         self.time_to_first_token = self._histogram(
-            "quire_time_to_first_token_seconds", "From the request's arrival to its first token."
+            "quire_time_to_first_token_seconds", "Seconds from the arrival of a request to its first token."
         )
         self.inter_token_latency = self._histogram(
-            "quire_inter_token_latency_seconds", "Between one token of a sequence and the next."
+            "quire_inter_token_latency_seconds", "Seconds between consecutive tokens of a sequence."
         )
         self.request_duration = self._histogram(
-            "quire_request_duration_seconds", "From the request's arrival to its last token."
+            "quire_request_duration_seconds", "Seconds from the arrival of a request to its last token."
         )
 
     def _counter(self, name: str, meaning: str) -> Counter:
