@@ -72,7 +72,7 @@ def test_version():
 def test_the_command_line_imports_nothing_slow():
     code = (
         "import sys, quire.cli.main;"
-        "print([name for name in ('torch', 'numpy', 'rich', 'fastapi', 'zmq', 'tokenizers', 'pydantic')"
+        "print([name for name in ('torch', 'numpy', 'rich', 'starlette', 'zmq', 'tokenizers', 'pydantic')"
         " if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

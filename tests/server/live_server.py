@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import socket
 import threading
 
-from quire.server.http_server import HttpServer
+from quire.config import ServerConfig
+from quire.server.serve import bound_socket, http_server
 
 MAX_BODY_BYTES = 1_000_000
 
@@ -14,9 +14,8 @@ MAX_BODY_BYTES = 1_000_000
 def served(app):
     """Serve `app` with the real HTTP server in a thread; yields its URL."""
     listening = threading.Event()
-    server = HttpServer(app, listening.set)
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
+    server = http_server(app, listening.set)
+    with contextlib.closing(bound_socket(ServerConfig(port=0))) as bound:
         port = bound.getsockname()[1]
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
         thread.start()

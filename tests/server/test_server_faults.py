@@ -146,17 +146,17 @@ def test_client_that_leaves_while_it_sends_its_body(live, llm):
 
 
 async def test_draining_refuses_new_requests_and_finishes_running_ones(app, http, llm):
-    lifecycle = app.state.context.lifecycle
+    calls = app.state.context.calls
     task = asyncio.create_task(complete(http, "hold"))
     await llm.held.wait()
-    lifecycle.begin_drain()
+    calls.begin_drain()
     refused = await complete(http, "Hi")
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "draining"
     health = await http.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining")
-    [request_id] = lifecycle.live_request_ids
+    [request_id] = calls.request_ids
     llm.abort(request_id)
     assert (await task).status_code == 503
-    await asyncio.wait_for(lifecycle.wait_idle(), 10)
-    assert lifecycle.live_request_ids == []
+    await asyncio.wait_for(calls.wait_idle(), 10)
+    assert calls.request_ids == []

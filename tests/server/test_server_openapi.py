@@ -1,6 +1,7 @@
 """The OpenAPI document, and schemathesis against the server it describes."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -17,8 +18,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from quire.config import ServerConfig
-from quire.server.app import create_app
-from quire.server.openapi import ENDPOINTS, openapi_document
+from quire.server.app import ENDPOINTS, create_app
+from quire.server.docs_page import limits_in_words
+from quire.server.openapi import openapi_document
 
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 
@@ -37,13 +39,18 @@ SETTINGS = {
     "suppress_health_check": list(HealthCheck),
 }
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
-CASES = [(endpoint, POSITIVE) for endpoint in ENDPOINTS]
-CASES += [(endpoint, NEGATIVE) for endpoint in ENDPOINTS if endpoint.body]
+DOCUMENT = openapi_document(ENDPOINTS, "1")
+CASES = [
+    pytest.param(path, method, mode, id=f"{method} {path} {mode.value}")
+    for path, operations in DOCUMENT["paths"].items()
+    for method, operation in operations.items()
+    for mode in ([POSITIVE, NEGATIVE] if "requestBody" in operation else [POSITIVE])
+]
 
 
-@pytest.mark.parametrize(("endpoint", "mode"), CASES)
-def test_no_request_breaks_the_server(schema, endpoint, mode):
-    operation = schema[endpoint.path][endpoint.method]
+@pytest.mark.parametrize(("path", "method", "mode"), CASES)
+def test_no_request_breaks_the_server(schema, path, method, mode):
+    operation = schema[path][method.upper()]
 
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(**SETTINGS)
@@ -63,21 +70,74 @@ def test_no_request_breaks_the_server(schema, endpoint, mode):
 
 
 def test_document_names_every_struct_once():
-    document = openapi_document("1")
-    text = json.dumps(document)
+    schemas = DOCUMENT["components"]["schemas"]
     for name in (
         "CompletionRequest",
         "ChatCompletionRequest",
         "ChatCompletion",
+        "ChatCompletionChunk",
         "Completion",
         "ErrorResponse",
     ):
-        assert name in document["components"]["schemas"]
-    references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
-    assert references <= set(document["components"]["schemas"])
-    assert document["components"]["schemas"]["CompletionRequest"]["additionalProperties"] is False
+        assert name in schemas
+    references = {part.split('"')[0] for part in json.dumps(DOCUMENT).split('"#/components/schemas/')[1:]}
+    assert references <= set(schemas)
+    assert schemas["CompletionRequest"]["additionalProperties"] is False
+
+
+def test_document_lists_every_route_and_status():
+    assert set(DOCUMENT["paths"]) == {
+        "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/v1/requests",
+        "/v1/requests/{request_id}", "/health", "/metrics", "/version",
+    }  # fmt: skip
+    generation = DOCUMENT["paths"]["/v1/completions"]["post"]
+    statuses = {"200", "400", "401", "404", "413", "415", "429", "500", "503", "504"}
+    assert set(generation["responses"]) == statuses
+    assert set(generation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert "422" not in json.dumps(DOCUMENT["paths"])
+    assert "security" in generation
+    assert "security" not in DOCUMENT["paths"]["/health"]["get"]
+
+
+async def test_docs_page_needs_no_other_server(http):
+    page = await http.get("/docs")
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    anchors = set(re.findall(r' id="([^"]+)"', page.text))
+    links = set(re.findall(r'(?:href|src)="([^"]+)"', page.text))
+    assert links == {"/openapi.json"} | {f"#{anchor}" for anchor in anchors} & links
+    assert "#CompletionRequest" in links
+
+
+async def test_docs_page_lists_every_field(http):
+    page = (await http.get("/docs")).text
+    for path in DOCUMENT["paths"]:
+        assert f" {path}</h3>" in page
+    for name, schema in DOCUMENT["components"]["schemas"].items():
+        assert f'<h3 id="{name}">' in page
+        for field in schema.get("properties", {}):
+            assert f"<td><code>{field}</code>" in page
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "minimum": 1, "maximum": 128}, "integer, at least 1, at most 128"),
+        ({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}, "number, above 0"),
+        ({"enum": ["a", "b"], "type": "string"}, "'a', 'b'"),
+        ({"const": False, "type": "boolean"}, "False"),
+        ({"type": "null"}, "not supported"),
+        ({"$ref": "#/components/schemas/Health"}, "Health"),
+        (
+            {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 16}]},
+            "string or list of (string), at most 16 items",
+        ),
+    ],
+)
+def test_limits_in_words(schema, words):
+    assert limits_in_words(schema) == words
 
 
 def test_the_front_does_not_import_torch():
-    code = "import quire.server.app, quire.server.http_server, sys; sys.exit('torch' in sys.modules)"
+    code = "import quire.server.app, quire.server.serve, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,13 +13,12 @@ import pytest
 
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, ModelNotFoundError
-from quire.server.listening import bound_socket
-from quire.server.run import serve
+from quire.server.serve import bound_socket, serve
 
 PROGRAM = """
 import sys
 from quire.config import EngineConfig, SchedulerConfig, ServerConfig
-from quire.server.run import serve
+from quire.server.serve import serve
 
 serve(
     EngineConfig(num_threads=1, scheduler=SchedulerConfig(num_kv_blocks=256)),

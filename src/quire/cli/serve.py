@@ -19,6 +19,6 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
       quire serve Qwen/Qwen3-0.6B --port 9000 --cache-size 4
       quire serve ./my-model --api-key "$KEY" --policy priority
     """
-    from quire.server.run import serve as run_server
+    from quire.server.serve import serve as run_server
 
     run_server(engine, server)

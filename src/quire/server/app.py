@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, and how errors become answers."""
+"""The application: its routes, and how errors become answers."""
 
 from __future__ import annotations
 
@@ -6,91 +6,108 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from quire.config import ServerConfig
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, nearest_name
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
-from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, no_such_route, request_id_of
+from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, request_id_of
+from quire.server.docs_page import docs_page
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.middleware import RequestEnvelope
-from quire.server.openapi import ENDPOINTS, openapi_document
+from quire.server.openapi import GENERATION_ERRORS, Endpoint, openapi_document
+from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.requests import get_request, list_requests
-from quire.server.responses import Health, ModelCard, ModelList, Version, encode
+from quire.server.responses import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Health,
+    ModelCard,
+    ModelList,
+    ServedCall,
+    ServedCallList,
+    Version,
+    encode,
+    json_response,
+)
+from quire.server.validation import read_body
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left; nobody reads it
 
 
-def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
+def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     """Return the application that serves `llm`, which must be ready; the caller shuts it down.
 
     The server's state is at `app.state.context` (`ServerContext`).
     """
-    app = FastAPI(title="Quire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.context = context = ServerContext(llm, config)
-    handlers: dict[tuple[str, str], Handler] = {
-        ("POST", "/v1/completions"): create_completion,
-        ("POST", "/v1/chat/completions"): create_chat_completion,
-        ("GET", "/v1/models"): list_models,
-        ("GET", "/v1/models/{model}"): get_model,
-        ("GET", "/v1/requests"): list_requests,
-        ("GET", "/v1/requests/{request_id}"): get_request,
-        ("GET", "/health"): health,
-        ("GET", "/metrics"): metrics,
-        ("GET", "/version"): version,
-    }
-    for endpoint in ENDPOINTS:
-        handler = handlers[endpoint.method, endpoint.path]
-        app.add_api_route(endpoint.route_path, _answering_errors(handler), methods=[endpoint.method])
-    document = encode(openapi_document(context.version))
-
-    async def openapi(request: Request) -> Response:
-        return Response(document, media_type="application/json")
-
-    app.add_api_route("/openapi.json", openapi, methods=["GET"])
-    app.add_exception_handler(HTTPException, _answer_http_exception)
-    app.add_middleware(RequestEnvelope, api_key=config.api_key)
+    context = ServerContext(llm, config)
+    document = openapi_document(ENDPOINTS, context.version)
+    routes = [
+        Route(endpoint.route_path, _answering(endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS
+    ]
+    app = Starlette(
+        routes=[
+            *routes,
+            _constant("/openapi.json", Response(encode(document), media_type="application/json")),
+            _constant("/docs", HTMLResponse(docs_page(document))),
+        ],
+        middleware=[Middleware(RequestEnvelope, api_key=config.api_key)],
+        exception_handlers={HTTPException: _answer_unrouted},
+    )
+    app.router.redirect_slashes = False
+    app.state.context = context
     return app
 
 
-def _answering_errors(handler: Handler) -> Handler:
-    """Return `handler` with everything it raises turned into an OpenAI-shaped answer."""
+def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint's handler, given its body, with everything it raises as an OpenAI-shaped answer."""
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(request)
+            if endpoint.body is None:
+                return await endpoint.handler(request)
+            limit = context_of(request).config.max_body_bytes
+            return await endpoint.handler(
+                request, await read_body(request, endpoint.body, max_body_bytes=limit)
+            )
         except ClientGoneError:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         except Exception as error:  # as_api_error logs what it does not know
             return as_api_error(error, request_id=request_id_of(request)).response()
 
-    answer.__doc__ = handler.__doc__
     return answer
 
 
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
+def _constant(path: str, response: Response) -> Route:
+    async def answer(request: Request) -> Response:
+        return response
+
+    return Route(path, answer, methods=["GET"])
+
+
+async def _answer_unrouted(request: Request, error: Exception) -> Response:
     """Answer what the router refuses: an unknown path, or a method that a path does not have."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        return no_such_route(path, [endpoint.path for endpoint in ENDPOINTS]).response()
+        nearest = nearest_name(path, [*(endpoint.path for endpoint in ENDPOINTS), "/docs", "/openapi.json"])
+        return ApiError(404, f"there is no {path!r}; {nearest}", code="route_not_found").response()
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        message = f"{request.method} is not possible on {path}; use {allowed}"
+        message = f"{request.method} is not allowed on {path}; use {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers=error.headers).response()
     return as_api_error(error).response()
-
-
-def _json(payload: object, status: int = 200) -> Response:
-    return Response(encode(payload), status, media_type="application/json")
 
 
 def _model_card(context: ServerContext) -> ModelCard:
@@ -104,26 +121,26 @@ def _model_card(context: ServerContext) -> ModelCard:
 
 async def list_models(request: Request) -> Response:
     """List the served model."""
-    return _json(ModelList(data=[_model_card(context_of(request))]))
+    return json_response(ModelList(data=[_model_card(context_of(request))]))
 
 
 async def get_model(request: Request) -> Response:
     """Describe the served model."""
     context = context_of(request)
     context.require_model(request.path_params["model"])
-    return _json(_model_card(context))
+    return json_response(_model_card(context))
 
 
 async def health(request: Request) -> Response:
     """Tell whether requests can be served: 200, or 503 with the reason."""
     context = context_of(request)
-    if context.lifecycle.draining:
-        return _json(Health(status="draining", reason="the server is shutting down"), 503)
+    if context.calls.draining:
+        return json_response(Health(status="draining", reason="the server is shutting down"), 503)
     try:
         context.llm.check_health()
     except EngineDeadError as error:
-        return _json(Health(status="unavailable", reason=str(error)), 503)
-    return _json(Health(status="ok"))
+        return json_response(Health(status="unavailable", reason=str(error)), 503)
+    return json_response(Health(status="ok"))
 
 
 async def metrics(request: Request) -> Response:
@@ -142,4 +159,56 @@ async def metrics(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """Return Quire's version."""
-    return _json(Version(version=context_of(request).version))
+    return json_response(Version(version=context_of(request).version))
+
+
+_NO_ENGINE = {503: "The engine is not available."}
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/completions",
+        handler=create_completion,
+        body=CompletionRequest,
+        answer=Completion,
+        event=Completion,
+        errors=GENERATION_ERRORS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=create_chat_completion,
+        body=ChatCompletionRequest,
+        answer=ChatCompletion,
+        event=ChatCompletionChunk,
+        errors=GENERATION_ERRORS,
+    ),
+    Endpoint(method="GET", path="/v1/models", handler=list_models, answer=ModelList),
+    Endpoint(
+        method="GET",
+        path="/v1/models/{model}",
+        handler=get_model,
+        answer=ModelCard,
+        errors={404: "The model is not served here."},
+    ),
+    Endpoint(
+        method="GET", path="/v1/requests", handler=list_requests, answer=ServedCallList, errors=_NO_ENGINE
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/requests/{request_id}",
+        handler=get_request,
+        answer=ServedCall,
+        errors={404: "No such request is being served.", **_NO_ENGINE},
+    ),
+    Endpoint(
+        method="GET",
+        path="/health",
+        handler=health,
+        answer=Health,
+        errors={503: "The engine is not available, or the server is shutting down."},
+        error_answer=Health,
+    ),
+    Endpoint(method="GET", path="/metrics", handler=metrics, answer=None),
+    Endpoint(method="GET", path="/version", handler=version, answer=Version),
+)

@@ -1,4 +1,4 @@
-"""What every handler needs: the engine, the configuration, and who the server says it is."""
+"""What every handler needs: the engine, the configuration, and the identity of the server."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from quire.config import ServerConfig
-from quire.errors import InvalidRequestError, nearest_name
+from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError
-from quire.server.lifecycle import Lifecycle
+from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 ENGINE_TIMEOUT = 2.0
-"""Seconds to wait for what the engine says of itself: a look must not hang on one that does not answer."""
+"""Seconds to wait for the engine's statistics and explanations, so that no query hangs when it is stuck."""
 
 
 class ServerContext:
@@ -38,7 +38,7 @@ class ServerContext:
         self.version = importlib.metadata.version("quire")
         self.started_at = int(time.time())
         self.metrics = Metrics()
-        self.lifecycle = Lifecycle()
+        self.calls = LiveCalls()
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
         self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
 
@@ -73,8 +73,3 @@ def request_id_of(request: Request) -> str:
     """Return the request's X-Request-Id, the client's or a fresh one."""
     request_id: str = request.scope["state"]["request_id"]
     return request_id
-
-
-def no_such_route(path: str, paths: list[str]) -> ApiError:
-    """Return the 404 for a path that is none of `paths`."""
-    return ApiError(404, f"there is no {path!r}; {nearest_name(path, paths)}", code="route_not_found")

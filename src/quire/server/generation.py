@@ -11,9 +11,9 @@ from quire.engine.messages import ErrorInfo
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
-from quire.server.lifecycle import Lifecycle
+from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics, RequestTimer
-from quire.server.responses import EndReason, PromptTokensDetails, Usage
+from quire.server.responses import EndReason, PromptTokensDetails, TokenUsage
 from quire.status import FinishReason
 
 OutputStream = AsyncGenerator[RequestOutput, None]
@@ -25,7 +25,7 @@ async def generate(
     call_id: str,
     request_ids: Sequence[str],
     num_sequences: int,
-    lifecycle: Lifecycle,
+    calls: LiveCalls,
     metrics: Metrics,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield `(prompt index, cumulative output)` until every prompt's request has finished.
@@ -38,14 +38,14 @@ async def generate(
         call_id: id of the answer.
         request_ids: the engine's, one for each prompt.
         num_sequences: completions of each prompt.
-        lifecycle, metrics: of the server.
+        calls, metrics: of the server.
 
     Raises:
         ApiError: 503 while draining or when the engine aborted a request; 500 when a request failed.
         QuireError: what the engine refused the request with, or ended it with.
     """
     unfinished = set(range(len(streams)))
-    with lifecycle.live(call_id, request_ids), contextlib.ExitStack() as stack:
+    with calls.serving(call_id, request_ids), contextlib.ExitStack() as stack:
         timers = [stack.enter_context(RequestTimer(metrics, num_sequences)) for _ in streams]
         async with contextlib.aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
@@ -177,13 +177,13 @@ def end_reason(completion: CompletionOutput) -> EndReason | None:
             return "stop"
 
 
-def usage_of(outputs: Sequence[RequestOutput], *, count_completion: bool = True) -> Usage:
+def usage_of(outputs: Sequence[RequestOutput], *, count_completion: bool = True) -> TokenUsage:
     """Return the tokens of all outputs; each prompt counts once, whatever its number of sequences."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     completion_tokens = generated if count_completion else 0
     cached = sum(output.num_cached_tokens for output in outputs)
-    return Usage(
+    return TokenUsage(
         prompt_tokens=prompt,
         completion_tokens=completion_tokens,
         total_tokens=prompt + completion_tokens,

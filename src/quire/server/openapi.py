@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
 
 from quire.server import responses
-from quire.server.protocol import ChatCompletionRequest, CompletionRequest
+from quire.server.middleware import OPEN_PATHS
 
 _REF = "#/components/schemas/{}"
 _JSON = "application/json"
 _PARAMETER = re.compile(r"\{(\w+)\}")
-_GENERATION_ERRORS = {
-    400: "The request can never be served as written.",
+GENERATION_ERRORS = {
+    400: "The request is invalid; `param` is the field at fault.",
     404: "The model is not served here.",
-    413: "The body is too large.",
+    413: "The body is larger than the server's max_body_bytes.",
     415: "The body is not JSON.",
     429: "The queue is full; see Retry-After.",
-    500: "The request failed.",
+    500: "The request failed in the engine.",
     503: "The engine is not available, or the server is shutting down.",
-    504: "The request's time was up.",
+    504: "The request timed out.",
 }
 
 
@@ -35,7 +37,7 @@ class Endpoint:
 
     method: str
     path: str
-    summary: str
+    handler: Callable[..., Awaitable[Response]]  # of the request, and of its body if it takes one
     answer: type[msgspec.Struct] | None  # None: not JSON
     body: type[BaseModel] | None = None
     event: type[msgspec.Struct] | None = None
@@ -43,89 +45,40 @@ class Endpoint:
     error_answer: type[msgspec.Struct] = responses.ErrorResponse
 
     @property
+    def summary(self) -> str:
+        """What it does, in a sentence."""
+        return (self.handler.__doc__ or "").partition("\n")[0]
+
+    @property
     def route_path(self) -> str:
         """The path as the router wants it; the names of models and requests may contain slashes."""
         return _PARAMETER.sub(r"{\1:path}", self.path)
 
 
-ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/v1/completions",
-        summary="Continue one or several prompts.",
-        body=CompletionRequest,
-        answer=responses.Completion,
-        event=responses.Completion,
-        errors=_GENERATION_ERRORS,
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/chat/completions",
-        summary="Answer a conversation.",
-        body=ChatCompletionRequest,
-        answer=responses.ChatCompletion,
-        event=responses.ChatCompletionChunk,
-        errors=_GENERATION_ERRORS,
-    ),
-    Endpoint(method="GET", path="/v1/models", summary="List the served model.", answer=responses.ModelList),
-    Endpoint(
-        method="GET",
-        path="/v1/models/{model}",
-        summary="Describe the served model.",
-        answer=responses.ModelCard,
-        errors={404: "The model is not served here."},
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/requests",
-        summary="List the requests that are being served, with what each does or waits for.",
-        answer=responses.RequestList,
-        errors={503: "The engine is not available."},
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/requests/{request_id}",
-        summary="Tell what a request does or waits for.",
-        answer=responses.RequestState,
-        errors={404: "No such request is being served.", 503: "The engine is not available."},
-    ),
-    Endpoint(
-        method="GET",
-        path="/health",
-        summary="Tell whether requests can be served.",
-        answer=responses.Health,
-        errors={503: "The engine is not available, or the server is shutting down."},
-        error_answer=responses.Health,
-    ),
-    Endpoint(method="GET", path="/metrics", summary="Metrics in the Prometheus text format.", answer=None),
-    Endpoint(method="GET", path="/version", summary="Quire's version.", answer=responses.Version),
-)
-
-
-def openapi_document(version: str) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of the server."""
+def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of a server that has these routes."""
     paths: dict[str, Any] = {}
-    for endpoint in ENDPOINTS:
+    for endpoint in endpoints:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": version},
         "paths": paths,
         "components": {
-            "schemas": _schemas(),
+            "schemas": _schemas(endpoints),
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
-def _schemas() -> dict[str, Any]:
-    bodies = [endpoint.body for endpoint in ENDPOINTS if endpoint.body]
+def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    bodies = [endpoint.body for endpoint in endpoints if endpoint.body]
     _, definitions = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=_REF.format("{model}")
     )
     structs = [
         struct
-        for endpoint in ENDPOINTS
+        for endpoint in endpoints
         for struct in (endpoint.answer, endpoint.event, endpoint.error_answer)
         if struct is not None
     ]
@@ -148,7 +101,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     for status, meaning in endpoint.errors.items():
         answers[str(status)] = {"description": meaning, "content": _content(endpoint.error_answer)}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": answers}
-    if endpoint.path not in ("/health", "/metrics"):
+    if endpoint.path not in OPEN_PATHS:
         operation["security"] = [{}, {"bearer": []}]
         answers["401"] = {
             "description": "The API key is missing or wrong.",

@@ -6,6 +6,7 @@ with the type `Unsupported`, so that they are refused by name; any other name is
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -143,6 +144,19 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
         if not self.stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
         return bool(self.stream_options.include_usage)
+
+    @property
+    def only_scores_prompt(self) -> bool:
+        """Whether the prompt is to be echoed with nothing after it."""
+        return False
+
+    @abc.abstractmethod
+    def sampling_params(self) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            InvalidRequestError: a value out of range, or two that contradict each other.
+        """
 
     def request_options(self) -> dict[str, Any]:
         """Return the fields of `RequestOptions` that were given."""

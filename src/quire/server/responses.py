@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from starlette.responses import Response
 
 encode = msgspec.json.Encoder().encode
 
@@ -13,13 +14,13 @@ EndReason = Literal["stop", "length"]
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    """Of the prompt's tokens, those whose KV came out of the prefix cache."""
+    """Of the prompt's tokens, those whose KV came from the prefix cache."""
 
     cached_tokens: int
 
 
-class Usage(Struct, frozen=True, kw_only=True):
-    """Tokens of one call, over all its prompts and choices."""
+class TokenUsage(Struct, frozen=True, kw_only=True):
+    """Number of tokens of one call, over all its prompts and choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -58,7 +59,7 @@ class Completion(Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -70,7 +71,7 @@ class TopLogprob(Struct, kw_only=True):
 
 
 class TokenLogprob(TopLogprob, kw_only=True):
-    """The token that came, and the likeliest ones at its place."""
+    """The token that came, and the likeliest ones at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -108,7 +109,7 @@ class ChatCompletion(Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
 
 
 class ChatDelta(Struct, kw_only=True):
@@ -136,7 +137,7 @@ class ChatCompletionChunk(Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
 
 
 class ModelCard(Struct, kw_only=True):
@@ -156,19 +157,19 @@ class ModelList(Struct, kw_only=True):
     data: list[ModelCard]
 
 
-class RequestState(Struct, kw_only=True):
-    """A call that is being served: what each of its completions that has not ended does or waits for."""
+class ServedCall(Struct, kw_only=True):
+    """A call that is being served: what each of its unfinished completions does or waits for."""
 
     id: str
     object: Literal["request"] = "request"
     state: list[str]
 
 
-class RequestList(Struct, kw_only=True):
-    """Answer of /v1/requests, the oldest first; `has_more` tells that not all of them fit into the list."""
+class ServedCallList(Struct, kw_only=True):
+    """Answer of /v1/requests, the oldest first; `has_more` says whether the list was cut off."""
 
     object: Literal["list"] = "list"
-    data: list[RequestState]
+    data: list[ServedCall]
     has_more: bool
 
 
@@ -198,6 +199,11 @@ class ErrorResponse(Struct, kw_only=True):
     """Body of every response that is not a success."""
 
     error: ErrorDetail
+
+
+def json_response(payload: Struct, status: int = 200) -> Response:
+    """Return the response whose body is `payload`."""
+    return Response(encode(payload), status, media_type="application/json")
 
 
 def sse_event(payload: Any) -> bytes:

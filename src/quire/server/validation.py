@@ -14,13 +14,13 @@ from quire.errors import InvalidRequestError
 from quire.server import protocol, strict_model
 from quire.server.errors import ApiError, ClientGoneError
 
-M = TypeVar("M", bound=BaseModel)
+BodyT = TypeVar("BodyT", bound=BaseModel)
 
 _SUBJECT = re.compile(r"^\w+(?= should)")  # pydantic begins with "Input should", "List should"
-_LONGEST_SHOWN_VALUE = 80  # characters
+_MAX_SHOWN_VALUE = 80  # characters
 
 
-async def read_model(request: Request, model: type[M], *, max_body_bytes: int) -> M:
+async def read_body(request: Request, model: type[BodyT], *, max_body_bytes: int) -> BodyT:
     """Return the request's JSON body as `model`.
 
     Raises:
@@ -29,7 +29,7 @@ async def read_model(request: Request, model: type[M], *, max_body_bytes: int) -
         ClientGoneError: the connection closed before the body was complete.
     """
     _require_json(request)
-    body = await _read_body(request, max_body_bytes)
+    body = await _bounded_body(request, max_body_bytes)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -51,7 +51,7 @@ def _require_json(request: Request) -> None:
         raise ApiError(415, f"the charset is {charset!r}; it must be utf-8")
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
+async def _bounded_body(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _body_too_large(int(declared), limit)
@@ -121,4 +121,4 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | dict) and len(value) > 10:
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} items"
     text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= _LONGEST_SHOWN_VALUE else text[:_LONGEST_SHOWN_VALUE] + "…"
+    return text if len(text) <= _MAX_SHOWN_VALUE else text[:_MAX_SHOWN_VALUE] + "…"

@@ -1,4 +1,4 @@
-"""Whether the server takes requests, and which ones are in the engine: what a graceful stop needs."""
+"""The calls that are being served, and whether new ones are accepted: what a graceful stop needs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from quire.server.errors import UNAVAILABLE, ApiError
 
 
-class Lifecycle:
-    """Takes requests until `begin_drain`; knows the calls that run, and their requests in the engine."""
+class LiveCalls:
+    """The calls being served, with their requests in the engine; none is added after `begin_drain`."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -20,22 +20,22 @@ class Lifecycle:
         self._idle.set()
 
     @property
-    def live_request_ids(self) -> list[str]:
-        """Engine ids of the requests that run now."""
-        return list(itertools.chain.from_iterable(self._live.values()))
-
-    @property
-    def live_calls(self) -> Mapping[str, tuple[str, ...]]:
-        """Engine ids of each call that runs now, by the id that its answer carries; the oldest first."""
+    def by_id(self) -> Mapping[str, tuple[str, ...]]:
+        """Engine ids of each call being served, by the id that its answer carries; the oldest first."""
         return self._live
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Engine ids of all requests that are being served."""
+        return list(itertools.chain.from_iterable(self._live.values()))
+
     def begin_drain(self) -> None:
-        """Refuse generation from now on; what runs goes on."""
+        """Refuse new calls from now on; those that are being served go on."""
         self.draining = True
 
     @contextlib.contextmanager
-    def live(self, call_id: str, request_ids: Iterable[str]) -> Iterator[None]:
-        """Count a call, with its requests in the engine, as running for the duration of the context.
+    def serving(self, call_id: str, request_ids: Iterable[str]) -> Iterator[None]:
+        """Count a call, with its requests in the engine, as being served for the duration of the context.
 
         Raises:
             ApiError: 503, while draining.
@@ -43,7 +43,7 @@ class Lifecycle:
         if self.draining:
             raise ApiError(
                 503,
-                "the server is shutting down; it takes no new requests",
+                "the server is shutting down and accepts no new requests",
                 kind=UNAVAILABLE,
                 code="draining",
             )
@@ -60,5 +60,5 @@ class Lifecycle:
                 self._idle.set()
 
     async def wait_idle(self) -> None:
-        """Return when no request runs."""
+        """Return when no call is being served."""
         await self._idle.wait()
