@@ -117,7 +117,7 @@ class HeadTask {
     pack_keys<Path, T>(tile, ahead, visit.first_key, visit.end_key, head_dim, keys_);
     pack_values<Path, T>(tile, ahead, visit.first_key, visit.end_key, head_dim, values_);
     for (int64_t row = first_row; row < end_row; row += kChunkRows) {
-      const int count = static_cast<int>(smaller(kChunkRows, end_row - row));
+      const int count = static_cast<int>(min(kChunkRows, end_row - row));
       score<Path>(count, query_ + row * head_dim, head_dim, keys_, scores_, ahead);
       take_scores(visit, tile, row, count, PackedValues<Path>{values_, head_dim}, state, ahead);
     }
@@ -209,7 +209,7 @@ class HeadTask {
     f32x16 sums[kTileVectors] = {};
     const int64_t end_row = rows_.end_row(visit);
     for (int64_t row = rows_.first_row(visit); row < end_row; row += kChunkRows) {
-      const int count = static_cast<int>(smaller(kChunkRows, end_row - row));
+      const int count = static_cast<int>(min(kChunkRows, end_row - row));
       score<Path>(count, query_ + row * rows_.head_dim, rows_.head_dim, keys_, scores_, nothing);
       for (int i = 0; i < count; ++i) {
         int first, last;

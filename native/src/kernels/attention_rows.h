@@ -39,7 +39,7 @@ struct HeadRows {
     const int64_t position = token_of(row).position - static_cast<int64_t>(visit.tile) * kTileTokens;
     const int64_t oldest = plan.window == 0 ? 0 : position - plan.window + 1;
     *first = oldest > 0 ? static_cast<int>(oldest) : 0;
-    *last = static_cast<int>(smaller(position, kTileTokens - 1));
+    *last = static_cast<int>(min(position, kTileTokens - 1));
   }
 
   // Puts the queries in `to`, [count, head_dim], as the numbers that products are computed in.
@@ -66,7 +66,7 @@ struct HeadRows {
     for (int key = visit.first_key; key < visit.end_key;) {
       const int64_t entry = table[(start + key) / plan.block_size];
       const int64_t offset = (start + key) % plan.block_size;
-      const int count = static_cast<int>(smaller(plan.block_size - offset, visit.end_key - key));
+      const int count = static_cast<int>(min(plan.block_size - offset, visit.end_key - key));
       locate_piece<T>(kv.keys, of_head, entry, offset, count, tile.rows[0] + key, tile.key_scales + key);
       locate_piece<T>(kv.values, of_head, entry, offset, count, tile.rows[1] + key, tile.value_scales + key);
       key += count;

@@ -94,10 +94,10 @@ void multiply_float(const LinearCall& call, ThreadPool& pool) {
     const int64_t panel = task / split.num_row_tasks;
     const int64_t first_row = task % split.num_row_tasks * split.rows_per_task;
     const int64_t column = panel * kPanelColumns;
-    const int64_t count = smaller(weight.out_features - column, kPanelColumns);
+    const int64_t count = min(weight.out_features - column, kPanelColumns);
     f32x16 bias[2];
     load_bias(call.bias, column, count, bias);
-    multiply_panel<Format>(rows, row_stride, first_row, smaller(first_row + split.rows_per_task, call.num_rows), num_steps,
+    multiply_panel<Format>(rows, row_stride, first_row, min(first_row + split.rows_per_task, call.num_rows), num_steps,
                            weight.panels + panel * weight.panel_bytes(), weight.panel_bytes(),
                            [&](int64_t row, f32x16(&sums)[2]) {
                              f32x16 values[2] = {sums[0] + bias[0], sums[1] + bias[1]};
@@ -120,7 +120,7 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
     const int64_t panel = task / split.num_row_tasks;
     const int64_t first_row = task % split.num_row_tasks * split.rows_per_task;
     const int64_t column = panel * kPanelColumns;
-    const int64_t count = smaller(weight.out_features - column, kPanelColumns);
+    const int64_t count = min(weight.out_features - column, kPanelColumns);
     const char* data = weight.panels + panel * weight.panel_bytes();
     const char* tail = data + num_steps * Int8Format::kStepBytes;
     f32x16 bias[2], column_scale[2];
@@ -128,8 +128,8 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
     load_bias(call.bias, column, count, bias);
     std::memcpy(column_scale, tail, sizeof column_scale);
     std::memcpy(column_sum, tail + kPanelColumns * 4, sizeof column_sum);
-    multiply_panel<Int8Format>(rows, row_stride, first_row, smaller(first_row + split.rows_per_task, call.num_rows), num_steps,
-                               data, weight.panel_bytes(), [&](int64_t row, i32x16(&sums)[2]) {
+    multiply_panel<Int8Format>(rows, row_stride, first_row, min(first_row + split.rows_per_task, call.num_rows), num_steps, data,
+                               weight.panel_bytes(), [&](int64_t row, i32x16(&sums)[2]) {
                                  f32x16 values[2];
                                  for (int half = 0; half < 2; ++half) {
                                    const f32x16 exact = __builtin_convertvector(sums[half] - column_sum[half] * 128, f32x16);

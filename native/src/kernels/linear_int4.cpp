@@ -124,9 +124,9 @@ void multiply_int4(const LinearCall& call, ThreadPool& pool) {
   parallel_for(pool, weight.num_panels() * split.num_row_tasks, [&](int64_t task, int) {
     const int64_t panel = task / split.num_row_tasks;
     const int64_t first_row = task % split.num_row_tasks * split.rows_per_task;
-    const int64_t last_row = smaller(first_row + split.rows_per_task, call.num_rows);
+    const int64_t last_row = min(first_row + split.rows_per_task, call.num_rows);
     const int64_t column = panel * kPanelColumns;
-    const int64_t count = smaller(weight.out_features - column, kPanelColumns);
+    const int64_t count = min(weight.out_features - column, kPanelColumns);
     f32x16 bias[2];
     load_bias(call.bias, column, count, bias);
     for_each_tile(first_row, last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {

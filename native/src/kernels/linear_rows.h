@@ -30,7 +30,7 @@ float quantize_inputs(const T* row, int64_t num_inputs, uint8_t* to, int64_t pad
     const f32x16 values = load_inputs(row, input, num_inputs);
     const i32x16 rounded = bits_as<i32x16>(values * inverse + kRound) - bits_as<i32x16>(splat(kRound));
     const i8x16 bytes = low_bytes(rounded + 128);
-    std::memcpy(to + input, &bytes, smaller(padded - input, kLanes));
+    std::memcpy(to + input, &bytes, min(padded - input, kLanes));
   }
   return scale;
 }
@@ -50,7 +50,7 @@ void convert_row(const LinearCall& call, int64_t row, T* to, int64_t padded) {
   const int64_t place = row * call.row_stride, count = call.weight->in_features;
   const auto convert = [&](auto* from) {
     for (int64_t input = 0; input < padded; input += kLanes) {
-      store_some(to + input, load_inputs(from, input, count), static_cast<int>(smaller(padded - input, kLanes)));
+      store_some(to + input, load_inputs(from, input, count), static_cast<int>(min(padded - input, kLanes)));
     }
   };
   switch (call.row_type) {
@@ -67,7 +67,7 @@ QUIRE_INLINE void store_columns(T* to, f32x16 (&values)[2], int64_t count) {
     store(to + kLanes, values[1]);
     return;
   }
-  store_some(to, values[0], static_cast<int>(smaller(count, kLanes)));
+  store_some(to, values[0], static_cast<int>(min(count, kLanes)));
   if (count > kLanes) store_some(to + kLanes, values[1], static_cast<int>(count - kLanes));
 }
 

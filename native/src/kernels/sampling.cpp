@@ -35,9 +35,9 @@ QUIRE_INLINE f32x16 load_logits(const float* from, int64_t left) {
 template <class Visit>
 void for_each_piece(const LogitRows& rows, ThreadPool& pool, const Visit& visit) {
   const int64_t num_pieces = rows.num_pieces();
-  for_each_row(pool, rows.num_rows * num_pieces, smaller(rows.vocab_size, kPieceTokens), [&](int64_t index) {
+  for_each_row(pool, rows.num_rows * num_pieces, min(rows.vocab_size, kPieceTokens), [&](int64_t index) {
     const int64_t piece = index % num_pieces;
-    visit(index / num_pieces, piece, piece * kPieceTokens, smaller((piece + 1) * kPieceTokens, rows.vocab_size));
+    visit(index / num_pieces, piece, piece * kPieceTokens, min((piece + 1) * kPieceTokens, rows.vocab_size));
   });
 }
 
@@ -70,7 +70,7 @@ Token largest_of_piece(const float* row, int64_t begin, int64_t end) {
   int64_t best_block = begin;
   bool has_nan = false;
   for (int64_t block = begin; block < end && !has_nan; block += kBlockTokens) {
-    const float largest = largest_of(row + block, smaller(end - block, kBlockTokens), has_nan);
+    const float largest = largest_of(row + block, min(end - block, kBlockTokens), has_nan);
     if (largest > best || has_nan) {
       best = largest;
       best_block = block;
@@ -88,7 +88,7 @@ Token largest_of_piece(const float* row, int64_t begin, int64_t end) {
 int64_t take_tokens(const float* row, int64_t begin, int64_t end, float threshold, Token* tokens, int64_t count) {
   for (int64_t column = begin; column < end; column += kLanes) {
     if (!any_of_lanes(load_logits(row + column, end - column) >= threshold)) continue;
-    for (int64_t id = column; id < smaller(column + kLanes, end); ++id) {
+    for (int64_t id = column; id < min(column + kLanes, end); ++id) {
       if (!(row[id] >= threshold)) continue;
       if (count == kMostHeadTokens) return count + 1;
       tokens[count++] = {row[id], static_cast<int32_t>(id)};
@@ -203,11 +203,10 @@ void likeliest(const LikeliestCall& call, ThreadPool& pool) {
     parallel_for(pool, rows.num_rows * tasks_per_row, [&](int64_t task, int) {
       const int64_t row = task / tasks_per_row;
       const int64_t first = task % tasks_per_row * groups_per_task;
-      for (int64_t group = first; group < smaller(first + groups_per_task, num_groups); ++group) {
+      for (int64_t group = first; group < min(first + groups_per_task, num_groups); ++group) {
         bool has_nan;
         const int64_t begin = group * group_size;
-        maxima[row * num_groups + group] =
-            largest_of(rows.row(row) + begin, smaller(group_size, rows.vocab_size - begin), has_nan);
+        maxima[row * num_groups + group] = largest_of(rows.row(row) + begin, min(group_size, rows.vocab_size - begin), has_nan);
       }
     });
   }
@@ -225,7 +224,7 @@ void likeliest(const LikeliestCall& call, ThreadPool& pool) {
     for (int64_t group = 0; group < num_groups && count <= kMostHeadTokens; ++group) {
       if (has_threshold && of_row[group] < threshold) continue;
       const int64_t begin = group * group_size;
-      count = take_tokens(rows.row(row), begin, smaller(begin + group_size, rows.vocab_size), threshold, tokens, count);
+      count = take_tokens(rows.row(row), begin, min(begin + group_size, rows.vocab_size), threshold, tokens, count);
     }
     const bool is_crowded = count > kMostHeadTokens;
     if (is_crowded) count = 0;
@@ -255,7 +254,7 @@ void ranks(const RanksCall& call, ThreadPool& pool) {
   for_each_piece(rows, pool, [&](int64_t row, int64_t piece, int64_t begin, int64_t end) {
     const float* logits = rows.row(row);
     const int64_t id = call.token_ids[row];
-    const int64_t middle = id < begin ? begin : smaller(id, end);
+    const int64_t middle = id < begin ? begin : min(id, end);
     pieces[row * rows.num_pieces() + piece] = count_above<true>(logits + begin, middle - begin, logits[id]) +
                                               count_above<false>(logits + middle, end - middle, logits[id]);
   });
