@@ -85,6 +85,12 @@ def test_document_names_every_struct_once():
     assert schemas["CompletionRequest"]["additionalProperties"] is False
 
 
+def test_document_has_the_limits_of_the_engine():
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        number, _ = DOCUMENT["components"]["schemas"][name]["properties"]["n"]["anyOf"]
+        assert number == {"type": "integer", "minimum": 1, "maximum": 128}
+
+
 def test_document_lists_every_route_and_status():
     assert set(DOCUMENT["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/v1/requests",

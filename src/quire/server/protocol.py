@@ -70,7 +70,7 @@ def _one_of(form: str, list_form: str, meaning: str) -> Discriminator:
 
 
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
-Prompt = Annotated[
+PromptForms = Annotated[
     Annotated[str, Tag("=text")]
     | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("=texts")]
     | Annotated[TokenIds, Tag("=tokens")]
@@ -214,7 +214,7 @@ _SHARED_SAMPLING_FIELDS = tuple(
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Prompt = Field(description="Text or token ids to continue, one or several.")
+    prompt: PromptForms = Field(description="Text or token ids to continue, one or several.")
     max_tokens: NonNegativeInt | None = Field(
         None,
         description="Maximum number of output tokens; 0 only with echo. "
