@@ -7,20 +7,20 @@ import threading
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.recording.compilations import Compiled, RecordedCompilations, ReplayedCompilations
-from quire.recording.recorded_context import Answer, ReplayTape
+from quire.recording.compilations import CompilationPlayer, CompilationRecorder, Compiled
+from quire.recording.recorded_context import Answer, ContextPlayer
 
 PATIENCE = 10.0
 
 
 @pytest.fixture
 def compilations():
-    compilations = RecordedCompilations()
+    compilations = CompilationRecorder()
     yield compilations
     compilations.shutdown()
 
 
-def deliver_all(compilations: RecordedCompilations, count: int) -> list[Compiled]:
+def deliver_all(compilations: CompilationRecorder, count: int) -> list[Compiled]:
     """Deliver until `count` outcomes have come."""
     outcomes: list[Compiled] = []
     while len(outcomes) < count:
@@ -61,8 +61,8 @@ def test_what_is_cancelled_is_not_delivered(compilations):
 
 
 def test_a_replay_delivers_the_same_without_compiling():
-    tape = ReplayTape()
-    compilations = ReplayedCompilations(tape)
+    player = ContextPlayer()
+    compilations = CompilationPlayer(player)
     futures = [compilations.submit(pytest.fail, "compiled in a replay") for _ in range(4)]
     futures[3].cancel()
     outcomes = [Compiled(1, "InvalidRequestError", "bad"), Compiled(0), Compiled(2, "OSError", "lost")]
@@ -72,7 +72,7 @@ def test_a_replay_delivers_the_same_without_compiling():
         futures[1].result()
     error = futures[2].exception()
     assert (type(error).__name__, str(error)) == ("OSError", "lost")
-    tape.insert([Answer("grammar.accept", "", True), Answer("grammar.accept", "", refusal="too deep")])
+    player.insert([Answer("grammar.accept", "", True), Answer("grammar.accept", "", refusal="too deep")])
     grammar = futures[0].result().copy()
     assert grammar.accept([1]) is True
     with pytest.raises(InvalidRequestError, match="too deep"):

@@ -12,6 +12,7 @@ from recorded_runs import random_context, run
 from small_scheduler import SmallScheduler
 
 from quire.config import SchedulerConfig
+from quire.recording import calls
 from quire.recording import file_format as recording
 from quire.recording.file_format import Recording
 from quire.recording.perfetto import REQUESTS, SLOTS, STEPS, write_trace
@@ -42,9 +43,9 @@ def traced(request, tmp_path_factory):
 
 def plans_of(frames):
     return [
-        recording.decode(frame.result, recording.StepResult)
+        recording.decode(frame.result, calls.StepResult)
         for frame in frames
-        if isinstance(frame.call, recording.Schedule)
+        if isinstance(frame.call, calls.ScheduleCall)
     ]
 
 
@@ -104,7 +105,7 @@ def test_every_accepted_request_is_there_once(traced):
     accepted = [
         frame.call.request.request_id
         for frame in frames
-        if isinstance(frame.call, recording.AddRequest) and not frame.error
+        if isinstance(frame.call, calls.AddRequestCall) and not frame.error
     ]
     begun = [event["id"] for event in events if event["ph"] == "b" and event["id"] == event["name"]]
     assert begun == accepted
@@ -118,9 +119,9 @@ def test_tokens_add_up(traced):
     )
     per_step = [event["args"]["tokens"] for event in events if event["name"] == "tokens per step"]
     assert sum(per_step) == planned
-    cut = [frame for frame in frames if isinstance(frame.call, recording.UpdateDraftsInOutput)]
+    cut = [frame for frame in frames if isinstance(frame.call, calls.UpdateDraftsInOutputCall)]
     for frame in cut:
-        after = recording.decode(frame.result, recording.StepResult).plan
+        after = recording.decode(frame.result, calls.StepResult).plan
         before = next(result.plan for result in plans_of(frames) if result.plan.step == after.step)
         planned -= before.total_num_scheduled_tokens - after.total_num_scheduled_tokens
     assert per_slot == planned

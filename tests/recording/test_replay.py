@@ -19,6 +19,7 @@ from small_scheduler import SmallScheduler
 
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
+from quire.recording import calls
 from quire.recording import file_format as recording
 from quire.recording.file_format import Recording, RecordingError
 from quire.recording.recorder import RecordingScheduler
@@ -151,7 +152,7 @@ def test_the_difference_is_located(recorded, tmp_path):
     changed_call = None
     for number, frame in enumerate(source):
         call = frame.call
-        if changed_call is None and isinstance(call, recording.FinishRequests) and frame.result != b"\x90":
+        if changed_call is None and isinstance(call, calls.FinishRequestsCall) and frame.result != b"\x90":
             call.request_ids = []
             changed_call = number
         fields = [getattr(frame, name) for name in frame.__struct_fields__]
@@ -179,8 +180,8 @@ def test_what_a_killed_engine_has_done_is_in_the_file(tmp_path):
     scheduler.add_request(Request("one", [1, 2, 3], SamplingParams(max_tokens=4)))
     scheduler.schedule()
     assert [type(frame.call) for frame in Recording(tmp_path / "run")] == [
-        recording.AddRequest,
-        recording.Schedule,
+        calls.AddRequestCall,
+        calls.ScheduleCall,
     ]
 
 
@@ -267,14 +268,14 @@ def test_a_call_is_recorded_as_it_was_made(tmp_path):
 
 def test_every_field_of_a_request_is_recorded():
     parameters = set(inspect.signature(Request).parameters)
-    assert set(recording.RecordedRequest.__struct_fields__) == parameters | {"output_token_ids"}
+    assert set(calls.RecordedRequest.__struct_fields__) == parameters | {"output_token_ids"}
 
 
 def test_a_plan_survives_the_file():
     scheduler = SmallScheduler(CONFIG, num_blocks=8, max_model_len=32, context=SchedulerContext())
     scheduler.add_request(Request("one", [1, 2, 3, 4, 5], SamplingParams(max_tokens=1, seed=3)))
-    result = recording.StepResult.of(scheduler, scheduler.schedule())
-    decoded = recording.decode(recording.encode(result), recording.StepResult)
+    result = calls.StepResult.of(scheduler, scheduler.schedule())
+    decoded = recording.decode(recording.encode(result), calls.StepResult)
     assert decoded.plan.num_tokens.tolist() == [5]
     assert decoded.plan.num_tokens.dtype == np.int32
     assert decoded.plan.draft_token_ids.shape == (1, 0)

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.grammar.compilation import NUM_COMPILERS
-from quire.recording.recorded_context import ReplayTape, silent_grammar
+from quire.recording.recorded_context import ContextPlayer, replayed_grammar
 
 
 class Compiled(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -23,7 +23,7 @@ class Compiled(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str = ""
 
 
-class RecordedCompilations(Executor):
+class CompilationRecorder(Executor):
     """Runs compilations in threads of its own; their futures stay pending until `deliver`."""
 
     def __init__(self) -> None:
@@ -61,15 +61,15 @@ class RecordedCompilations(Executor):
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
 
-class ReplayedCompilations(Executor):
+class CompilationPlayer(Executor):
     """Compiles nothing: hands over what was recorded.
 
     Args:
-        tape: answers for the grammars.
+        context_player: answers for the grammars.
     """
 
-    def __init__(self, tape: ReplayTape) -> None:
-        self._tape = tape
+    def __init__(self, context_player: ContextPlayer) -> None:
+        self._context_player = context_player
         self._numbers = itertools.count()
         self._futures: dict[int, Future[Any]] = {}
 
@@ -89,7 +89,7 @@ class ReplayedCompilations(Executor):
             if outcome.error_type:
                 future.set_exception(_error(outcome))
             else:
-                future.set_result(silent_grammar(self._tape))
+                future.set_result(replayed_grammar(self._context_player))
 
 
 def _error(outcome: Compiled) -> Exception:

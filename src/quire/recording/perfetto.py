@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.recording import file_format
-from quire.recording.file_format import Frame, Recording, StepResult
+from quire.recording import calls, file_format
+from quire.recording.calls import StepResult
+from quire.recording.file_format import Frame, Recording
 from quire.step import SchedulerOutput
 
 Event = dict[str, Any]
@@ -108,18 +109,18 @@ class _Tracer:
         match call:
             case _ if frame.error:
                 pass
-            case file_format.AddRequest():
+            case calls.AddRequestCall():
                 self._begin_request(call.request, start)
-            case file_format.Schedule():
+            case calls.ScheduleCall():
                 self._trace_plan(file_format.decode(frame.result, StepResult), start)
-            case file_format.UpdateDraftsInOutput():
+            case calls.UpdateDraftsInOutputCall():
                 result = file_format.decode(frame.result, StepResult)
                 self._plans[result.plan.step] = (result.plan, self._now)
-            case file_format.UpdateFromOutput():
+            case calls.UpdateFromOutputCall():
                 self._trace_step(call, start)
                 for request_id, reason in file_format.decode(frame.result, list[tuple[str, str]]):
                     self._end_request(request_id, reason)
-            case file_format.FinishRequests():
+            case calls.FinishRequestsCall():
                 for request_id in file_format.decode(frame.result, list[str]):
                     self._end_request(request_id, call.status.name)
 
@@ -134,7 +135,7 @@ class _Tracer:
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    def _begin_request(self, request: file_format.RecordedRequest, start: float) -> None:
+    def _begin_request(self, request: calls.RecordedRequest, start: float) -> None:
         trace = _RequestTrace(len(request.prompt_token_ids))
         self._requests[request.request_id] = trace
         arguments = {"prompt_tokens": trace.num_prompt_tokens, "priority": request.priority}
@@ -183,7 +184,7 @@ class _Tracer:
     def _trace_plan(self, result: StepResult, start: float) -> None:
         plan = result.plan
         self._plans[plan.step] = (plan, self._now)
-        if len(self._plans) > file_format.MAX_PLANS:
+        if len(self._plans) > calls.MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         for request_id in plan.preempted_req_ids:
             self._enter(request_id, "preempted")
@@ -197,7 +198,7 @@ class _Tracer:
         self._count("free blocks", {"blocks": result.num_free_blocks})
         self._count("tokens per step", {"tokens": num_tokens})
 
-    def _trace_step(self, call: file_format.UpdateFromOutput, start: float) -> None:
+    def _trace_step(self, call: calls.UpdateFromOutputCall, start: float) -> None:
         """Trace a step that has been computed: the runner was at it since it was planned, or free."""
         self._slice(SCHEDULER_TRACK, "update", start, self._now, {"step": call.step})
         transfers = call.output.kv_connector_output

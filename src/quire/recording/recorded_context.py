@@ -1,8 +1,9 @@
-"""What a scheduler is told when it asks its surroundings, on tape: noted while it runs, played back later.
+"""What a scheduler is told when it asks its surroundings: recorded while it runs, and replayed later.
 
 A scheduler's plans depend on the calls it gets and on the answers to its own questions: the time, what a
 connector can load, whether tokens follow a grammar. With both on record it can be run again and must do the
-same. The same wrappers ask the questions in both runs; only the tape behind them differs.
+same. The same wrappers ask the questions in both runs; only what is behind them differs: a `ContextRecorder`
+or a `ContextPlayer`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from typing_extensions import override
 from quire.errors import InvalidRequestError
 from quire.grammar.interface import Grammar, GrammarBackend
 from quire.kv.connector import KVConnector
+from quire.recording.forwarding import forwarded
 from quire.scheduling.context import SchedulerContext
 
 if TYPE_CHECKING:
-    import torch
-
-    from quire.kv.tensors import KVCacheTensors
     from quire.request import Request
-    from quire.step import IntArray, SchedulerOutput
+    from quire.step import IntArray
     from quire.structured_outputs import StructuredOutputsParams
 
 T = TypeVar("T")
@@ -41,8 +40,8 @@ class Answer(msgspec.Struct, array_like=True, omit_defaults=True):
     refusal: str | None = None
 
 
-class Tape(ABC):
-    """Stands between a scheduler and its surroundings."""
+class ContextAnswers(ABC):
+    """Stands between a scheduler and its surroundings, and answers its questions."""
 
     @abstractmethod
     def ask(self, question: str, subject: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -53,14 +52,14 @@ class Tape(ABC):
         """
 
 
-class RecordingTape(Tape):
-    """Notes the answers that are given while a call is recorded; others have no part in the plans."""
+class ContextRecorder(ContextAnswers):
+    """Records the answers given during a recorded call; plans depend on no others."""
 
     def __init__(self) -> None:
         self._answers: list[Answer] | None = None
 
     def begin(self) -> None:
-        """Note answers from now on."""
+        """Record answers from now on."""
         self._answers = []
 
     def end(self) -> list[Answer]:
@@ -84,11 +83,11 @@ class RecordingTape(Tape):
 
 
 class DivergedError(Exception):
-    """A scheduler has asked something else than when it was recorded."""
+    """A scheduler has asked another question than when it was recorded."""
 
 
-class ReplayTape(Tape):
-    """Gives recorded answers, in their order."""
+class ContextPlayer(ContextAnswers):
+    """Gives recorded answers, in order."""
 
     def __init__(self) -> None:
         self._answers: list[Answer] = []
@@ -125,55 +124,59 @@ class ReplayTape(Tape):
 
 
 class Silence:
-    """Stands for surroundings that a replay does not have: whatever is called returns another silence."""
+    """Stands for surroundings that a replay does not have: every call returns another silence."""
 
     def __getattr__(self, name: str) -> Callable[..., Silence]:
         return lambda *arguments: Silence()
 
 
-def taped(context: SchedulerContext, tape: Tape, executor: Executor) -> SchedulerContext:
-    """Return `context` with `tape` in front of each of its parts that a plan can depend on.
+def recorded_context(
+    context: SchedulerContext, answers: ContextAnswers, executor: Executor
+) -> SchedulerContext:
+    """Return `context` with `answers` in front of each of its parts that a plan can depend on.
 
     Args:
         context: the surroundings.
-        tape: notes their answers, or gives them.
+        answers: records their answers, or replays them.
         executor: hands compiled grammars over at known points.
     """
     clock, draft_length, commit = context.clock, context.draft_length, context.commit_blocks
     return dataclasses.replace(
         context,
-        clock=lambda: tape.ask("clock", "", clock),
-        grammars=None if context.grammars is None else TapedGrammars(tape, context.grammars),
+        clock=lambda: answers.ask("clock", "", clock),
+        grammars=None if context.grammars is None else RecordedGrammarBackend(answers, context.grammars),
         executor=executor,
-        connector=None if context.connector is None else TapedConnector(tape, context.connector),
-        draft_length=lambda num_running: tape.ask("draft_length", "", draft_length, num_running),
-        commit_blocks=None if commit is None else lambda count: tape.ask("commit_blocks", "", commit, count),
+        connector=None if context.connector is None else RecordedConnector(answers, context.connector),
+        draft_length=lambda num_running: answers.ask("draft_length", "", draft_length, num_running),
+        commit_blocks=None
+        if commit is None
+        else lambda count: answers.ask("commit_blocks", "", commit, count),
     )
 
 
-class TapedGrammars(GrammarBackend):
-    """A grammar backend whose grammars' answers are on tape."""
+class RecordedGrammarBackend(GrammarBackend):
+    """A grammar backend whose grammars' answers are recorded."""
 
-    def __init__(self, tape: Tape, backend: GrammarBackend) -> None:
+    def __init__(self, answers: ContextAnswers, backend: GrammarBackend) -> None:
         self.vocab_size = backend.vocab_size
-        self._tape = tape
+        self._answers = answers
         self._backend = backend
 
     @override
     def compile(self, spec: StructuredOutputsParams) -> Grammar:
-        return TapedGrammar(self._tape, self._backend.compile(spec))
+        return RecordedGrammar(self._answers, self._backend.compile(spec))
 
 
-class TapedGrammar(Grammar):
-    """A grammar whose answers are on tape; of bitmasks only whether there are any: no plan needs more."""
+class RecordedGrammar(Grammar):
+    """A grammar whose answers are recorded; of a bitmask only that there is one: plans need no more."""
 
-    def __init__(self, tape: Tape, grammar: Grammar) -> None:
-        self._tape = tape
+    def __init__(self, answers: ContextAnswers, grammar: Grammar) -> None:
+        self._answers = answers
         self._grammar = grammar
 
     @override
     def accept(self, token_ids: Sequence[int]) -> bool:
-        return self._tape.ask("grammar.accept", "", self._grammar.accept, token_ids)
+        return self._answers.ask("grammar.accept", "", self._grammar.accept, token_ids)
 
     @override
     def rollback(self, num_tokens: int) -> None:
@@ -181,22 +184,22 @@ class TapedGrammar(Grammar):
 
     @override
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        return self._tape.ask("grammar.num_valid", "", self._grammar.num_valid, token_ids)
+        return self._answers.ask("grammar.num_valid", "", self._grammar.num_valid, token_ids)
 
     @override
     def fill_bitmask(self, row: IntArray) -> None:
-        self._tape.ask("grammar.fill_bitmask", "", self._grammar.fill_bitmask, row)
+        self._answers.ask("grammar.fill_bitmask", "", self._grammar.fill_bitmask, row)
 
     @override
     def copy(self) -> Grammar:
-        return TapedGrammar(self._tape, self._grammar.copy())
+        return RecordedGrammar(self._answers, self._grammar.copy())
 
 
-class TapedConnector(KVConnector):
-    """A connector whose scheduler side is on tape, besides the metadata, which no plan depends on."""
+class RecordedConnector(KVConnector):
+    """A connector whose scheduler side is recorded, except the metadata, which no plan depends on."""
 
-    def __init__(self, tape: Tape, connector: KVConnector) -> None:
-        self._tape = tape
+    def __init__(self, answers: ContextAnswers, connector: KVConnector) -> None:
+        self._answers = answers
         self._connector = connector
 
     @override
@@ -204,7 +207,7 @@ class TapedConnector(KVConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         find = self._connector.get_num_new_matched_tokens
-        found, is_async = self._tape.ask(
+        found, is_async = self._answers.ask(
             "connector.find", request.request_id, find, request, num_computed_tokens
         )
         return found, is_async
@@ -219,22 +222,20 @@ class TapedConnector(KVConnector):
             connector.update_state_after_alloc(request, block_ids, num_external_tokens)
             return num_external_tokens
 
-        self._tape.ask("connector.load", request.request_id, load)
+        self._answers.ask("connector.load", request.request_id, load)
 
     @override
     def cancel_load(self, request_id: str) -> None:
-        self._tape.ask("connector.cancel", request_id, self._connector.cancel_load, request_id)
+        self._answers.ask("connector.cancel", request_id, self._connector.cancel_load, request_id)
 
-    @override
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
-        return self._connector.build_connector_meta(scheduler_output)
+    build_connector_meta = forwarded("_connector", KVConnector.build_connector_meta)
 
     @override
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, Mapping[str, Any] | None]:
         finish = self._connector.request_finished
-        delays_free, params = self._tape.ask(
+        delays_free, params = self._answers.ask(
             "connector.finished", request.request_id, finish, request, block_ids
         )
         return delays_free, params
@@ -242,46 +243,26 @@ class TapedConnector(KVConnector):
     @override
     def leases_renewed(self) -> frozenset[str]:
         connector = self._connector
-        renewed = self._tape.ask("connector.renewed", "", lambda: sorted(connector.leases_renewed()))
+        renewed = self._answers.ask("connector.renewed", "", lambda: sorted(connector.leases_renewed()))
         return frozenset(renewed)
 
     @override
     def reset(self) -> bool:
-        return self._tape.ask("connector.reset", "", self._connector.reset)
+        return self._answers.ask("connector.reset", "", self._connector.reset)
 
-    @override
-    def register_kv_caches(self, kv_caches: KVCacheTensors) -> None:
-        self._connector.register_kv_caches(kv_caches)
-
-    @override
-    def start_load_kv(self, metadata: object | None) -> None:
-        self._connector.start_load_kv(metadata)
-
-    @override
-    def wait_for_layer_load(self, layer: int) -> None:
-        self._connector.wait_for_layer_load(layer)
-
-    @override
-    def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._connector.save_kv_layer(layer, keys, values)
-
-    @override
-    def wait_for_save(self) -> None:
-        self._connector.wait_for_save()
-
-    @override
-    def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-        return self._connector.get_finished(finished_ids)
-
-    @override
-    def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        return self._connector.get_block_ids_with_load_errors()
+    register_kv_caches = forwarded("_connector", KVConnector.register_kv_caches)
+    start_load_kv = forwarded("_connector", KVConnector.start_load_kv)
+    wait_for_layer_load = forwarded("_connector", KVConnector.wait_for_layer_load)
+    save_kv_layer = forwarded("_connector", KVConnector.save_kv_layer)
+    wait_for_save = forwarded("_connector", KVConnector.wait_for_save)
+    get_finished = forwarded("_connector", KVConnector.get_finished)
+    get_block_ids_with_load_errors = forwarded("_connector", KVConnector.get_block_ids_with_load_errors)
 
 
-def silent_grammar(tape: ReplayTape) -> Grammar:
-    """Return a grammar that answers from the tape alone."""
+def replayed_grammar(player: ContextPlayer) -> Grammar:
+    """Return a grammar whose answers are all replayed."""
     nobody: Any = Silence()
-    return TapedGrammar(tape, nobody)
+    return RecordedGrammar(player, nobody)
 
 
 def _named(answer: Answer) -> str:

@@ -13,21 +13,16 @@ from typing_extensions import override
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
 from quire.kv.connector import KVConnector
-from quire.recording import file_format
-from quire.recording.compilations import RecordedCompilations
-from quire.recording.file_format import (
-    Call,
-    Header,
-    RecordedRequest,
-    RecordingWriter,
-    StepResult,
-    WrittenFrame,
-)
-from quire.recording.recorded_context import RecordingTape, taped
+from quire.recording import calls, file_format
+from quire.recording.calls import Call, RecordedRequest, StepResult
+from quire.recording.compilations import CompilationRecorder
+from quire.recording.file_format import Header, RecordingWriter, WrittenFrame
+from quire.recording.forwarding import forwarded
+from quire.recording.recorded_context import ContextRecorder, recorded_context
 from quire.request import Request
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import PauseState, SchedulerInterface
-from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats
+from quire.scheduling.outputs import EngineCoreOutputs
 from quire.status import RequestStatus
 from quire.step import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -68,14 +63,14 @@ class RecordingScheduler(SchedulerInterface):
         context = context or SchedulerContext()
         self._connector = context.connector
         self._clock = context.clock
-        self._tape = RecordingTape()
-        self._compilations = RecordedCompilations()
-        self._tape.begin()
+        self._context_recorder = ContextRecorder()
+        self._compilations = CompilationRecorder()
+        self._context_recorder.begin()
         self.scheduler = scheduler_cls(
             config,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
-            context=taped(context, self._tape, self._compilations),
+            context=recorded_context(context, self._context_recorder, self._compilations),
         )
         header = Header(
             version=file_format.VERSION,
@@ -86,7 +81,7 @@ class RecordingScheduler(SchedulerInterface):
             vocab_size=None if context.grammars is None else context.grammars.vocab_size,
             has_connector=context.connector is not None,
             has_reserved_blocks=context.commit_blocks is not None,
-            answers=self._tape.end(),
+            answers=self._context_recorder.end(),
         )
         self._writer: RecordingWriter | None = _writer(path, header)
 
@@ -95,7 +90,7 @@ class RecordingScheduler(SchedulerInterface):
     @override
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         return self._record(
-            file_format.Schedule(throttle_prefills),
+            calls.ScheduleCall(throttle_prefills),
             lambda: self.scheduler.schedule(throttle_prefills),
             lambda plan: StepResult.of(self.scheduler, plan),
         )
@@ -105,15 +100,15 @@ class RecordingScheduler(SchedulerInterface):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         return self._record(
-            file_format.UpdateFromOutput(scheduler_output.step, file_format.recorded(model_runner_output)),
+            calls.UpdateFromOutputCall(scheduler_output.step, calls.recorded(model_runner_output)),
             lambda: self.scheduler.update_from_output(scheduler_output, model_runner_output),
-            file_format.ended,
+            calls.ended,
         )
 
     @override
     def add_request(self, request: Request) -> None:
         self._record(
-            file_format.AddRequest(RecordedRequest.of(request)), lambda: self.scheduler.add_request(request)
+            calls.AddRequestCall(RecordedRequest.of(request)), lambda: self.scheduler.add_request(request)
         )
 
     @override
@@ -123,7 +118,7 @@ class RecordingScheduler(SchedulerInterface):
         if request_ids is not None:
             request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return self._record(
-            file_format.FinishRequests(request_ids, finished_status),
+            calls.FinishRequestsCall(request_ids, finished_status),
             lambda: self.scheduler.finish_requests(request_ids, finished_status),
             lambda ended: [request.request_id for request in ended],
         )
@@ -131,7 +126,7 @@ class RecordingScheduler(SchedulerInterface):
     @override
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return self._record(
-            file_format.ResetPrefixCache(reset_running_requests, reset_connector),
+            calls.ResetPrefixCacheCall(reset_running_requests, reset_connector),
             lambda: self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector),
             bool,
         )
@@ -139,20 +134,20 @@ class RecordingScheduler(SchedulerInterface):
     @override
     def set_pause_state(self, pause_state: PauseState) -> None:
         self._record(
-            file_format.SetPauseState(pause_state.name), lambda: self.scheduler.set_pause_state(pause_state)
+            calls.SetPauseStateCall(pause_state.name), lambda: self.scheduler.set_pause_state(pause_state)
         )
 
     @override
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         return self._record(
-            file_format.GetGrammarBitmask(scheduler_output.step),
+            calls.GetGrammarBitmaskCall(scheduler_output.step),
             lambda: self.scheduler.get_grammar_bitmask(scheduler_output),
         )
 
     @override
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         self._record(
-            file_format.UpdateDraftTokenIds(draft_token_ids),
+            calls.UpdateDraftTokenIdsCall(draft_token_ids),
             lambda: self.scheduler.update_draft_token_ids(draft_token_ids),
         )
 
@@ -161,7 +156,7 @@ class RecordingScheduler(SchedulerInterface):
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
         self._record(
-            file_format.UpdateDraftsInOutput(draft_token_ids, scheduler_output.step),
+            calls.UpdateDraftsInOutputCall(draft_token_ids, scheduler_output.step),
             lambda: self.scheduler.update_draft_token_ids_in_output(draft_token_ids, scheduler_output),
             lambda _: StepResult.of(self.scheduler, scheduler_output),
         )
@@ -169,7 +164,7 @@ class RecordingScheduler(SchedulerInterface):
     @override
     def shutdown(self) -> None:
         """Closes the file."""
-        self._record(file_format.Shutdown(), self.scheduler.shutdown)
+        self._record(calls.ShutdownCall(), self.scheduler.shutdown)
         self._compilations.shutdown(wait=False, cancel_futures=True)
         if self._writer is not None:
             self._writer.close()
@@ -179,8 +174,8 @@ class RecordingScheduler(SchedulerInterface):
         """Make a call and write it down, with what it was told and what came of it or what it raised."""
         start = self._clock()
         encoded = self._unless_it_fails(lambda: file_format.raw(call))  # before the call can change anything
-        compiled = self._compilations.deliver() if isinstance(call, file_format.Schedule) else []
-        self._tape.begin()
+        compiled = self._compilations.deliver() if isinstance(call, calls.ScheduleCall) else []
+        self._context_recorder.begin()
         result: msgspec.Raw | None = file_format.NOTHING
         error = ""
         try:
@@ -191,7 +186,7 @@ class RecordingScheduler(SchedulerInterface):
             error = f"{type(exception).__name__}: {exception}"
             raise
         finally:
-            frame = (encoded, start, self._clock(), compiled, self._tape.end(), result, error)
+            frame = (encoded, start, self._clock(), compiled, self._context_recorder.end(), result, error)
             self._unless_it_fails(lambda: self._write(frame))
 
     def _write(self, frame: WrittenFrame) -> None:
@@ -211,50 +206,21 @@ class RecordingScheduler(SchedulerInterface):
 
     # -- calls that only look ------------------------------------------------------------------------------
 
-    @override
-    def has_request(self, request_id: str) -> bool:
-        return self.scheduler.has_request(request_id)
+    pause_state = property(lambda self: self.scheduler.pause_state)
+    has_request = forwarded("scheduler", SchedulerInterface.has_request)
+    get_num_unfinished_requests = forwarded("scheduler", SchedulerInterface.get_num_unfinished_requests)
+    has_finished_requests = forwarded("scheduler", SchedulerInterface.has_finished_requests)
+    has_requests = forwarded("scheduler", SchedulerInterface.has_requests)
+    get_request_counts = forwarded("scheduler", SchedulerInterface.get_request_counts)
+    oldest_waiting_request = forwarded("scheduler", SchedulerInterface.oldest_waiting_request)
+    explain = forwarded("scheduler", SchedulerInterface.explain)
+    get_kv_cache_usage = forwarded("scheduler", SchedulerInterface.get_kv_cache_usage)
+    make_stats = forwarded("scheduler", SchedulerInterface.make_stats)
 
     @override
-    def get_num_unfinished_requests(self) -> int:
-        return self.scheduler.get_num_unfinished_requests()
-
-    @override
-    def has_finished_requests(self) -> bool:
-        return self.scheduler.has_finished_requests()
-
-    @override
-    def has_requests(self) -> bool:
-        return self.scheduler.has_requests()
-
-    @override
-    def get_request_counts(self) -> tuple[int, int]:
-        return self.scheduler.get_request_counts()
-
-    @property
-    @override
-    def pause_state(self) -> PauseState:
-        return self.scheduler.pause_state
-
     def get_kv_connector(self) -> KVConnector | None:
         """Return the KV connector itself, whose worker side is not recorded."""
         return self._connector
-
-    @override
-    def oldest_waiting_request(self) -> str | None:
-        return self.scheduler.oldest_waiting_request()
-
-    @override
-    def explain(self, request_id: str) -> str:
-        return self.scheduler.explain(request_id)
-
-    @override
-    def get_kv_cache_usage(self) -> float:
-        return self.scheduler.get_kv_cache_usage()
-
-    @override
-    def make_stats(self) -> SchedulerStats | None:
-        return self.scheduler.make_stats()
 
 
 def _writer(path: Path, header: Header) -> RecordingWriter:

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.recording import file_format
-from quire.recording.compilations import ReplayedCompilations
-from quire.recording.file_format import Frame, Header, Plans, Recording, RecordingError
-from quire.recording.recorded_context import DivergedError, ReplayTape, Silence, taped
+from quire.recording import calls, file_format
+from quire.recording.calls import Plans
+from quire.recording.compilations import CompilationPlayer
+from quire.recording.file_format import Frame, Header, Recording, RecordingError
+from quire.recording.recorded_context import ContextPlayer, DivergedError, Silence, recorded_context
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
 
@@ -76,12 +77,12 @@ class _Player:
     """A scheduler under replay."""
 
     def __init__(self, header: Header) -> None:
-        self._tape = ReplayTape()
-        self._compilations = ReplayedCompilations(self._tape)
+        self._context_player = ContextPlayer()
+        self._compilations = CompilationPlayer(self._context_player)
         self._plans: Plans = {}
         self._step = -1
-        self._tape.insert(header.answers)
-        context = taped(_silent_context(header), self._tape, self._compilations)
+        self._context_player.insert(header.answers)
+        context = recorded_context(_silent_context(header), self._context_player, self._compilations)
         try:
             self._scheduler = _scheduler_cls(header.scheduler_cls)(
                 header.config,
@@ -96,12 +97,12 @@ class _Player:
         """Make one call again and compare what comes of it."""
         call = frame.call
         number, name = report.num_calls, type(call).__struct_config__.tag
-        self._tape.insert(frame.answers)
+        self._context_player.insert(frame.answers)
         self._compilations.deliver(frame.compiled)
         result, error = file_format.NOTHING, ""
         try:
             result = file_format.raw(call.apply(self._scheduler, self._plans))
-            self._tape.check_at_end()
+            self._context_player.check_at_end()
         except DivergedError as diverged:
             return Difference(number, self._step, str(name), "questions", *_sides(diverged))
         except Exception as raised:
@@ -116,10 +117,10 @@ class _Player:
         return None
 
     def _count(self, frame: Frame, report: ReplayReport) -> None:
-        if isinstance(frame.call, file_format.AddRequest):
+        if isinstance(frame.call, calls.AddRequestCall):
             report.num_requests += not frame.error
-        elif isinstance(frame.call, file_format.Schedule) and not frame.error:
-            plan = file_format.decode(frame.result, file_format.StepResult).plan
+        elif isinstance(frame.call, calls.ScheduleCall) and not frame.error:
+            plan = file_format.decode(frame.result, calls.StepResult).plan
             self._step = plan.step
             report.num_steps += 1
             report.num_tokens += plan.total_num_scheduled_tokens
@@ -158,8 +159,8 @@ def _plain(value: object) -> object:
 
 def _result(frame: Frame, result: msgspec.Raw) -> Any:
     """Return a call's result with its types, as far as it has any."""
-    is_step = isinstance(frame.call, (file_format.Schedule, file_format.UpdateDraftsInOutput))
-    return file_format.decode(result, file_format.StepResult) if is_step else msgspec.msgpack.decode(result)
+    is_step = isinstance(frame.call, (calls.ScheduleCall, calls.UpdateDraftsInOutputCall))
+    return file_format.decode(result, calls.StepResult) if is_step else msgspec.msgpack.decode(result)
 
 
 def _shortened(value: Any, limit: int = 200) -> str:
@@ -173,7 +174,7 @@ def _sides(diverged: DivergedError) -> tuple[str, str]:
 
 
 def _silent_context(header: Header) -> SchedulerContext:
-    """Return surroundings that say nothing; the tape in front of them does."""
+    """Return surroundings that say nothing; the player in front of them does."""
     silence: Any = Silence()
     grammars: Any = None
     if header.vocab_size is not None:
