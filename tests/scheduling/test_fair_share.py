@@ -12,7 +12,7 @@ from policy_requests import Arrivals, run_to
 from quire.config import SchedulerConfig
 from quire.scheduling.policies import ORDERS, fair_share
 from quire.scheduling.policies.fair_share import FIRST_GUESS, VirtualTokenCounters
-from quire.scheduling.waiting_queue import WaitingQueue
+from quire.scheduling.ready_queue import ReadyQueue
 from quire.status import RequestStatus
 
 STOPPED = RequestStatus.FINISHED_STOPPED
@@ -20,7 +20,7 @@ STOPPED = RequestStatus.FINISHED_STOPPED
 
 def build(name="fair"):
     order = ORDERS.build(name, config=SchedulerConfig(), find_cached=lambda request: 0)
-    return order, WaitingQueue(order)
+    return order, ReadyQueue(order)
 
 
 class EverlastingCounters:

@@ -16,7 +16,7 @@ from quire.kv.retention import RETENTIONS, RetentionPolicy, idle_blocks
 from quire.limits import limits_of
 from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS, AdmissionPolicy, QueueOrder, VictimPolicy
 from quire.scheduling.policies.victim import Last, RunningView
-from quire.scheduling.waiting_queue import WaitingQueue
+from quire.scheduling.ready_queue import ReadyQueue
 from quire.status import RequestStatus
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
@@ -92,7 +92,7 @@ def test_an_engine_in_this_process_takes_objects_and_another_process_only_names(
 
 
 def test_with_ageing_a_stream_of_important_requests_cannot_hold_up_the_rest():
-    arrivals, queue = Arrivals(), WaitingQueue(order("priority", priority_ageing=60))
+    arrivals, queue = Arrivals(), ReadyQueue(order("priority", priority_ageing=60))
     patient = arrivals.request(priority=5)
     queue.push(patient)
     for second in range(1000):
@@ -105,7 +105,7 @@ def test_with_ageing_a_stream_of_important_requests_cannot_hold_up_the_rest():
 
 
 def test_without_ageing_priority_is_strict():
-    arrivals, queue = Arrivals(), WaitingQueue(order("priority", priority_ageing=0))
+    arrivals, queue = Arrivals(), ReadyQueue(order("priority", priority_ageing=0))
     requests = [arrivals.request(priority=priority, at=1e6 * priority) for priority in (1, 0, 1, -1)]
     for request in requests:
         queue.push(request)
@@ -119,7 +119,7 @@ def test_without_ageing_priority_is_strict():
 def test_the_longest_cached_prefix_goes_first_as_the_cache_stands():
     cached = {}
     arrivals = Arrivals()
-    queue = WaitingQueue(order("longest-prefix", find_cached=lambda r: cached.get(r.prompt_token_ids[0], 0)))
+    queue = ReadyQueue(order("longest-prefix", find_cached=lambda r: cached.get(r.prompt_token_ids[0], 0)))
     first, second = arrivals.request(prompt=[1, 2, 3]), arrivals.request(prompt=[7, 8, 9])
     for request in (first, second):
         queue.push(request)
@@ -133,7 +133,7 @@ def test_the_longest_cached_prefix_goes_first_as_the_cache_stands():
 def test_nobody_is_overtaken_for_ever_for_having_nothing_cached():
     arrivals = Arrivals()
     policy = order("longest-prefix", find_cached=lambda request: request.prompt_token_ids[0])
-    queue = WaitingQueue(policy)
+    queue = ReadyQueue(policy)
     unlucky = arrivals.request(prompt=[0])
     queue.push(unlucky)
     overtaken_by = 0
@@ -184,7 +184,7 @@ def test_every_name_is_on_the_page():
 
 
 def test_the_example_of_an_order_runs():
-    arrivals, queue = Arrivals(), WaitingQueue(order(example("ShortestPrompt")))
+    arrivals, queue = Arrivals(), ReadyQueue(order(example("ShortestPrompt")))
     long, short = arrivals.request(3000), arrivals.request(10, at=1.0)
     for request in (long, short):
         queue.push(request)
@@ -195,7 +195,7 @@ def test_the_example_of_an_order_runs():
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=20))
 def test_the_example_of_an_order_with_lanes_runs(tenants):
     arrivals, policy = Arrivals(), order(example("FewestRunning"))
-    queue = WaitingQueue(policy)
+    queue = ReadyQueue(policy)
     for tenant in tenants:
         queue.push(arrivals.request(tenant=tenant))
     running = []

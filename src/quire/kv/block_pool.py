@@ -33,7 +33,7 @@ class BlockPool:
     """Reference counts, free blocks and cached contents of `num_blocks` KV blocks.
 
     Args:
-        num_blocks: most blocks there can be.
+        num_blocks: maximum number of blocks.
         block_size: tokens per block.
         retention: name of the retention policy, or the policy.
         commit: asked for so many more blocks, returns how many may be used; None: all may be at once.
@@ -86,9 +86,9 @@ class BlockPool:
         return len(self._by_digest)
 
     def commit_ahead(self, count: int) -> None:
-        """See to it that `count` blocks are blank, as far as the cache can grow.
+        """Make sure that `count` blocks are blank, as far as the cache can grow.
 
-        Called before a step is planned, so that `num_free` holds good while it is.
+        Called before a step is planned, so that `num_free` stays valid while it is.
         """
         left = self.num_blocks - self.num_committed
         missing = min(count - len(self._blank), left)
@@ -212,7 +212,7 @@ class BlockPool:
         return int(np.count_nonzero(self._counts[block_ids] == 0)) if len(block_ids) else 0
 
     def reference_counts(self, block_ids: IntArray) -> IntArray:
-        """Return how many hold each of `block_ids`."""
+        """Return the reference count of each of `block_ids`."""
         counts: IntArray = self._counts[block_ids]
         return counts
 
@@ -226,7 +226,7 @@ class BlockPool:
             self._events.cleared()
 
     def forget_content(self, block_ids: IntArray) -> None:
-        """Make what blocks hold unfindable: it has turned out not to be valid."""
+        """Remove the contents of blocks from the prefix cache: they have turned out to be invalid."""
         cached = block_ids[self._is_cached[block_ids]]
         idle = cached[self._counts[cached] == 0]
         self._idle.take(idle)

@@ -29,7 +29,7 @@ class KVConnector(ABC):
     `build_connector_meta` once. Worker side: `start_load_kv`; for each layer `wait_for_layer_load` and
     `save_kv_layer`; `wait_for_save`, `get_finished`, `get_block_ids_with_load_errors`, once each. The worker
     side takes part in every step, also in one that computes nothing. A plan may be dropped before the worker
-    side sees its metadata: the loads in it then never end, and the scheduler gives them up in time.
+    side sees its metadata: its loads then never end, and the scheduler gives them up when they time out.
     """
 
     # -- scheduler side ------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class KVConnector(ABC):
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond the first `num_computed_tokens` can be loaded.
 
-        Has no side effects that could be noticed, and may be asked again. The last token of a request is
+        Has no visible side effects, and may be called again. The last token of a request is
         never offered: it has to be computed, for its logits.
 
         Returns:
@@ -52,7 +52,7 @@ class KVConnector(ABC):
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """Take note that a request has got blocks and that its load may begin with the next metadata.
+        """Note that a request has got blocks and that its load may begin with the next metadata.
 
         Args:
             request: as in the latest `get_num_new_matched_tokens`.
@@ -63,7 +63,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def cancel_load(self, request_id: str) -> None:
-        """Give an asynchronous load up; nothing happens if there is none.
+        """Cancel an asynchronous load; nothing happens if there is none.
 
         The worker side must not write to the request's blocks once it has seen the metadata of the next step,
         and need not report the load as ended.
@@ -77,7 +77,7 @@ class KVConnector(ABC):
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, Mapping[str, Any] | None]:
-        """Take note that a request has ended; called exactly once for each that was accepted.
+        """Note that a request has ended; called exactly once for each that was accepted.
 
         Args:
             request: with its terminal status and its tokens up to date.
@@ -85,7 +85,7 @@ class KVConnector(ABC):
 
         Returns:
             Whether its blocks must be held until the worker side reports it as `finished_sending`, and what
-            a client needs to find them. The scheduler lets go by itself when no news comes for too long.
+            a client needs to find them. The scheduler frees them by itself after too long without news.
         """
 
     @abstractmethod
@@ -111,7 +111,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def wait_for_layer_load(self, layer: int) -> None:
-        """Return once the synchronous loads of this layer have ended, well or badly."""
+        """Return once the synchronous loads of this layer have succeeded or failed."""
 
     @abstractmethod
     def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Contents of KV blocks in host memory, by key: a bounded dictionary, and the door to the cache's blocks."""
+"""Contents of KV blocks in host memory, by key: a bounded dictionary, and access to the cache's blocks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HostBlocks:
     in another, because the weights may have changed between them.
 
     Args:
-        capacity_bytes: most bytes to keep.
+        capacity_bytes: maximum number of bytes to keep.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

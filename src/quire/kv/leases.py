@@ -1,6 +1,6 @@
 """Blocks held by something other than a running request: pinned prefixes, and KV that a peer still reads.
 
-Only the book of who holds what until when. The block pool alone changes reference counts: whoever grants a
+This only records who holds what until when. The block pool alone changes reference counts: whoever grants a
 lease takes one reference on each of its blocks, whoever releases it drops them. Times are seconds on any one
 clock, and are passed in.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 
 class LeaseKind(enum.StrEnum):
-    """What a lease is for: a pin is a wish, broken when nobody could go on else; a transfer is a promise."""
+    """What a lease is for: a pin is a wish, broken under memory pressure; a transfer is a promise."""
 
     PIN = "pin"
     TRANSFER = "transfer"
@@ -68,9 +68,9 @@ class LeaseTable:
         self._note_deadline(deadline, lease_id)
 
     def renew(self, lease_id: str, deadline: float) -> bool:
-        """Put a lease's deadline off; False if it is not held, because it expired or was released.
+        """Extend a lease; False if it is not held, because it expired or was released.
 
-        A deadline that is earlier than the present one changes nothing.
+        An earlier deadline than the present one changes nothing.
         """
         lease = self._leases.get(lease_id)
         if lease is None:
@@ -81,7 +81,7 @@ class LeaseTable:
     def release(self, lease_id: str) -> tuple[int, ...]:
         """End a lease and return the blocks it held, in the order they were granted.
 
-        Empty if it is not held: news of a transfer may come after its lease has expired.
+        Empty if it is not held: a transfer may be reported after its lease has expired.
         """
         lease = self._leases.pop(lease_id, None)
         if lease is None:
@@ -138,7 +138,7 @@ class LeaseTable:
         return summaries
 
     def _note_deadline(self, deadline: float, lease_id: str) -> None:
-        """Enter a deadline; entries of leases that are gone are cleared when they prevail."""
+        """Enter a deadline; once most entries are of leases that are gone, those are removed."""
         heapq.heappush(self._by_deadline, (deadline, lease_id))
         if len(self._by_deadline) > 2 * len(self._leases) + 16:
             self._by_deadline = [(lease.deadline, lease.lease_id) for lease in self._leases.values()]

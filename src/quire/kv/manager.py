@@ -225,7 +225,7 @@ class KVCacheManager:
 
     @contextlib.contextmanager
     def closing_together(self) -> Iterator[None]:
-        """Let the blocks of all slots that are closed meanwhile go at the end, in one operation."""
+        """Release the blocks of all slots closed in this context together, in one operation at its end."""
         self._closed = []
         try:
             yield

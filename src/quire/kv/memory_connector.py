@@ -57,7 +57,7 @@ class MemoryConnector(KVConnector):
 
     Args:
         block_size: tokens per block.
-        capacity_bytes: most bytes to keep; the least recently used blocks are dropped.
+        capacity_bytes: maximum number of bytes to keep; the least recently used blocks are dropped.
         load_steps: steps that an asynchronous load takes, at least 1; 0 loads synchronously.
         send_steps: steps for which a finished request's blocks are held for a peer; None sends nothing.
     """

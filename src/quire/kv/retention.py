@@ -21,7 +21,7 @@ from quire.step import IntArray
 _NOWHERE = -1
 
 Rank = float | tuple[float, ...]
-"""What idle blocks are sorted by: lower is rewritten first. All of one policy's are of the same form."""
+"""What idle blocks are sorted by: lower is rewritten first. All ranks of a policy have the same form."""
 
 
 @dataclasses.dataclass(slots=True)

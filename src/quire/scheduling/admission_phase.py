@@ -66,7 +66,7 @@ class AdmissionPhase:
 
     def plan(self, plan: Plan) -> None:
         """Admit what fits into the rest of the budget, unless the plan admits nobody."""
-        if plan.throttles_prefills or plan.admits_nobody or not len(self.waiting.queue):
+        if plan.throttles_prefills or plan.admission_closed or not len(self.waiting.queue):
             return
         passed_over: list[Request] = []
         admitted: list[_Admitted] = []

@@ -48,7 +48,7 @@ class BeamPhase:
                 self._place(plan, group, group.step)
                 group.step = None
             elif self.beams.at(group.slots[0]) is group:
-                plan.admits_nobody = True
+                plan.admission_closed = True
                 self.slots.preempt(group.slots[0])
 
     def _most_new_blocks(self, group: BeamGroup, step: BeamStep) -> int:

@@ -1,4 +1,4 @@
-"""What an engine lends its scheduler besides the configuration; every part may be left out."""
+"""What an engine gives its scheduler besides the configuration; every part is optional."""
 
 from __future__ import annotations
 

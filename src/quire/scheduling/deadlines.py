@@ -1,4 +1,4 @@
-"""When requests run out of time: a heap of moments, on whatever clock the caller reads."""
+"""When requests time out: a heap of deadlines, on whatever clock the caller reads."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Deadlines:
         return sum(map(len, self._live.values()))
 
     def add(self, request_id: str, kind: DeadlineKind, at: float) -> None:
-        """Set a request's deadline to the moment `at` (seconds), in place of one of the same kind."""
+        """Set a request's deadline to `at` (seconds), replacing one of the same kind."""
         self._live[kind][request_id] = at
         heapq.heappush(self._heap, (at, request_id, kind))
         self._compact()
 
     def expired(self, now: float) -> list[tuple[str, DeadlineKind]]:
-        """Return the deadlines that have passed, the earliest first, and forget them."""
+        """Remove the deadlines that have passed and return them, earliest first."""
         heap = self._heap
         if not heap or heap[0][0] > now:
             return []

@@ -1,11 +1,11 @@
-"""How fast the queue empties, for telling a client that was refused when to come back."""
+"""How fast the queue drains, to tell refused clients when to retry."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-WINDOW = 10.0  # seconds after which what was seen counts for 1 / e
+WINDOW = 10.0  # seconds after which an observation is weighted by 1 / e
 SHORTEST_WAIT = 1.0  # seconds
 LONGEST_WAIT = 60.0  # seconds
 
@@ -16,20 +16,19 @@ class DrainRate:
     Only time in which something waited counts: an engine with nothing to do is not a slow one.
 
     Args:
-        clock: seconds; never read but when a method is called.
+        clock: seconds; read only when a method is called.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._busy_since: float | None = (
-            None  # something has waited from then on; what came before is counted
-        )
+        # Something has waited since then; the time before it has been counted.
+        self._busy_since: float | None = None
         self._seconds = 0.0
         self._num_requests = 0.0
         self._num_tokens = 0.0
 
     def note(self, num_tokens: int, num_requests: int, *, queue_is_empty: bool) -> None:
-        """Take note of what has left the queue, admitted or ended, and whether anything is left in it."""
+        """Count what has left the queue, and note whether anything is left in it."""
         if self._count_time():
             self._num_requests += num_requests
             self._num_tokens += num_tokens

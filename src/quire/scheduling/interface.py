@@ -45,7 +45,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Plan one step, which is one forward pass.
+        """Plan one step: one forward pass.
 
         Each request may get all of its prompt tokens, one token, or anything between: chunked prefill,
         prefix hits and decoding are the same rule. With `throttle_prefills`, only decoding goes on.
@@ -77,13 +77,13 @@ class SchedulerInterface(ABC):
     ) -> list[Request]:
         """End requests from outside: a client's abort, or a stop string that the front end found.
 
-        Unknown ids are ignored, None means all. Returns the requests that ended. Their blocks are free when
-        this returns, or as soon as the step in flight has been applied.
+        Unknown ids are ignored; None means all requests. Returns the requests that ended. Their blocks are
+        free when this returns, or as soon as the step in flight has been applied.
         """
 
     @abstractmethod
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of requests that wait or run."""
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs."""
@@ -128,9 +128,9 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take proposals for running requests, to be verified in the next step that they are scheduled in.
+        """Take drafts for running requests, to be verified in the next step that schedules them.
 
-        Requests that do not run are passed over; what a grammar does not allow is cut off.
+        Requests that do not run are skipped; drafts that a grammar does not allow are cut off.
         """
 
     @abstractmethod
@@ -168,4 +168,4 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Let go of everything; the scheduler is not used afterwards."""
+        """Release everything; the scheduler is not used afterwards."""

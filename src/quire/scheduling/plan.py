@@ -30,7 +30,7 @@ class Plan:
         self.forks: list[ForkData] = []
         self.chosen: list[tuple[int, int]] = []
         self.block_copies: list[tuple[int, int]] = []
-        self.admits_nobody = False  # somebody was preempted, or waits for blocks
+        self.admission_closed = False  # a request was preempted, or the first one waits for blocks
 
     @property
     def has_admitted(self) -> bool:

@@ -25,7 +25,7 @@ class RemoteLoad:
     has_arrived: bool = False
 
     def drop_failed(self, block_size: int) -> IntArray:
-        """Cut the load off at its first failed block; return the blocks that are of no use any more."""
+        """Cut the load off at its first failed block; return the blocks that are no longer of use."""
         failed = np.flatnonzero(np.isin(self.block_ids, list(self.failed_block_ids)))
         if not failed.size:
             return NO_PREFIX.block_ids
@@ -55,7 +55,7 @@ class RemoteLoads:
         return iter(self._loads.values())
 
     def begin(self, load: RemoteLoad) -> None:
-        """Take note of a load that has been asked for."""
+        """Add a load that has been asked for."""
         self._loads[load.request.request_id] = load
 
     def get(self, request_id: str) -> RemoteLoad | None:
@@ -67,11 +67,11 @@ class RemoteLoads:
         return self._loads.pop(request_id, None)
 
     def on_their_way(self) -> list[RemoteLoad]:
-        """Return the loads that have not ended."""
+        """Return the loads that have not arrived."""
         return [load for load in self._loads.values() if not load.has_arrived]
 
     def arrived(self) -> list[RemoteLoad]:
-        """Return the loads that have ended and whose request is in the queue, first asked for first."""
+        """Return the loads that have arrived and whose request is in the queue, oldest first."""
         return [load for load in self._loads.values() if load.has_arrived]
 
     def held(self) -> Iterator[int]:

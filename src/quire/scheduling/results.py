@@ -1,4 +1,4 @@
-"""What a step computed: tokens are appended, full blocks become findable, and who is done ends."""
+"""What a step computed: tokens are appended, full blocks are cached, and finished requests end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ResultsPhase:
     def apply(
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Apply one step and return its outputs by client. Requests that ended meanwhile are passed over."""
+        """Apply one step and return its outputs by client; requests that have ended are skipped."""
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
             self.transfer_phase.take(computed.kv_connector_output, scheduler_output.slots)
@@ -97,7 +97,7 @@ class ResultsPhase:
         self._propose(np.array(list(by_slot), np.int32), drafts)
 
     def replace_drafts(self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput) -> None:
-        """See `SchedulerInterface.update_draft_token_ids_in_output`; the step is the newest in flight."""
+        """Replace the drafts in the newest step in flight; a request keeps at most as many as it had."""
         given = dict(zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True))
         planned = scheduler_output.num_drafts
         for row in np.flatnonzero(planned).tolist():
@@ -129,7 +129,7 @@ class ResultsPhase:
     def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _StepResults:
         """Bring the counts of the rows whose requests still run in line with what was computed."""
         running = self.running
-        # A slot that was left is fenced until this step's results are in, so it holds no other request yet.
+        # A slot that was left is fenced until this step has been applied, so no other request is in it yet.
         rows = np.flatnonzero(running.occupied[scheduler_output.slots])
         slots = scheduler_output.slots[rows]
         sampled = computed.sampled_token_ids[rows]
@@ -177,19 +177,19 @@ class ResultsPhase:
         grammars, running = self.grammars, self.running
         if not grammars.num_live:
             return
-        structured = running.awaits_tokens[results.slots] & (results.num_new > 0)
+        structured = running.needs_sampled_tokens[results.slots] & (results.num_new > 0)
         for row in structured.nonzero()[0].tolist():
             slot = int(results.slots[row])
             request_id = running.request_at(slot).request_id
             token_ids = results.sampled[row, : results.num_new[row]].tolist()
             if request_id in grammars and not grammars.accept(request_id, token_ids):
-                results.num_new[row] = 0  # nothing that does not follow the grammar goes to the client
+                results.num_new[row] = 0  # the client gets no token that breaks the grammar
                 results.ended[slot] = End(RequestStatus.FINISHED_ERROR, grammars.error(request_id))
 
     def _cache_full_blocks(self, results: _StepResults) -> None:
         running, kv = self.running, self.kv
         num_computed = np.minimum(results.num_computed, running.num_tokens[results.slots])
-        if len(self.beams):  # a beam's output may be replaced by another's
+        if len(self.beams):  # a beam's output may be replaced by another beam's
             num_prompt = running.num_prompt[results.slots]
             is_output = running.is_beam[results.slots] & (num_computed > num_prompt)
             num_computed = np.where(is_output, num_prompt, num_computed)
@@ -216,19 +216,19 @@ class ResultsPhase:
 
     def _propose(self, slots: IntArray, draft_ids: IntArray) -> None:
         running, grammars = self.running, self.grammars
-        for row in np.flatnonzero(running.awaits_tokens[slots]).tolist():
+        for row in np.flatnonzero(running.needs_sampled_tokens[slots]).tolist():
             request_id = running.request_at(int(slots[row])).request_id
             proposed = draft_ids[row][draft_ids[row] != NO_TOKEN].tolist()
             valid = grammars.valid_drafts(request_id, proposed) if request_id in grammars else []
             draft_ids[row, len(valid) :] = NO_TOKEN
         running.propose(slots, draft_ids)
 
-    # -- what the clients hear -----------------------------------------------------------------------------
+    # -- outputs -------------------------------------------------------------------------------------------
 
     def _outputs(self, results: _StepResults, computed: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
-        """End who is done, and return the outputs by client; most rows have one token and nothing to add."""
+        """End finished requests and return the outputs by client; most rows have just one new token."""
         running = self.running
-        rows, is_special = self._speaking_rows(results, computed)
+        rows, is_special = self._rows_with_output(results, computed)
         names = running.request_ids[results.slots[rows]].tolist()
         outputs = list(map(EngineCoreOutput, names, results.sampled[rows].tolist()))
         clients = running.client_index[results.slots[rows]].tolist()
@@ -242,10 +242,10 @@ class ResultsPhase:
             by_client.setdefault(client, EngineCoreOutputs([])).outputs.append(output)
         return by_client
 
-    def _speaking_rows(
+    def _rows_with_output(
         self, results: _StepResults, computed: ModelRunnerOutput
     ) -> tuple[IntArray, BoolArray]:
-        """Return the rows that a client hears of, and which of them have more to say than one token."""
+        """Return the rows with output, and which of them have more than one new token."""
         running, slots = self.running, results.slots
         speaks: BoolArray = results.num_new > 0
         special: BoolArray = (results.num_new != results.sampled.shape[1]) | running.awaits_first_token[slots]

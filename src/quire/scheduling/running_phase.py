@@ -52,7 +52,7 @@ class RunningPhase:
         known = running.num_tokens[slots] + running.num_pending[slots]
         wanted = known + running.num_drafts[slots] - running.num_computed[slots]
         if self.in_flight:
-            wanted[self._must_wait(slots, known)] = 0
+            wanted[self._skips_step(slots, known)] = 0
         if plan.throttles_prefills:
             wanted[running.num_computed[slots] + 1 < known] = 0
         chunk_limit = self.config.long_prefill_token_threshold or plan.budget
@@ -62,15 +62,15 @@ class RunningPhase:
         plan.num_tokens = np.minimum(np.maximum(left_before, 0), wanted).astype(np.int32)
         plan.budget -= int(plan.num_tokens.sum())
 
-    def _must_wait(self, slots: IntArray, known: IntArray) -> BoolArray:
-        """Return whose next step needs tokens of a step that has not landed, or will not come: [slots]."""
+    def _skips_step(self, slots: IntArray, known: IntArray) -> BoolArray:
+        """Return which slots cannot be scheduled before the step in flight has been applied: [slots]."""
         running = self.running
         is_pending = running.num_pending[slots] > 0
         is_last = known >= running.token_limit[slots]
         # Drafts follow a known token: requests awaiting drafts are not scheduled yet.
         awaits_drafts = self.draft_length(len(slots)) > 0
-        must_wait: BoolArray = is_pending & (running.awaits_tokens[slots] | is_last | awaits_drafts)
-        return must_wait
+        skips: BoolArray = is_pending & (running.needs_sampled_tokens[slots] | is_last | awaits_drafts)
+        return skips
 
     def _missing_blocks(self, plan: Plan) -> IntArray:
         num_tokens = self.running.num_computed[plan.slots] + plan.num_tokens
@@ -78,14 +78,14 @@ class RunningPhase:
         return np.where(plan.num_tokens, missing, 0)
 
     def _preempt_until_it_fits(self, plan: Plan) -> IntArray:
-        """Free blocks, the cheapest way first, until the new ones are there; return how many: [R]."""
+        """Free blocks, the cheapest way first, until there are enough; return the missing blocks: [R]."""
         while self._lacks(int((missing := self._missing_blocks(plan)).sum())):
             if not (self._drop_drafts(plan) or self._free_something(plan, self._first_slots())):
-                self._wait_or_end(plan, self._first_slots())
+                self._stall_or_fail(plan, self._first_slots())
         return missing
 
-    def _wait_or_end(self, plan: Plan, first: list[int]) -> None:
-        """Let the first request, which alone is left, wait for transfers to end; without any, end it."""
+    def _stall_or_fail(self, plan: Plan, first: list[int]) -> None:
+        """Let the first request, the only one left, wait for transfers; if there are none, end it."""
         if not self.holdings.num_blocks_in_transfer:
             self.finisher.fail_for_lack_of_memory(self.running.request_at(first[0]))
             for slot in first:
@@ -93,7 +93,7 @@ class RunningPhase:
             self._drop_copies_to_free_blocks(plan)
         plan.budget += int(plan.num_tokens.sum())
         plan.num_tokens = np.zeros_like(plan.num_tokens)
-        plan.admits_nobody = True
+        plan.admission_closed = True
 
     def _first_slots(self) -> list[int]:
         """Return the slots of the first request in the order of service, which is never preempted."""
@@ -102,9 +102,9 @@ class RunningPhase:
         return [first] if group is None else group.slots
 
     def _make_room(self, plan: Plan, num_blocks: int, group: BeamGroup) -> bool:
-        """Free blocks until `num_blocks` are for a search; False if that fails or takes the search itself.
+        """Free blocks until a search has `num_blocks`; False if that fails or preempts the search itself.
 
-        A search that is the first in order, and for which nobody will give back a block, ends.
+        A search that is first in order ends if no transfer will give back a block.
         """
         while self._lacks(num_blocks):
             first = self._first_slots()
@@ -117,7 +117,7 @@ class RunningPhase:
         return True
 
     def _lacks(self, num_blocks: int) -> bool:
-        """Whether fewer blocks than that are free, also after asking again for memory that was refused."""
+        """Whether fewer blocks are free, even after asking again for memory that was refused."""
         pool = self.kv.pool
         if num_blocks > pool.num_free:
             pool.commit_ahead(num_blocks)
@@ -136,7 +136,7 @@ class RunningPhase:
         )
 
     def _drop_drafts(self, plan: Plan) -> bool:
-        """Take the drafts out of the plan: a guess is not worth a preemption."""
+        """Take the drafts out of the plan: they are not worth a preemption."""
         running = self.running
         if not running.num_drafts[plan.slots].any():
             return False
@@ -164,12 +164,12 @@ class RunningPhase:
         for slot in [victim] if group is None else group.slots:
             plan.drop(slot)
         self.slots.preempt_if_running(victim)
-        plan.admits_nobody = True
+        plan.admission_closed = True
         self._drop_copies_to_free_blocks(plan)
         return True
 
     def _drop_copies_to_free_blocks(self, plan: Plan) -> None:
-        """Take back the copies for a search that was preempted: its blocks may be given away in this step."""
+        """Drop the copies for a search that was preempted: its blocks may be reused in this step."""
         if plan.block_copies:
             targets = np.array([target for _, target in plan.block_copies], dtype=np.int32)
             is_held = self.kv.pool.reference_counts(targets) > 0

@@ -23,18 +23,21 @@ class RunningSlots:
         self.request_ids = np.full(max_num_seqs, "", dtype=np.object_)  # of str
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # known: prompt and output
-        self.num_pending = np.zeros(max_num_seqs, dtype=np.int32)  # sampled by steps that have not landed
-        self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)  # in the cache once all steps have landed
+        self.num_pending = np.zeros(
+            max_num_seqs, dtype=np.int32
+        )  # sampled by steps that have not been applied
+        self.num_computed = np.zeros(
+            max_num_seqs, dtype=np.int32
+        )  # in the cache once all steps have been applied
         self.num_drafts = np.zeros(max_num_seqs, dtype=np.int32)  # proposed, to be verified
         self.token_limit = np.zeros(max_num_seqs, dtype=np.int32)  # ends when num_tokens reaches it
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # may not stop before num_tokens reaches it
         self.stop_ids = np.full((max_num_seqs, 4), NO_TOKEN, dtype=np.int32)  # widened as needed
         self.client_index = np.zeros(max_num_seqs, dtype=np.int32)
-        self.awaits_first_token = np.zeros(
-            max_num_seqs, dtype=np.bool_
-        )  # the client has heard nothing of it yet
+        self.awaits_first_token = np.zeros(max_num_seqs, dtype=np.bool_)  # its client has had no output yet
         self.is_beam = np.zeros(max_num_seqs, dtype=np.bool_)  # a beam search chooses its tokens
-        self.awaits_tokens = np.zeros(max_num_seqs, dtype=np.bool_)  # no step before its tokens have landed
+        # Its next step cannot be planned before the tokens of its last one have been applied.
+        self.needs_sampled_tokens = np.zeros(max_num_seqs, dtype=np.bool_)
         # Zeroed memory is committed when first written: a long max_model_len costs address space only.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.draft_ids = np.full((max_num_seqs, 0), NO_TOKEN, dtype=np.int32)  # widened as needed
@@ -52,7 +55,7 @@ class RunningSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that are not occupied and may be."""
+        """Number of slots that can be occupied."""
         return len(self._free)
 
     def in_order(self) -> IntArray:
@@ -95,7 +98,7 @@ class RunningSlots:
         self.min_tokens[slot] = num_prompt + request.sampling_params.min_tokens
         self.client_index[slot] = request.client_index
         self.awaits_first_token[slot] = not request.output_token_ids
-        self.awaits_tokens[slot] = self.is_beam[slot] = False
+        self.needs_sampled_tokens[slot] = self.is_beam[slot] = False
         self._set_stop_ids(slot, request)
         bisect.insort(self._order, (key, slot))
         self._order_array = None
@@ -112,7 +115,7 @@ class RunningSlots:
         return request
 
     def update_request(self, slot: int) -> Request:
-        """Bring the request in a slot up to date and return it."""
+        """Update the `Request` in a slot from the arrays and return it."""
         request = self.request_at(slot)
         num_prompt = request.num_prompt_tokens
         request.output_token_ids = self.token_ids[slot, num_prompt : self.num_tokens[slot]].tolist()
@@ -150,7 +153,7 @@ class RunningSlots:
             self.draft_ids = np.pad(self.draft_ids, padding, constant_values=NO_TOKEN)
         room = np.maximum(self.token_limit[slots] - self.num_tokens[slots] - 1, 0)
         count = np.minimum(np.count_nonzero(draft_ids != NO_TOKEN, axis=1), room)
-        count[self.num_pending[slots] > 0] = 0  # they guess at a place that a step in flight computes
+        count[self.num_pending[slots] > 0] = 0  # they guess a position that a step in flight computes
         self.draft_ids[slots, :width] = draft_ids
         self.num_drafts[slots] = count
 

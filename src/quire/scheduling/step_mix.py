@@ -1,4 +1,4 @@
-"""What may share a step: prompts in pieces together with decoding, or whole prompts apart from it."""
+"""What may share a step: chunks of prompts with decoding tokens, or whole prompts by themselves."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ class SplitFuse(StepMix):
 class WholePrompts(StepMix):
     """A step computes whole prompts, as many as fit; if there are none, the running requests' next tokens.
 
-    After a step with prompts the running requests have their turn, so that arrivals cannot hold them up. What
-    a preempted request must compute again may be longer than a step, since its output has grown: only that is
-    split.
+    After a step with prompts it is the running requests' turn, so that arrivals cannot starve them. Only what
+    a preempted request must recompute may be longer than a step, since its output has grown; it is split.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

@@ -9,9 +9,9 @@ from quire.grammar.manager import GrammarManager
 from quire.request import Request
 from quire.scheduling.drain_rate import DrainRate
 from quire.scheduling.policies.order import QueueOrder
+from quire.scheduling.ready_queue import ReadyQueue
 from quire.scheduling.remote_loads import RemoteLoads
 from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.waiting_queue import WaitingQueue
 from quire.status import RequestStatus
 
 
@@ -35,7 +35,7 @@ class WaitingRequests:
         *,
         read_clock: Callable[[], float],
     ) -> None:
-        self.queue = WaitingQueue(order)
+        self.queue = ReadyQueue(order)
         self.drain_rate = DrainRate(read_clock)
         self._grammars = grammars
         self._loads = loads
@@ -58,12 +58,12 @@ class WaitingRequests:
 
     @property
     def num_awaiting(self) -> int:
-        """Requests whose grammar is being compiled, or whose KV is on its way."""
+        """Number of requests whose grammar is being compiled, or whose KV is on its way."""
         return len(self._compiling) + len(self._loads.on_their_way())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests that wait, those whose KV is being loaded excepted."""
+        """Number of tokens of all waiting requests, except those whose KV is being loaded."""
         return self.queue.num_tokens + self._num_tokens_beside
 
     def get(self, request_id: str) -> Request | None:
@@ -76,7 +76,7 @@ class WaitingRequests:
         return request
 
     def enter(self, request: Request) -> None:
-        """Take a new request in.
+        """Add a new request.
 
         Raises:
             InvalidRequestError: it has a grammar, and the engine cannot compile any.
@@ -109,7 +109,7 @@ class WaitingRequests:
             self.drain_rate.note(request.num_tokens, 1, queue_is_empty=not len(self.queue))
 
     def release_followers(self, leader_id: str) -> None:
-        """Queue the requests that waited for a prompt: it is computed, or will not be."""
+        """Queue the requests that waited for a prompt: it is computed, or never will be."""
         for request in self._followers.pop(leader_id, {}).values():
             del self._leader_of[request.request_id]
             self._num_tokens_beside -= request.num_tokens

@@ -9,7 +9,7 @@ from policy_requests import Arrivals, run_to
 from quire.config import SchedulerConfig
 from quire.scheduling.policies import ORDERS
 from quire.scheduling.policies.order import LongestPrefix
-from quire.scheduling.waiting_queue import WaitingQueue
+from quire.scheduling.ready_queue import ReadyQueue
 from quire.status import RequestStatus
 
 
@@ -31,7 +31,7 @@ class QueueMachine(RuleBasedStateMachine):
             config=SchedulerConfig(priority_ageing=ageing, block_size=2),
             find_cached=lambda request: self.cached.get(request.request_id, 0),
         )
-        self.queue = WaitingQueue(self.order)
+        self.queue = ReadyQueue(self.order)
         self.arrivals = Arrivals()
         self.now = 0.0
         self.waiting: list[tuple] = []  # lane, lane key, request
@@ -113,7 +113,7 @@ def test_the_queue_agrees_with_a_sorted_list(order):
 
 @pytest.mark.parametrize("order", [*ORDERS.known, SmallWindow])
 def test_what_was_preempted_goes_first(order):
-    queue = WaitingQueue(ORDERS.build(order, config=SchedulerConfig(), find_cached=lambda request: 0))
+    queue = ReadyQueue(ORDERS.build(order, config=SchedulerConfig(), find_cached=lambda request: 0))
     arrivals = Arrivals()
     requests = [arrivals.request(5, tenant=tenant) for tenant in "aabb"]
     for request in requests:
@@ -127,7 +127,7 @@ def test_what_was_preempted_goes_first(order):
 
 
 def test_a_request_that_does_not_wait_is_not_found():
-    queue = WaitingQueue(ORDERS.build("fcfs", config=SchedulerConfig(), find_cached=lambda request: 0))
+    queue = ReadyQueue(ORDERS.build("fcfs", config=SchedulerConfig(), find_cached=lambda request: 0))
     assert queue.head() is None
     assert queue.get("r0") is None
     assert "r0" not in queue
@@ -137,7 +137,7 @@ def test_a_request_that_does_not_wait_is_not_found():
 
 @pytest.mark.parametrize("order", ORDERS.known)
 def test_the_queue_does_not_grow_with_what_has_passed_through_it(order):
-    queue = WaitingQueue(ORDERS.build(order, config=SchedulerConfig(), find_cached=lambda request: 0))
+    queue = ReadyQueue(ORDERS.build(order, config=SchedulerConfig(), find_cached=lambda request: 0))
     arrivals = Arrivals()
     queue.push(arrivals.request(tenant="stays"))
     for number in range(5000):

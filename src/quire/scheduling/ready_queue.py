@@ -1,4 +1,4 @@
-"""The requests that wait for a slot, in the order of a `QueueOrder`."""
+"""The requests that are ready and wait for a slot, in the order of a `QueueOrder`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class _Place(NamedTuple):
     num_tokens: int
 
 
-class WaitingQueue:
+class ReadyQueue:
     """One heap for each lane of the order.
 
     Pushing and removing cost O(log n). A place that was left stays in its heap until it comes to the head of
     its lane, or until more than half of the heap is such places. Asking for the head costs one key for each
-    lane if there are several, and nothing worth mentioning if there is one.
+    lane if there are several, and next to nothing if there is one.
     """
 
     def __init__(self, order: QueueOrder) -> None:
