@@ -43,6 +43,22 @@ def knob(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def stands_for(cls: type, name: str, *, default: Any, help: str = "") -> Any:
+    """Declare a field that stands for the field `name` of `cls`, whose limits and unit it has.
+
+    Args:
+        cls: the other class.
+        name: of its field.
+        default: value if it is not given.
+        help: what it means if that differs.
+    """
+    [field] = [field for field in dataclasses.fields(cls) if field.name == name]
+    metadata = {**field.metadata, "stands_for": (cls, name)}
+    if help:
+        metadata["help"] = help
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 def refuse_unknown_names(cls: type, names: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if `names` holds a key that is not a field of the dataclass `cls`."""
     known = [field.name for field in dataclasses.fields(cls)]
@@ -71,7 +87,7 @@ def config(cls: type[T]) -> type[T]:
     return _with_checked_names(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, knob))
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, knob, stands_for))
 def settable_config(cls: type[T]) -> type[T]:
     """Like `config`, but fields can be set after construction, as in OpenVINO GenAI."""
     return _with_checked_names(dataclasses.dataclass(kw_only=True, slots=True)(cls))

@@ -122,13 +122,21 @@ class Limits:
 
 @functools.cache
 def limits_of(cls: type) -> Mapping[str, Limits]:
-    """Return the limits of each field of a dataclass, by name."""
+    """Return the limits of each field of a dataclass, by name.
+
+    A field that stands for another has that field's limits, see `quire.config.stands_for`.
+    """
     annotations = typing.get_type_hints(cls, include_extras=True)
     kinds = typing.get_type_hints(cls)
-    return {
-        field.name: _limits(annotations[field.name], kinds[field.name], field.metadata.get("unit", ""))
-        for field in dataclasses.fields(cls)
-    }
+    found: dict[str, Limits] = {}
+    for field in dataclasses.fields(cls):
+        if "stands_for" in field.metadata:
+            other, name = field.metadata["stands_for"]
+            found[field.name] = limits_of(other)[name]
+        else:
+            unit = field.metadata.get("unit", "")
+            found[field.name] = _limits(annotations[field.name], kinds[field.name], unit)
+    return found
 
 
 def violation(owner: Any) -> tuple[str, str] | None:

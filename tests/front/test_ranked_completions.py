@@ -181,3 +181,21 @@ def test_an_impossible_token_ranks_below_all_others():
     table.say(0, "a", -math.inf, reason=FinishReason.LENGTH)
     table.say(1, "b", -99.0, reason=FinishReason.LENGTH)
     assert table.state.snapshot().outputs[0].text == "b"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_return_sequences": 129, "do_sample": True}, "num_return_sequences is 129; .* from 1 to 128"),
+        ({"rng_seed": 2**63}, "rng_seed is 9223372036854775808; it must be from -2\\^63 to"),
+        ({"stop_strings": {""}}, "stop_strings is .* non-empty strings"),
+    ],
+)
+def test_openvino_names_have_the_limits_of_what_they_stand_for(fields, words):
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        GenerationConfig(**fields).validate()
+    assert caught.value.param == next(iter(fields))
+
+
+def test_one_openvino_stop_string_may_be_given_bare():
+    assert GenerationConfig(stop_strings="end").validate().sampling_params(5).stop == ("end",)

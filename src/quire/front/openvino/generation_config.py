@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import dataclasses
+from typing import Any, Self
 
-from quire.config import check_limits, knob, refuse_unknown_names, settable_config
-from quire.errors import ConfigError
-from quire.limits import PositiveInt
-from quire.sampling_params import SamplingParams
+from quire.config import knob, refuse_unknown_names, settable_config, stands_for
+from quire.errors import ConfigError, InvalidRequestError
+from quire.limits import PositiveInt, violation
+from quire.sampling_params import SamplingParams, TokenId
 from quire.structured_outputs import StructuredOutputsParams
 
 
@@ -36,46 +37,58 @@ class StructuredOutputConfig:
 class GenerationConfig:
     """How to generate. Fields may be set as attributes or given as keyword arguments.
 
-    `max_new_tokens` wins over `max_length`. Without `do_sample` the likeliest token is always taken, or with
-    `num_beams` the likeliest sequences are searched for.
+    `max_new_tokens` wins over `max_length`. Without `do_sample` the most likely token is always taken, or
+    with `num_beams` the most likely sequences are searched for.
     """
 
-    max_new_tokens: PositiveInt | None = knob(
-        default=None, help="Most tokens to generate. None: what max_length or the model's length leaves."
+    max_new_tokens: int | None = stands_for(
+        SamplingParams,
+        "max_tokens",
+        default=None,
+        help="Maximum number of tokens to generate. None: what max_length or the model's length leaves.",
     )
-    max_length: int | None = knob(default=None, help="Most tokens, prompt and output together.")
-    min_new_tokens: int = knob(default=0, help="Fewest tokens before end-of-sequence may end the output.")
-    ignore_eos: bool = knob(default=False, help="Go on after end-of-sequence.")
-    eos_token_id: int | None = knob(default=None, help="End-of-sequence token id. None: the model's own ids.")
-    stop_strings: tuple[str, ...] = knob(default=(), help="Strings that end the output.")
-    include_stop_str_in_output: bool = knob(default=False, help="Keep the stop string in the text.")
-    stop_token_ids: tuple[int, ...] = knob(default=(), help="Token ids that end the output.")
-    repetition_penalty: float = knob(default=1.0, help="Above 1 makes tokens seen so far less likely.")
-    presence_penalty: float = knob(default=0.0, help="Subtracted from the logit of each token in the output.")
-    frequency_penalty: float = knob(default=0.0, help="Subtracted per occurrence in the output.")
-    do_sample: bool = knob(default=False, help="Draw tokens at random instead of taking the likeliest.")
-    temperature: float = knob(default=1.0, help="Divides the logits.")
-    top_p: float = knob(default=1.0, help="Sample among the fewest tokens whose probabilities sum to this.")
-    top_k: int = knob(default=0, help="Sample among the k likeliest tokens. 0: all.")
-    min_p: float = knob(default=0.0, help="Drop tokens less likely than this times the likeliest one.")
-    rng_seed: int = knob(default=0, help="Same seed, same tokens.")
-    num_return_sequences: int = knob(
-        default=1, help="Completions per prompt; more than 1 needs do_sample or num_beams."
+    max_length: PositiveInt | None = knob(
+        default=None,
+        unit="tokens",
+        help="Maximum number of tokens, prompt and output together.",
     )
-    num_beams: PositiveInt = knob(default=1, help="Above 1: beam search with this many beams.")
-    num_beam_groups: int = knob(default=1, help="Groups of equal size that the beams are divided into.")
-    diversity_penalty: float = knob(
-        default=0.0, help="Cost of a token for each beam of an earlier group that takes it in the same step."
+    min_new_tokens: int = stands_for(SamplingParams, "min_tokens", default=0)
+    ignore_eos: bool = stands_for(SamplingParams, "ignore_eos", default=False)
+    eos_token_id: TokenId | None = knob(
+        default=None, help="End-of-sequence token id. None: the model's own ids."
     )
-    length_penalty: float = knob(
-        default=1.0, help="Beams are ranked by log-probability / length ^ this: above 0 favors longer ones."
+    stop_strings: tuple[str, ...] = stands_for(SamplingParams, "stop", default=())
+    include_stop_str_in_output: bool = stands_for(SamplingParams, "include_stop_str_in_output", default=False)
+    stop_token_ids: tuple[int, ...] = stands_for(SamplingParams, "stop_token_ids", default=())
+    repetition_penalty: float = stands_for(SamplingParams, "repetition_penalty", default=1.0)
+    presence_penalty: float = stands_for(SamplingParams, "presence_penalty", default=0.0)
+    frequency_penalty: float = stands_for(SamplingParams, "frequency_penalty", default=0.0)
+    do_sample: bool = knob(
+        default=False, help="Sample tokens at random. Off: always take the most likely token."
     )
-    stop_criteria: Literal["early", "heuristic", "never"] = knob(
-        default="heuristic", help="When beam search ends: early, heuristic or never; see SamplingParams."
+    temperature: float = stands_for(SamplingParams, "temperature", default=1.0)
+    top_p: float = stands_for(SamplingParams, "top_p", default=1.0)
+    top_k: int = stands_for(SamplingParams, "top_k", default=0)
+    min_p: float = stands_for(SamplingParams, "min_p", default=0.0)
+    rng_seed: int = stands_for(SamplingParams, "seed", default=0)
+    num_return_sequences: int = stands_for(
+        SamplingParams,
+        "n",
+        default=1,
+        help="Number of completions per prompt; more than 1 needs do_sample or num_beams.",
     )
-    logprobs: int = knob(
+    num_beams: PositiveInt = knob(
+        default=1, unit="beams", help="Number of beams in beam search. 1: no beam search."
+    )
+    num_beam_groups: int = stands_for(SamplingParams, "num_beam_groups", default=1)
+    diversity_penalty: float = stands_for(SamplingParams, "diversity_penalty", default=0.0)
+    length_penalty: float = stands_for(SamplingParams, "length_penalty", default=1.0)
+    stop_criteria: str = stands_for(SamplingParams, "stop_criteria", default="heuristic")
+    logprobs: int = stands_for(
+        SamplingParams,
+        "logprobs",
         default=0,
-        help="Above 0: return the log-probabilities of the generated tokens. 0: do not.",
+        help="Above 0: return the log-probabilities of the generated tokens. 0: none.",
     )
     echo: bool = knob(default=False, help="Put the prompt in front of the output.")
     structured_output_config: StructuredOutputConfig | None = knob(
@@ -84,6 +97,8 @@ class GenerationConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_unknown_names(GenerationConfig, {name: value})
+        if name == "stop_strings" and isinstance(value, str):
+            value = (value,)
         object.__setattr__(self, name, value)
 
     def validate(self) -> Self:
@@ -93,7 +108,9 @@ class GenerationConfig:
             ConfigError: fields contradict each other.
             InvalidRequestError: a value is out of its range.
         """
-        check_limits(self)
+        if (found := violation(self)) is not None:
+            name, refusal = found
+            raise InvalidRequestError(f"{name} {refusal}", param=name)
         if self.num_beams > 1 and self.do_sample:
             raise ConfigError(
                 f"num_beams is {self.num_beams}, but beam search does not sample; set do_sample=False, or "
@@ -116,27 +133,18 @@ class GenerationConfig:
         """Return the same as `SamplingParams`, with at most `max_tokens` tokens of output."""
         replaces_eos = self.eos_token_id is not None and not self.ignore_eos
         structure = self.structured_output_config
-        return SamplingParams(
-            n=self.num_return_sequences,
-            max_tokens=max_tokens,
-            min_tokens=self.min_new_tokens,
-            temperature=self.temperature if self.do_sample else 0.0,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            stop=self.stop_strings,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            stop_token_ids=(*self.stop_token_ids, *((self.eos_token_id,) if replaces_eos else ())),
-            ignore_eos=self.ignore_eos or replaces_eos,
-            seed=self.rng_seed,
-            logprobs=self.logprobs or None,
-            beam_width=self.num_beams if self.num_beams > 1 else 0,
-            num_beam_groups=self.num_beam_groups,
-            diversity_penalty=self.diversity_penalty,
-            length_penalty=self.length_penalty,
-            stop_criteria=self.stop_criteria,
-            structured_outputs=None if structure is None else structure.params(),
-        )
+        own = {
+            "max_tokens": max_tokens,
+            "temperature": self.temperature if self.do_sample else 0.0,
+            "stop_token_ids": (*self.stop_token_ids, *((self.eos_token_id,) if replaces_eos else ())),
+            "ignore_eos": self.ignore_eos or replaces_eos,
+            "logprobs": self.logprobs or None,
+            "beam_width": self.num_beams if self.num_beams > 1 else 0,
+            "structured_outputs": None if structure is None else structure.params(),
+        }
+        same = {
+            field.metadata["stands_for"][1]: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if "stands_for" in field.metadata
+        }
+        return SamplingParams(**{**same, **own})
