@@ -64,6 +64,7 @@ conformance: $(READY)  ## List each row of the specifications with the tests tha
 lint: $(READY)  ## Check style, types and the floors, and that generated pages are current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $(wildcard native/src/*.cpp native/src/*.h native/src/*/*.cpp native/src/*/*.h native/tests/*.cpp native/tests/*.h)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/config_docs.py --check
