@@ -1,14 +1,10 @@
 """Settings and fixtures shared by all tests."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the engine does, before anything loads torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from small_scheduler import SmallScheduler
 from typer.testing import CliRunner
 
 from quire.cli.main import app
@@ -16,10 +16,6 @@ from quire.recording.recorder import RecordingScheduler
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.step import ModelRunnerOutput
-
-sys.path.append(str(Path(__file__).parents[1] / "scheduling" / "recording"))
-
-from small_scheduler import SmallScheduler
 
 
 def quire(*arguments: object):

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scheduling"))  # the fake runner and its scene
-
 
 def pytest_addoption(parser):
     parser.addoption(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from models.gguf_checkpoints import write_gguf
+from gguf_checkpoints import write_gguf
 
 from checkpoints import make_checkpoint
 from quire import LLM, SamplingParams, StructuredOutputsParams
