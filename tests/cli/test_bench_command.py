@@ -18,6 +18,7 @@ from quire.cli.console import flag_name, in_flags
 from quire.cli.main import app
 from quire.cli.options import config_fields
 from quire.config import EngineConfig
+from subprocesses import started
 
 QUIRE = [sys.executable, "-m", "quire.cli.main"]
 SMALL = ("--num-kv-blocks", "256", "--num-threads", "1")
@@ -90,12 +91,11 @@ def test_serving_of_the_built_in_model(tmp_path: Path):
 @pytest.fixture(scope="module")
 def server_url():
     command = [*QUIRE, "serve", "--port", "0", "--served-model-name", "small", "--api-key", "key", *SMALL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            yield process.stdout.readline().split()[1]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
+    limit = 600  # of all tests that use it
+    with started(
+        command, limit=limit, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        yield process.stdout.readline().split()[1]
 
 
 def test_serving_by_a_server_that_runs(server_url: str):
@@ -146,12 +146,12 @@ def test_requests_that_fail_are_counted_and_end_with_a_status():
 
 def test_ctrl_c_ends_the_benchmark_and_its_engine():
     command = [*QUIRE, "bench", "serve", "--input-len", "8", "--output-len", "3000", "--warmup", "0", *SMALL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         quire = psutil.Process(process.pid)
         while not (children := quire.children(recursive=True)) and process.poll() is None:
             pass
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate()
     assert process.returncode == 130, stderr
     assert b"Traceback" not in stderr
     assert psutil.wait_procs(children, timeout=30)[1] == []

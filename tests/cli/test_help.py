@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from quire.cli.main import app
 from quire.cli.options import config_fields
 from quire.config import EngineConfig, ServerConfig
 from quire.sampling_params import SamplingParams
+from subprocesses import python_output, run
 
 COMMANDS = ("serve", "generate", "chat", "plan", "eval")
 
@@ -75,13 +75,12 @@ def test_the_command_line_imports_nothing_slow():
         "print([name for name in ('torch', 'numpy', 'rich', 'starlette', 'zmq', 'tokenizers', 'pydantic')"
         " if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert python_output(code) == "[]\n"
 
 
 def test_errors_have_no_traceback_in_a_real_process():
     command = [sys.executable, "-m", "quire.cli.main", "plan", "/no/such/model"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run(command)
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1

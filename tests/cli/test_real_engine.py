@@ -12,15 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
+from subprocesses import run, started
 
 QUIRE = [sys.executable, "-m", "quire.cli.main"]
 LONG_ANSWER = ["generate", "Hello", "--ignore-eos", "--max-tokens", "4000"]
 
 
 def quire(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*QUIRE, *arguments], input=stdin, capture_output=True, text=True, timeout=100, check=False
-    )
+    return run([*QUIRE, *arguments], stdin=stdin)
 
 
 def test_generate_answers_the_same_every_time_and_as_json():
@@ -39,16 +38,16 @@ def test_the_front_process_does_not_import_torch():
         "app(['generate', 'Hello', '--max-tokens', '2'], standalone_mode=False)\n"
         "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers', 'rich')))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = run([sys.executable, "-c", code])
     assert result.returncode == 0, result.stderr
 
 
 def test_ctrl_c_ends_the_command_and_its_engine():
-    with subprocess.Popen([*QUIRE, *LONG_ANSWER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started([*QUIRE, *LONG_ANSWER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(1)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate()
     assert process.returncode == 130
     assert b"Traceback" not in stderr
     assert children
@@ -56,10 +55,11 @@ def test_ctrl_c_ends_the_command_and_its_engine():
 
 
 def test_a_reader_that_goes_away_ends_the_command_quietly():
-    with subprocess.Popen([*QUIRE, *LONG_ANSWER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started([*QUIRE, *LONG_ANSWER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(1)
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()
+        process.wait()
     assert process.returncode == 1
 
 

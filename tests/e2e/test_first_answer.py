@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+
+from subprocesses import run
 
 
 def test_the_built_in_model_answers() -> None:
     command = [sys.executable, "-m", "quire.cli.main", "generate", "What is 27 + 58?", "--output", "-"]
-    result = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
-    )
+    result = run(command)
     assert (result.returncode, result.stderr) == (0, "")
     [output] = json.loads(result.stdout)["outputs"]
     assert (output["text"], output["finish_reason"]) == ("85", "stop")

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import subprocesses
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT = 100.0  # seconds; each takes about three
 
 
 def run(name: str) -> list[str]:
     """Run an example as a user would, and return the lines that it prints."""
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    result = subprocesses.run([sys.executable, str(EXAMPLES / f"{name}.py")])
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return result.stdout.splitlines()

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import quire
-
-
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from subprocesses import python_output
 
 
 def test_importing_the_package_imports_nothing_else():
     heavy = ["numpy", "torch", "zmq", "msgspec", "asyncio", "dataclasses", "quire.config"]
-    assert run(f"import sys, quire; print([name for name in {heavy} if name in sys.modules])") == "[]\n"
+    code = f"import sys, quire; print([name for name in {heavy} if name in sys.modules])"
+    assert python_output(code) == "[]\n"
 
 
 def test_the_front_does_without_torch():
@@ -29,7 +22,7 @@ import quire.engine.process
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
-    assert run(code) == "[]\n"
+    assert python_output(code) == "[]\n"
 
 
 def test_the_engine_does_without_slow_modules(checkpoint):
@@ -41,7 +34,7 @@ llm.generate("the", SamplingParams(max_tokens=2))
 slow = ["transformers", "torch._dynamo", "torchvision", "torch._inductor", "rich"]
 print([name for name in slow if name in sys.modules])
 """
-    assert run(code) == "[]\n"
+    assert python_output(code) == "[]\n"
 
 
 def test_public_names():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from recorded_runs import random_context, run
 from small_scheduler import SmallScheduler
 
+import subprocesses
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
 from quire.recording import calls
@@ -69,7 +69,7 @@ def rewritten(path: Path, target: Path, change) -> Path:
 
 @pytest.mark.parametrize("scheduler_cls", [SmallScheduler, Scheduler])
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_run_is_repeated_exactly(tmp_path_factory, scheduler_cls, seed: int):
     path = tmp_path_factory.mktemp("run") / "recording"
     record(path, seed, scheduler_cls=scheduler_cls)
@@ -119,7 +119,7 @@ def test_it_is_repeated_in_another_process(tmp_path, scheduler_cls):
     )
     command = [sys.executable, "-c", code, str(recorded)]
     env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    result = subprocesses.run(command, env=env)
     assert result.stdout.split() == ["None", "120", "False"], result.stderr
 
 

@@ -11,6 +11,7 @@ import openai
 import psutil
 import pytest
 
+import subprocesses
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, ModelNotFoundError
 from quire.server.serve import bound_socket, serve
@@ -30,13 +31,8 @@ QUESTION = [{"role": "user", "content": "What is a KV block?"}]
 
 
 class ServerProcess:
-    def __init__(self, *, port=0, drain_timeout=20, wait=True):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, process, *, wait=True):
+        self.process = process
         self.ready_line = self.process.stdout.readline() if wait else ""
         self.try_line = self.process.stdout.readline() if wait else ""
         self.url = self.ready_line.split()[1] if self.ready_line else ""
@@ -51,34 +47,30 @@ class ServerProcess:
         return self.ended()
 
     def ended(self):
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate()
         _, alive = psutil.wait_procs(self.children, timeout=10)
         assert not alive
         return self.process.returncode, out, err
 
-    def close(self):
-        for process in (*self.children, self.process):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.communicate()
+
+@contextlib.contextmanager
+def server_process(*, port=0, drain_timeout=20, wait=True, **limit):
+    command = [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocesses.started(command, **pipes, **limit) as process:
+        yield ServerProcess(process, wait=wait)
 
 
 @pytest.fixture
 def started():
     with contextlib.ExitStack() as stack:
-
-        def start(**options):
-            server = ServerProcess(**options)
-            stack.callback(server.close)
-            return server
-
-        yield start
+        yield lambda **options: stack.enter_context(server_process(**options))
 
 
 @pytest.fixture(scope="module")
 def shared():
     """One server for the tests that leave it running."""
-    with contextlib.closing(ServerProcess()) as server:
+    with server_process(limit=600) as server:  # seconds for all of them
         yield server
 
 
@@ -195,7 +187,7 @@ def test_a_port_that_is_taken(started):
     port = first.url.rsplit(":", 1)[1]
     second = started(port=port)
     assert second.ready_line == ""
-    _, err = second.process.communicate(timeout=30)
+    _, err = second.process.communicate()
     assert f"cannot listen on 127.0.0.1:{port}" in err
 
 

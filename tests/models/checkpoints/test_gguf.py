@@ -25,6 +25,7 @@ from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.weights import count_parameters, weight_specs
+from subprocesses import python_output
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -218,16 +219,13 @@ def test_unknown_architectures_and_kinds_are_named(tmp_path: Path) -> None:
 
 
 def test_nothing_in_the_config_needs_torch(q4_file: Path) -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys; from pathlib import Path\n"
         "from quire.models.checkpoints.config_reading import read_model_config\n"
         f"read_model_config(Path({str(q4_file)!r}))\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python_output(code)
 
 
 def test_damaged_headers_are_refused_or_read(q4_file: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.weights import WeightSpec, count_parameters, weight_bytes, weight_specs
+from subprocesses import python_output
 
 
 def _load(path: Path, dtype: str = "auto", **kwargs: Any) -> Decoder:
@@ -222,8 +222,6 @@ def test_damaged_file_is_named(qwen3: Path) -> None:
 
 
 def test_nothing_loads_transformers(qwen3: Path) -> None:
-    import subprocess
-
     code = (
         "import sys; from pathlib import Path\n"
         "from quire.models.checkpoints.config_reading import read_model_config\n"
@@ -234,4 +232,4 @@ def test_nothing_loads_transformers(qwen3: Path) -> None:
         "from quire.models.checkpoints.loading import load_decoder; load_decoder(path, config, 'auto')\n"
         "assert 'transformers' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python_output(code)

@@ -286,7 +286,10 @@ def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes.*it supports compressed-tensors, gptq, awq and GGUF"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "bitsandbytes.*it supports compressed-tensors, gptq, awq and GGUF",
+        ),
         (_gptq(3), "GPTQ and have 3 bits.*supported: 4 or 8"),
         (_gptq(checkpoint_format="marlin"), "checkpoint_format marlin.*gptq, gptq_v2"),
         (AWQ | {"version": "gemv"}, "AWQ and have the version gemv.*gemm"),
