@@ -6,8 +6,11 @@ import os
 import select
 from pathlib import Path
 
-from quire import LLM, EngineConfig, SchedulerConfig
+import psutil
+
+from quire import LLM, ContinuousBatchingPipeline, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
+from quire.front.live_requests import LiveRequests
 
 TINY = {"num_kv_blocks": 64, "num_threads": 1}
 
@@ -17,8 +20,20 @@ def tiny_config(model: str, **scheduler) -> EngineConfig:
     return EngineConfig(model=model, num_threads=1, scheduler=SchedulerConfig(**settings))
 
 
-def core_of(llm: LLM) -> EngineCore:
-    return llm._session.requests.client.core
+def requests_of(llm: LLM | ContinuousBatchingPipeline) -> LiveRequests:
+    """Return what the front keeps of the requests under way, which no caller would want to see."""
+    return llm._session.requests
+
+
+def core_of(llm: LLM | ContinuousBatchingPipeline) -> EngineCore:
+    """Return the engine of this process, which the front shows to nobody."""
+    return requests_of(llm).client.core
+
+
+def engine_pid() -> int:
+    """Return the process id of the one engine that this process has started."""
+    (engine,) = [child for child in psutil.Process().children() if "quire.engine.process" in child.cmdline()]
+    return engine.pid
 
 
 def check_after_every_step(core: EngineCore) -> EngineCore:

@@ -20,6 +20,7 @@ from quire.engine.messages import (
     StopRequests,
 )
 from quire.errors import InvalidRequestError, QueueFullError
+from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 from quire.status import FinishReason
 
@@ -243,17 +244,16 @@ def test_prompt_logprobs_are_computed_once_for_n(engine):
 
 def test_a_request_with_unusable_logits_ends_alone(engine, monkeypatch):
     """NaN logits of one row are that request's own fault."""
-    model = engine.core.runner._model
-    logits = model.logits
+    logits = Decoder.logits
 
-    def poisoned(hidden):
-        result = logits(hidden)
+    def poisoned(model, hidden):
+        result = logits(model, hidden)
         result[0] = float("nan")
         return result
 
     engine.loop.handle(request("a"))
     engine.loop.handle(request("b"))
-    monkeypatch.setattr(model, "logits", poisoned)
+    monkeypatch.setattr(Decoder, "logits", poisoned)
     engine.loop.step_and_send()
     monkeypatch.undo()
     engine.run()

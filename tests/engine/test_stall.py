@@ -15,6 +15,7 @@ from quire.engine.loop import EngineLoop
 from quire.engine.messages import EngineCoreRequest, Explain, Reply, StepOutputs
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.sampling_params import SamplingParams
+from quire.scheduling.admission_phase import AdmissionPhase
 from quire.scheduling.interface import PauseState
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -116,9 +117,8 @@ def test_a_pause_is_in_order_and_the_engine_counts_as_alive(engine, caplog):
 
 def test_a_standstill_that_nothing_explains_is_an_error_at_once(engine, monkeypatch, caplog):
     engine.add("stuck")
-    admission = engine.core.scheduler._admission_phase
     with monkeypatch.context() as patched:
-        patched.setattr(admission, "plan", lambda plan: None)
+        patched.setattr(AdmissionPhase, "plan", lambda phase, plan: None)
         for _ in range(3):
             assert not engine.loop.step_and_send()
     (record,) = caplog.records

@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 import time
+import types
 
 import pytest
 
@@ -259,15 +260,19 @@ async def requests_are_explained(llm):
 
 
 async def health(llm):
+    def check_much_later():
+        with pytest.MonkeyPatch.context() as patched:
+            later = time.monotonic() + 2 * async_llm.STEP_TIMEOUT
+            patched.setattr(async_llm, "time", types.SimpleNamespace(monotonic=lambda: later))
+            llm.check_health()
+
     llm.check_health()
-    llm._requests.last_step_time = time.monotonic() - 2 * async_llm.STEP_TIMEOUT
-    llm.check_health()  # idle: no step is expected
+    check_much_later()  # idle: no step is expected
     stream = llm.generate("the", LONG)
     await anext(stream)
     llm.check_health()
-    llm._requests.last_step_time = time.monotonic() - 2 * async_llm.STEP_TIMEOUT
     with pytest.raises(EngineDeadError, match="1 requests are unfinished"):
-        llm.check_health()
+        check_much_later()
     await stream.aclose()
 
 

@@ -196,11 +196,10 @@ def test_what_the_cache_forgot_is_loaded_from_the_connector():
 class Follower:
     """What a router knows of an engine's cache, from its events alone: tokens and parent of each block."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, endpoint: str, replay_endpoint: str) -> None:
         self.llm = llm
         self.blocks: dict[bytes, tuple[bytes | None, list[int]]] = {}
-        publisher = core_of(llm)._publisher
-        self.subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint)
+        self.subscriber = KVEventSubscriber(endpoint, replay_endpoint)
         number = 0
         while not (batches := self.subscriber.receive(0.02)):  # until the subscription has taken hold
             number += 1
@@ -238,12 +237,12 @@ class Follower:
             num_found += 16
 
 
-def test_kv_events_say_what_the_engine_holds():
-    local = "tcp://127.0.0.1:*"
-    options = {"kv_events_endpoint": local, "kv_events_replay_endpoint": local, "num_kv_blocks": 24}
+def test_kv_events_say_what_the_engine_holds(tmp_path):
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("live", "replay")]
+    options = dict(zip(("kv_events_endpoint", "kv_events_replay_endpoint"), endpoints, strict=True))
     first, second = list(range(100, 100 + 10 * 16 + 3)), list(range(600, 600 + 20 * 16 + 3))
-    with LLM("mini", num_threads=1, **options) as llm:
-        follower = Follower(llm)
+    with LLM("mini", num_threads=1, num_kv_blocks=24, **options) as llm:
+        follower = Follower(llm, *endpoints)
         try:
             llm.generate([first], greedy(1))
             follower.follow(lambda: follower.num_held(first) == 10 * 16)

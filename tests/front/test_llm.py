@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from engine_checks import TINY, check_after_every_step, core_of
+from engine_checks import TINY, check_after_every_step, core_of, requests_of
 from quire import LLM, SamplingParams, SchedulerConfig
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError
@@ -30,7 +30,7 @@ def nothing_is_left(llm):
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
-    assert len(llm._session.requests.outputs) == 0
+    assert len(requests_of(llm).outputs) == 0
 
 
 def test_results_come_in_the_order_of_the_prompts(llm):
@@ -192,22 +192,22 @@ def test_ctrl_c_while_a_request_is_queued_leaves_nothing(llm, monkeypatch):
     monkeypatch.setattr(scheduler, "add_request", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("the cache", GREEDY)
-    assert not llm._session.requests.outputs
+    assert not requests_of(llm).outputs
     assert not scheduler.has_unfinished_requests()
 
 
 def test_a_request_that_cannot_be_sent_leaves_nothing(llm, monkeypatch):
-    send = llm._session.requests.client.send
+    send = requests_of(llm).client.send
 
     def lossy(message):
         if isinstance(message, EngineCoreRequest):
             raise OverflowError("too large for the wire")
         send(message)
 
-    monkeypatch.setattr(llm._session.requests.client, "send", lossy)
+    monkeypatch.setattr(requests_of(llm).client, "send", lossy)
     with pytest.raises(OverflowError):
         llm.generate("the cache", GREEDY)
-    assert not llm._session.requests.outputs
+    assert not requests_of(llm).outputs
 
 
 @pytest.mark.parametrize("prompts", [{"prompt_token_ids": [1, 2]}, None, iter(["a"]), 5])

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from engine_checks import check_after_every_step
+from engine_checks import check_after_every_step, core_of, requests_of
 from quire import LLM, ContinuousBatchingPipeline, GenerationConfig, SamplingParams, SchedulerConfig
 from quire.errors import ConfigError, DuplicateRequestError, InvalidRequestError
 from quire.front.openvino.generation_handle import GenerationStatus
@@ -18,7 +18,7 @@ SCHEDULER = SchedulerConfig(num_kv_blocks=64, max_num_batched_tokens=32, max_num
 @pytest.fixture(scope="module")
 def pipeline(checkpoint):
     pipeline = ContinuousBatchingPipeline(checkpoint, SCHEDULER, "CPU", {"num_threads": 1})
-    check_after_every_step(pipeline._session.requests.client.core)
+    check_after_every_step(core_of(pipeline))
     return pipeline
 
 
@@ -34,7 +34,7 @@ def nothing_is_left(pipeline):
     assert not pipeline.has_non_finished_requests()
     pipeline.step()
     assert pipeline.get_metrics().cache_usage == 0
-    assert pipeline._conversation is None
+    assert pipeline.generate([], []) == [], "a conversation is open"
 
 
 def config(**fields) -> GenerationConfig:
@@ -104,7 +104,7 @@ def test_ending_a_request_from_outside(pipeline, end, status, kept):
 
 
 def test_ctrl_c_loses_no_token_of_a_handle(pipeline, monkeypatch):
-    apply, interrupted = pipeline._session.requests.outputs.apply, []
+    apply, interrupted = requests_of(pipeline).outputs.apply, []
 
     def apply_interrupted(outputs):
         if len(interrupted) < 3 and outputs:
@@ -113,7 +113,7 @@ def test_ctrl_c_loses_no_token_of_a_handle(pipeline, monkeypatch):
         return apply(outputs)
 
     expected = pipeline.generate("the cache", config())[0].texts
-    monkeypatch.setattr(pipeline._session.requests.outputs, "apply", apply_interrupted)
+    monkeypatch.setattr(requests_of(pipeline).outputs, "apply", apply_interrupted)
     handle = pipeline.add_request(5, "the cache", config())
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):

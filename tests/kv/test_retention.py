@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from held import num_held
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
 from quire.kv.retention import (
@@ -86,7 +87,7 @@ class IdleBlocksMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("retention", EXPECTED)
 def test_idle_blocks_agree_with_a_search(retention):
     machine = type("Machine", (IdleBlocksMachine,), {"retention": retention})
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=60)
     machine.TestCase().runTest()
 
 
@@ -126,7 +127,8 @@ def test_anything_else_is_refused(retention):
 def test_the_heap_does_not_grow_with_hits():
     blocks = idle_blocks("lfu", 2)
     blocks.put(ids(0), ids(0), 0)
+    held = num_held(blocks)
     for _ in range(10_000):
         blocks.put(ids(1), ids(5), 0)
         blocks.take(ids(1))
-    assert len(blocks._heap) <= 2 + 16
+    assert num_held(blocks) <= held + 100

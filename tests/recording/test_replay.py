@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import io
 import os
 import random
 import sys
@@ -224,17 +226,29 @@ def test_a_policy_object_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path):
+class FullDisk(io.BytesIO):
+    """Takes the header and nothing more."""
+
+    num_refused = 0
+
+    def write(self, data):
+        if not self.tell():
+            return super().write(data)
+        self.num_refused += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
+    disk = FullDisk()
+    monkeypatch.setattr(Path, "open", lambda path, mode: disk)
     scheduler = RecordingScheduler(
         CONFIG, num_blocks=60, max_model_len=64, scheduler_cls=SmallScheduler, path=tmp_path / "run"
     )
-    scheduler._writer.close()
-    scheduler._writer._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
     scheduler.add_request(Request("one", [1, 2, 3], SamplingParams(max_tokens=1)))
     plan = scheduler.schedule()
     outputs = scheduler.update_from_output(plan, ModelRunnerOutput(["one"], np.array([[5]], dtype=np.int32)))
     assert outputs[0].outputs[0].new_token_ids == [5]
-    assert scheduler._writer is None
+    assert disk.num_refused == 1, "nothing is recorded after that"
 
 
 def test_what_cannot_be_recorded_ends_the_recording_and_nothing_else(tmp_path):
