@@ -43,8 +43,9 @@ demo: $(READY)  ## Serve the built-in model, ask it several things at once, show
 serve: $(READY)  ## Serve the built-in model on 127.0.0.1:8000 until Ctrl-C
 	@$(BIN)/quire serve
 
-test: $(READY)  ## Run all tests
-	$(BIN)/pytest
+TEST_PROCESSES := 2
+test: $(READY)  ## Run all tests, two beside each other
+	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 # Plugins that this test does without take longer to load than it runs.
 test-fast: $(READY)  ## Run one end-to-end test, in seconds

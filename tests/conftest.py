@@ -1,10 +1,43 @@
 """Settings and fixtures shared by all tests."""
 
+import collections
 import os
+import signal
+from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the engine does, before anything loads torch
+# Before anything loads torch: waiting threads sleep soon, as in the engine, and torch computes on one thread.
+# Engines have a setting for their threads, and tests run beside each other.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Some tests interrupt themselves. A shell that starts pytest in the background has it ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    """Let no test fail because the machine is busy."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("quire")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print how many tests each room has, and the seconds that they took with their fixtures."""
+    tests, seconds = collections.Counter(), collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                room = "/".join(Path(report.nodeid.split("::")[0]).parts[:-1])
+                tests[room] += report.when == "call" or report.skipped
+                seconds[room] += report.duration
+    if seconds:
+        terminalreporter.section("tests and seconds by room")
+    for room, duration in seconds.most_common():
+        terminalreporter.write_line(f"{tests[room]:6} {duration:7.1f}  {room}")
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ def test_token_counts_grow_with_the_output():
         assert found == {token: output[:length].count(token) for token in set(prompt + output[:length])}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     prompt=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     outputs=st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=8),

@@ -43,7 +43,7 @@ def propose(rows, min_n, max_n, num_drafts, max_drafts=None):
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4),
     min_n=st.integers(1, 4),

@@ -90,7 +90,7 @@ def cases_strategy(vocab_size, max_size):
     return st.lists(case, min_size=1, max_size=max_size)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), vocab_size=st.sampled_from([3, 17, 150]))
 def test_any_mix_of_parameters_gives_what_the_plain_loop_gives(data, vocab_size):
     cases = data.draw(cases_strategy(vocab_size, 6))
@@ -99,7 +99,7 @@ def test_any_mix_of_parameters_gives_what_the_plain_loop_gives(data, vocab_size)
     assert not result.errors
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), vocab_size=st.sampled_from([17, 150, 2500]))
 def test_a_row_does_not_depend_on_its_company(data, vocab_size):
     cases = data.draw(cases_strategy(vocab_size, 9))

@@ -25,7 +25,7 @@ def step_rows(draw):
     return rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=step_rows(), data=st.data())
 def test_places_and_acceptance_are_those_of_the_plain_loop(rows, data):
     computed, num_tokens, known, drafts = zip(*rows, strict=True)

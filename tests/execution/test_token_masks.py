@@ -76,7 +76,7 @@ def sample(logits, params, allowed, *, prompt=(1, 2), output=(3,)):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 1000),
     allowed=st.sets(st.integers(0, 39), min_size=1),

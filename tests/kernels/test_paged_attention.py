@@ -18,7 +18,7 @@ SHAPES = [(4, 4, 16), (4, 2, 24), (3, 1, 32), (8, 1, 64), (14, 2, 64), (6, 6, 80
 LENGTHS = [1, 5, 64, 65, 200]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     shape=st.sampled_from(SHAPES),
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policy_requests import Arrivals, run_to
 from test_policies import example
@@ -153,7 +153,6 @@ def test_past_future_never_admits_what_has_no_blocks_for_its_first_chunk():
     assert not policy.admits(candidate, view(num_free=1))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 50), max_size=80),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=20),

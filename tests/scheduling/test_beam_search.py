@@ -155,7 +155,7 @@ def test_the_comparison_tells_the_criteria_apart(transformer):
 # -- everything tried out ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     length_penalty=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
@@ -214,7 +214,7 @@ def naive_groups(model, vocab_size, *, groups, size, penalty, length_penalty, en
     return sorted(merged, key=lambda item: item[0], reverse=True)[:n]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     groups=st.integers(1, 4),

@@ -59,7 +59,7 @@ def found(scene: Scene, n: int = 3, names=NAMES):
     return [(scene.outputs[name], scene.ends[name].cumulative_logprob) for name in names[:n]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_prompt=st.integers(1, 13),
     width=st.integers(2, 5),

@@ -162,7 +162,7 @@ def test_beams_wait_for_their_tokens():
     assert outcomes[0] == outcomes[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     requests=st.lists(
         st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans(), st.integers(0, 3)),

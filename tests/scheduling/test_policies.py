@@ -191,7 +191,7 @@ def test_the_example_of_an_order_runs():
     assert queue.head() is short
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=20))
 def test_the_example_of_an_order_with_lanes_runs(tenants):
     arrivals, policy = Arrivals(), order(example("FewestRunning"))

@@ -220,9 +220,9 @@ class OracleMachine(RuleBasedStateMachine):
 
 TestMixedMachine = MixedMachine.TestCase
 TestMixedMachine.settings = settings(
-    max_examples=180, stateful_step_count=50, deadline=None, suppress_health_check=SUPPRESSED
+    max_examples=180, stateful_step_count=50, suppress_health_check=SUPPRESSED
 )
 TestOracleMachine = OracleMachine.TestCase
 TestOracleMachine.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=SUPPRESSED
+    max_examples=300, stateful_step_count=50, suppress_health_check=SUPPRESSED
 )
