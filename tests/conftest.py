@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from case_ids import case_id
+
 # Before anything loads torch: waiting threads sleep soon, as in the engine, and torch computes on one thread.
 # Engines have a setting for their threads, and tests run beside each other.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -23,6 +25,11 @@ def pytest_configure(config):
 
         settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("quire")
+
+
+def pytest_make_parametrize_id(val):
+    """Name a case by its values."""
+    return case_id(val)
 
 
 def pytest_terminal_summary(terminalreporter):
