@@ -7,6 +7,7 @@ for every type of numbers that Quire computes in, and for both sets of kernels.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -90,23 +91,24 @@ def alone(numbers: str) -> list[tuple]:
         return bits(run(llm, one_by_one=True))
 
 
-@pytest.fixture(params=NUMBERS)
-def numbers(request) -> str:
-    return request.param
+def by_turns(name: str, sizes: list[Any]) -> pytest.MarkDecorator:
+    """Parametrize with each type of numbers, and one size of its company: the sizes take turns.
+
+    Every type with every size is in tests/models/test_bit_equality.py and tests/kernels.
+    """
+    cases = zip(NUMBERS, itertools.cycle(sizes), strict=False)
+    return pytest.mark.parametrize(
+        ("numbers", name), [pytest.param(*case, id=f"{case[0]}-{name}-{case[1]}") for case in cases]
+    )
 
 
-def test_in_a_batch_of_32(numbers):
-    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024) as llm:
-        assert bits(run(llm)) == alone(numbers)
-
-
-@pytest.mark.parametrize("tokens_per_step", [1, 7, 64])
+@by_turns("tokens_per_step", [1, 7, 64])
 def test_in_chunks(numbers, tokens_per_step):
     with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024, max_num_batched_tokens=tokens_per_step) as llm:
         assert bits(run(llm)) == alone(numbers)
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@by_turns("caching", [True, False])
 def test_with_preemptions_in_the_middle(numbers, caching):
     options = {"num_kv_blocks": 24, "max_model_len": 320, "watermark": 0.0, "reserve_full_prompt": False}
     with LLM("mini", **NUMBERS[numbers], enable_prefix_caching=caching, **options) as llm:
@@ -116,7 +118,8 @@ def test_with_preemptions_in_the_middle(numbers, caching):
         assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_out_of_the_prefix_cache(numbers):
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_in_a_batch_of_32_and_out_of_the_prefix_cache(numbers):
     with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024) as llm:
         first = run(llm)
         second = run(llm)
@@ -125,12 +128,13 @@ def test_out_of_the_prefix_cache(numbers):
         assert bits(second) == alone(numbers)
 
 
+@pytest.mark.parametrize("numbers", NUMBERS)
 def test_with_another_block_size(numbers):
     with LLM("mini", **NUMBERS[numbers], num_kv_blocks=2048, block_size=8) as llm:
         assert bits(run(llm)) == alone(numbers)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@by_turns("num_threads", [1, 2])
 def test_after_a_restart_on_another_number_of_threads(numbers, num_threads):
     with LLM(
         "mini", **NUMBERS[numbers], num_kv_blocks=1024, engine_process=True, num_threads=num_threads
