@@ -60,7 +60,7 @@ def test_the_reference(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     linear = reference_linear([weight], dtype=dtype)
     assert isinstance(linear, OneDnnLinear if dtype == torch.bfloat16 else FloatLinear)
     _assert_close(linear, rows, weight, None)
-    if dtype != torch.float16:  # Quire's reference offers no guarantee in float16, see docs/numbers.md
+    if dtype != torch.float16:  # for which the reference is not batch-invariant, see docs/cpu.md
         _assert_rows_keep_their_bits(linear, rows)
 
 

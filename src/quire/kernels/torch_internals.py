@@ -1,4 +1,4 @@
-"""The operators that Quire calls and that torch does not promise to keep; tested with torch 2.13.0.
+"""The operators that Quire calls and that torch does not promise to keep; tested with `TESTED_TORCH`.
 
 They are looked up when they are first called, since builds of torch without oneDNN lack some.
 """
