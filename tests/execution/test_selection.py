@@ -6,8 +6,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from quire.execution.rng import uniforms
 from quire.execution.selection import Filters, draw
-from quire.kernels import sampling
-from quire.kernels.cpu import sampling as native_sampling
+from quire.kernels.cpu.sampling import NativeSampling
+from quire.kernels.sampling import ReferenceSampling
 from quire.sampling_params import SamplingParams
 
 
@@ -25,10 +25,10 @@ def draw_rows(logits, params, numbers):
     numbers = np.asarray(numbers, dtype=np.float64)
     filters = filters_of(params, logits.shape[1])
     maxima, rows = logits.max(axis=1), np.arange(len(logits))
-    drawn = draw(logits, maxima, filters, numbers, rows=rows, kernels=sampling)
+    drawn = draw(logits, maxima, filters, numbers, rows=rows, kernels=ReferenceSampling())
     among_others = np.full((2 * len(logits), logits.shape[1] + 3), np.nan, dtype=np.float32)
     among_others[1::2, :-3] = logits
-    native = draw(among_others[:, :-3], maxima, filters, numbers, rows=2 * rows + 1, kernels=native_sampling)
+    native = draw(among_others[:, :-3], maxima, filters, numbers, rows=2 * rows + 1, kernels=NativeSampling())
     assert native.tolist() == drawn.tolist()
     return drawn
 

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.reference import paged_attention, quantize_heads, write_kv
+from quire.kernels.reference import ReferenceKernels, quantize_heads, write_kv
 from quire.kv.tensors import KVCacheTensors
+
+_PAGED_ATTENTION = ReferenceKernels().paged_attention
 
 
 @dataclasses.dataclass
@@ -62,7 +64,7 @@ class Sequences:
 def run_paged(
     sequences: Sequences,
     *,
-    kernel: Any = paged_attention,
+    kernel: Any = _PAGED_ATTENTION,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     chunks: list[int] | int = 10_000,

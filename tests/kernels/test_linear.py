@@ -9,10 +9,12 @@ from native_settings import on_instruction_sets, threads
 
 from pairwise import pairwise
 from quire.kernels.cpu.linear import MAX_INPUTS, PackedLinear
-from quire.kernels.cpu.memory import WeightMemory
-from quire.kernels.linear import FloatLinear, Linear, OneDnnLinear, reference_linear
+from quire.kernels.linear import FloatLinear, Linear, OneDnnLinear
+from quire.kernels.memory import WeightMemory
+from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize, quantize_int4, quantize_int8
 
+reference_linear = ReferenceKernels().linear
 ROWS = 70
 COUNTS = [*range(1, 18), 24, 25, 31, 64, 69]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from native_settings import on_instruction_sets, threads
 
 from pairwise import pairwise
-from quire.kernels import attention as reference
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.attention import paged_attention
+from quire.kernels.cpu.kernel_set import NativeKernels
+from quire.kernels.reference import ReferenceKernels
 from quire.kv.tensors import KVCacheTensors
 
+paged_attention = NativeKernels().paged_attention
 SHAPES = [(4, 2, 64), (6, 6, 80), (3, 1, 96), (4, 2, 128), (2, 1, 256), (14, 2, 32), (5, 1, 16)]
 TYPES = {  # of the query and of the cache
     "float32": (torch.float32, torch.float32),
@@ -232,7 +233,7 @@ def test_large_scores_do_not_overflow(instruction_set: str) -> None:
 def test_other_heads_go_to_the_reference() -> None:
     for head_dim in (24, 272):
         sequences = Sequences.random([70, 3], 4, 2, head_dim)
-        expected = run_paged(sequences, kernel=reference.paged_attention)
+        expected = run_paged(sequences, kernel=ReferenceKernels().paged_attention)
         assert_equal_bits(run_paged(sequences, kernel=paged_attention), expected, head_dim)
 
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 from native_settings import on_instruction_sets, threads
 
-from quire.kernels import reference
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.cpu import elementwise
+from quire.kernels.cpu.kernel_set import NativeKernels
+from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
+from quire.kernels.reference import ReferenceKernels
 from quire.kernels.tiles import HeadLayout
 from quire.kv.tensors import KVCacheTensors
 
+native, reference = NativeKernels(), ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ACTIVATIONS = ["silu", "gelu_tanh", "gelu"]
 COUNTS = [*range(1, 18), 31, 69]
@@ -50,12 +52,12 @@ def _poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_rms_norm(instruction_set: str, dtype: torch.dtype, size: int, count: int) -> None:
     rows, weight = _random(count, size, dtype=dtype), _random(size, seed=1)
     expected = reference.rms_norm(rows, weight, eps=1e-5)
-    _assert_close(elementwise.rms_norm(rows, weight, eps=1e-5), expected)
+    _assert_close(native.rms_norm(rows, weight, eps=1e-5), expected)
     out = _view(_poisoned(count, size, dtype=dtype))
-    assert elementwise.rms_norm(_view(rows), weight, eps=1e-5, out=out) is out
+    assert native.rms_norm(_view(rows), weight, eps=1e-5, out=out) is out
     _assert_close(out, expected)
     in_place = rows.clone()
-    elementwise.rms_norm(in_place, weight, eps=1e-5, out=in_place)
+    native.rms_norm(in_place, weight, eps=1e-5, out=in_place)
     assert torch.equal(in_place, out)
 
 
@@ -66,13 +68,13 @@ def test_add_rms_norm(instruction_set: str, dtype: torch.dtype, size: int, count
     expected_residual = before.clone()
     expected = reference.add_rms_norm(expected_residual, delta, weight, eps=1e-6, scale=scale)
     residual, out = _view(before), _poisoned(count, size, dtype=dtype)
-    assert elementwise.add_rms_norm(residual, _view(delta), weight, eps=1e-6, scale=scale, out=out) is out
+    assert native.add_rms_norm(residual, _view(delta), weight, eps=1e-6, scale=scale, out=out) is out
     _assert_close(residual, expected_residual)
     _assert_close(out, expected)
     if scale == 1.0:
         assert torch.equal(residual, expected_residual)
     alone = before.clone()
-    assert elementwise.add_rms_norm(alone, delta, None, eps=1e-6, scale=scale) is alone
+    assert native.add_rms_norm(alone, delta, None, eps=1e-6, scale=scale) is alone
     assert torch.equal(alone, residual)
 
 
@@ -81,14 +83,14 @@ def test_gated_activation(instruction_set: str, activation: str, dtype: torch.dt
     rows = _random(70, 2 * size, dtype=dtype) * 4
     expected = reference.gated_activation(rows, activation)
     out = _view(_poisoned(70, size, dtype=dtype))
-    assert elementwise.gated_activation(_view(rows), activation, out=out) is out
+    assert native.gated_activation(_view(rows), activation, out=out) is out
     gate, up = rows.float().chunk(2, dim=1)
     # Where 1 + erf is close to 0, it may be off by an ulp of 1 in either kernel.
     cancelled = 2**-23 * (gate * up).abs() if activation == "gelu" else 0.0
     error = (out.float() - expected.float()).abs()
     assert out.dtype == expected.dtype
     assert (error <= RELATIVE[dtype] * expected.float().abs() + SMALLEST + cancelled).all()
-    assert torch.equal(elementwise.gated_activation(rows[:1], activation), out[:1])
+    assert torch.equal(native.gated_activation(rows[:1], activation), out[:1])
 
 
 @on_instruction_sets(activation=ACTIVATIONS)
@@ -103,7 +105,7 @@ def test_activations_over_the_whole_range(instruction_set: str, activation: str)
         "gelu": lambda: 0.5 * wide * (1 + torch.erf(wide * 0.5**0.5)),
         "gelu_tanh": lambda: torch.nn.functional.gelu(wide, approximate="tanh"),
     }[activation]()
-    actual = elementwise.gated_activation(rows, activation)[0].double()
+    actual = native.gated_activation(rows, activation)[0].double()
     assert ((actual - exact).abs() <= 1e-6 * exact.abs() + 5e-7 * wide.abs().clamp(max=1.0)).all()
 
 
@@ -122,16 +124,16 @@ def _assert_rows_keep_their_bits(kernel: Callable[[torch.Tensor], torch.Tensor],
 def test_rows_keep_their_bits_in_any_company(instruction_set: str, dtype: torch.dtype, size: int) -> None:
     rows, weight = _random(70, size, dtype=dtype), _random(size, seed=1)
     delta = _random(1, size, dtype=dtype, seed=2)
-    _assert_rows_keep_their_bits(lambda part: elementwise.rms_norm(part, weight, eps=1e-6), rows)
+    _assert_rows_keep_their_bits(lambda part: native.rms_norm(part, weight, eps=1e-6), rows)
     _assert_rows_keep_their_bits(
-        lambda part: elementwise.add_rms_norm(
+        lambda part: native.add_rms_norm(
             part, delta.expand(part.shape).contiguous(), weight, eps=1e-6, scale=0.3
         ),
         rows,
     )
     for activation in ("silu", "gelu_tanh", "gelu"):
         _assert_rows_keep_their_bits(
-            lambda part, activation=activation: elementwise.gated_activation(part, activation), rows
+            lambda part, activation=activation: native.gated_activation(part, activation), rows
         )
 
 
@@ -180,14 +182,14 @@ class Step:
                 part.fill_(99 if part.dtype == torch.int8 else POISON)
         return kv
 
-    def run(self, module: object, rows: slice = slice(None)) -> tuple[torch.Tensor, KVLayer]:
+    def run(self, kernels: KernelSet, rows: slice = slice(None)) -> tuple[torch.Tensor, KVLayer]:
         """Return the queries and the cache after the tokens in `rows`."""
         kv, qkv = self.cache(), _view(self.qkv)[rows]
         batch = AttentionBatch(
             self.batch.positions[rows], 8, self.batch.slot_blocks[rows], self.batch.slot_offsets[rows],
             self.batch.num_computed_tokens, self.batch.num_tokens, self.batch.block_tables,
         )  # fmt: skip
-        query = module.rotary_and_write_kv(
+        query = kernels.rotary_and_write_kv(
             qkv, kv, batch, heads=self.heads, q_norm=self.q_norm, k_norm=self.k_norm, eps=1e-6,
             cos=None if self.cos is None else self.cos[rows],
             sin=None if self.sin is None else self.sin[rows],
@@ -219,7 +221,7 @@ def test_rotary_and_write_kv(
 ) -> None:
     half = {"all": heads.head_dim // 2, "some": heads.head_dim // 5, "none": 0}[turned]
     step = Step(heads, dtype, dtype, [1, 17, 5], half, norm)
-    query, kv = step.run(elementwise)
+    query, kv = step.run(native)
     expected_query, expected_kv = step.run(reference)
     # After a norm, numbers differ by a rounding to the type, and the rotation adds two of them.
     tolerance = 3 * RELATIVE[dtype]
@@ -243,7 +245,7 @@ def test_caches_of_other_types_hold_the_same_bits(
     step.qkv[3] = 0.0
     # Halves of the unit that a head's int8 numbers have: ties, which go to the even one.
     step.qkv[4] = torch.arange(step.qkv.shape[1]).remainder(255).sub(127).to(dtype) / 2
-    _, kv = step.run(elementwise)
+    _, kv = step.run(native)
     _, expected = step.run(reference)
     for part, expected_part in zip(_parts(kv), _parts(expected), strict=True):
         assert torch.equal(part.float().nan_to_num(), expected_part.float().nan_to_num())
@@ -252,7 +254,7 @@ def test_caches_of_other_types_hold_the_same_bits(
 @on_instruction_sets(norm={"no_norm": "none", "head_norm": "head"})
 def test_int8_after_rotation_is_within_one_step(instruction_set: str, norm: str) -> None:
     step = Step(LAYOUTS["6x2x64"], torch.float32, torch.int8, [30], 32, norm)
-    _, kv = step.run(elementwise)
+    _, kv = step.run(native)
     _, expected = step.run(reference)
     difference = (kv.keys.int() - expected.keys.int()).abs()
     assert difference.max() <= 1
@@ -265,15 +267,15 @@ def test_int8_after_rotation_is_within_one_step(instruction_set: str, norm: str)
 def test_tokens_keep_their_bits_in_any_company(instruction_set: str, cache_dtype: torch.dtype) -> None:
     step = Step(LAYOUTS["8x2x128"], torch.bfloat16, cache_dtype, [60, 1, 1], 64, "head")
     with threads(1):
-        query, kv = step.run(elementwise)
+        query, kv = step.run(native)
     for row in (0, 1, 33, 61):
-        alone, cache = step.run(elementwise, slice(row, row + 1))
+        alone, cache = step.run(native, slice(row, row + 1))
         assert torch.equal(alone[0], query[row])
         place = step.batch.slot_blocks[row], slice(None), step.batch.slot_offsets[row]
         for part, expected in zip(_parts(cache), _parts(kv), strict=True):
             assert torch.equal(part[place], expected[place])
     with threads(2):
-        again, cache = step.run(elementwise)
+        again, cache = step.run(native)
     assert torch.equal(again, query)
     for part, expected in zip(_parts(cache)[:2], _parts(kv)[:2], strict=True):
         place = step.batch.slot_blocks, slice(None), step.batch.slot_offsets
@@ -283,21 +285,21 @@ def test_tokens_keep_their_bits_in_any_company(instruction_set: str, cache_dtype
 def test_what_the_kernels_cannot_take_is_refused() -> None:
     rows, weight = _random(3, 8), _random(8)
     with pytest.raises(TypeError, match="float64"):
-        elementwise.rms_norm(rows.double(), weight, eps=1e-6)
+        native.rms_norm(rows.double(), weight, eps=1e-6)
     with pytest.raises(ValueError, match="adjacent"):
-        elementwise.rms_norm(_random(8, 3).T, weight, eps=1e-6)
+        native.rms_norm(_random(8, 3).T, weight, eps=1e-6)
     with pytest.raises(ValueError, match="weight"):
-        elementwise.rms_norm(rows, weight[:7], eps=1e-6)
+        native.rms_norm(rows, weight[:7], eps=1e-6)
     with pytest.raises(ValueError, match="out is"):
-        elementwise.rms_norm(rows, weight, eps=1e-6, out=rows[:2])
+        native.rms_norm(rows, weight, eps=1e-6, out=rows[:2])
     with pytest.raises(TypeError, match="bfloat16"):
-        elementwise.rms_norm(rows, weight, eps=1e-6, out=rows.bfloat16())
+        native.rms_norm(rows, weight, eps=1e-6, out=rows.bfloat16())
     with pytest.raises(ValueError, match="delta"):
-        elementwise.add_rms_norm(rows, rows[:2], weight, eps=1e-6)
+        native.add_rms_norm(rows, rows[:2], weight, eps=1e-6)
     step = Step(LAYOUTS["6x2x64"], torch.float32, torch.float32, [3], 32, "head")
     step.q_norm = _random(63)
     with pytest.raises(ValueError, match="q_norm"):
-        step.run(elementwise)
+        step.run(native)
     step = Step(LAYOUTS["6x2x64"], torch.float32, torch.float32, [3], 33, "none")
     with pytest.raises(ValueError, match="cos"):
-        step.run(elementwise)
+        step.run(native)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pairwise import pairwise
 from quire.kernels import tiles
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.reference import paged_attention, quantize_heads
+from quire.kernels.reference import ReferenceKernels, quantize_heads
 
 SHAPES = [(4, 4, 16), (4, 2, 24), (3, 1, 32), (8, 1, 64), (14, 2, 64), (6, 6, 80), (2, 1, 128)]
 LENGTHS = [1, 5, 64, 65, 200]
@@ -132,7 +132,7 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
 
 @pairwise(block_size=[16, 7, 128], window=[0, 50])
 def test_key_scores_are_sums_of_weights(block_size: int, window: int) -> None:
-    check_key_scores(paged_attention, block_size=block_size, window=window)
+    check_key_scores(ReferenceKernels().paged_attention, block_size=block_size, window=window)
 
 
 def test_batch_places_tokens_as_a_loop_would() -> None:

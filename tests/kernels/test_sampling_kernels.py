@@ -6,9 +6,10 @@ from native_settings import INSTRUCTION_SETS, instructions, threads
 
 from pairwise import pairwise
 from quire.execution.logprobs import top_tokens
-from quire.kernels import sampling as reference
-from quire.kernels.cpu import sampling as native
+from quire.kernels.cpu.sampling import NativeSampling
+from quire.kernels.sampling import ReferenceSampling
 
+native, reference = NativeSampling(), ReferenceSampling()
 VOCAB_SIZES = [1, 5, 17, 512, 513, 1300, 9000, 40_003]
 
 

@@ -9,14 +9,13 @@ import dataclasses
 
 import torch
 
-from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import TILE
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.tiles import HeadLayout, TileWork
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class _Scores:
+class Scores:
     """How scores become weights."""
 
     scale: float
@@ -24,56 +23,19 @@ class _Scores:
     sinks: torch.Tensor | None
 
 
-def paged_attention(
-    query: torch.Tensor,
-    kv: KVLayer,
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    key_scores: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the attention of every token of the step over its sequence's cache, itself included.
-
-    Args:
-        query: [T, heads, head_dim]; the numbers of a token are adjacent, tokens may be further apart.
-        kv: the layer's cache; the step's own keys and values are already written.
-        batch: the step.
-        scale: multiplies the scores.
-        window: a token sees itself and the `window - 1` tokens before it; 0: all.
-        softcap: scores become `softcap * tanh(score / softcap)`; 0: no cap (Gemma 2, section 2.4).
-        sinks: [heads] float32, a score of each head that takes part in the softmax's sum and has no value
-            (gpt-oss); None: none.
-        key_scores: [num_blocks, block_size] float32, to which is added, at each key's place, the attention
-            weight that the key gets from all rows and heads of the step (the scores by which
-            `CacheEvictionConfig` evicts); None: not computed.
-        out: [T, heads, head_dim] contiguous, to be overwritten with the result and returned; None: new.
-
-    Returns:
-        [T, heads, head_dim], in the query's type; computed in float32.
-    """
-    heads = HeadLayout(query.shape[1], kv.keys.shape[1], query.shape[2])
-    output = query.new_empty(query.shape) if out is None else out
-    scores = _Scores(scale, softcap, sinks)
-    for work in batch.plan(heads, window):
-        attended = _attend(query, kv, work, heads=heads, how=scores, key_scores=key_scores)
-        output.index_copy_(0, work.query_rows, attended.to(query.dtype))
-    return output
-
-
-def _attend(
+def attend(
     query: torch.Tensor,
     kv: KVLayer,
     work: TileWork,
     *,
     heads: HeadLayout,
-    how: _Scores,
+    how: Scores,
     key_scores: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return [Q * R, heads, head_dim] float32. Below: I items, H KV heads, M = R * group rows, D head_dim."""
+    """Return the attention of the rows of `work`, [Q * R, heads, head_dim] float32.
+
+    Below: I items, H KV heads, M = R * group rows, D head_dim.
+    """
     num_items = len(work.item_query)
     num_masked = work.hidden.shape[0]
     rows = _query_blocks(query, work, heads).mul_(how.scale).index_select(0, work.item_query)  # [I, H, M, D]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from quire.kernels.torch_internals import int8_product, linear_pointwise, reorder_linear_weight
 from quire.kernels.weights import (
@@ -54,8 +55,8 @@ class FloatLinear(Linear):
         self._weight = torch.cat([_float(part, dtype) for part in parts])
         self._bias = None if bias is None else bias.to(dtype)
 
+    @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Linear`."""
         return _in_equal_products(lambda chunk: F.linear(chunk, self._weight, self._bias), rows, out)
 
 
@@ -71,8 +72,8 @@ class OneDnnLinear(Linear):
         self._weight = reorder_linear_weight(weight)
         self._bias = None if bias is None else bias.to(torch.bfloat16)
 
+    @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Linear`."""
         return _in_equal_products(
             lambda chunk: linear_pointwise(chunk, self._weight, self._bias),
             rows,
@@ -81,7 +82,10 @@ class OneDnnLinear(Linear):
 
 
 class Int8Linear(Linear):
-    """int8 weights, a scale per row of theirs, and rows that are quantized as they come, a scale for each."""
+    """int8 weights, a scale per row of theirs, and rows that are quantized as they come, a scale for each.
+
+    Sums are exact.
+    """
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
         super().__init__(parts, bias)
@@ -91,8 +95,8 @@ class Int8Linear(Linear):
         self._values = torch.cat([part.values for part in quantized]).t()
         self._scales = torch.cat([part.scales for part in quantized])
 
+    @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Linear`. Sums are exact."""
         wide = rows.float()
         largest = wide.abs().amax(dim=1)
         inverse = torch.where(largest > 0, INT8_STEPS / largest, 0.0)
@@ -115,35 +119,9 @@ class Int4Linear(Linear):
         ]
         self._float = FloatLinear([dequantize(part) for part in quantized], bias, torch.float32)
 
+    @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Linear`."""
         return _result(self._float(rows.bfloat16().float()).to(rows.dtype), out)
-
-
-def reference_linear(
-    parts: Sequence[Weight],
-    bias: torch.Tensor | None = None,
-    *,
-    dtype: torch.dtype,
-    quantization: str = "none",
-    group_size: int = 128,
-) -> Linear:
-    """Return the layer whose weight is `parts`, one below the other.
-
-    Args:
-        parts: the rows of the matrix; all have the same input features.
-        bias: [out_features], any floating-point type.
-        dtype: of the weights, if they are not quantized.
-        quantization: what to make of weights in floating point: none, int8 or int4. Quantized ones stay as
-            they are if `quantization` names another kind.
-        group_size: inputs that share a scale, for int4.
-    """
-    kind = quantization_of(parts, quantization, group_size)
-    if kind == "int8":
-        return Int8Linear(parts, bias)
-    if kind == "int4":
-        return Int4Linear(parts, bias, group_size)
-    return OneDnnLinear(parts, bias) if dtype == torch.bfloat16 else FloatLinear(parts, bias, dtype)
 
 
 def quantization_of(parts: Sequence[Weight], wanted: str, group_size: int) -> str:

@@ -1,4 +1,4 @@
-"""Compute primitives in plain torch on the CPU, one signature each.
+"""The kernels in plain torch on the CPU, and numpy for sampling.
 
 Every function gives a row the same bits whatever the other rows are and however many there are. That rules
 out torch's fused `silu` and `gelu`, whose last few elements take a scalar path with other roundings; `exp`,
@@ -8,52 +8,129 @@ out torch's fused `silu` and `gelu`, whose last few elements take a scalar path 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
-from quire.kernels.attention import paged_attention
+from quire.kernels.attention import Scores, attend
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
+from quire.kernels.linear import FloatLinear, Int4Linear, Int8Linear, Linear, OneDnnLinear, quantization_of
+from quire.kernels.memory import WeightMemory
+from quire.kernels.sampling import ReferenceSampling, SamplingKernels
 from quire.kernels.tiles import HeadLayout
-
-__all__ = [
-    "add_rms_norm", "apply_rotary", "gated_activation", "gelu", "gelu_tanh", "paged_attention",
-    "rms_norm", "rotary_and_write_kv", "silu", "write_kv",
-]  # fmt: skip
+from quire.kernels.weights import Weight
 
 
-def rms_norm(
-    rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the root-mean-square norm over the last dimension (Zhang and Sennrich 2019), in `rows`' type.
+class ReferenceKernels(KernelSet):
+    """What the other kernels are tested against. torch allocates by itself."""
 
-    Norm and product are in float32, and so must `weight` be: [n] for rows [..., n]. With `out` the result
-    goes there, which may be `rows` itself.
-    """
-    return _into(out, F.rms_norm(rows.float(), weight.shape, weight, eps).to(rows.dtype))
+    name = "reference"
+    sampling: ClassVar[SamplingKernels] = ReferenceSampling()
+    weight_layout = None
 
+    @override
+    def use_threads(self, num_threads: int) -> None:
+        if num_threads:
+            torch.set_num_threads(num_threads)
 
-def add_rms_norm(
-    residual: torch.Tensor,
-    delta: torch.Tensor,
-    weight: torch.Tensor | None,
-    *,
-    eps: float,
-    scale: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Add `scale * delta` to `residual` in place, and return the norm of the sum.
+    @override
+    def linear(
+        self,
+        parts: Sequence[Weight],
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        quantization: str = "none",
+        group_size: int = 128,
+        memory: WeightMemory | None = None,
+    ) -> Linear:
+        kind = quantization_of(parts, quantization, group_size)
+        if kind == "int8":
+            return Int8Linear(parts, bias)
+        if kind == "int4":
+            return Int4Linear(parts, bias, group_size)
+        return OneDnnLinear(parts, bias) if dtype == torch.bfloat16 else FloatLinear(parts, bias, dtype)
 
-    Args:
-        residual, delta: [T, n] of one type; the sum is computed in float32 and rounded to it.
-        weight: [n] float32, of the norm; None: `residual` itself is returned.
-        eps: as for `rms_norm`.
-        scale: of `delta`.
-        out: [T, n], for the norm.
-    """
-    residual.copy_(residual.float() + delta.float() * scale)
-    return residual if weight is None else rms_norm(residual, weight, eps=eps, out=out)
+    @override
+    def rms_norm(
+        self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return _into(out, F.rms_norm(rows.float(), weight.shape, weight, eps).to(rows.dtype))
+
+    @override
+    def add_rms_norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor | None,
+        *,
+        eps: float,
+        scale: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        residual.copy_(residual.float() + delta.float() * scale)
+        return residual if weight is None else self.rms_norm(residual, weight, eps=eps, out=out)
+
+    @override
+    def gated_activation(
+        self, gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return _into(out, _ACTIVATIONS[activation](gate).mul_(up).to(gate_up.dtype))
+
+    @override
+    def rotary_and_write_kv(
+        self,
+        qkv: torch.Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        *,
+        heads: HeadLayout,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        sizes = [heads.num_heads * heads.head_dim, *[heads.num_kv_heads * heads.head_dim] * 2]
+        query, key, value = torch.split(qkv, sizes, dim=-1)
+        for states, norm in ((query, q_norm), (key, k_norm)):
+            if norm is not None:
+                grouped = states.view(len(states), -1, len(norm))
+                self.rms_norm(grouped, norm, eps=eps, out=grouped)
+        query, key, value = (states.view(len(states), -1, heads.head_dim) for states in (query, key, value))
+        if cos is not None and sin is not None:
+            for states in (query, key):
+                states.copy_(apply_rotary(states, cos, sin))
+        write_kv(key, value, kv, batch)
+        return query
+
+    @override
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        key_scores: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        heads = HeadLayout(query.shape[1], kv.keys.shape[1], query.shape[2])
+        output = query.new_empty(query.shape) if out is None else out
+        scores = Scores(scale, softcap, sinks)
+        for work in batch.plan(heads, window):
+            attended = attend(query, kv, work, heads=heads, how=scores, key_scores=key_scores)
+            output.index_copy_(0, work.query_rows, attended.to(query.dtype))
+        return output
 
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
@@ -98,47 +175,6 @@ def quantize_heads(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (wide * inverse.unsqueeze(-1)).round_().to(torch.int8), limit / 127.0
 
 
-def rotary_and_write_kv(
-    qkv: torch.Tensor,
-    kv: KVLayer,
-    batch: AttentionBatch,
-    *,
-    heads: HeadLayout,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
-    """Normalize and rotate queries and keys, and write keys and values to the cache.
-
-    Args:
-        qkv: [T, (heads + 2 * kv_heads) * head_dim]: queries, keys, values; changed in place.
-        kv: the layer's cache.
-        batch: where each token goes.
-        heads: what `qkv` consists of.
-        cos, sin: [T, half] float32, see `apply_rotary`; None: no rotation.
-        q_norm, k_norm: float32 weights of a norm over each head, [head_dim], or over all of them,
-            [heads * head_dim] and [kv_heads * head_dim]; None: no norm.
-        eps: of the norms.
-
-    Returns:
-        The queries [T, heads, head_dim], a view of `qkv`.
-    """
-    sizes = [heads.num_heads * heads.head_dim, *[heads.num_kv_heads * heads.head_dim] * 2]
-    query, key, value = torch.split(qkv, sizes, dim=-1)
-    for states, norm in ((query, q_norm), (key, k_norm)):
-        if norm is not None:
-            grouped = states.view(len(states), -1, len(norm))
-            rms_norm(grouped, norm, eps=eps, out=grouped)
-    query, key, value = (states.view(len(states), -1, heads.head_dim) for states in (query, key, value))
-    if cos is not None and sin is not None:
-        for states in (query, key):
-            states.copy_(apply_rotary(states, cos, sin))
-    write_kv(key, value, kv, batch)
-    return query
-
-
 def silu(values: torch.Tensor) -> torch.Tensor:
     """Return `x * sigmoid(x)` of a float32 tensor."""
     return values / torch.exp(-values).add_(1.0)
@@ -156,14 +192,3 @@ def gelu(values: torch.Tensor) -> torch.Tensor:
 
 
 _ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "gelu": gelu}
-
-
-def gated_activation(
-    gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return `activation(gate) * up` for `gate_up` [..., 2 * n], gate first; computed in float32.
-
-    `activation` is silu, gelu_tanh or gelu. With `out` [..., n] the result goes there.
-    """
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return _into(out, _ACTIVATIONS[activation](gate).mul_(up).to(gate_up.dtype))

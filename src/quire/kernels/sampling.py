@@ -1,16 +1,13 @@
-"""What sampling asks of whole rows of logits, in numpy: the reference for the native kernels.
-
-Logits are [R, V] float32, a row's numbers adjacent. Every function takes `rows`, [S] int64: which of them to
-work on; None: all. A row's result has the same bits whatever the other rows are.
-"""
+"""What sampling asks of whole rows of logits: the interface, and the reference in numpy."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
 
@@ -39,17 +36,27 @@ class Head:
     complete: BoolArray  # [S]
 
 
-class SamplingKernels(Protocol):
-    """The functions of this module and of `quire.kernels.cpu.sampling`."""
+class SamplingKernels(ABC):
+    """Work over whole rows of logits, [R, V] float32, a row's numbers adjacent.
 
+    Every method takes `rows`, [S] int64: which of them to work on; None: all. A row's result has the same
+    bits whatever the other rows are.
+    """
+
+    @abstractmethod
     def largest(
         self, logits: Float32Array, rows: Int64Array | None = None
     ) -> tuple[Int64Array, Float32Array]:
-        """Return the largest logit of each row, and whose it is."""
+        """Return (token ids, logits), [S] each: the largest logit of each row and the lowest id that has it.
 
+        A row with a NaN gives its first NaN.
+        """
+
+    @abstractmethod
     def likeliest(self, logits: Float32Array, rows: Int64Array | None = None) -> Head:
-        """Return each row's likeliest tokens."""
+        """Return the heads of rows, which must not contain NaN."""
 
+    @abstractmethod
     def sum_exp(
         self,
         logits: Float32Array,
@@ -57,51 +64,97 @@ class SamplingKernels(Protocol):
         temperature: Float64Array,
         rows: Int64Array | None = None,
     ) -> Float64Array:
-        """Return each row's sum of probabilities relative to its likeliest token's."""
+        """Return each row's sum of `relative_weights`, [S]; `maxima` and `temperature` are [S]."""
 
+    @abstractmethod
     def ranks(
         self, logits: Float32Array, token_ids: Int64Array, rows: Int64Array | None = None
     ) -> Int64Array:
-        """Return the place of one token of each row."""
+        """Return the place of one token of each row, 1 for the likeliest, [S]; ties go to the lower id."""
 
 
-def largest(logits: Float32Array, rows: Int64Array | None = None) -> tuple[Int64Array, Float32Array]:
-    """Return (token ids, logits), [S] each: the largest logit of each row and the lowest id that has it.
-
-    A row with a NaN gives its first NaN.
-    """
-    chosen = _take(logits, rows)
-    token_ids: Int64Array = chosen.argmax(axis=1)
-    return token_ids, chosen[np.arange(len(chosen)), token_ids]
-
-
-def likeliest(logits: Float32Array, rows: Int64Array | None = None) -> Head:
-    """Return the heads of rows, which must not contain NaN.
+class ReferenceSampling(SamplingKernels):
+    """In numpy.
 
     Selection algorithms leave the order of equal logits open, and logits computed in bfloat16 are often
     equal. Here all tokens above a threshold are taken, so that a tie is never cut through, and ties are
     settled by id.
     """
-    chosen = _take(logits, rows)
-    threshold = _thresholds(chosen)
-    taken = chosen >= threshold[:, None]
-    count = np.count_nonzero(taken, axis=1)
-    crowded = count > MAX_HEAD_TOKENS
-    taken[crowded] = False
-    count[crowded] = 0
-    row_of, ids = np.divmod(np.flatnonzero(taken), chosen.shape[1])
-    column = np.arange(len(row_of)) - (np.cumsum(count) - count)[row_of]
-    values = np.full((len(chosen), max(1, count.max(initial=0))), -np.inf, dtype=np.float32)
-    token_ids = np.zeros(values.shape, dtype=np.int64)
-    values[row_of, column] = chosen[row_of, ids]
-    token_ids[row_of, column] = ids
-    order = np.argsort(-values, axis=1, kind="stable")  # ids rise within a row, so ties go by id
-    return Head(
-        np.take_along_axis(values, order, axis=1),
-        np.take_along_axis(token_ids, order, axis=1),
-        count,
-        (threshold == _LOWEST) & ~crowded,
-    )
+
+    @override
+    def largest(
+        self, logits: Float32Array, rows: Int64Array | None = None
+    ) -> tuple[Int64Array, Float32Array]:
+        chosen = _take(logits, rows)
+        token_ids: Int64Array = chosen.argmax(axis=1)
+        return token_ids, chosen[np.arange(len(chosen)), token_ids]
+
+    @override
+    def likeliest(self, logits: Float32Array, rows: Int64Array | None = None) -> Head:
+        chosen = _take(logits, rows)
+        threshold = _thresholds(chosen)
+        taken = chosen >= threshold[:, None]
+        count = np.count_nonzero(taken, axis=1)
+        crowded = count > MAX_HEAD_TOKENS
+        taken[crowded] = False
+        count[crowded] = 0
+        row_of, ids = np.divmod(np.flatnonzero(taken), chosen.shape[1])
+        column = np.arange(len(row_of)) - (np.cumsum(count) - count)[row_of]
+        values = np.full((len(chosen), max(1, count.max(initial=0))), -np.inf, dtype=np.float32)
+        token_ids = np.zeros(values.shape, dtype=np.int64)
+        values[row_of, column] = chosen[row_of, ids]
+        token_ids[row_of, column] = ids
+        order = np.argsort(-values, axis=1, kind="stable")  # ids rise within a row, so ties go by id
+        return Head(
+            np.take_along_axis(values, order, axis=1),
+            np.take_along_axis(token_ids, order, axis=1),
+            count,
+            (threshold == _LOWEST) & ~crowded,
+        )
+
+    @override
+    def sum_exp(
+        self,
+        logits: Float32Array,
+        maxima: Float32Array,
+        temperature: Float64Array,
+        rows: Int64Array | None = None,
+    ) -> Float64Array:
+        chosen = _take(logits, rows)
+        num_rows, vocab_size = chosen.shape
+        sums = np.empty(num_rows)
+        step = max(1, _CHUNK_ELEMENTS // vocab_size)
+        for start in range(0, num_rows, step):
+            part = slice(start, start + step)
+            sums[part] = relative_weights(chosen[part], maxima[part], temperature[part]).sum(axis=1)
+        return sums
+
+    @override
+    def ranks(
+        self, logits: Float32Array, token_ids: Int64Array, rows: Int64Array | None = None
+    ) -> Int64Array:
+        chosen = _take(logits, rows)
+        places = np.empty(len(chosen), dtype=np.int64)
+        for index, token_id in enumerate(token_ids.tolist()):
+            row = chosen[index]
+            before = np.count_nonzero(row[:token_id] == row[token_id])
+            places[index] = 1 + np.count_nonzero(row > row[token_id]) + before
+        return places
+
+
+def relative_weights(logits: Float32Array, maxima: Float32Array, temperature: Float64Array) -> Float64Array:
+    """Return probabilities relative to that of each row's likeliest token, which is exactly 1.
+
+    Args:
+        logits: [S, any].
+        maxima: [S] the largest logit of each row, finite.
+        temperature: [S] above 0.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        exponents = np.subtract(logits, maxima[:, None], dtype=np.float64)
+        exponents /= temperature[:, None]
+        weights: Float64Array = np.exp(exponents, out=exponents)
+    return weights
 
 
 def _thresholds(logits: Float32Array) -> Float32Array:
@@ -120,46 +173,6 @@ def _thresholds(logits: Float32Array) -> Float32Array:
     place = maxima.shape[1] - MIN_HEAD_TOKENS
     reached: Float32Array = np.partition(maxima, place, axis=1)[:, place]
     return np.maximum(reached, _LOWEST)
-
-
-def relative_weights(logits: Float32Array, maxima: Float32Array, temperature: Float64Array) -> Float64Array:
-    """Return probabilities relative to that of each row's likeliest token, which is exactly 1.
-
-    Args:
-        logits: [S, any].
-        maxima: [S] the largest logit of each row, finite.
-        temperature: [S] above 0.
-    """
-    with np.errstate(over="ignore", under="ignore"):
-        exponents = np.subtract(logits, maxima[:, None], dtype=np.float64)
-        exponents /= temperature[:, None]
-        weights: Float64Array = np.exp(exponents, out=exponents)
-    return weights
-
-
-def sum_exp(
-    logits: Float32Array, maxima: Float32Array, temperature: Float64Array, rows: Int64Array | None = None
-) -> Float64Array:
-    """Return each row's sum of `relative_weights`, [S]; `maxima` and `temperature` are [S]."""
-    chosen = _take(logits, rows)
-    num_rows, vocab_size = chosen.shape
-    sums = np.empty(num_rows)
-    step = max(1, _CHUNK_ELEMENTS // vocab_size)
-    for start in range(0, num_rows, step):
-        part = slice(start, start + step)
-        sums[part] = relative_weights(chosen[part], maxima[part], temperature[part]).sum(axis=1)
-    return sums
-
-
-def ranks(logits: Float32Array, token_ids: Int64Array, rows: Int64Array | None = None) -> Int64Array:
-    """Return the place of one token of each row, 1 for the likeliest, [S]; ties go to the lower id."""
-    chosen = _take(logits, rows)
-    places = np.empty(len(chosen), dtype=np.int64)
-    for index, token_id in enumerate(token_ids.tolist()):
-        row = chosen[index]
-        before = np.count_nonzero(row[:token_id] == row[token_id])
-        places[index] = 1 + np.count_nonzero(row > row[token_id]) + before
-    return places
 
 
 def _take(logits: Float32Array, rows: Int64Array | None) -> Float32Array:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.cpu.memory import map_large_pages
 from quire.kernels.kv_layer import KVLayer
+from quire.kernels.memory import map_large_pages
 
 SCALE_BYTES = 4  # a float32 for each int8 token and head
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.dispatch import KernelSet
+from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
 from quire.kernels.tiles import HeadLayout

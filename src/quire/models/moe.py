@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.kernels.dispatch import KernelSet
+from quire.kernels.interface import KernelSet
 from quire.kernels.linear import Linear
 
 

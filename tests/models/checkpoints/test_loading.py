@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
 from quire.errors import ModelError
-from quire.kernels.cpu.memory import WeightMemory
 from quire.kernels.linear import Int4Linear, Linear
+from quire.kernels.memory import WeightMemory
 from quire.models import weights
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder

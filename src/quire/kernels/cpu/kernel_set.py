@@ -1,48 +1,219 @@
-"""The native kernels as one set: C++, for the instruction set of this CPU."""
+"""The native kernels as one set: C++ (native/src), for the instruction set of this CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
-from quire.kernels.cpu import attention, elementwise, sampling, threads
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from quire.kernels.cpu import _native, threads
+from quire.kernels.cpu.layers import native_layer, native_plan
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.memory import WeightMemory
+from quire.kernels.cpu.rotary import rotary_layer, rotary_step
+from quire.kernels.cpu.sampling import NativeSampling
+from quire.kernels.cpu.tensors import (
+    address,
+    check_attended,
+    check_norm_weight,
+    common_type,
+    float_type,
+    row_stride,
+    token_stride,
+)
+from quire.kernels.interface import KernelSet
+from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
+from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling import SamplingKernels
+from quire.kernels.tiles import HeadLayout
 from quire.kernels.weights import Weight
 
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # Activation in native/src/elementwise.h
+_REFERENCE = ReferenceKernels()
 
-class NativeKernels:
-    """See `quire.kernels.dispatch.KernelSet`."""
+
+class NativeKernels(KernelSet):
+    """Takes float32, bfloat16 and float16, in rows [T, n] whose numbers are adjacent.
+
+    Attention has products of bfloat16 numbers if the query is bfloat16, the cache bfloat16 or int8, and the
+    CPU has AVX-512 BF16; everything else is float32. Heads that the kernel does not have (bounds.py) go to
+    the reference.
+
+    Raises:
+        TypeError: a type is not as it must be.
+        ValueError: a shape or stride is not as it must be.
+    """
 
     name = "native"
-    sampling: SamplingKernels = sampling
+    sampling: ClassVar[SamplingKernels] = NativeSampling()
 
-    @staticmethod
-    def use_threads(num_threads: int) -> None:
-        """Compute on so many threads; what is left to torch is small, and its own threads would compete."""
+    @property
+    @override
+    def weight_layout(self) -> str:
+        return _native.instruction_set()
+
+    @override
+    def use_threads(self, num_threads: int) -> None:
         threads.use_threads(num_threads)
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # what is left to torch is small, and its own threads would compete
 
-    @staticmethod
-    def linear(
-        parts: Sequence[Weight],
-        bias: torch.Tensor | None = None,
+    @override
+    def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any) -> Linear:
+        return PackedLinear(parts, bias, **options)
+
+    @override
+    def rms_norm(
+        self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = rows.new_empty(rows.shape) if out is None else out
+        _norm(rows, None, weight, out, scale=1.0, eps=eps)
+        return out
+
+    @override
+    def add_rms_norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor | None,
         *,
-        dtype: torch.dtype,
-        quantization: str = "none",
-        group_size: int = 128,
-        memory: WeightMemory | None = None,
-    ) -> Linear:
-        """Return packed weights."""
-        return PackedLinear(
-            parts, bias, dtype=dtype, quantization=quantization, group_size=group_size, memory=memory
-        )
+        eps: float,
+        scale: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if weight is None:
+            out = residual
+        elif out is None:
+            out = residual.new_empty(residual.shape)
+        _norm(residual, delta, weight, out, scale=scale, eps=eps)
+        return out
 
-    rms_norm = staticmethod(elementwise.rms_norm)
-    add_rms_norm = staticmethod(elementwise.add_rms_norm)
-    gated_activation = staticmethod(elementwise.gated_activation)
-    rotary_and_write_kv = staticmethod(elementwise.rotary_and_write_kv)
-    paged_attention = staticmethod(attention.paged_attention)
+    @override
+    def gated_activation(
+        self, gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        num_rows, twice = gate_up.shape
+        num_features = twice // 2
+        shape = num_rows, num_features
+        if out is None:
+            out = gate_up.new_empty(shape)
+        _native.gated_activation(
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            common_type(gate_up, out),
+            _ACTIVATIONS[activation],
+            num_rows,
+            num_features,
+            row_stride("gate_up", gate_up),
+            row_stride("out", out, shape),
+        )
+        return out
+
+    @override
+    def rotary_and_write_kv(
+        self,
+        qkv: torch.Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        *,
+        heads: HeadLayout,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        step = rotary_step(batch, heads, cos, sin)
+        layer = rotary_layer(kv, heads, q_norm, k_norm)
+        qkv_stride = row_stride("qkv", qkv, (step.num_rows, layer.width))
+        _native.rotary_and_write_kv(
+            layer.native,
+            qkv.data_ptr(),
+            float_type("qkv", qkv),
+            step.num_rows,
+            qkv_stride,
+            heads.num_heads,
+            step.cos_address,
+            step.sin_address,
+            step.half,
+            layer.q_norm_address,
+            layer.k_norm_address,
+            layer.q_norm_size,
+            layer.k_norm_size,
+            eps,
+            step.blocks_address,
+            step.offsets_address,
+        )
+        shape = step.num_rows, heads.num_heads, heads.head_dim
+        return qkv.as_strided(shape, (qkv_stride, heads.head_dim, 1))
+
+    @override
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        key_scores: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
+            return _REFERENCE.paged_attention(
+                query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks,
+                key_scores=key_scores, out=out,
+            )  # fmt: skip
+        query_stride = token_stride("the query", query)
+        if out is None:
+            out = query.new_empty((num_tokens, num_heads, head_dim))
+        else:
+            check_attended(out, query)
+        native_plan(batch, window, num_heads // kv.keys.shape[1]).attend(
+            native_layer(kv),
+            query.data_ptr(),
+            float_type("the query", query),
+            query_stride,
+            out.data_ptr(),
+            scale,
+            softcap,
+            address(sinks),
+            address(key_scores),
+        )
+        return out
+
+
+def _norm(
+    rows: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    eps: float,
+) -> None:
+    shape = num_rows, num_features = rows.shape
+    if weight is not None:
+        check_norm_weight(weight, num_features)
+    if delta is not None and delta.dtype is not rows.dtype:
+        raise TypeError(f"delta is {delta.dtype}; it must be {rows.dtype}, as the residual")
+    _native.norm(
+        rows.data_ptr(),
+        address(delta),
+        address(weight),
+        out.data_ptr(),
+        common_type(rows, out),
+        num_rows,
+        num_features,
+        row_stride("rows", rows),
+        0 if delta is None else row_stride("delta", delta, shape),
+        row_stride("out", out, shape),
+        scale,
+        eps,
+    )

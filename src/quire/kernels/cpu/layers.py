@@ -1,14 +1,16 @@
-"""A layer's cache as the native kernels know it, made once for each layer."""
+"""What the native kernels keep of a layer's cache, and of the attention of a step."""
 
 from __future__ import annotations
 
 import torch
 
+from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.tensors import TYPE_NUMBERS, address
 from quire.kernels.kv_layer import KVLayer
 
 _NAME = "cpu"  # among a layer's handles
+_PLAN = "cpu attention"  # among a batch's plans
 
 
 def native_layer(kv: KVLayer) -> _native.KVLayer:
@@ -55,3 +57,22 @@ def _strides(blocks: torch.Tensor | None) -> tuple[int, int, int]:
         return 0, 0, 0
     block, head, token = blocks.stride()[:3]
     return block, head, token
+
+
+def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.AttentionPlan:
+    """Return the step's plan for layers of this window and group, made once."""
+    key = (_PLAN, window, group)
+    plan: _native.AttentionPlan | None = batch.plans.get(key)
+    if plan is None:
+        tables = batch.block_tables
+        plan = batch.plans[key] = _native.AttentionPlan(
+            batch.num_computed_tokens.ctypes.data,
+            batch.num_tokens.ctypes.data,
+            len(batch.num_tokens),
+            tables.ctypes.data,
+            tables.shape[1],
+            batch.block_size,
+            window,
+            group,
+        )
+    return plan

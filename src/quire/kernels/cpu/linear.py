@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.memory import WeightMemory
 from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, float_type, row_stride
 from quire.kernels.linear import Linear, quantization_of
+from quire.kernels.memory import WeightMemory
 from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize, num_rows
 
 FORMATS = {  # WeightFormat in native/src/linear.h
@@ -27,15 +28,10 @@ MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 
 
 class PackedLinear(Linear):
-    """A weight matrix in panels: see native/src/linear.h.
+    """A weight matrix in panels, see native/src/linear.h; the arguments are those of `KernelSet.linear`.
 
-    Args:
-        parts: the rows of the matrix, as they come from the checkpoint.
-        bias: [out_features] or None.
-        dtype: of the weights, if they are not quantized.
-        quantization: none, int8 or int4; see `quire.kernels.linear.reference_linear`.
-        group_size: for int4.
-        memory: where the panels go.
+    Calls raise TypeError unless tensors are float32, bfloat16 or float16, ValueError if a shape or stride is
+    not as it must be.
     """
 
     def __init__(
@@ -64,13 +60,8 @@ class PackedLinear(Linear):
         if not memory.is_filled:
             self._weight.pack([_source(part) for part in parts])
 
+    @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Linear`.
-
-        Raises:
-            TypeError: a tensor is not float32, bfloat16 or float16.
-            ValueError: a shape or stride is not as it must be.
-        """
         count = len(rows)
         if out is None:
             out = rows.new_empty((count, self.out_features))

@@ -1,7 +1,4 @@
-"""Work over whole rows of logits by the native kernels (native/src/sampling.h).
-
-The functions have the signatures of those in `quire.kernels.sampling`.
-"""
+"""Work over whole rows of logits by the native kernels (native/src/sampling.h)."""
 
 from __future__ import annotations
 
@@ -9,63 +6,70 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from quire.kernels.cpu import _native
-from quire.kernels.sampling import Float32Array, Float64Array, Head, Int64Array
+from quire.kernels.sampling import Float32Array, Float64Array, Head, Int64Array, SamplingKernels
 
 
-def largest(logits: Float32Array, rows: Int64Array | None = None) -> tuple[Int64Array, Float32Array]:
-    """Return the largest logit of each row and whose it is; see `quire.kernels.sampling.largest`."""
-    where = _where(logits, rows)
-    token_ids = np.empty(where[3], dtype=np.int64)
-    maxima = np.empty(where[3], dtype=np.float32)
-    _native.largest(*where, token_ids.ctypes.data, maxima.ctypes.data)
-    return token_ids, maxima
-
-
-def likeliest(logits: Float32Array, rows: Int64Array | None = None) -> Head:
-    """Return the heads of rows, which must not contain NaN; see `quire.kernels.sampling.likeliest`."""
-    where = _where(logits, rows)
-    num_rows = where[3]
-    values = np.empty((num_rows, _native.MOST_HEAD_TOKENS), dtype=np.float32)
-    token_ids = np.empty(values.shape, dtype=np.int64)
-    count = np.empty(num_rows, dtype=np.int64)
-    complete = np.empty(num_rows, dtype=np.bool_)
-    _native.likeliest(
-        *where, values.ctypes.data, token_ids.ctypes.data, count.ctypes.data, complete.ctypes.data
-    )
-    width = max(1, count.max(initial=0))
-    return Head(values[:, :width], token_ids[:, :width], count, complete)
-
-
-def sum_exp(
-    logits: Float32Array, maxima: Float32Array, temperature: Float64Array, rows: Int64Array | None = None
-) -> Float64Array:
-    """Return each row's sum of probabilities relative to its likeliest token's, [S].
-
-    See `quire.kernels.sampling.sum_exp`.
-    """
-    where = _where(logits, rows)
-    maxima = _numbers("maxima", maxima, np.float32, where[3])
-    temperature = _numbers("temperature", temperature, np.float64, where[3])
-    sums = np.empty(where[3])
-    _native.sum_exp(*where, maxima.ctypes.data, temperature.ctypes.data, sums.ctypes.data)
-    return sums
-
-
-def ranks(logits: Float32Array, token_ids: Int64Array, rows: Int64Array | None = None) -> Int64Array:
-    """Return the place of one token of each row, [S]; see `quire.kernels.sampling.ranks`.
+class NativeSampling(SamplingKernels):
+    """In C++.
 
     Raises:
+        ValueError: an array is of another type or shape than the interface has.
         IndexError: a token id is not in the vocabulary.
     """
-    where = _where(logits, rows)
-    token_ids = _numbers("token_ids", token_ids, np.int64, where[3])
-    if ((token_ids < 0) | (token_ids >= where[4])).any():
-        raise IndexError(f"token ids are {token_ids}; they must be from 0 to {where[4] - 1}")
-    places = np.empty(where[3], dtype=np.int64)
-    _native.ranks(*where, token_ids.ctypes.data, places.ctypes.data)
-    return places
+
+    @override
+    def largest(
+        self, logits: Float32Array, rows: Int64Array | None = None
+    ) -> tuple[Int64Array, Float32Array]:
+        where = _where(logits, rows)
+        token_ids = np.empty(where[3], dtype=np.int64)
+        maxima = np.empty(where[3], dtype=np.float32)
+        _native.largest(*where, token_ids.ctypes.data, maxima.ctypes.data)
+        return token_ids, maxima
+
+    @override
+    def likeliest(self, logits: Float32Array, rows: Int64Array | None = None) -> Head:
+        where = _where(logits, rows)
+        num_rows = where[3]
+        values = np.empty((num_rows, _native.MOST_HEAD_TOKENS), dtype=np.float32)
+        token_ids = np.empty(values.shape, dtype=np.int64)
+        count = np.empty(num_rows, dtype=np.int64)
+        complete = np.empty(num_rows, dtype=np.bool_)
+        _native.likeliest(
+            *where, values.ctypes.data, token_ids.ctypes.data, count.ctypes.data, complete.ctypes.data
+        )
+        width = max(1, count.max(initial=0))
+        return Head(values[:, :width], token_ids[:, :width], count, complete)
+
+    @override
+    def sum_exp(
+        self,
+        logits: Float32Array,
+        maxima: Float32Array,
+        temperature: Float64Array,
+        rows: Int64Array | None = None,
+    ) -> Float64Array:
+        where = _where(logits, rows)
+        maxima = _numbers("maxima", maxima, np.float32, where[3])
+        temperature = _numbers("temperature", temperature, np.float64, where[3])
+        sums = np.empty(where[3])
+        _native.sum_exp(*where, maxima.ctypes.data, temperature.ctypes.data, sums.ctypes.data)
+        return sums
+
+    @override
+    def ranks(
+        self, logits: Float32Array, token_ids: Int64Array, rows: Int64Array | None = None
+    ) -> Int64Array:
+        where = _where(logits, rows)
+        token_ids = _numbers("token_ids", token_ids, np.int64, where[3])
+        if ((token_ids < 0) | (token_ids >= where[4])).any():
+            raise IndexError(f"token ids are {token_ids}; they must be from 0 to {where[4] - 1}")
+        places = np.empty(where[3], dtype=np.int64)
+        _native.ranks(*where, token_ids.ctypes.data, places.ctypes.data)
+        return places
 
 
 def _where(logits: Float32Array, rows: Int64Array | None) -> tuple[int, int, int, int, int]:

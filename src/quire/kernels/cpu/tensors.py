@@ -45,3 +45,43 @@ def row_stride(name: str, rows: torch.Tensor, shape: tuple[int, ...] | None = No
             f"{'two-dimensional' if shape is None else list(shape)}, and a row's numbers adjacent"
         )
     return stride
+
+
+def common_type(rows: torch.Tensor, out: torch.Tensor) -> int:
+    """Return the number of the type that both have.
+
+    Raises:
+        TypeError: their types differ, or it is no type of floats that the kernels have.
+    """
+    if out.dtype is not rows.dtype:
+        raise TypeError(f"the rows are {rows.dtype} and out is {out.dtype}; both must have the same type")
+    return float_type("rows", rows)
+
+
+def check_norm_weight(weight: torch.Tensor, num_features: int) -> None:
+    """Raise ValueError unless a norm's weight is float32 [num_features] and contiguous."""
+    if weight.dtype is not torch.float32 or weight.numel() != num_features or not weight.is_contiguous():
+        raise ValueError(
+            f"a norm's weight is {weight.dtype} {tuple(weight.shape)}; it must be float32 [{num_features}]"
+        )
+
+
+def token_stride(name: str, tokens: torch.Tensor) -> int:
+    """Return the elements between tokens [T, heads, head_dim].
+
+    Raises:
+        ValueError: the numbers of a token are not adjacent.
+    """
+    stride, head_stride, feature_stride = tokens.stride()
+    if feature_stride != 1 or head_stride != tokens.shape[2]:
+        raise ValueError(f"{name}'s strides are {tokens.stride()}; the numbers of a token must be adjacent")
+    return stride
+
+
+def check_attended(out: torch.Tensor, query: torch.Tensor) -> None:
+    """Raise ValueError unless `out` has the type and shape of `query` and is contiguous."""
+    if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; it must be {query.dtype} "
+            f"{tuple(query.shape)} and contiguous"
+        )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.cpu.memory import ALIGNMENT, WeightMemory
+from quire.kernels.memory import ALIGNMENT, WeightMemory
 from quire.kernels.weights import Int4Weight, Int8Weight, Weight
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from quire.kernels.dispatch import KernelSet, kernel_set
+from quire.kernels.dispatch import kernel_set
+from quire.kernels.interface import KernelSet
 from quire.kernels.linear import Linear
+from quire.kernels.memory import WeightMemory
 from quire.models.checkpoints.cached_weights import CachedWeights
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache, cache_key
@@ -71,9 +73,9 @@ def load_decoder(
     with Checkpoint(path) as checkpoint:
         specs = list(weight_specs(config))
         checkpoint.check_names(specs, config)
-        if options.cache is None or kernels.name != "native":
+        if options.cache is None or kernels.weight_layout is None:
             return _Loader(checkpoint, kernels, config, options, specs=specs, on_progress=on_progress).load()
-        cached = CachedWeights(checkpoint, options.cache, _cache_key(path, options))
+        cached = CachedWeights(checkpoint, options.cache, _cache_key(path, options, kernels.weight_layout))
         decoder = _Loader(cached, kernels, config, options, specs=specs, on_progress=on_progress).load()
         cached.save()
         return decoder
@@ -97,7 +99,7 @@ class _Loader:
         self._options = options
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._kernels = kernels
-        self._memory = checkpoint.memory if isinstance(checkpoint, CachedWeights) else _weight_memory(kernels)
+        self._memory = checkpoint.memory if isinstance(checkpoint, CachedWeights) else WeightMemory()
         self._by_layer: dict[int, dict[str, WeightSpec]] = {}
         for spec in specs:
             self._by_layer.setdefault(spec.layer, {})[spec.field] = spec
@@ -179,21 +181,11 @@ class _Loader:
             self._on_progress(done * self._dtype.itemsize, self._num_weights * self._dtype.itemsize)
 
 
-def _weight_memory(kernels: KernelSet) -> Any:
-    if kernels.name != "native":
-        return None
-    from quire.kernels.cpu.memory import WeightMemory
-
-    return WeightMemory()
-
-
-def _cache_key(path: Path, options: WeightOptions) -> str:
-    from quire.kernels.cpu import _native
-
+def _cache_key(path: Path, options: WeightOptions, weight_layout: str) -> str:
     return cache_key(
         path,
         dtype=options.dtype,
         quantization=options.quantization,
         group_size=options.group_size,
-        instruction_set=_native.instruction_set(),
+        instruction_set=weight_layout,
     )

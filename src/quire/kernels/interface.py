@@ -1,0 +1,164 @@
+"""What a model asks of its kernels: an interface that the reference and the kernels of each device implement.
+
+T tokens or rows are computed at once. A row's result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.kv_layer import KVLayer
+from quire.kernels.linear import Linear
+from quire.kernels.memory import WeightMemory
+from quire.kernels.sampling import SamplingKernels
+from quire.kernels.tiles import HeadLayout
+from quire.kernels.weights import Weight
+
+
+class KernelSet(ABC):
+    """The compute primitives of one device."""
+
+    name: ClassVar[str]
+    sampling: ClassVar[SamplingKernels]
+
+    @property
+    @abstractmethod
+    def weight_layout(self) -> str | None:
+        """What the bytes of a packed layer depend on beside its options; None: layers are not packed."""
+
+    @abstractmethod
+    def use_threads(self, num_threads: int) -> None:
+        """Compute on `num_threads` threads from now on; 0: one for each physical core."""
+
+    @abstractmethod
+    def linear(
+        self,
+        parts: Sequence[Weight],
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        quantization: str = "none",
+        group_size: int = 128,
+        memory: WeightMemory | None = None,
+    ) -> Linear:
+        """Return the dense layer whose weight is `parts`, one below the other.
+
+        Args:
+            parts: the rows of the matrix, as they come from the checkpoint; all have the same input features.
+            bias: [out_features], any floating-point type.
+            dtype: of the weights, if they are not quantized.
+            quantization: what to make of weights in floating point: none, int8 or int4. Quantized ones stay
+                as they are if `quantization` names another kind.
+            group_size: inputs that share a scale, for int4.
+            memory: where packed weights go; None: memory of the layer's own.
+        """
+
+    @abstractmethod
+    def rms_norm(
+        self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the root-mean-square norm of each row (Zhang and Sennrich 2019), in `rows`' type.
+
+        Norm and product are in float32, and so must `weight` be: [n] for rows [T, n]. With `out` the result
+        goes there, which may be `rows` itself.
+        """
+
+    @abstractmethod
+    def add_rms_norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor | None,
+        *,
+        eps: float,
+        scale: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add `scale * delta` to `residual` in place, and return the norm of the sum.
+
+        Args:
+            residual, delta: [T, n] of one type; the sum is computed in float32 and rounded to it.
+            weight: [n] float32, of the norm; None: `residual` itself is returned.
+            eps: as for `rms_norm`.
+            scale: of `delta`.
+            out: [T, n], for the norm.
+        """
+
+    @abstractmethod
+    def gated_activation(
+        self, gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `activation(gate) * up` for `gate_up` [T, 2 * n], gate first; computed in float32.
+
+        `activation` is silu, gelu_tanh or gelu. With `out` [T, n] the result goes there.
+        """
+
+    @abstractmethod
+    def rotary_and_write_kv(
+        self,
+        qkv: torch.Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        *,
+        heads: HeadLayout,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Normalize and rotate queries and keys, and write keys and values to the cache.
+
+        Args:
+            qkv: [T, (heads + 2 * kv_heads) * head_dim]: queries, keys, values; changed in place.
+            kv: the layer's cache.
+            batch: where each token goes.
+            heads: what `qkv` consists of.
+            cos, sin: [T, half] float32, the angles by which feature i of a head is rotated with feature
+                i + half (Su et al. 2021); None: no rotation.
+            q_norm, k_norm: float32 weights of a norm over each head, [head_dim], or over all of them,
+                [heads * head_dim] and [kv_heads * head_dim]; None: no norm.
+            eps: of the norms.
+
+        Returns:
+            The queries [T, heads, head_dim], a view of `qkv`.
+        """
+
+    @abstractmethod
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        key_scores: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of every token of the step over its sequence's cache, itself included.
+
+        Args:
+            query: [T, heads, head_dim]; the numbers of a token are adjacent, tokens may be further apart.
+            kv: the layer's cache; the step's own keys and values are already written.
+            batch: the step.
+            scale: multiplies the scores.
+            window: a token sees itself and the `window - 1` tokens before it; 0: all.
+            softcap: scores become `softcap * tanh(score / softcap)`; 0: no cap (Gemma 2, section 2.4).
+            sinks: [heads] float32, a score of each head that takes part in the softmax's sum and has no value
+                (gpt-oss); None: none.
+            key_scores: [num_blocks, block_size] float32, to which is added, at each key's place, the
+                attention weight that the key gets from all rows and heads of the step (the scores by which
+                `CacheEvictionConfig` evicts); None: not computed.
+            out: [T, heads, head_dim] contiguous, to be overwritten with the result and returned; None: new.
+
+        Returns:
+            [T, heads, head_dim], in the query's type; sums are in float32.
+        """
