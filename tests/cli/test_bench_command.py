@@ -140,7 +140,7 @@ def test_requests_that_fail_are_counted_and_end_with_a_status():
         *("--max-num-queued-reqs", "1", "--max-num-seqs", "1", *SMALL),
     )
     assert result.exit_code == 1
-    assert "requests failed, the first with: " in result.stdout
+    assert "requests failed; the first error: " in result.stdout
     assert "--max-num-queued-reqs" in " ".join(result.stdout.split())
 
 
@@ -170,8 +170,8 @@ def test_ctrl_c_ends_the_benchmark_and_its_engine():
         (("serve", "--goodput", "tftt:3"), "--goodput names 'tftt'; did you mean 'ttft'?"),
         (("serve", "--goodput", "ttft:x"), "--goodput ttft:x: 'x' must be milliseconds above 0"),
         (("serve", "--base-url", "host"), "--base-url is 'host'; it must begin with http://"),
-        (("serve", "--api-key", "k"), "--api-key is for a server; give its --base-url too"),
-        (("serve", "--per-request"), "--per-request goes into the JSON; give --json FILE too"),
+        (("serve", "--api-key", "k"), "--api-key is for a server, so it needs --base-url"),
+        (("serve", "--per-request"), "--per-request adds to the JSON, so it needs --json FILE"),
         (("serve", "--plot", "x.txt"), "--plot is x.txt; it must end in one of"),
         (("throughput", "--dataset", "sharegtp"), "--dataset is 'sharegtp'; did you mean 'sharegpt'?"),
         (("throughput", "--num-prompts", "0"), "--num-prompts is 0; it must be at least 1"),

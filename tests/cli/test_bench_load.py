@@ -13,8 +13,8 @@ import pytest
 
 from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.http_target import ServerTarget
-from quire.cli.bench.load import Load
-from quire.cli.bench.targets import Usage, open_target
+from quire.cli.bench.load import LoadGenerator
+from quire.cli.bench.targets import RequestUsage, open_target
 from quire.cli.bench.workload import BenchRequest
 from quire.config import EngineConfig, SchedulerConfig
 from quire.errors import ConfigError, EngineDeadError, QueueFullError, QuireError
@@ -33,7 +33,7 @@ class FakeTarget:
         self.running = self.most_running = 0
         self.order: list[list[int]] = []
 
-    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> Usage:
+    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> RequestUsage:
         self.order.append(request.prompt_token_ids)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -45,7 +45,7 @@ class FakeTarget:
                 raise self.failure
         finally:
             self.running -= 1
-        return Usage(request.output_len, 1)
+        return RequestUsage(request.output_len, 1)
 
 
 def requests(count: int) -> list[BenchRequest]:
@@ -55,7 +55,7 @@ def requests(count: int) -> list[BenchRequest]:
 async def test_records_are_in_order_and_their_times_too():
     target = FakeTarget()
     progress: list[tuple[int, int]] = []
-    load = Load(
+    load = LoadGenerator(
         target,
         [0.0, 0.004, 0.002],
         requests(3),
@@ -75,13 +75,13 @@ async def test_records_are_in_order_and_their_times_too():
 @pytest.mark.parametrize(("limit", "expected"), [(0, 6), (1, 1), (4, 4)])
 async def test_concurrency_is_limited(limit: int, expected: int):
     target = FakeTarget()
-    await Load(target, [0.0] * 6, requests(6), limit).run()
+    await LoadGenerator(target, [0.0] * 6, requests(6), limit).run()
     assert target.most_running == expected
     assert target.order == [[number] for number in range(6)]
 
 
 async def test_a_request_that_fails_does_not_stop_the_others():
-    records = await Load(FakeTarget(QueueFullError("full")), [0.0] * 3, requests(3)).run()
+    records = await LoadGenerator(FakeTarget(QueueFullError("full")), [0.0] * 3, requests(3)).run()
     assert [record.error for record in records] == ["full"] * 3
     assert [record.num_output_tokens for record in records] == [0] * 3
 
@@ -89,13 +89,13 @@ async def test_a_request_that_fails_does_not_stop_the_others():
 async def test_an_engine_that_dies_stops_all():
     target = FakeTarget(EngineDeadError("gone"))
     with pytest.raises(EngineDeadError):
-        await Load(target, [0.0, 0.0, 3600.0], requests(3)).run()
+        await LoadGenerator(target, [0.0, 0.0, 3600.0], requests(3)).run()
     assert target.order == [[0], [1]]
 
 
 async def test_an_answer_without_tokens_is_a_failure():
-    (record,) = await Load(FakeTarget(), [0.0], [BenchRequest([1], 0)]).run()
-    assert record.error == "the answer had no tokens"
+    (record,) = await LoadGenerator(FakeTarget(), [0.0], [BenchRequest([1], 0)]).run()
+    assert record.error == "the response had no tokens"
 
 
 def sse(*events: object) -> bytes:
@@ -117,7 +117,7 @@ def server(answer: httpx.Response, models: object = None) -> tuple[ServerTarget,
     return ServerTarget(client, "http://host/v1", np.arange(3)), seen
 
 
-async def sent(target: ServerTarget) -> tuple[Usage, int]:
+async def sent(target: ServerTarget) -> tuple[RequestUsage, int]:
     outputs: list[None] = []
     usage = await target.send(REQUEST, lambda: outputs.append(None))
     return usage, len(outputs)
@@ -127,7 +127,7 @@ async def test_events_with_text_are_outputs_and_the_usage_has_the_counts():
     usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
     body = sse(choice(""), choice("a"), choice(""), choice("b"), {"choices": [], "usage": usage})
     target, seen = server(httpx.Response(200, content=b": ping\n\n" + body))
-    assert await sent(target) == (Usage(3, 2), 3)
+    assert await sent(target) == (RequestUsage(3, 2), 3)
     body = json.loads(seen[0].content)
     assert (body["prompt"], body["max_tokens"], body["ignore_eos"]) == ([5, 6, 7], 3, True)
     assert body["stream_options"] == {"include_usage": True}
@@ -135,7 +135,7 @@ async def test_events_with_text_are_outputs_and_the_usage_has_the_counts():
 
 async def test_without_a_usage_outputs_are_counted():
     target, _ = server(httpx.Response(200, content=sse(choice("a"), choice("b"))))
-    assert await sent(target) == (Usage(2, 0), 2)
+    assert await sent(target) == (RequestUsage(2, 0), 2)
 
 
 @pytest.mark.parametrize(

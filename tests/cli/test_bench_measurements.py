@@ -16,7 +16,14 @@ from rich.console import Console
 from quire.cli.bench.config import ArrivalConfig, TargetConfig
 from quire.cli.bench.measurements import RequestRecord, rates, served_figures, summary
 from quire.cli.bench.plot import draw, require_drawable
-from quire.cli.bench.report import DISTRIBUTIONS, FIGURES, STATISTICS, Report, require_writable, tables
+from quire.cli.bench.report import (
+    DISTRIBUTIONS,
+    FIGURES,
+    STATISTICS,
+    BenchmarkReport,
+    require_writable,
+    tables,
+)
 from quire.errors import ConfigError
 
 RECORDS = [
@@ -100,12 +107,12 @@ def test_rates():
     }
 
 
-def report(**settings: Any) -> Report:
+def report(**settings: Any) -> BenchmarkReport:
     results = {
         "workload": {"num_clipped": 2, "num_requests": 4},
         **served_figures(RECORDS, ArrivalConfig(goodput=("ttft:600",)).objectives()),
     }
-    return Report("serve", "mini", settings, results, RECORDS)
+    return BenchmarkReport("serve", "mini", settings, results, RECORDS)
 
 
 def test_the_table_shows_every_figure_of_the_json():
@@ -125,7 +132,7 @@ def test_the_table_shows_every_figure_of_the_json():
             assert name in ("workload", "first_error", "ended_early")
     assert "2 of 4 requests were shortened" in text
     assert "1 requests ended before" in text
-    assert "1 requests failed, the first with: the queue is full" in text
+    assert "1 requests failed; the first error: the queue is full" in text
 
 
 def test_json_holds_settings_and_records_but_no_key():

@@ -13,12 +13,12 @@ from quire.cli.bench.config import WorkloadConfig
 from quire.cli.bench.workload import (
     ASSUMED_SIGMA,
     PUBLISHED,
-    Shape,
+    RequestShape,
     build_workload,
-    clipped,
-    drawn_shapes,
-    ordinary_tokens,
+    clip_shape,
+    regular_token_ids,
     reusable_tokens,
+    sample_shapes,
 )
 from quire.errors import ConfigError
 from quire.models.checkpoints.hub import resolve_model
@@ -44,7 +44,7 @@ def critical_distance(count: int) -> float:
 
 @pytest.mark.parametrize("dataset", PUBLISHED)
 def test_lengths_have_the_published_means(dataset: str):
-    shapes = drawn_shapes(WorkloadConfig(dataset=dataset, num_prompts=MANY))
+    shapes = sample_shapes(WorkloadConfig(dataset=dataset, num_prompts=MANY))
     published = PUBLISHED[dataset]
     lengths = {
         published.mean_input: [shape.input_len for shape in shapes],
@@ -57,7 +57,7 @@ def test_lengths_have_the_published_means(dataset: str):
 
 
 def test_lengths_are_lognormal():
-    shapes = drawn_shapes(WorkloadConfig(dataset="mooncake", num_prompts=MANY))
+    shapes = sample_shapes(WorkloadConfig(dataset="mooncake", num_prompts=MANY))
     logarithms = [math.log(shape.input_len) for shape in shapes]
     normal = NormalDist(math.log(7590) - ASSUMED_SIGMA**2 / 2, ASSUMED_SIGMA)
     assert kolmogorov_smirnov(logarithms, normal.cdf) < critical_distance(MANY)
@@ -65,7 +65,7 @@ def test_lengths_are_lognormal():
 
 def test_scale_is_a_factor_on_all_lengths():
     whole, tenth = (
-        drawn_shapes(WorkloadConfig(dataset="mooncake", num_prompts=500, scale=scale)) for scale in (1, 0.1)
+        sample_shapes(WorkloadConfig(dataset="mooncake", num_prompts=500, scale=scale)) for scale in (1, 0.1)
     )
     for shape, small in zip(whole, tenth, strict=True):
         assert small.input_len == pytest.approx(shape.input_len / 10, abs=0.56)
@@ -74,7 +74,7 @@ def test_scale_is_a_factor_on_all_lengths():
 
 
 def test_half_of_the_mooncake_prompts_is_shared_in_whole_blocks():
-    shapes = drawn_shapes(WorkloadConfig(dataset="mooncake", num_prompts=MANY))
+    shapes = sample_shapes(WorkloadConfig(dataset="mooncake", num_prompts=MANY))
     assert all(shape.prefix_len % 512 == 0 and shape.prefix_len <= shape.input_len for shape in shapes)
     share = sum(shape.prefix_len for shape in shapes) / sum(shape.input_len for shape in shapes)
     assert share == pytest.approx(0.5, abs=0.01)
@@ -99,7 +99,13 @@ def test_reusable_tokens_are_those_that_a_naive_search_finds():
 
 
 def test_reusable_tokens_of_few_shapes_by_hand():
-    shapes = [Shape(9, 1, 0, 4), Shape(9, 1, 1, 8), Shape(9, 1, 0, 6), Shape(9, 1, 0, 6), Shape(9, 1, 1, 2)]
+    shapes = [
+        RequestShape(9, 1, 0, 4),
+        RequestShape(9, 1, 1, 8),
+        RequestShape(9, 1, 0, 6),
+        RequestShape(9, 1, 0, 6),
+        RequestShape(9, 1, 1, 2),
+    ]
     assert reusable_tokens(shapes) == 4 + 6 + 2
 
 
@@ -144,7 +150,7 @@ def test_warmup_sends_none_of_the_measured_prompts():
 
 def test_requests_that_are_too_long_are_shortened_and_counted():
     config = WorkloadConfig(dataset="sharegpt", num_prompts=200)
-    drawn = drawn_shapes(config)
+    drawn = sample_shapes(config)
     workload = build_workload(config, VOCABULARY, 600)
     sizes = [len(request.prompt_token_ids) + request.output_len for request in workload.requests]
     too_long = [shape.input_len + shape.output_len > 600 for shape in drawn]
@@ -154,9 +160,12 @@ def test_requests_that_are_too_long_are_shortened_and_counted():
         assert size == (600 if is_long else shape.input_len + shape.output_len)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 5000), Shape(5000, 1), Shape(4000, 4000, 0, 3500), Shape(70, 31)])
-def test_what_is_clipped_has_a_prompt_and_an_output(shape: Shape):
-    small = clipped(shape, 100)
+@pytest.mark.parametrize(
+    "shape",
+    [RequestShape(1, 5000), RequestShape(5000, 1), RequestShape(4000, 4000, 0, 3500), RequestShape(70, 31)],
+)
+def test_what_is_clipped_has_a_prompt_and_an_output(shape: RequestShape):
+    small = clip_shape(shape, 100)
     assert small.input_len + small.output_len == 100
     assert min(small.input_len, small.output_len) >= 1
     assert small.prefix_len <= small.input_len
@@ -171,11 +180,11 @@ def test_lengths_that_were_asked_for_and_do_not_fit_are_refused():
 
 def test_prompts_are_made_of_ordinary_tokens():
     tokenizer = read_tokenizer(resolve_model("mini"))
-    ids = ordinary_tokens(tokenizer)
+    ids = regular_token_ids(tokenizer)
     assert tokenizer.special_token_ids
     assert not set(ids.tolist()) & {*tokenizer.special_token_ids, *tokenizer.eos_token_ids}
     assert len(ids) == tokenizer.vocab_size - len({*tokenizer.special_token_ids, *tokenizer.eos_token_ids})
-    assert ordinary_tokens(tokenizer, 500).max() == 499
+    assert regular_token_ids(tokenizer, 500).max() == 499
 
 
 def test_poisson_arrivals_have_exponential_gaps_of_the_right_mean():

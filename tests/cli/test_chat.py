@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeAsyncLLM, install_fake_async_llm
 from typer.testing import CliRunner, Result
 
-from quire.cli.chat import Conversation, obey
+from quire.cli.chat import ChatHistory, run_command
 from quire.cli.main import app
 from quire.errors import EngineDeadError
 
@@ -62,13 +62,13 @@ def test_a_refused_turn_is_taken_back(engine: type[FakeAsyncLLM]):
 
 
 def test_unknown_commands_and_help(capsys: pytest.CaptureFixture[str]):
-    conversation = Conversation("s")
-    obey("/help", conversation)
-    obey("/rest", conversation)
+    history = ChatHistory("s")
+    run_command("/help", history)
+    run_command("/rest", history)
     captured = capsys.readouterr()
     assert "/reset" in captured.out
-    assert captured.err == "error: there is no command /rest; /help lists those there are\n"
-    assert conversation.messages == [{"role": "system", "content": "s"}]
+    assert captured.err == "error: unknown command /rest; /help lists the commands\n"
+    assert history.messages == [{"role": "system", "content": "s"}]
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(

@@ -121,7 +121,7 @@ def test_a_model_without_an_evaluation_file(model: Path):
     (model / EVAL_FILE).unlink()
     result = evaluate(str(model))
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: {model} has no {EVAL_FILE}; put one there")
+    assert result.stderr.startswith(f"error: {model} has no {EVAL_FILE}; add one with")
     assert len(result.stderr.splitlines()) == 1
 
 

@@ -11,10 +11,10 @@ import pytest
 from fake_engine import FakeAsyncLLM, finished_output, install_fake_async_llm
 from typer.testing import CliRunner, Result
 
-from quire.cli.answers import JsonAnswers, TextAnswers, answer_record
+from quire.cli.answers import JsonAnswerWriter, TextAnswerWriter, output_record
 from quire.cli.main import app
 from quire.cli.ordered_streams import OrderedStreams
-from quire.cli.prompts import Prompt, parse_lines
+from quire.cli.prompts import InputPrompt, parse_lines
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.request_output import Logprob
 
@@ -202,8 +202,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path):
 
 def test_lines_keep_their_text():
     assert parse_lines(["  two words \n", "\n", '{"prompt": "a\\nb"}\n'], "x") == [
-        Prompt("  two words "),
-        Prompt("a\nb"),
+        InputPrompt("  two words "),
+        InputPrompt("a\nb"),
     ]
     with pytest.raises(InvalidRequestError, match="line 1 of x"):
         parse_lines(['{"messages": "hello"}'], "x")
@@ -232,7 +232,7 @@ def test_text_is_flushed_as_it_comes():
             self.flushed = self.getvalue()
 
     stream = Stream()
-    answers = TextAnswers(stream, [Prompt("a")], completions=1)
+    answers = TextAnswerWriter(stream, [InputPrompt("a")], completions=1)
     for text in ("on", "one", "one two"):
         output = finished_output(text)
         output.finished, output.outputs[0].finish_reason = False, None
@@ -244,11 +244,11 @@ def test_logprobs_are_in_the_json():
     output = finished_output("a")
     output.outputs[0].logprobs = [{7: Logprob(-2.0, 2, "b"), 5: Logprob(-0.5, 1, "a")}]
     output.prompt_logprobs = [None, {3: Logprob(-1.0, 1, "p")}]
-    record = answer_record(output)
+    record = output_record(output)
     assert [entry["token_id"] for entry in record["outputs"][0]["logprobs"][0]] == [5, 7]
     assert record["prompt_logprobs"][0] is None
     stream = io.StringIO()
-    JsonAnswers(stream, [Prompt("p")]).update(0, output)
+    JsonAnswerWriter(stream, [InputPrompt("p")]).update(0, output)
     assert json.loads(stream.getvalue())["prompt_logprobs"][1][0]["token"] == "p"
 
 

@@ -50,7 +50,7 @@ def changed(recorded: Path) -> Path:
 def test_the_same_again(recorded):
     result = quire(recorded)
     assert result.exit_code == 0, result.output
-    assert "the same, call for call" in result.output
+    assert "identical, call by call" in result.output
     assert "small_scheduler.SmallScheduler" in result.output
 
 

@@ -1,1 +1,1 @@
-"""Commands: serve, generate, chat, plan, eval."""
+"""The commands: serve, generate, chat, plan, eval, bench, replay."""

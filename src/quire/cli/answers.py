@@ -1,4 +1,4 @@
-"""How `quire generate` shows answers: as text that streams, or as JSON lines."""
+"""Writing the answers of `quire generate`: as streaming text, or as JSON lines."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
 from quire.cli.ordered_streams import OrderedStreams
-from quire.cli.prompts import Prompt
+from quire.cli.prompts import InputPrompt
 from quire.request_output import RequestOutput, TokenLogprobs
 
 
-class Answers(Protocol):
-    """Takes what the engine says about each prompt, in any order, and writes it in the prompts' order."""
+class AnswerWriter(Protocol):
+    """Takes the engine's outputs in any order, and writes the answers in the order of the prompts."""
 
     def update(self, index: int, output: RequestOutput) -> None:
-        """Take the newest output of prompt `index`."""
+        """Take the latest output of prompt `index`."""
 
     def fail(self, index: int, error: str) -> None:
-        """Take note that prompt `index` gets no further output."""
+        """Take the error that ended prompt `index`; no further output follows."""
 
 
-class TextAnswers:
-    """Plain text that streams, with the prompt above each answer if there are several.
+class TextAnswerWriter:
+    """Streams plain text; with several prompts, each answer is preceded by its prompt.
 
     Args:
         stream: where to write.
         prompts: the prompts, in order.
-        completions: how many answers each prompt gets.
+        completions: number of completions per prompt.
     """
 
-    def __init__(self, stream: TextIO, prompts: list[Prompt], *, completions: int) -> None:
+    def __init__(self, stream: TextIO, prompts: list[InputPrompt], *, completions: int) -> None:
         self._completions = completions
         several = len(prompts) > 1
         headings = []
@@ -39,49 +39,49 @@ class TextAnswers:
             for index in range(completions):
                 label = f"[{index}] " if completions > 1 else ""
                 headings.append((above if index == 0 else "") + label)
-        self._lanes = OrderedStreams(stream, headings)
+        self._streams = OrderedStreams(stream, headings)
 
     def update(self, index: int, output: RequestOutput) -> None:
-        """Write what is new and next in order."""
+        """Write the new text of each completion, as soon as it is its turn."""
         for completion in output.outputs:
-            lane = index * self._completions + completion.index
-            self._lanes.update(lane, completion.text, finished=completion.finished)
+            stream_index = index * self._completions + completion.index
+            self._streams.update(stream_index, completion.text, finished=completion.finished)
 
     def fail(self, index: int, error: str) -> None:
-        """End the prompt's answers where they are."""
-        for lane in range(index * self._completions, (index + 1) * self._completions):
-            self._lanes.finish(lane)
+        """End the answers to this prompt as they are."""
+        for stream_index in range(index * self._completions, (index + 1) * self._completions):
+            self._streams.finish(stream_index)
 
     def close(self) -> None:
-        """End the line of an answer that was cut by the end of the engine, or by Ctrl-C."""
-        self._lanes.close()
+        """End the line if an answer was interrupted, by Ctrl-C or because the engine ended."""
+        self._streams.close()
 
 
-class JsonAnswers:
-    """One JSON object per prompt and line, written when it is complete."""
+class JsonAnswerWriter:
+    """Writes one JSON object per line for each prompt, once its output is complete."""
 
-    def __init__(self, stream: TextIO, prompts: list[Prompt]) -> None:
+    def __init__(self, stream: TextIO, prompts: list[InputPrompt]) -> None:
         self._prompts = prompts
-        self._lanes = OrderedStreams(stream, [""] * len(prompts))
+        self._streams = OrderedStreams(stream, [""] * len(prompts))
 
     def update(self, index: int, output: RequestOutput) -> None:
         """Write the prompt's line if it has finished."""
         if output.finished:
-            self._write(index, answer_record(output))
+            self._write(index, output_record(output))
 
     def fail(self, index: int, error: str) -> None:
-        """Write a line that holds the error."""
+        """Write a line with the error."""
         self._write(index, {"error": error})
 
     def _write(self, index: int, record: dict[str, Any]) -> None:
         prompt = self._prompts[index]
         asked = {"prompt": prompt.text} if prompt.messages is None else {"messages": prompt.messages}
         line = json.dumps({"index": index, **asked, **record}, ensure_ascii=False)
-        self._lanes.update(index, line, finished=True)
+        self._streams.update(index, line, finished=True)
 
 
-def answer_record(output: RequestOutput) -> dict[str, Any]:
-    """Return what a line of output says about a finished request besides its prompt."""
+def output_record(output: RequestOutput) -> dict[str, Any]:
+    """Return the fields of an output line for a finished request, without its prompt."""
     completions = [
         {
             "text": completion.text,
@@ -104,7 +104,7 @@ def answer_record(output: RequestOutput) -> dict[str, Any]:
 
 
 def _as_lists(positions: Sequence[TokenLogprobs | None]) -> list[list[dict[str, Any]] | None]:
-    """Return for each position its candidates, the likeliest first; None where nothing is known."""
+    """Return the candidates at each position, most likely first; None where there are none."""
     return [_by_rank(candidates) if candidates else None for candidates in positions]
 
 

@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation in the terminal."""
+"""`quire chat`: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
 
 COMMANDS = """\
-  /reset         forget the conversation
-  /system TEXT   set the system prompt and forget the conversation; without TEXT: none
-  /help          show this list
-  /quit          leave, as Ctrl-D does"""
+  /reset         start a new conversation
+  /system TEXT   start a new conversation with this system prompt; without TEXT, with none
+  /help          list the commands
+  /quit          quit, like Ctrl-D"""
 
 
 @config_options(
@@ -36,11 +36,11 @@ def chat(
         str, typer.Option("--system", "-s", metavar="TEXT", help="System prompt.", show_default=False)
     ] = "",
 ) -> None:
-    """Talk with MODEL in the terminal.
+    """Chat with MODEL in the terminal.
 
-    Answers stream, and each turn sees the ones before; the prefix cache keeps them from being computed
-    again. Ctrl-C stops an answer and keeps what was said; at the prompt it leaves. /help lists the
-    commands.
+    Answers stream. Each turn is sent with all earlier ones; thanks to the prefix cache, these are not
+    computed again. Ctrl-C stops an answer and keeps its text so far; at the prompt, it quits. /help lists
+    the commands.
 
     Examples:
       quire chat
@@ -51,7 +51,7 @@ def chat(
     with asyncio.Runner() as runner:
         llm = runner.run(_started(AsyncLLM, engine))
         try:
-            _talk(runner, llm, Conversation(system), sampling)
+            _read_and_answer(runner, llm, ChatHistory(system), sampling)
         finally:
             runner.run(llm.shutdown())
 
@@ -67,7 +67,7 @@ async def _started(engine_class: type[AsyncLLM], config: EngineConfig) -> AsyncL
     return llm
 
 
-class Conversation:
+class ChatHistory:
     """The messages so far, as the chat template takes them."""
 
     def __init__(self, system: str = "") -> None:
@@ -75,23 +75,23 @@ class Conversation:
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget all turns; `system` replaces the system prompt, None keeps it."""
+        """Remove all turns; `system` replaces the system prompt, None keeps it."""
         if system is None:
             self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
         else:
             self.messages = [{"role": "system", "content": system}] if system else []
 
-    def say(self, role: str, content: str) -> None:
+    def add(self, role: str, content: str) -> None:
         """Add a message."""
         self.messages.append({"role": role, "content": content})
 
-    def take_back(self) -> None:
+    def remove_last(self) -> None:
         """Remove the last message."""
         self.messages.pop()
 
 
-def _talk(
-    runner: asyncio.Runner, llm: AsyncLLM, conversation: Conversation, sampling: SamplingParams
+def _read_and_answer(
+    runner: asyncio.Runner, llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams
 ) -> None:
     """Read lines and answer them until the end of the input, Ctrl-C at the prompt, or /quit."""
     interactive = sys.stdin.isatty()
@@ -109,41 +109,41 @@ def _talk(
         if line == "/quit":
             return
         if line.startswith("/"):
-            obey(line, conversation)
+            run_command(line, history)
         elif line:
-            _answer(runner, llm, conversation, sampling, line)
+            _answer(runner, llm, history, sampling, line)
 
 
-def obey(line: str, conversation: Conversation) -> None:
-    """Carry out a line that begins with a slash."""
+def run_command(line: str, history: ChatHistory) -> None:
+    """Run the command in a line that begins with a slash."""
     command, _, argument = line.partition(" ")
     if command == "/reset":
-        conversation.reset()
+        history.reset()
     elif command == "/system":
-        conversation.reset(argument.strip())
+        history.reset(argument.strip())
     elif command == "/help":
         typer.echo(COMMANDS)
     else:
-        print_error(f"there is no command {command}; /help lists those there are")
+        print_error(f"unknown command {command}; /help lists the commands")
 
 
 def _answer(
-    runner: asyncio.Runner, llm: AsyncLLM, conversation: Conversation, sampling: SamplingParams, question: str
+    runner: asyncio.Runner, llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams, question: str
 ) -> None:
-    conversation.say("user", question)
+    history.add("user", question)
     try:
-        answer = runner.run(stream_answer(llm, conversation, sampling))
+        answer = runner.run(stream_answer(llm, history, sampling))
     except InvalidRequestError as error:
-        conversation.take_back()
+        history.remove_last()
         print_error(f"{in_flags(str(error))}; /reset starts a new conversation")
     else:
-        conversation.say("assistant", answer)
+        history.add("assistant", answer)
 
 
-async def stream_answer(llm: AsyncLLM, conversation: Conversation, sampling: SamplingParams) -> str:
-    """Write the answer to stdout as it grows and return it; a cancellation (Ctrl-C) ends it early."""
+async def stream_answer(llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams) -> str:
+    """Stream the answer to stdout and return it; cancellation (Ctrl-C) ends it early."""
     text, error = "", None
-    outputs = llm.chat(conversation.messages, sampling)
+    outputs = llm.chat(history.messages, sampling)
     try:
         async for output in outputs:
             completion = output.outputs[0]

@@ -1,4 +1,4 @@
-"""What all commands share at the terminal: errors in one line, and where progress may be shown."""
+"""Terminal output that all commands share: one-line errors, and whether to show progress."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def in_flags(message: str, param: str | None = None) -> str:
     """Return an error message with the names of fields written as flags.
 
     Args:
-        message: names fields as `SchedulerConfig.max_num_seqs`, or by a bare name that is no English word.
-        param: a field that the message may begin with by its bare name, whatever that is.
+        message: refers to fields as `SchedulerConfig.max_num_seqs`, or by a bare name that is not English.
+        param: a field that the message may begin with by its bare name, even if that is an English word.
     """
     if param and message.split(" ", 1)[0] == param:
         message = flag_name(param) + message.removeprefix(param)
@@ -51,7 +51,7 @@ def print_error(message: str) -> None:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """End the command with status 2 when the given values are refused."""
+    """Exit with status 2 if the given values are invalid."""
     try:
         yield
     except (ConfigError, InvalidRequestError) as error:
@@ -61,14 +61,14 @@ def usage_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the command with one line and a status: 2 for a configuration, 1 for any other error."""
+    """Print an error as one line and exit: with status 2 for a configuration error, 1 for any other."""
     try:
         yield
     except QuireError as error:
         print_error(in_flags(str(error)))
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE) from None
     except BrokenPipeError:
-        raise  # typer ends the command without a word, as is usual when a reader has seen enough
+        raise  # typer exits silently, as is usual when the reader of a pipe closes it
     except OSError as error:
         print_error(str(error))
         raise typer.Exit(EXIT_FAILURE) from None
@@ -77,5 +77,5 @@ def one_line_errors() -> Iterator[None]:
 
 
 def stderr_is_terminal() -> bool:
-    """Whether progress can be shown without spoiling a log or a pipe."""
+    """Whether stderr is a terminal, so that progress does not end up in a log or a pipe."""
     return sys.stderr.isatty()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 EVAL_FILE = "eval.jsonl"
-SPARE_TOKENS = 8  # beyond the longest answer: room to end, and to be seen going on when it should not
+SPARE_TOKENS = 8  # more than the longest answer has, so that an answer that is too long counts as wrong
 
 
 @config_options(positional=("model",), engine=EngineConfig)
@@ -32,17 +32,17 @@ def evaluate(
     *,
     task: Annotated[
         list[str] | None,
-        typer.Option(metavar="TASK", help="Run only this task; may be given more than once."),
+        typer.Option(metavar="TASK", help="Run only this task; may be repeated."),
     ] = None,
     limit: Annotated[
-        int, typer.Option(metavar="INT", min=0, help="Run at most this many prompts of each task. 0: all.")
+        int, typer.Option(metavar="INT", min=0, help="Maximum number of prompts per task. 0: all.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Ask MODEL the questions in its eval.jsonl and report how many answers match exactly.
 
     Each line of that file is an object with "task", "messages" and "answer". All prompts run greedily in
-    one offline batch, in this process; a match is equality with surrounding white space left out.
+    one offline batch, in this process; surrounding white space is ignored in the comparison.
 
     Examples:
       quire eval
@@ -63,7 +63,7 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One question: the task it belongs to, the chat to complete, and the right answer."""
+    """One question: its task, the chat to complete, and the correct answer."""
 
     task: str
     messages: list[dict[str, Any]]
@@ -72,7 +72,7 @@ class Case:
 
 @dataclasses.dataclass(slots=True)
 class Score:
-    """What is known of one task, or of all together; token counts are of prompts."""
+    """Counts for one task, or for all tasks together; token counts are of prompts."""
 
     prompts: int = 0
     matches: int = 0
@@ -87,7 +87,7 @@ class Score:
         self.cached_tokens += output.num_cached_tokens
 
     def as_dict(self) -> dict[str, float]:
-        """Return the shares and means that the table shows."""
+        """Return the accuracy and the means shown in the table."""
         return {
             "prompts": self.prompts,
             "exact_match": self.matches / self.prompts,
@@ -97,7 +97,7 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class EvaluationReport:
     """Scores by task in the file's order, their sum, and how long it took (seconds)."""
 
     tasks: dict[str, Score]
@@ -121,13 +121,13 @@ def read_cases(path: Path) -> list[Case]:
     """Read an evaluation file.
 
     Raises:
-        ModelError: if there is none, or a line is not an object with task, messages and answer.
+        ModelError: there is none, or a line is not an object with task, messages and answer.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         raise ModelError(
-            f"{path.parent} has no {EVAL_FILE}; put one there with lines of "
+            f"{path.parent} has no {EVAL_FILE}; add one with lines such as "
             '{"task": ..., "messages": [...], "answer": ...}'
         ) from None
     except UnicodeDecodeError as error:
@@ -138,7 +138,7 @@ def read_cases(path: Path) -> list[Case]:
             record = json.loads(line)
             cases.append(Case(record["task"], record["messages"], record["answer"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"line {number} of {path} is not a case: {error!r}") from None
+            raise ModelError(f"line {number} of {path} is not a valid case: {error!r}") from None
     return cases
 
 
@@ -146,7 +146,7 @@ def select(cases: Iterable[Case], tasks: list[str], limit: int) -> list[Case]:
     """Return the cases of `tasks` (all if empty), at most `limit` of each (0: no limit).
 
     Raises:
-        ModelError: if a task is unknown, or nothing is left.
+        ModelError: a task is unknown, or no case is left.
     """
     by_task: dict[str, list[Case]] = {}
     for case in cases:
@@ -158,7 +158,7 @@ def select(cases: Iterable[Case], tasks: list[str], limit: int) -> list[Case]:
     return [case for task in by_task if not tasks or task in tasks for case in by_task[task][: limit or None]]
 
 
-def run_cases(engine: EngineConfig, cases: list[Case]) -> Report:
+def run_cases(engine: EngineConfig, cases: list[Case]) -> EvaluationReport:
     """Answer all cases greedily in one batch and score them."""
     with ready_llm(engine) as llm:
         tokenizer = llm.get_tokenizer()
@@ -170,19 +170,19 @@ def run_cases(engine: EngineConfig, cases: list[Case]) -> Report:
     return scored(cases, outputs, seconds)
 
 
-def scored(cases: list[Case], outputs: list[RequestOutput], seconds: float) -> Report:
-    """Compare answers with what they should be."""
+def scored(cases: list[Case], outputs: list[RequestOutput], seconds: float) -> EvaluationReport:
+    """Compare the outputs with the correct answers."""
     tasks: dict[str, Score] = {}
     total = Score()
     for case, output in zip(cases, outputs, strict=True):
         tasks.setdefault(case.task, Score()).add(case, output)
         total.add(case, output)
     output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Report(tasks=tasks, total=total, output_tokens=output_tokens, seconds=seconds)
+    return EvaluationReport(tasks=tasks, total=total, output_tokens=output_tokens, seconds=seconds)
 
 
-def report_table(model: str, report: Report) -> Table:
-    """Return the table of tasks with their total."""
+def report_table(model: str, report: EvaluationReport) -> Table:
+    """Return a table with a row per task and a total."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`quire generate`: prompts in, answers out, streamed to the terminal or written as JSON lines."""
+"""`quire generate`: answer prompts, streaming to the terminal or writing JSON lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from quire.cli.answers import Answers, JsonAnswers, TextAnswers
+from quire.cli.answers import AnswerWriter, JsonAnswerWriter, TextAnswerWriter
 from quire.cli.console import EXIT_FAILURE, in_flags, print_error, stderr_is_terminal, usage_errors
 from quire.cli.options import config_options
 from quire.cli.progress import LoadingBar
-from quire.cli.prompts import STDIN, Prompt, read_prompts
+from quire.cli.prompts import STDIN, InputPrompt, read_prompts
 from quire.config import EngineConfig
 from quire.errors import EngineDeadError, InvalidRequestError, QueueFullError, QuireError
 from quire.request_output import RequestOutput
@@ -24,8 +24,8 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
 
-LONGEST_WAIT = 1.0  # seconds before a prompt that found the engine's queue full is sent again
-SUBMITTED_PER_RUNNING = 2  # requests handed to the engine for each that can run: enough to keep it busy
+LONGEST_WAIT = 1.0  # seconds at most before a prompt is sent again that the full queue refused
+SUBMITTED_PER_RUNNING = 2  # requests in the engine for each that can run: enough to keep it busy
 
 
 @config_options(defaults={"temperature": 0.0}, engine=EngineConfig, sampling=SamplingParams)
@@ -57,8 +57,8 @@ def generate(
     """Answer each PROMPT, streaming to the terminal.
 
     Prompts come from the arguments, from --input, or from a pipe: one per line, and a line that begins
-    with a brace is a JSON object with a "prompt" or with "messages". They run side by side and are
-    answered in their order. The default temperature is 0 here: the same prompt gives the same answer.
+    with a brace is a JSON object with a "prompt" or with "messages". They run concurrently; the answers are
+    printed in the order of the prompts. The default temperature is 0: the same prompt gives the same answer.
 
     Examples:
       quire generate "What is a KV block?"
@@ -76,14 +76,14 @@ def generate(
         raise typer.Exit(EXIT_FAILURE)
 
 
-Sender = Callable[["AsyncLLM", Prompt], AsyncIterator[RequestOutput]]
+Sender = Callable[["AsyncLLM", InputPrompt], AsyncIterator[RequestOutput]]
 OnAnswered = Callable[[int, int], None]
 
 
 def _sender(sampling: SamplingParams, *, raw: bool) -> Sender:
-    """Return what sends a prompt to the engine: through the chat template if there is one, unless `raw`."""
+    """Return a function that sends a prompt to the engine, through the chat template if any, unless `raw`."""
 
-    def send(llm: AsyncLLM, prompt: Prompt) -> AsyncIterator[RequestOutput]:
+    def send(llm: AsyncLLM, prompt: InputPrompt) -> AsyncIterator[RequestOutput]:
         if prompt.messages is not None:
             return llm.chat(prompt.messages, sampling)
         if raw or not llm.tokenizer.has_chat_template:
@@ -94,17 +94,19 @@ def _sender(sampling: SamplingParams, *, raw: bool) -> Sender:
 
 
 @contextlib.contextmanager
-def _answers(target: Path | None, prompts: list[Prompt], sampling: SamplingParams) -> Iterator[Answers]:
+def _answers(
+    target: Path | None, prompts: list[InputPrompt], sampling: SamplingParams
+) -> Iterator[AnswerWriter]:
     if target is None:
-        with contextlib.closing(TextAnswers(sys.stdout, prompts, completions=sampling.n)) as answers:
+        with contextlib.closing(TextAnswerWriter(sys.stdout, prompts, completions=sampling.n)) as answers:
             yield answers
     elif target == STDIN:
-        yield JsonAnswers(sys.stdout, prompts)
+        yield JsonAnswerWriter(sys.stdout, prompts)
     else:
         with usage_errors():
             file = _open_for_writing(target)
         with file:
-            yield JsonAnswers(file, prompts)
+            yield JsonAnswerWriter(file, prompts)
 
 
 def _open_for_writing(target: Path) -> TextIO:
@@ -115,9 +117,9 @@ def _open_for_writing(target: Path) -> TextIO:
 
 
 async def _answer_all(
-    engine: EngineConfig, prompts: list[Prompt], send: Sender, answers: Answers
+    engine: EngineConfig, prompts: list[InputPrompt], send: Sender, answers: AnswerWriter
 ) -> list[str]:
-    """Start an engine, answer every prompt, stop the engine; return the errors of single prompts."""
+    """Start an engine, answer all prompts, and shut it down; return the errors of failed prompts."""
     from quire.front.async_llm import AsyncLLM
     from quire.front.progress import batch_progress
 
@@ -134,9 +136,12 @@ async def _answer_all(
 
 
 async def _answer_each(
-    llm: AsyncLLM, prompts: list[Prompt], send: Sender, answers: Answers, on_answered: OnAnswered
+    llm: AsyncLLM, prompts: list[InputPrompt], send: Sender, answers: AnswerWriter, on_answered: OnAnswered
 ) -> list[str | None]:
-    """Answer the prompts side by side; return each one's error. `on_answered` gets (prompts, tokens) done."""
+    """Answer all prompts concurrently; return each one's error.
+
+    `on_answered` is called with the number of prompts answered and of tokens generated so far.
+    """
     gate = asyncio.Semaphore(SUBMITTED_PER_RUNNING * llm.config.scheduler.max_num_seqs)
     done = tokens = 0
 
@@ -147,7 +152,7 @@ async def _answer_each(
                 try:
                     num_tokens, error = await _answer_one(send(llm, prompts[index]), index, answers)
                     break
-                except QueueFullError as full:  # the prompts before this one fill it
+                except QueueFullError as full:  # filled by earlier prompts
                     await asyncio.sleep(min(full.retry_after, LONGEST_WAIT))
         done += 1
         tokens += num_tokens
@@ -158,9 +163,9 @@ async def _answer_each(
 
 
 async def _answer_one(
-    outputs: AsyncIterator[RequestOutput], index: int, answers: Answers
+    outputs: AsyncIterator[RequestOutput], index: int, answers: AnswerWriter
 ) -> tuple[int, str | None]:
-    """Pass on the outputs of one prompt; return its tokens, and what went wrong with it if anything did."""
+    """Pass on the outputs of one prompt; return its number of tokens, and its error if it failed."""
     num_tokens = 0
     error: str | None = None
     try:
@@ -176,7 +181,7 @@ async def _answer_one(
     return num_tokens, error
 
 
-def _progress_fits(prompts: list[Prompt], answers: Answers) -> bool:
-    """Whether a bar is of use, and does not mix with answers that stream to the same terminal."""
-    streams_to_terminal = isinstance(answers, TextAnswers) and sys.stdout.isatty()
+def _progress_fits(prompts: list[InputPrompt], answers: AnswerWriter) -> bool:
+    """Whether to show a progress bar: for several prompts, if no answers stream to the terminal."""
+    streams_to_terminal = isinstance(answers, TextAnswerWriter) and sys.stdout.isatty()
     return len(prompts) > 1 and stderr_is_terminal() and not streams_to_terminal

@@ -15,19 +15,19 @@ from quire.cli.manual import ManualCommand, ManualGroup
 MANUAL = """
 Quire serves large language models: paged KV cache, continuous batching, one command.
 
-Wherever a MODEL is asked for, it is the built-in model "mini" (the default), a local directory with a
-checkpoint in Hugging Face's format, or a name on the Hugging Face hub.
+MODEL is the built-in model "mini" (the default), a local directory with a checkpoint in Hugging Face's
+format, or a name on the Hugging Face hub.
 
 Examples:
   quire generate "What is a KV block?"    one answer, streamed
-  quire chat                              a conversation in the terminal
+  quire chat                              a chat in the terminal
   quire serve                             an OpenAI-compatible server on 127.0.0.1:8000
   quire plan Qwen/Qwen3-0.6B              what fits into this machine's memory
   quire eval                              how well the built-in model answers
   quire bench throughput                  how fast this machine runs it
-  quire replay run.quire                  what the scheduler did, once more
+  quire replay run.quire                  what the scheduler did, step by step
 
-"quire COMMAND --help" explains a command and all of its knobs.
+"quire COMMAND --help" explains a command and all of its options.
 """
 
 app = typer.Typer(
@@ -72,7 +72,8 @@ def _root(
 
 def run() -> None:
     """Run the command line; the entry point of the `quire` script."""
-    sys.path.append(os.getcwd())  # so that a dotted name finds the user's own module, as with `python -m`
+    # As with `python -m`: dotted names can refer to modules in the current directory.
+    sys.path.append(os.getcwd())
     app(prog_name="quire")
 
 

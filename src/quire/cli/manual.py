@@ -1,9 +1,9 @@
-"""Help that reads like a manual page: prose, examples, then every flag in full, grouped.
+"""Help in the form of a manual page: description, examples, then all flags by group, in full.
 
-Docstrings are plain text: paragraphs, and indented lines that are kept as they are (examples).
+Docstrings are plain text: paragraphs, which are wrapped, and indented lines (examples), which are not.
 
 Why this is not left to typer: its rich panels cut Quire's long flags off at 80 columns
-("--max-num-batched-t…", which nobody can copy) and leave so little room for the meaning that
+("--max-num-batched-t…", which cannot be copied) and leave so little room for the description that
 `quire serve --help` has 384 lines instead of 196; its plain help is one list of all flags, without groups.
 """
 
@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 MAX_WIDTH = 100
 FLAG_INDENT = 2
-HELP_COLUMN = 28  # where the explanation of a flag begins; a longer flag gets a line of its own
+HELP_COLUMN = 28  # column where descriptions begin; a longer flag gets a line of its own
 
 
 class ManualCommand(TyperCommand):
@@ -40,7 +40,7 @@ class ManualCommand(TyperCommand):
 
 
 class ManualGroup(TyperGroup):
-    """The command that holds the others; its --help is the manual's first page."""
+    """A command with subcommands; its --help is the first page of the manual."""
 
     def get_help(self, ctx: Any) -> str:
         """Return the page."""

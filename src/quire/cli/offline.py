@@ -1,4 +1,4 @@
-"""An engine in the command's own process, for commands that run whole batches."""
+"""An engine in this process, for commands that run whole batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def ready_llm(engine: EngineConfig) -> Iterator[LLM]:
-    """Load the model that `engine` names, showing how far that is; yield its `LLM`, and end it afterwards."""
+    """Load the model of `engine`, showing progress; yield its `LLM`, and shut it down afterwards."""
     from quire.front.llm import LLM
 
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}

@@ -1,9 +1,9 @@
 """Command-line flags derived from the fields of configuration classes.
 
-A command asks for a whole configuration object; `config_options` gives it one flag per field, with the
-field's name, type, choices or range, default and help, in one group per class. A knob added to a class is a
-flag at once. A value outside its limits is refused by the class, in one line that names the nearest choice,
-which click's own types do not.
+A command takes whole configuration objects; `config_options` gives it one flag per field, with the field's
+name, type, choices or range, default and help, in one group per class. A field added to a class becomes a
+flag automatically. The class itself rejects invalid values; unlike click's types, it names the nearest
+choice.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ SHORT_FLAGS = {"model": "-m", "n": "-n"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlagType:
-    """How a field's value is written on the command line.
+    """How the value of a field is written on the command line.
 
     Args:
         annotation: the type that typer parses.
         convert: turns what typer parsed into the field's value; raises ValueError.
-        metavar: placeholder in the help for a field without choices, None for typer's own.
+        metavar: placeholder in the help for a field without choices; None: typer's default.
     """
 
     annotation: Any
@@ -88,7 +88,7 @@ FLAG_TYPES: dict[Any, FlagType] = {
 
 
 def config_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field[Any], Limits]]:
-    """Yield (owner, field, limits) of every field of `cls`, those of nested configurations in their place."""
+    """Yield (owner, field, limits) of every field of `cls`; a nested configuration yields its own fields."""
     limits_by_name = limits_of(cls)
     for field in dataclasses.fields(cls):
         limits = limits_by_name[field.name]
@@ -99,19 +99,19 @@ def config_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field[Any], Lim
 
 
 def is_nested(limits: Limits) -> bool:
-    """Whether a field holds a configuration whose fields are flags of their own."""
+    """Whether a field holds a configuration, whose fields are flags themselves."""
     return dataclasses.is_dataclass(limits.kind) and not limits.is_optional
 
 
 def config_options(
     *, positional: tuple[str, ...] = (), defaults: Mapping[str, Any] | None = None, **configs: type
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command flags for the configurations it takes.
+    """Give a command flags for the configurations that it takes.
 
     Args:
-        positional: fields that are arguments instead of flags.
-        defaults: defaults of this command where they differ from the fields' own.
-        configs: for each such parameter of the command, the class to build from the flags.
+        positional: fields that are positional arguments instead of flags.
+        defaults: this command's defaults, where they differ from those of the fields.
+        configs: the class to build from the flags, by parameter of the command.
     """
     changed = defaults or {}
 
@@ -177,7 +177,7 @@ def _parameter(
 
 
 def _help(field: dataclasses.Field[Any], limits: Limits) -> str:
-    """Return the meaning of a field, and its range as a sentence of its own."""
+    """Return the help of a field, followed by its range."""
     text = in_flags(field.metadata["help"])
     return f"{text} {limits.range[0].upper()}{limits.range[1:]}." if limits.range else text
 
@@ -191,7 +191,7 @@ def _metavar(limits: Limits) -> str | None:
 
 
 def _shown(default: Any) -> bool | str:
-    """Return how the help shows a default: not at all where there is none."""
+    """Return what the help shows as the default; False if there is none."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return default not in (None, "")

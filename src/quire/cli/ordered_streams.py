@@ -1,4 +1,4 @@
-"""Several growing texts on one stream, each whole before the next begins."""
+"""Writes texts that grow concurrently to one stream, in order."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import TextIO
 
 
 class OrderedStreams:
-    """Writes texts that grow side by side as if they had been made one after the other.
+    """Writes texts that grow concurrently as if they had been generated one after the other.
 
-    The first unfinished text is written as it grows; those behind it are kept back until their turn.
+    The first unfinished text is written as it grows; later ones are held back until it is their turn.
 
     Args:
         stream: where to write; flushed after every write.
-        headings: what to write before each text; one entry per text, "" for none.
+        headings: what to write before each text, one entry per text; "": nothing.
     """
 
     def __init__(self, stream: TextIO, headings: list[str]) -> None:
@@ -24,18 +24,18 @@ class OrderedStreams:
         self._written: int | None = None  # characters of the current text; None before its heading
 
     def update(self, index: int, text: str, *, finished: bool) -> None:
-        """Set text `index` to `text`, which begins with what it was before, and write what can be written."""
+        """Set text `index` to `text`, which extends its previous value, and write what can be written."""
         self._texts[index] = text
         self._finished[index] = finished
         if index == self._current:
             self._write()
 
     def finish(self, index: int) -> None:
-        """Take text `index` as complete as it is."""
+        """Mark text `index` as complete."""
         self.update(index, self._texts[index], finished=True)
 
     def close(self) -> None:
-        """End the line of a text that was cut while it was written."""
+        """End the line if a text was interrupted."""
         if self._written is not None:
             self._written = None
             self._stream.write("\n")

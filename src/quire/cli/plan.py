@@ -27,14 +27,14 @@ def plan(
     *,
     memory: Annotated[
         float | None,
-        typer.Option(metavar="GB", help="Plan for this much available memory instead of this machine's."),
+        typer.Option(metavar="GB", help="Available memory to plan for. Default: this machine's."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show where the memory would go if MODEL were served with these options.
+    """Show how much memory MODEL would need with these options.
 
-    Weights, activations, KV cache: how many blocks, and how many sequences of what length run at once.
-    Nothing is allocated and no weights are read: a directory that holds only config.json will do.
+    Lists the memory for weights, activations and KV cache, the number of KV blocks, and how many sequences
+    of which length can run at once. Nothing is allocated and no weights are read: config.json is enough.
 
     Examples:
       quire plan
@@ -64,13 +64,13 @@ def plan(
     console.print(sequence_table(result))
 
 
-def lengths_of_interest(plan: MemoryPlan) -> list[int]:
-    """Return the sequence lengths to show, in tokens: round ones below the longest, and the longest."""
+def shown_lengths(plan: MemoryPlan) -> list[int]:
+    """Return the sequence lengths to show, in tokens: round ones, and the maximum."""
     return [*(length for length in SHORT_LENGTHS if length < plan.max_model_len), plan.max_model_len]
 
 
 def as_dict(name: str, architecture: str, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the plan as plain data: the fields of `MemoryPlan`, and what follows from them."""
+    """Return the plan as plain data: the fields and the derived sizes of `MemoryPlan`."""
     return {
         "model": name,
         "architecture": architecture,
@@ -79,16 +79,16 @@ def as_dict(name: str, architecture: str, plan: MemoryPlan) -> dict[str, Any]:
         "kv_bytes": plan.kv_bytes,
         "num_kv_tokens": plan.num_kv_tokens,
         "total_bytes": plan.total_bytes,
-        "max_sequences": {str(length): plan.max_sequences_at(length) for length in lengths_of_interest(plan)},
+        "max_sequences": {str(length): plan.max_sequences_at(length) for length in shown_lengths(plan)},
     }
 
 
 def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
-    """Return the table of what takes how much memory."""
+    """Return the table of memory by use."""
     from quire.engine.memory_plan import format_bytes
 
     title = f"Memory plan of {name} ({architecture}, {plan.dtype})"
-    table = _table(title, "", "size", "how it comes about", right=("size",))
+    table = _table(title, "", "size", "details", right=("size",))
     rows = (
         ("Weights", plan.weight_bytes, f"{plan.num_parameters:,} parameters, {plan.weight_type}"),
         ("Activations", plan.activation_bytes, "temporary tensors of the largest step, estimated"),
@@ -97,8 +97,8 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
     for label, size, explanation in rows:
         table.add_row(label, format_bytes(size), explanation)
     table.add_section()
-    table.add_row("Total", format_bytes(plan.total_bytes), f"{_share(plan)} of what is available")
-    table.add_row("Available", format_bytes(plan.available_bytes), "free memory, or what a cgroup leaves")
+    table.add_row("Total", format_bytes(plan.total_bytes), f"{_share(plan)} of the available memory")
+    table.add_row("Available", format_bytes(plan.available_bytes), "free memory, within the cgroup's limit")
     table.add_section()
     explanation = f"keys and values of all layers, {plan.kv_dtype}"
     table.add_row("KV per token", format_bytes(plan.kv_bytes_per_token), explanation)
@@ -107,16 +107,16 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
 
 
 def sequence_table(plan: MemoryPlan) -> Table:
-    """Return the table of how many sequences of which length run at once."""
+    """Return the table of how many sequences of each length can run at once."""
     table = _table(
-        "Sequences at once", "tokens each", "sequences", "limited by", right=("tokens each", "sequences")
+        "Concurrent sequences", "tokens each", "sequences", "limited by", right=("tokens each", "sequences")
     )
-    for length in lengths_of_interest(plan):
+    for length in shown_lengths(plan):
         count = plan.max_sequences_at(length)
         limit = "--max-num-seqs" if count == plan.max_num_seqs else "KV blocks"
         table.add_row(f"{length:,}", f"{count:,}", limit)
     if plan.max_model_len < plan.model_max_len:
-        table.caption = f"made for {plan.model_max_len:,} tokens"
+        table.caption = f"the model supports {plan.model_max_len:,} tokens"
     return table
 
 

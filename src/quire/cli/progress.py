@@ -1,4 +1,4 @@
-"""The bar that shows a model loading."""
+"""Progress bar for loading a model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.cli.console import stderr_is_terminal
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-PATIENCE = 0.5  # seconds of loading that pass without a bar: most models are there before it could be read
+SHOW_AFTER = 0.5  # seconds of loading before the bar is shown: most models load faster
 
 
 class LoadingBar:
-    """Shows on stderr how much of the weights is read, if that takes long and stderr is a terminal.
+    """Shows on stderr how much of the weights has been read, if that takes long and stderr is a terminal.
 
-    Called with (bytes done, bytes in all); use it as a context manager around the loading.
+    Call it with (bytes read, total bytes), inside its own `with` block around the loading.
     """
 
     def __init__(self, model: str) -> None:
@@ -32,9 +32,9 @@ class LoadingBar:
             self._progress.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are read."""
+        """Show that `done` of `total` bytes have been read."""
         if self._progress is None:
-            is_slow = done < total and time.monotonic() - self._started > PATIENCE
+            is_slow = done < total and time.monotonic() - self._started > SHOW_AFTER
             if not (is_slow and stderr_is_terminal()):
                 return
             self._progress = self._shown(total)

@@ -1,4 +1,4 @@
-"""Where `quire generate` gets its prompts: arguments, a file, or standard input."""
+"""Reading the prompts of `quire generate`: from arguments, a file, or standard input."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 from quire.errors import InvalidRequestError
 
 STDIN = Path("-")
-ENCODING = "utf-8-sig"  # takes UTF-8 with a byte-order mark, as some editors write it, and without
+ENCODING = "utf-8-sig"  # UTF-8 with or without a byte-order mark, which some editors write
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt: a text, or the messages of a chat."""
+class InputPrompt:
+    """A prompt: a text, or the messages of a chat."""
 
     text: str
     messages: list[dict[str, Any]] | None = None
 
 
-def read_prompts(arguments: list[str], source: Path | None) -> list[Prompt]:
-    """Return the prompts given as arguments and those of `source`; without either, those of a piped stdin.
+def read_prompts(arguments: list[str], source: Path | None) -> list[InputPrompt]:
+    """Return the prompts given as arguments and in `source`; without either, those of a piped stdin.
 
     Raises:
-        InvalidRequestError: if there is none, the file cannot be read, or a line is malformed.
+        InvalidRequestError: there is none, the file cannot be read, or a line is malformed.
     """
-    prompts = [Prompt(text) for text in arguments]
+    prompts = [InputPrompt(text) for text in arguments]
     if source is None and not arguments and not sys.stdin.isatty():
         source = STDIN
     if source is not None:
@@ -42,19 +42,21 @@ def read_prompts(arguments: list[str], source: Path | None) -> list[Prompt]:
     return prompts
 
 
-def parse_lines(lines: Iterable[str], name: str) -> list[Prompt]:
+def parse_lines(lines: Iterable[str], name: str) -> list[InputPrompt]:
     """Return one prompt per line that is not blank.
 
     A line that begins with "{" is a JSON object with a `prompt` (text) or `messages` (a chat).
     """
     return [
-        _parse_json(line, f"line {number} of {name}") if line.startswith("{") else Prompt(line.rstrip("\r\n"))
+        _parse_json(line, f"line {number} of {name}")
+        if line.startswith("{")
+        else InputPrompt(line.rstrip("\r\n"))
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
 
 
-def _parse_source(source: Path) -> list[Prompt]:
+def _parse_source(source: Path) -> list[InputPrompt]:
     name = "standard input" if source == STDIN else f"--input {source}"
     try:
         if source != STDIN:
@@ -69,14 +71,14 @@ def _parse_source(source: Path) -> list[Prompt]:
         raise InvalidRequestError(f"{name} is not UTF-8: {error}") from None
 
 
-def _parse_json(line: str, place: str) -> Prompt:
+def _parse_json(line: str, place: str) -> InputPrompt:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"{place} is not valid JSON: {error}") from None
     text, messages = record.get("prompt"), record.get("messages")
     if isinstance(text, str) and messages is None:
-        return Prompt(text)
+        return InputPrompt(text)
     if isinstance(messages, list) and text is None and all(isinstance(m, dict) for m in messages):
-        return Prompt(text=str(messages[-1].get("content", "")) if messages else "", messages=messages)
+        return InputPrompt(text=str(messages[-1].get("content", "")) if messages else "", messages=messages)
     raise InvalidRequestError(f"{place} must have either a prompt (a string) or messages (a list of objects)")

@@ -1,4 +1,4 @@
-"""`quire replay`: a recorded run once more, and as a trace to look at."""
+"""`quire replay`: run a recording again, or convert it to a trace."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def as_dict(file: Path, report: ReplayReport) -> dict[str, Any]:
 
 
 def report_table(file: Path, report: ReplayReport) -> Table:
-    """Return what was replayed, and the first difference if there is one."""
+    """Return a table of what was replayed, and of the first difference if there is one."""
     from rich import box
     from rich.table import Table
 
@@ -76,10 +76,10 @@ def report_table(file: Path, report: ReplayReport) -> Table:
         ("preemptions", f"{report.num_preemptions:,}"),
     ]
     if report.is_truncated:
-        rows.append(("end", "cut off in the middle of a call"))
+        rows.append(("end", "truncated within a call"))
     found = report.difference
     if found is None:
-        rows.append(("result", "the same, call for call"))
+        rows.append(("result", "identical, call by call"))
     else:
         rows += [
             ("result", f"differs at call {found.call}, {found.name}, after step {found.step}"),

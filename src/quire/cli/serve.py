@@ -10,9 +10,9 @@ from quire.config import EngineConfig, ServerConfig
 def serve(engine: EngineConfig, server: ServerConfig) -> None:
     """Serve MODEL over HTTP, in OpenAI's API.
 
-    Answers /v1/chat/completions, /v1/completions and /v1/models, streaming or not, with /health and
-    Prometheus /metrics beside them. Ctrl-C or SIGTERM lets running requests finish (see --drain-timeout);
-    a second one stops at once.
+    Serves /v1/chat/completions and /v1/completions, streaming or not, /v1/models, /health, and /metrics for
+    Prometheus. Ctrl-C or SIGTERM lets running requests finish (see --drain-timeout); a second one stops
+    immediately.
 
     Examples:
       quire serve

@@ -1,1 +1,1 @@
-"""`quire bench`: how fast an engine is, with all requests at once and with some that arrive by chance."""
+"""`quire bench`: offline throughput, batch latency, and serving under load."""

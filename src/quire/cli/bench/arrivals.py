@@ -1,4 +1,4 @@
-"""When requests arrive: a renewal process with gamma distributed gaps, of which Poisson is one."""
+"""Arrival times: a renewal process with gamma-distributed gaps; a Poisson process is a special case."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 def arrival_times(count: int, rate: float, burstiness: float, generator: np.random.Generator) -> np.ndarray:
     """Draw arrival times [count] in seconds; the first is 0.
 
-    Gaps have the mean 1 / `rate` and the coefficient of variation 1 / sqrt(`burstiness`): with a burstiness
-    of 1 they are exponential, and the process is Poisson.
+    The gaps have mean 1 / `rate` and coefficient of variation 1 / sqrt(`burstiness`). With a burstiness of 1
+    they are exponential, and the process is Poisson.
 
     Args:
-        rate: requests per second; infinite for all at once.
-        burstiness: shape of the gamma distribution of the gaps.
+        rate: requests per second; infinity means all at once.
+        burstiness: shape parameter of the gamma distribution.
     """
     if rate == math.inf:
         return np.zeros(count)

@@ -1,4 +1,4 @@
-"""The commands `quire bench throughput`, `latency` and `serve`: flags in, a report out."""
+"""The commands `quire bench throughput`, `latency` and `serve`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.errors import ConfigError
 MANUAL = """
 Measure how fast an engine is.
 
-Prompts are random tokens, outputs have the length that was asked for: end-of-sequence is ignored. The
-lengths of known workloads are drawn from what is published of them.
+Prompts are random tokens. Outputs have the requested length: end-of-sequence is ignored. The lengths of
+known datasets are drawn from distributions with their published means.
 
 Examples:
   quire bench throughput --dataset sharegpt          all requests at once, offline
-  quire bench latency --batch-size 1                 one batch, again and again
-  quire bench serve --request-rate 4                 requests that arrive by chance, streamed
+  quire bench latency --batch-size 1                 one batch, repeatedly
+  quire bench serve --request-rate 4                 Poisson arrivals, streamed
 """
 
 app = typer.Typer(
@@ -40,7 +40,7 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         metavar="FILE",
-        help="Write settings and figures to this file as JSON; - is stdout, in place of the table.",
+        help="Write settings and results to this file as JSON; - is stdout, instead of the table.",
     ),
 ]
 
@@ -53,14 +53,14 @@ def throughput(
     *,
     rounds: Annotated[
         int,
-        typer.Option(metavar="INT", min=1, help="Run the same requests this often; the fastest counts."),
+        typer.Option(metavar="INT", min=1, help="Number of rounds of the same requests; the fastest counts."),
     ] = 1,
     json_file: JsonFile = None,
 ) -> None:
     """Run all requests at once, offline, and report requests and tokens per second.
 
-    The engine runs in this process. Before each round it forgets cached prefixes, so that all rounds do the
-    same work; prefixes that requests of one round share are found.
+    The engine runs in this process. The prefix cache is reset before each round, so that all rounds do the
+    same work; requests of one round can still share prefixes.
 
     Examples:
       quire bench throughput
@@ -68,20 +68,20 @@ def throughput(
       quire bench throughput ./my-model --dataset mooncake --scale 0.1 --json figures.json
     """
     from quire.cli.bench.offline import measure_throughput
-    from quire.cli.bench.report import Report, deliver, require_writable
+    from quire.cli.bench.report import BenchmarkReport, require_writable, write_report
 
     require_writable(json_file, "--json")
     results = measure_throughput(engine, workload, rounds)
     settings = {"workload": workload, "rounds": rounds, "engine": engine}
-    deliver(Report("throughput", engine.model, settings, results), json_file)
+    write_report(BenchmarkReport("throughput", engine.model, settings, results), json_file)
 
 
 @app.command(cls=ManualCommand)
 @config_options(positional=("model",), batch=LatencyConfig, engine=EngineConfig)
 def latency(batch: LatencyConfig, engine: EngineConfig, *, json_file: JsonFile = None) -> None:
-    """Run one batch again and again, and report how long it takes.
+    """Run one batch repeatedly, and report how long it takes.
 
-    The engine runs in this process. Before each run it forgets cached prefixes, so that every run computes
+    The engine runs in this process. The prefix cache is reset before each run, so that every run computes
     the whole batch.
 
     Examples:
@@ -89,11 +89,13 @@ def latency(batch: LatencyConfig, engine: EngineConfig, *, json_file: JsonFile =
       quire bench latency ./my-model --input-len 1024 --output-len 1
     """
     from quire.cli.bench.offline import measure_latency
-    from quire.cli.bench.report import Report, deliver, require_writable
+    from quire.cli.bench.report import BenchmarkReport, require_writable, write_report
 
     require_writable(json_file, "--json")
     results = measure_latency(engine, batch)
-    deliver(Report("latency", engine.model, {"batch": batch, "engine": engine}, results), json_file)
+    write_report(
+        BenchmarkReport("latency", engine.model, {"batch": batch, "engine": engine}, results), json_file
+    )
 
 
 @app.command(cls=ManualCommand)
@@ -112,20 +114,20 @@ def serve(
     *,
     json_file: JsonFile = None,
     per_request: Annotated[
-        bool, typer.Option("--per-request", help="Put the times of every request into the JSON.")
+        bool, typer.Option("--per-request", help="Add the times of every request to the JSON.")
     ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw latencies to this .svg, .png or .pdf file (needs matplotlib)."
+            metavar="FILE", help="Plot latencies to this .svg, .png or .pdf file (needs matplotlib)."
         ),
     ] = None,
 ) -> None:
-    """Send requests as they arrive, and report what each client sees.
+    """Send requests as they arrive, and report the latencies that clients see.
 
-    Times to first token (TTFT), per output token after it (TPOT), between outputs (ITL) and to the end are
-    taken from when a request is sent. The engine runs in a process of its own, unless --base-url names a
-    server that runs already.
+    Reports time to first token (TTFT), time per output token after the first (TPOT), inter-token latency
+    (ITL) and end-to-end latency, measured from when a request is sent. The engine runs in its own process,
+    unless --base-url names a running server.
 
     Examples:
       quire bench serve --dataset sharegpt --request-rate 2
@@ -135,18 +137,18 @@ def serve(
     from quire.cli.bench.load import measure_serving
     from quire.cli.bench.measurements import served_figures
     from quire.cli.bench.plot import draw, require_drawable
-    from quire.cli.bench.report import Report, deliver, require_writable
+    from quire.cli.bench.report import BenchmarkReport, require_writable, write_report
     from quire.cli.bench.targets import open_target
 
     if per_request and json_file is None:
-        raise ConfigError("--per-request goes into the JSON; give --json FILE too")
+        raise ConfigError("--per-request adds to the JSON, so it needs --json FILE")
     require_writable(json_file, "--json")
     require_drawable(plot)
     loaded, records = asyncio.run(measure_serving(open_target(target, engine), workload, arrivals))
     results = {"workload": loaded.as_dict(), **served_figures(records, arrivals.objectives())}
     settings = {"workload": workload, "arrivals": arrivals, "target": target, "engine": engine}
     measured = records if per_request else None
-    deliver(Report("serve", engine.model, settings, results, measured), json_file)
+    write_report(BenchmarkReport("serve", engine.model, settings, results, measured), json_file)
     if plot is not None:
         draw(records, plot, engine.model)
     if results["failed"]:

@@ -1,4 +1,4 @@
-"""What a benchmark runs: fields with their defaults, units and meanings, as in `quire.config`."""
+"""Configuration of benchmarks: fields with their defaults, units and meanings, as in `quire.config`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class WorkloadConfig:
     dataset: Literal["random", "sharegpt", "alpaca", "mooncake"] = knob(
         default="random",
         help="Lengths: random (the same for all, --input-len and --output-len), or drawn from "
-        "distributions with the published means of sharegpt, alpaca, or mooncake (long prompts whose first "
-        "half is shared).",
+        "distributions with the published means of sharegpt, alpaca, or mooncake (long prompts with a "
+        "shared first half).",
     )
     num_prompts: PositiveInt = knob(default=64, unit="requests", help="Number of measured requests.")
     input_len: PositiveInt | None = knob(
         default=None,
         unit="tokens",
-        help="Length of the part of each prompt that is unique; only with dataset random. "
+        help="Length of the unique part of each prompt; only with dataset random. "
         f"Unset: {DEFAULT_INPUT_LEN}.",
     )
     output_len: PositiveInt | None = knob(
@@ -41,14 +41,14 @@ class WorkloadConfig:
     prefix_len: NonNegativeInt | None = knob(
         default=None,
         unit="tokens",
-        help="Length of a prefix that all prompts share, in front of --input-len; only with dataset random. "
+        help="Length of a prefix that all prompts share, before --input-len; only with dataset random. "
         "Unset: none.",
     )
     scale: Annotated[float, Gt(0)] | None = knob(
         default=None, help="Factor on all lengths of a dataset other than random. Unset: 1."
     )
     warmup: NonNegativeInt = knob(
-        default=1, unit="requests", help="Number of requests that are sent first and not measured."
+        default=1, unit="requests", help="Number of warm-up requests, sent first and not measured."
     )
     seed: NonNegativeInt = knob(default=0, help="Seed for lengths, tokens and arrival times.")
 
@@ -84,13 +84,13 @@ class ArrivalConfig:
     max_concurrency: NonNegativeInt = knob(
         default=0,
         unit="requests",
-        help="Maximum number of requests in flight; further arrivals wait before they are sent. 0: no limit.",
+        help="Maximum number of requests in flight; further ones wait before they are sent. 0: no limit.",
     )
     goodput: tuple[str, ...] = knob(
         default=(),
         unit="objectives",
-        help="Objective as NAME:MILLISECONDS for ttft, tpot or latency; goodput counts the requests that "
-        "meet all objectives.",
+        help="Latency objective as NAME:MILLISECONDS, for ttft, tpot or latency; goodput counts the requests "
+        "that meet all objectives.",
     )
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class TargetConfig:
         if not self.base_url:
             for flag, value in (("served-model-name", self.served_model_name), ("api-key", self.api_key)):
                 if value:
-                    raise ConfigError(f"--{flag} is for a server; give its --base-url too")
+                    raise ConfigError(f"--{flag} is for a server, so it needs --base-url")
         elif not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"--base-url is {self.base_url!r}; it must begin with http:// or https://")
 
@@ -148,7 +148,7 @@ class LatencyConfig:
     output_len: PositiveInt = knob(default=128, unit="tokens", help="Length of each output.")
     repeats: PositiveInt = knob(default=10, unit="runs", help="Number of measured runs of the batch.")
     warmup: NonNegativeInt = knob(
-        default=2, unit="runs", help="Number of runs that come first and are not measured."
+        default=2, unit="runs", help="Number of warm-up runs, which are not measured."
     )
     seed: NonNegativeInt = knob(default=0, help="Seed for the tokens.")
 

@@ -1,4 +1,4 @@
-"""A running OpenAI-compatible server, asked for completions that stream."""
+"""A running OpenAI-compatible server as a target: streaming completions over HTTP."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import httpx
 import numpy as np
 
 from quire.cli.bench.config import TargetConfig
-from quire.cli.bench.targets import Target, Usage
-from quire.cli.bench.workload import BenchRequest, ordinary_tokens
+from quire.cli.bench.targets import RequestUsage, Target
+from quire.cli.bench.workload import BenchRequest, regular_token_ids
 from quire.errors import QuireError
 from quire.models.checkpoints.hub import resolve_model
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds to wait for a connection; an answer may take as long as it takes."""
+"""Seconds to wait for a connection; the response itself has no time limit."""
 
 SHOWN_OF_ERROR = 300
-"""Characters of a refusal to show when it is not in OpenAI's form."""
+"""Maximum number of characters to show of a response that cannot be parsed."""
 
 
 @contextlib.asynccontextmanager
@@ -36,7 +36,7 @@ async def server_target(config: TargetConfig, model: str) -> AsyncIterator[Targe
     """
     from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
-    vocabulary = ordinary_tokens(read_tokenizer(resolve_model(model)))
+    vocabulary = regular_token_ids(read_tokenizer(resolve_model(model)))
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT)
@@ -47,7 +47,7 @@ async def server_target(config: TargetConfig, model: str) -> AsyncIterator[Targe
 
 
 class ServerTarget:
-    """A server behind `base_url`, through `client`; prompts are made of the ids [n] in `vocabulary`."""
+    """The server at `base_url`, reached through `client`; prompts consist of the ids [n] in `vocabulary`."""
 
     def __init__(self, client: httpx.AsyncClient, base_url: str, vocabulary: np.ndarray) -> None:
         self.vocabulary = vocabulary
@@ -57,10 +57,10 @@ class ServerTarget:
         self.max_model_len: int | None = None
 
     async def choose_model(self, name: str) -> None:
-        """Ask for the model of this name from now on, or for the first that is listed if it is empty.
+        """Request this model from now on; if `name` is empty, the first that the server lists.
 
         Raises:
-            QuireError: the server cannot be reached, or does not list it.
+            QuireError: the server cannot be reached, or does not list the model.
         """
         url = f"{self._base_url}/models"
         try:
@@ -79,8 +79,8 @@ class ServerTarget:
         self._model = name or next(iter(models))
         self.max_model_len = models[self._model].get("max_model_len")
 
-    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> Usage:
-        """Answer a request; an output is an event with text, as a client of the server sees it."""
+    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> RequestUsage:
+        """Send a request and read its stream; an output is an event with text."""
         body = {
             "model": self._model,
             "prompt": request.prompt_token_ids,
@@ -106,7 +106,7 @@ class ServerTarget:
         except httpx.HTTPError as error:
             raise QuireError(f"the connection failed: {error or type(error).__name__}") from None
         details = usage.get("prompt_tokens_details") or {}
-        return Usage(usage.get("completion_tokens", num_outputs), details.get("cached_tokens") or 0)
+        return RequestUsage(usage.get("completion_tokens", num_outputs), details.get("cached_tokens") or 0)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -123,7 +123,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def _brings_tokens(event: dict[str, Any], *, is_first: bool) -> bool:
-    """Whether an event has text; the first choice counts without: its token may be half a character."""
+    """Whether an event has text. The first may be empty: its token may be part of a character."""
     choices = event.get("choices") or []
     return any(is_first or choice.get("text") for choice in choices)
 

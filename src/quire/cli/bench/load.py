@@ -1,4 +1,4 @@
-"""Requests sent when they arrive, and what became of each."""
+"""Sending requests at their arrival times, and recording each one."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from quire.errors import EngineDeadError, QuireError
 async def measure_serving(
     opening: contextlib.AbstractAsyncContextManager[Target], config: WorkloadConfig, arrivals: ArrivalConfig
 ) -> tuple[Workload, list[RequestRecord]]:
-    """Warm a target up, send it a workload, and return that and the records of its requests.
+    """Warm up a target, send it a workload, and return the workload and a record of each request.
 
     Raises:
-        QuireError: the target cannot be used, or a request of the warm-up failed.
-        EngineDeadError: it ended.
+        QuireError: the target cannot be used, or a warm-up request failed.
+        EngineDeadError: the engine has ended.
     """
     from quire.front.progress import batch_progress
 
     generator = np.random.default_rng([config.seed, ARRIVALS])
     async with opening as target:
         workload = build_workload(config, target.vocabulary, target.max_model_len)
-        for record in await Load(target, [0.0] * len(workload.warmup), workload.warmup).run():
+        for record in await LoadGenerator(target, [0.0] * len(workload.warmup), workload.warmup).run():
             if record.error is not None:
                 raise QuireError(record.error)
         times = arrival_times(config.num_prompts, arrivals.request_rate, arrivals.burstiness, generator)
         with batch_progress(config.num_prompts, shown=stderr_is_terminal()) as on_progress:
-            load = Load(
+            load = LoadGenerator(
                 target, times.tolist(), workload.requests, arrivals.max_concurrency, on_progress=on_progress
             )
             return workload, await load.run()
 
 
-class Load:
-    """Requests on their way to a target.
+class LoadGenerator:
+    """Sends requests to a target at given times.
 
     Args:
-        target: answers them.
-        arrivals: when each is due, in seconds from the start.
+        target: serves the requests.
+        arrivals: arrival time of each request, in seconds from the start.
         requests: in the order of `arrivals`.
-        max_concurrency: most of them under way; 0 for no limit.
-        on_progress: called with (requests ended, tokens generated) after each.
+        max_concurrency: maximum number of requests in flight; 0: no limit.
+        on_progress: called with (requests ended, tokens generated) after each request.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Load:
     ) -> None:
         self._target = target
         self._requests = list(zip(requests, arrivals, strict=True))
-        self._gate = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
+        self._in_flight = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
         self._on_progress = on_progress
         self._done = self._tokens = 0
         self._started = 0.0
 
     async def run(self) -> list[RequestRecord]:
-        """Send each request when it is due; return their records in the same order once all have ended."""
+        """Send each request when it is due; once all have ended, return their records in the same order."""
         self._started = time.perf_counter()
         tasks = [asyncio.create_task(self._when_due(request, due)) for request, due in self._requests]
         try:
@@ -87,7 +87,7 @@ class Load:
         record = RequestRecord(
             arrived=due, num_prompt_tokens=len(request.prompt_token_ids), output_len=request.output_len
         )
-        async with self._gate:
+        async with self._in_flight:
             await self._send(request, record)
         self._done += 1
         self._tokens += record.num_output_tokens
@@ -100,7 +100,7 @@ class Load:
             usage = await self._target.send(request, lambda: record.output_times.append(self._now()))
             record.num_output_tokens, record.num_cached_tokens = usage
             if not record.output_times:
-                record.error = "the answer had no tokens"
+                record.error = "the response had no tokens"
         except EngineDeadError:
             raise
         except QuireError as error:

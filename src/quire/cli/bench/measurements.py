@@ -1,4 +1,4 @@
-"""What is measured of requests, and what is told of many measurements."""
+"""The measurements of a request, and their summary over many requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class RequestRecord:
 
     Args:
         arrived: when it was due.
-        sent: when it was sent, later only if the limit on concurrency held it back.
-        output_times: when outputs came that brought tokens.
-        ended: when it was over.
-        num_prompt_tokens: of the prompt.
-        num_cached_tokens: of them, those whose KV came out of the prefix cache.
-        num_output_tokens: generated.
-        output_len: tokens that were to be generated.
-        error: why it failed, None if it did not.
+        sent: when it was sent; later than `arrived` if the concurrency limit was reached.
+        output_times: when each output with new tokens was received.
+        ended: when it finished or failed.
+        num_prompt_tokens: prompt tokens.
+        num_cached_tokens: prompt tokens whose KV was in the prefix cache.
+        num_output_tokens: tokens generated.
+        output_len: tokens requested.
+        error: why it failed; None if it did not.
     """
 
     arrived: float
@@ -49,7 +49,7 @@ class RequestRecord:
 
     @property
     def itl(self) -> list[float]:
-        """Inter-token latencies: gaps between outputs that brought tokens, each of them one or more."""
+        """Inter-token latencies: gaps between outputs, each of which has one or more new tokens."""
         return [
             later - earlier for earlier, later in zip(self.output_times, self.output_times[1:], strict=False)
         ]
@@ -65,12 +65,12 @@ class RequestRecord:
         return all(value is None or value <= objectives[name] for name, value in found.items())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as plain data, all that was measured of it."""
+        """Return the record as plain data."""
         return dataclasses.asdict(self)
 
 
 def summary(values: Iterable[float]) -> dict[str, float] | None:
-    """Return mean, median, 90th and 99th percentile (linear interpolation), or None of no values."""
+    """Return mean, median, 90th and 99th percentile (linear interpolation); None without values."""
     array = np.fromiter(values, dtype=np.float64)
     if not array.size:
         return None
@@ -88,7 +88,7 @@ def rates(num_requests: int, input_tokens: int, output_tokens: int, seconds: flo
 
 
 def served_figures(records: Sequence[RequestRecord], objectives: Mapping[str, float]) -> dict[str, Any]:
-    """Return the figures of a run under load; times are in seconds, and of requests that did not fail.
+    """Return the results of a run under load. Times are in seconds; failed requests are left out.
 
     Goodput is requests per second that meet all objectives (Zhong et al., DistServe, OSDI 2024).
     """

@@ -1,4 +1,4 @@
-"""Batches through an engine in this process, timed as a whole."""
+"""Timing whole batches, with the engine in this process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from quire.cli.bench.config import LatencyConfig, WorkloadConfig
 from quire.cli.bench.measurements import rates, summary
 from quire.cli.bench.workload import (
     BenchRequest,
-    Shape,
+    RequestShape,
     build_workload,
-    ordinary_tokens,
+    measured_requests,
+    regular_token_ids,
     require_fit,
-    with_tokens,
-    without_prefix,
+    warmup_requests,
 )
 from quire.cli.console import stderr_is_terminal
 from quire.cli.offline import ready_llm
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from quire.front.llm import LLM
 
 
-def exactly(num_tokens: int) -> SamplingParams:
-    """Return parameters that make a request generate this many tokens, greedily."""
+def fixed_length_sampling(num_tokens: int) -> SamplingParams:
+    """Return parameters for generating exactly this many tokens, greedily."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
 def measure_throughput(engine: EngineConfig, config: WorkloadConfig, rounds: int) -> dict[str, Any]:
-    """Run a workload at once, `rounds` times; return the figures of the fastest round."""
+    """Run all requests of a workload at once, `rounds` times; return the results of the fastest round."""
     with ready_llm(engine) as llm:
         info = llm.info
-        vocabulary = ordinary_tokens(llm.get_tokenizer(), info.vocab_size)
+        vocabulary = regular_token_ids(llm.get_tokenizer(), info.vocab_size)
         workload = build_workload(config, vocabulary, info.max_model_len)
         timed_batch(llm, workload.warmup)
         timed = [timed_batch(llm, workload.requests) for _ in range(rounds)]
@@ -60,15 +60,15 @@ def measure_throughput(engine: EngineConfig, config: WorkloadConfig, rounds: int
 
 
 def measure_latency(engine: EngineConfig, batch: LatencyConfig) -> dict[str, Any]:
-    """Run one batch `batch.repeats` times; return what is told of its times."""
+    """Run one batch `batch.repeats` times; return a summary of the times."""
     with ready_llm(engine) as llm:
         info = llm.info
         require_fit(batch.input_len, batch.output_len, info.max_model_len)
-        vocabulary = ordinary_tokens(llm.get_tokenizer(), info.vocab_size)
-        shapes = [Shape(batch.input_len, batch.output_len)] * batch.batch_size
+        vocabulary = regular_token_ids(llm.get_tokenizer(), info.vocab_size)
+        shapes = [RequestShape(batch.input_len, batch.output_len)] * batch.batch_size
         for _ in range(batch.warmup):
-            timed_batch(llm, without_prefix(shapes, vocabulary, batch.seed))
-        requests = with_tokens(shapes, vocabulary, batch.seed)
+            timed_batch(llm, warmup_requests(shapes, vocabulary, batch.seed))
+        requests = measured_requests(shapes, vocabulary, batch.seed)
         times = [timed_batch(llm, requests)[0] for _ in range(batch.repeats)]
     return {
         "batch_seconds": summary(times),
@@ -79,17 +79,17 @@ def measure_latency(engine: EngineConfig, batch: LatencyConfig) -> dict[str, Any
 
 
 def timed_batch(llm: LLM, requests: Sequence[BenchRequest]) -> tuple[float, list[RequestOutput]]:
-    """Run requests at once on an engine without cached prefixes; return seconds and outputs.
+    """Reset the prefix cache and run all requests at once; return seconds and outputs.
 
     Raises:
-        QuireError: a request failed, or prefixes cannot be forgotten.
+        QuireError: a request failed, or the prefix cache cannot be reset.
     """
     if not requests:
         return 0.0, []
     if not llm.reset_prefix_cache():
-        raise QuireError("the prefix cache cannot be reset: KV blocks are in use though no request runs")
+        raise QuireError("the prefix cache cannot be reset: KV blocks are in use, but no request is running")
     prompts = [request.prompt_token_ids for request in requests]
-    params = [exactly(request.output_len) for request in requests]
+    params = [fixed_length_sampling(request.output_len) for request in requests]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, progress=stderr_is_terminal())
     seconds = time.perf_counter() - started

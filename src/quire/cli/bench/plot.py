@@ -1,4 +1,4 @@
-"""A picture of a run under load: how latencies are distributed, and how they moved while it ran."""
+"""Plots of a run under load: the distribution of latencies, and the time to first token over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = (10.0, 4.0)  # inches
 
 
 def require_drawable(target: Path | None) -> None:
-    """Raise `ConfigError` if `target` is not None and cannot be drawn: no matplotlib, or no such format."""
+    """Raise `ConfigError` if a plot of `target`'s format cannot be drawn, or matplotlib is missing."""
     if target is None:
         return
     if target.suffix not in FORMATS:
@@ -26,7 +26,7 @@ def require_drawable(target: Path | None) -> None:
 
 
 def draw(records: Sequence[RequestRecord], target: Path, model: str) -> None:
-    """Draw the times of the requests that did not fail."""
+    """Plot the times of the requests that did not fail."""
     from matplotlib.figure import Figure
 
     done = [record for record in records if record.error is None]

@@ -1,4 +1,4 @@
-"""A benchmark's report: a table for people, JSON for programs, both from the same figures."""
+"""The report of a benchmark, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ FIGURES = {
     "failed": ("requests failed", "{:,}"),
     "seconds": ("seconds", "{:,.2f}"),
     "input_tokens": ("prompt tokens", "{:,}"),
-    "cached_tokens": ("of them out of the prefix cache", "{:,}"),
+    "cached_tokens": ("prompt tokens from the prefix cache", "{:,}"),
     "output_tokens": ("output tokens", "{:,}"),
     "requests_per_second": ("requests/s", "{:,.2f}"),
-    "goodput_requests_per_second": ("requests/s within all objectives", "{:,.2f}"),
+    "goodput_requests_per_second": ("requests/s that met all objectives", "{:,.2f}"),
     "output_tokens_per_second": ("output tokens/s", "{:,.1f}"),
     "total_tokens_per_second": ("prompt and output tokens/s", "{:,.1f}"),
     "fastest_seconds": ("fastest run, s", "{:,.4f}"),
 }
-"""Single figures of the table, by their name in the results: label and format."""
+"""Label and format of each single figure in the table, by its name in the results."""
 
 DISTRIBUTIONS = {
     "ttft_seconds": "time to first token",
     "tpot_seconds": "time per output token",
     "itl_seconds": "inter-token latency",
     "latency_seconds": "end-to-end latency",
-    "batch_seconds": "time of the batch",
-    "per_token_seconds": "the same per output token",
+    "batch_seconds": "time per batch",
+    "per_token_seconds": "batch time per output token",
 }
 STATISTICS = ("mean", "median", "p90", "p99")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
-    """The outcome of a benchmark.
+class BenchmarkReport:
+    """The settings and results of a benchmark.
 
     Args:
-        benchmark: which one.
-        model: that was run.
-        settings: configurations and values that it was run with.
+        benchmark: its name.
+        model: name of the model.
+        settings: the configurations and values it was run with.
         results: figures by name; times in seconds.
-        records: of each request, or None if nobody asked.
+        records: of each request, or None if they were not requested.
     """
 
     benchmark: str
@@ -69,7 +69,7 @@ class Report:
     records: Sequence[RequestRecord] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as data that JSON can hold."""
+        """Return the report as data that JSON can represent."""
         data: dict[str, Any] = {
             "benchmark": self.benchmark,
             "model": self.model,
@@ -79,7 +79,7 @@ class Report:
                 "python": platform.python_version(),
             },
             "machine": {"architecture": platform.machine(), "cpus": os.cpu_count()},
-            "settings": {name: _plain(value) for name, value in self.settings.items()},
+            "settings": {name: _json_value(value) for name, value in self.settings.items()},
             "results": self.results,
         }
         if self.records is not None:
@@ -88,16 +88,16 @@ class Report:
 
 
 def require_writable(target: Path | None, flag: str) -> None:
-    """Raise `ConfigError` if a file cannot be written there; better said before a benchmark than after it."""
+    """Raise `ConfigError` if `target` cannot be written; checked before the benchmark runs, not after."""
     if target is None or target == STDOUT:
         return
     if target.is_dir() or not os.access(target.parent, os.W_OK):
         raise ConfigError(
-            f"cannot write {flag} {target}: it is a directory, or not in one that can be written"
+            f"cannot write {flag} {target}: it is a directory, or its folder is missing or read-only"
         )
 
 
-def deliver(report: Report, target: Path | None) -> None:
+def write_report(report: BenchmarkReport, target: Path | None) -> None:
     """Write JSON to `target` if there is one, and print the table unless that is stdout."""
     text = json.dumps(report.as_dict(), indent=2, allow_nan=False)
     if target == STDOUT:
@@ -110,8 +110,8 @@ def deliver(report: Report, target: Path | None) -> None:
     Console(highlight=False, markup=False).print(*tables(report))
 
 
-def tables(report: Report) -> list[RenderableType]:
-    """Return what is printed: single figures, distributions in milliseconds, and remarks."""
+def tables(report: BenchmarkReport) -> list[RenderableType]:
+    """Return what is printed: single figures, distributions in milliseconds, and warnings."""
     from rich import box
     from rich.table import Table
 
@@ -129,36 +129,36 @@ def tables(report: Report) -> list[RenderableType]:
         values = report.results.get(name)
         if values is not None:
             spread.add_row(label, *(f"{values[statistic] * 1000:,.2f}" for statistic in STATISTICS))
-    return [*(table for table in (single, spread) if table.rows), *remarks(report.results)]
+    return [*(table for table in (single, spread) if table.rows), *result_warnings(report.results)]
 
 
-def remarks(results: dict[str, Any]) -> list[str]:
-    """Return sentences on what the figures do not say."""
+def result_warnings(results: dict[str, Any]) -> list[str]:
+    """Return warnings about requests that were clip_shape, ended early or failed."""
     said = []
     workload = results.get("workload", {})
     if workload.get("num_clipped"):
         said.append(
             f"{workload['num_clipped']:,} of {workload['num_requests']:,} requests were shortened to fit "
-            "the longest that the model takes; see --scale and --max-model-len"
+            "the longest sequence of the model; see --scale and --max-model-len"
         )
     if results.get("ended_early"):
         said.append(
-            f"{results['ended_early']:,} requests ended before their output had the length asked for: "
-            "the server does not know ignore_eos"
+            f"{results['ended_early']:,} requests ended before their output had the requested length: "
+            "the server does not support ignore_eos"
         )
     if results.get("failed"):
         first = in_flags(results["first_error"])
-        said.append(f"{results['failed']:,} requests failed, the first with: {first}")
+        said.append(f"{results['failed']:,} requests failed; the first error: {first}")
     return said
 
 
-def _plain(value: Any) -> Any:
-    """Return a setting as JSON can hold it: no infinity, no objects, no secrets."""
+def _json_value(value: Any) -> Any:
+    """Return a setting as JSON can represent it, without secrets; infinity becomes a string."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: _plain(part) for name, part in fields.items() if name not in SECRETS}
+        return {name: _json_value(part) for name, part in fields.items() if name not in SECRETS}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
+        return [_json_value(part) for part in value]
     return value if isinstance(value, str | int | float | None) else repr(value)

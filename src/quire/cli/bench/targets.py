@@ -1,4 +1,4 @@
-"""What a benchmark sends requests to: an engine of its own, or a server that runs already."""
+"""Targets of a benchmark: an engine that it starts, or a running server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.cli.bench.config import TargetConfig
-from quire.cli.bench.offline import exactly
-from quire.cli.bench.workload import BenchRequest, ordinary_tokens
+from quire.cli.bench.offline import fixed_length_sampling
+from quire.cli.bench.workload import BenchRequest, regular_token_ids
 from quire.cli.console import flag_name
 from quire.cli.options import config_fields
 from quire.cli.progress import LoadingBar
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
 
 
-class Usage(NamedTuple):
-    """Tokens that a finished request generated, and prompt tokens that it found in the prefix cache."""
+class RequestUsage(NamedTuple):
+    """Token counts of a finished request: those generated, and those found in the prefix cache."""
 
     num_output_tokens: int
     num_cached_tokens: int
 
 
 class Target(Protocol):
-    """Something that answers requests and streams."""
+    """Serves requests and streams their outputs."""
 
     vocabulary: np.ndarray
-    """Ids [n] to make prompts of."""
+    """Token ids [n] that prompts consist of."""
 
     max_model_len: int | None
     """Maximum number of tokens of a prompt and its output together; None if unknown."""
 
-    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> Usage:
-        """Answer a request.
+    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> RequestUsage:
+        """Run one request to its end.
 
         Args:
-            on_output: called for each output that brings tokens, when it comes.
+            on_output: called when an output with new tokens is received.
 
         Raises:
             QuireError: the request failed.
-            EngineDeadError: so will all others.
+            EngineDeadError: the engine has ended; all other requests will fail too.
         """
 
 
 def open_target(config: TargetConfig, engine: EngineConfig) -> contextlib.AbstractAsyncContextManager[Target]:
-    """Return what `config` names, ready once it is entered.
+    """Return the target that `config` names; it is ready once the context is entered.
 
     Raises:
-        ConfigError: it is a server, and flags of an engine are given or httpx is missing.
+        ConfigError: the target is a server, but engine flags are given or httpx is missing.
     """
     if not config.base_url:
         return engine_target(engine)
@@ -78,13 +78,13 @@ def _refuse_engine_flags(engine: EngineConfig) -> None:
         if given != unset:
             raise ConfigError(
                 f"{flag_name(field.name)} is {given}, but with --base-url no engine is started; "
-                "leave it out, or give it to the server"
+                "leave it out, or start the server with it"
             )
 
 
 @contextlib.asynccontextmanager
 async def engine_target(engine: EngineConfig) -> AsyncIterator[Target]:
-    """Start an engine in a process of its own; end it afterwards."""
+    """Start an engine in its own process; shut it down afterwards."""
     from quire.front.async_llm import AsyncLLM
 
     llm = AsyncLLM(engine)
@@ -97,23 +97,23 @@ async def engine_target(engine: EngineConfig) -> AsyncIterator[Target]:
 
 
 class EngineTarget:
-    """An engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self.vocabulary = ordinary_tokens(llm.tokenizer, llm.info.vocab_size)
+        self.vocabulary = regular_token_ids(llm.tokenizer, llm.info.vocab_size)
         self.max_model_len: int | None = llm.info.max_model_len
 
-    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> Usage:
-        """Answer a request."""
-        usage = Usage(0, 0)
-        outputs = self._llm.generate(request.prompt_token_ids, exactly(request.output_len))
+    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> RequestUsage:
+        """Run one request to its end."""
+        usage = RequestUsage(0, 0)
+        outputs = self._llm.generate(request.prompt_token_ids, fixed_length_sampling(request.output_len))
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 completion = output.outputs[0]
                 if len(completion.token_ids) > usage.num_output_tokens:
                     on_output()
-                usage = Usage(len(completion.token_ids), output.num_cached_tokens)
+                usage = RequestUsage(len(completion.token_ids), output.num_cached_tokens)
                 if completion.error is not None:
                     raise QuireError(completion.error)
         return usage

@@ -1,7 +1,7 @@
-"""Requests with the lengths of known workloads: drawn from published means, made of random tokens.
+"""Requests with the lengths of known datasets, made of random tokens.
 
-What is published is a mean; the spread is not, so it is assumed: lengths are lognormal with `ASSUMED_SIGMA`,
-with a long tail. Prompt and output lengths are drawn independently, which is assumed too.
+Only mean lengths are published, so the rest is assumed: lengths have a lognormal distribution with
+`ASSUMED_SIGMA`, and prompt and output lengths are independent.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ ASSUMED_SIGMA = 1.0
 """Standard deviation of a length's logarithm: the median is 0.61, the 90th percentile 2.2 times the mean."""
 
 ASSUMED_REQUESTS_PER_PREFIX = 16
-"""Requests of the mooncake workload for each distinct prefix, on the average."""
+"""Average number of requests of the mooncake workload that share a prefix."""
 
-# Streams of random numbers, so that drawing more from one changes nothing in another.
+# Random streams: drawing more numbers from one does not change the others.
 LENGTHS, TOKENS, PREFIXES, WARMUP, ARRIVALS = range(5)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PublishedLengths:
-    """What is published of a workload, in tokens.
+    """Published lengths of a dataset, in tokens.
 
     Args:
-        mean_input: of the prompts.
-        mean_output: of the outputs.
-        shared_share: part of a prompt that it has in common with others, from its start.
-        shared_block: tokens of which shared prefixes are multiples.
+        mean_input: mean prompt length.
+        mean_output: mean output length.
+        shared_fraction: fraction of a prompt, from its start, that it shares with others.
+        shared_block: shared prefixes are multiples of this length.
     """
 
     mean_input: float
     mean_output: float
-    shared_share: float = 0.0
+    shared_fraction: float = 0.0
     shared_block: int = 1
 
 
@@ -55,13 +55,13 @@ PUBLISHED = {
     # Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", arXiv 2407.00079,
     # sections 4.1 and 4.2: the means, the block size of the hash ids, and the hit ratio of 50 % that a large
     # cache reaches; that it is half of each prompt is assumed.
-    "mooncake": PublishedLengths(7590, 182, shared_share=0.5, shared_block=512),
+    "mooncake": PublishedLengths(7590, 182, shared_fraction=0.5, shared_block=512),
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
-    """Lengths of one request in tokens; the first `prefix_len` of its prompt are those of prefix `prefix`."""
+class RequestShape:
+    """Lengths of one request in tokens; its prompt starts with `prefix_len` tokens of prefix `prefix`."""
 
     input_len: int
     output_len: int
@@ -71,7 +71,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A prompt, and how many tokens to generate from it."""
+    """A prompt, and the number of tokens to generate."""
 
     prompt_token_ids: list[int]
     output_len: int
@@ -79,13 +79,13 @@ class BenchRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests to measure, those to send before, and what became of their lengths.
+    """The requests of a benchmark.
 
     Args:
-        requests: in the order in which they arrive.
-        warmup: share no token sequence with them on purpose.
-        num_clipped: requests that were shortened to fit.
-        reusable_tokens: prompt tokens that an earlier prompt began with too.
+        requests: to measure, in the order of arrival.
+        warmup: to send first; their prompts share no prefix with `requests`.
+        num_clipped: number of requests that were shortened to fit.
+        reusable_tokens: prompt tokens in a prefix shared with an earlier prompt.
     """
 
     requests: list[BenchRequest]
@@ -94,7 +94,7 @@ class Workload:
     reusable_tokens: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return counts and means of tokens."""
+        """Return the number of requests and their mean lengths in tokens."""
         inputs = [len(request.prompt_token_ids) for request in self.requests]
         outputs = [request.output_len for request in self.requests]
         return {
@@ -110,29 +110,29 @@ def build_workload(config: WorkloadConfig, vocabulary: np.ndarray, max_model_len
     """Draw the requests that `config` asks for.
 
     Args:
-        vocabulary: ids to make prompts of, see `ordinary_tokens`.
-        max_model_len: most tokens of a prompt and its output together; None if nobody knows.
+        vocabulary: token ids [n] that prompts consist of; see `regular_token_ids`.
+        max_model_len: maximum number of tokens of a prompt and its output together; None if unknown.
 
     Raises:
-        ConfigError: lengths that were asked for exactly do not fit.
+        ConfigError: the lengths of dataset random do not fit.
     """
     if config.dataset == "random":
-        shapes = fixed_shapes(config, max_model_len)
+        shapes = equal_shapes(config, max_model_len)
         num_clipped = 0
     else:
-        drawn = drawn_shapes(config)
-        shapes = [clipped(shape, max_model_len) for shape in drawn]
+        drawn = sample_shapes(config)
+        shapes = [clip_shape(shape, max_model_len) for shape in drawn]
         num_clipped = sum(shape != original for shape, original in zip(shapes, drawn, strict=True))
     return Workload(
-        requests=with_tokens(shapes, vocabulary, config.seed),
-        warmup=without_prefix(islice(cycle(shapes), config.warmup), vocabulary, config.seed),
+        requests=measured_requests(shapes, vocabulary, config.seed),
+        warmup=warmup_requests(islice(cycle(shapes), config.warmup), vocabulary, config.seed),
         num_clipped=num_clipped,
         reusable_tokens=reusable_tokens(shapes),
     )
 
 
-def fixed_shapes(config: WorkloadConfig, max_model_len: int | None) -> list[Shape]:
-    """Return equal shapes, as the random dataset has them.
+def equal_shapes(config: WorkloadConfig, max_model_len: int | None) -> list[RequestShape]:
+    """Return equal shapes, for dataset random.
 
     Raises:
         ConfigError: they do not fit `max_model_len`.
@@ -141,11 +141,11 @@ def fixed_shapes(config: WorkloadConfig, max_model_len: int | None) -> list[Shap
     input_len = prefix_len + (config.input_len or DEFAULT_INPUT_LEN)
     output_len = config.output_len or DEFAULT_OUTPUT_LEN
     require_fit(input_len, output_len, max_model_len)
-    return [Shape(input_len, output_len, prefix_len=prefix_len)] * config.num_prompts
+    return [RequestShape(input_len, output_len, prefix_len=prefix_len)] * config.num_prompts
 
 
 def require_fit(input_len: int, output_len: int, max_model_len: int | None) -> None:
-    """Raise `ConfigError` if a prompt and its output, in tokens, are longer than `max_model_len`."""
+    """Raise `ConfigError` if prompt and output together have more than `max_model_len` tokens."""
     if max_model_len is not None and input_len + output_len > max_model_len:
         raise ConfigError(
             f"a prompt of {input_len:,} and an output of {output_len:,} tokens make "
@@ -154,7 +154,7 @@ def require_fit(input_len: int, output_len: int, max_model_len: int | None) -> N
         )
 
 
-def drawn_shapes(config: WorkloadConfig) -> list[Shape]:
+def sample_shapes(config: WorkloadConfig) -> list[RequestShape]:
     """Draw shapes with the published means of a dataset, times `config.scale`."""
     published = PUBLISHED[config.dataset]
     scale = 1.0 if config.scale is None else config.scale
@@ -162,12 +162,14 @@ def drawn_shapes(config: WorkloadConfig) -> list[Shape]:
     count = config.num_prompts
     inputs = lognormal_lengths(generator, published.mean_input * scale, count)
     outputs = lognormal_lengths(generator, published.mean_output * scale, count)
-    if not published.shared_share:
-        return [Shape(*lengths) for lengths in zip(inputs, outputs, strict=True)]
+    if not published.shared_fraction:
+        return [RequestShape(*lengths) for lengths in zip(inputs, outputs, strict=True)]
     prefixes = generator.integers(max(1, count // ASSUMED_REQUESTS_PER_PREFIX), size=count).tolist()
     block = max(1, round(published.shared_block * scale))
     return [
-        Shape(input_len, output_len, prefix, round(input_len * published.shared_share / block) * block)
+        RequestShape(
+            input_len, output_len, prefix, round(input_len * published.shared_fraction / block) * block
+        )
         for input_len, output_len, prefix in zip(inputs, outputs, prefixes, strict=True)
     ]
 
@@ -180,8 +182,8 @@ def lognormal_lengths(generator: np.random.Generator, mean: float, count: int) -
     return lengths
 
 
-def clipped(shape: Shape, max_model_len: int | None) -> Shape:
-    """Return `shape`, or one of its proportions that fits `max_model_len` tokens."""
+def clip_shape(shape: RequestShape, max_model_len: int | None) -> RequestShape:
+    """Return `shape`, scaled down if it has more than `max_model_len` tokens."""
     total = shape.input_len + shape.output_len
     if max_model_len is None or total <= max_model_len:
         return shape
@@ -194,8 +196,8 @@ def clipped(shape: Shape, max_model_len: int | None) -> Shape:
     )
 
 
-def reusable_tokens(shapes: Sequence[Shape]) -> int:
-    """Return how many prompt tokens stand at the start of an earlier prompt as well."""
+def reusable_tokens(shapes: Sequence[RequestShape]) -> int:
+    """Return the number of prompt tokens in prefixes shared with an earlier prompt."""
     longest: dict[int, int] = {}
     reusable = 0
     for shape in shapes:
@@ -205,18 +207,20 @@ def reusable_tokens(shapes: Sequence[Shape]) -> int:
     return reusable
 
 
-def ordinary_tokens(tokenizer: Tokenizer, vocab_size: int | None = None) -> np.ndarray:
-    """Return the ids [n] of a tokenizer's vocabulary that mean nothing special, in order.
+def regular_token_ids(tokenizer: Tokenizer, vocab_size: int | None = None) -> np.ndarray:
+    """Return the ids [n] of a tokenizer's tokens that are not special, in ascending order.
 
     Args:
-        vocab_size: of the model, where it is known: ids from there on are left out.
+        vocab_size: of the model, if known; larger ids are left out.
     """
     special = {*tokenizer.special_token_ids, *tokenizer.eos_token_ids}
     ids = sorted(set(tokenizer.backend.get_vocab(with_added_tokens=True).values()) - special)
     return np.array([id_ for id_ in ids if vocab_size is None or id_ < vocab_size], dtype=np.int64)
 
 
-def with_tokens(shapes: Sequence[Shape], vocabulary: np.ndarray, seed: int) -> list[BenchRequest]:
+def measured_requests(
+    shapes: Sequence[RequestShape], vocabulary: np.ndarray, seed: int
+) -> list[BenchRequest]:
     """Fill shapes with random tokens; equal prefixes get equal tokens."""
     generator = np.random.default_rng([seed, TOKENS])
     longest: dict[int, int] = {}
@@ -234,8 +238,8 @@ def with_tokens(shapes: Sequence[Shape], vocabulary: np.ndarray, seed: int) -> l
     return requests
 
 
-def without_prefix(shapes: Iterable[Shape], vocabulary: np.ndarray, seed: int) -> list[BenchRequest]:
-    """Fill shapes with random tokens that `with_tokens` does not use."""
+def warmup_requests(shapes: Iterable[RequestShape], vocabulary: np.ndarray, seed: int) -> list[BenchRequest]:
+    """Fill shapes with random tokens that `measured_requests` does not use."""
     generator = np.random.default_rng([seed, WARMUP])
     return [
         BenchRequest(generator.choice(vocabulary, shape.input_len).tolist(), shape.output_len)
