@@ -102,7 +102,9 @@ def test_the_cache_may_have_another_type_than_the_model(qwen: ModelConfig):
 
 def test_heads_that_int8_cannot_hold_are_refused(qwen: ModelConfig):
     odd = dataclasses.replace(qwen, head_dim=6)
-    with pytest.raises(ConfigError, match=r"EngineConfig\.kv_cache_dtype is 'int8'.*multiple of 4.*have 6"):
+    with pytest.raises(
+        ConfigError, match=r"EngineConfig\.kv_cache_dtype is 'int8'.*multiple of 4.*model's is 6"
+    ):
         plan(odd, engine={"kv_cache_dtype": "int8"}, num_kv_blocks=1000)
 
 
@@ -216,7 +218,7 @@ def test_a_configured_length_that_does_not_fit_is_refused(qwen: ModelConfig):
 
 
 def test_a_length_beyond_the_model_is_refused(qwen: ModelConfig):
-    with pytest.raises(ConfigError, match=r"max_model_len is 50000; .* at most 40960"):
+    with pytest.raises(ConfigError, match=r"max_model_len is 50000; .* maximum of this model is 40960"):
         plan(qwen, engine={"max_model_len": 50_000})
 
 

@@ -160,7 +160,7 @@ async def aborting_from_outside_ends_the_stream(llm):
 async def errors_reach_the_caller(llm):
     with pytest.raises(InvalidRequestError, match="empty"):
         await anext(llm.generate(""))
-    with pytest.raises(InvalidRequestError, match="max_model_len 512"):
+    with pytest.raises(InvalidRequestError, match="max_model_len is 512"):
         await anext(llm.generate("the cache " * 30_000))  # long enough to be tokenized in a thread
     stream = llm.generate("the", LONG, request_id="same")
     await anext(stream)

@@ -45,7 +45,7 @@ def test_resolves_what_is_open(inputs):
     [
         ("", {}, "prompt", "empty"),
         ([], {}, "prompt", "empty"),
-        ([5] * 20, {}, "prompt", "20 tokens.*limit is 19.*max_model_len 20"),
+        ([5] * 20, {}, "prompt", "20 tokens.*limit is 19.*max_model_len is 20"),
         ([300], {}, "prompt", "300.*0 to 299"),
         ([-1], {}, "prompt", "-1"),
         ([1.5], {}, "prompt", "list"),

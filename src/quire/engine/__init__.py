@@ -1,1 +1,1 @@
-"""What runs beside the model: the step loop, its process, and the memory plan."""
+"""What runs beside the model: the step loop, the engine process, the memory plan and KV events."""

@@ -1,4 +1,4 @@
-"""How an engine is put together from its configuration: model, cache, runner and scheduler."""
+"""Building an engine from its configuration: model, KV cache, runner and scheduler."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from quire.models.config import ModelConfig
 
 ProgressCallback = Callable[[int, int], None]
-"""Called while weights load with (bytes done, bytes in all)."""
+"""Called with (bytes read, total bytes) while the weights load."""
 
 SPARE_SHARE = 0.05
-"""Of the memory that was available at the start, a growing cache leaves this to everything else."""
+"""Fraction of the memory available at start-up that a growing KV cache leaves free."""
 
 SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls", SchedulerInterface, {})
 CONNECTORS: Registry[KVConnector] = Registry(
@@ -43,7 +43,7 @@ def build_context(
     plan: MemoryPlan,
     kv_events: KVEventCollector | None,
 ) -> SchedulerContext:
-    """Return the surroundings of the engine's scheduler."""
+    """Return the context of the engine's scheduler: grammars, KV connector, KV events, cache growth."""
     return SchedulerContext(
         grammars=_grammar_backend(model_path, model_config),
         connector=_connector(config),
@@ -55,7 +55,7 @@ def build_context(
 
 def _grammar_backend(model_path: Path, model_config: ModelConfig) -> LLGuidanceBackend:
     def tokenizer() -> str:
-        # slow, and seldom needed here
+        # slow, and rarely needed
         from quire.models.checkpoints.tokenizer_reading import read_tokenizer_json
 
         return read_tokenizer_json(model_path)
@@ -75,7 +75,7 @@ def _connector(config: EngineConfig) -> KVConnector | None:
 
 
 def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:
-    """Return what lets the cache grow; a cache of a given size has all of its blocks from the start."""
+    """Return what grants blocks to a growing cache; None if its size is given: it does not grow."""
     if config.scheduler.num_kv_blocks or config.scheduler.cache_size:
         return None
     spare_bytes = int(plan.available_bytes * SPARE_SHARE) + plan.activation_bytes
@@ -83,10 +83,10 @@ def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:
 
 
 def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerContext) -> SchedulerInterface:
-    """Return the engine's scheduler, within a recorder if its work is to be recorded.
+    """Return the engine's scheduler, wrapped in a recorder if `record_path` is set.
 
     Raises:
-        ConfigError: its class, a policy or the recording's file cannot be used.
+        ConfigError: the scheduler class, a policy or the recording file cannot be used.
     """
     scheduler_cls = SCHEDULERS.class_of(config.scheduler_cls)
     size = {"num_blocks": plan.num_blocks, "max_model_len": plan.max_model_len}
@@ -109,9 +109,9 @@ def build_runner(
     connector: KVConnector | None,
     on_progress: ProgressCallback | None,
 ) -> ModelRunner:
-    """Load the weights and allocate the KV cache; everything that needs torch is imported here."""
-    # Threads that spin long at the end of each parallel region take the cores from the front and from
-    # neighbours; threads that sleep at once wake too late. libgomp reads this once, when torch loads it.
+    """Load the weights and allocate the KV cache. Everything that needs torch is imported here."""
+    # Threads that spin for long after each parallel region take the cores from the front and from other
+    # processes; threads that sleep at once wake up too late. libgomp reads this once, when torch loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     import torch
 

@@ -1,4 +1,4 @@
-"""How far a KV cache may grow: as long as the machine has the memory."""
+"""Growth of a KV cache, limited by the memory of the machine."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from quire.engine.memory_limits import available_memory
 
 RETRY_INTERVAL = 1.0
-"""Seconds for which memory that was short is taken to be short still."""
+"""Seconds to wait after a refusal before asking for memory again."""
 
 
 class CacheGrowth:
-    """Grants a cache blocks of its reserved address space; see `SchedulerContext.commit_blocks`.
+    """Grants blocks of a cache's reserved address space; see `SchedulerContext.commit_blocks`.
 
-    What was granted may not have been touched yet, and then still counts as available to the system, so all
-    that was granted is also held against what was available at the start.
+    Blocks that were granted but not yet written still count as available memory in the system. So all
+    granted blocks are also subtracted from what was available at the start.
 
     Args:
-        bytes_per_block: of all layers.
-        spare_bytes: memory that is left to everything else.
-        read_available: returns the bytes that this process could take now.
-        clock: seconds.
+        bytes_per_block: over all layers.
+        spare_bytes: memory to leave free.
+        read_available: returns the bytes currently available to this process.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CacheGrowth:
         self._short_until = clock()
 
     def __call__(self, num_blocks: int) -> int:
-        """Return how many of `num_blocks` more blocks may be used."""
+        """Return how many of `num_blocks` additional blocks may be used."""
         now = self._clock()
         if now < self._short_until:
             return 0

@@ -1,4 +1,4 @@
-"""One engine: model, KV cache, runner and scheduler, run one step at a time."""
+"""An engine: model, KV cache, runner and scheduler."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Takes requests and runs them, step by step.
+    """Accepts requests and runs them, step by step.
 
     Args:
         config: of the engine.
         model_path: directory of the model that `config.model` names.
-        on_progress: called while weights load.
+        on_progress: called with (bytes read, total bytes) while the weights load.
 
     Raises:
-        QuireError: the model cannot be read, or does not fit.
+        QuireError: the model cannot be read, or does not fit into memory.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EngineCore:
         plan = plan_memory(
             config, model_config, draft_model=None if draft_model is None else draft_model.config
         )
-        # Some rotary embeddings depend on the longest sequence that will be served.
+        # Some rotary embeddings depend on the maximum sequence length.
         model_config = dataclasses.replace(model_config, max_model_len=plan.max_model_len)
         self._scheduler_config = config.scheduler
         self._kv_events = KVEventCollector() if config.kv_events_endpoint else None
@@ -80,7 +80,7 @@ class EngineCore:
         """Queue all sequences of `request`, or none. A beam search is queued as one.
 
         Raises:
-            InvalidRequestError, DuplicateRequestError, QueueFullError: the scheduler refuses one of them.
+            InvalidRequestError, DuplicateRequestError, QueueFullError: the scheduler rejects one of them.
         """
         _refuse_if_never_queued(request, self._scheduler_config)
         admitted: list[str] = []
@@ -96,7 +96,7 @@ class EngineCore:
     def finish(
         self, sequence_ids: Sequence[str] | None, status: RequestStatus, error: str | None = None
     ) -> list[EngineCoreOutput]:
-        """End sequences (None: all) and return the terminal output of each that was still alive."""
+        """End sequences (None: all) and return the terminal output of each that had not ended."""
         reason = FinishReason.of(status)
         ended = self.scheduler.finish_requests(sequence_ids, status)
         return [
@@ -108,8 +108,8 @@ class EngineCore:
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
         """Run one step; return its outputs, and whether anything was done.
 
-        A failure to compute ends the requests of the step, a failure to plan it or to take its results ends
-        all of them; the engine continues.
+        If computing the step fails, its requests end; if planning it or applying its results fails, all
+        requests end. The engine continues.
         """
         try:
             return self._stepper.step()
@@ -124,7 +124,7 @@ class EngineCore:
         return self.scheduler.has_requests()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any sequence is waiting or running."""
         return self.scheduler.has_unfinished_requests()
 
     def stats(self) -> SchedulerStats:
@@ -132,24 +132,24 @@ class EngineCore:
         return self.scheduler.make_stats() or SchedulerStats()
 
     def explain(self, sequence_id: str) -> str:
-        """Return, in a sentence, what a sequence does or waits for."""
+        """Return a sentence about what a sequence is doing or waiting for."""
         return self.scheduler.explain(sequence_id)
 
     def explain_oldest(self) -> str:
-        """Return the id of the oldest waiting request and what it waits for, in words."""
+        """Return a sentence about what the oldest waiting request waits for."""
         oldest = self.scheduler.oldest_waiting_request()
         if oldest is None:
-            return "no request waits"
+            return "no request is waiting"
         return f"the oldest request, {oldest!r}, is {self.explain(oldest)}"
 
     def may_stall(self) -> bool:
-        """Whether it is legitimate that no request progresses: grammars or KV are awaited, or a pause."""
+        """Whether a stall is legitimate: requests wait for grammars or KV, or the scheduler is paused."""
         scheduler = self.scheduler
         is_paused = scheduler.pause_state is not PauseState.UNPAUSED
         return is_paused or scheduler.get_kv_connector() is not None or self.stats().num_awaiting > 0
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while any block is in use."""
+        """Clear the prefix cache; while any block is in use, do nothing and return False."""
         is_reset = self.scheduler.reset_prefix_cache(reset_connector=True)
         self._publish_kv_events()
         return is_reset
@@ -177,7 +177,7 @@ def _publisher(config: EngineConfig) -> KVEventPublisher | None:
 
 
 def _refuse_if_never_queued(request: EngineCoreRequest, config: SchedulerConfig) -> None:
-    """Raise `InvalidRequestError` if even an empty queue has no room for all sequences of `request`."""
+    """Raise `InvalidRequestError` if not even an empty queue has room for all sequences of `request`."""
     n, prompt_length = len(request.queued_sequence_ids), len(request.prompt_token_ids)
     param = "n" if request.sampling_params.best_of is None else "best_of"
     if n > config.max_num_queued_reqs:
@@ -186,7 +186,7 @@ def _refuse_if_never_queued(request: EngineCoreRequest, config: SchedulerConfig)
             f"wait; lower {param} to that, or raise max_num_queued_reqs",
             param=param,
         )
-    if n > 1 and n * prompt_length > config.max_num_queued_tokens:  # one sequence always has room
+    if n > 1 and n * prompt_length > config.max_num_queued_tokens:  # there is always room for one sequence
         raise InvalidRequestError(
             f"{param} is {n} and the prompt has {prompt_length} tokens, together {n * prompt_length}, but at "
             f"most max_num_queued_tokens {config.max_num_queued_tokens} can wait; lower {param} to at most "

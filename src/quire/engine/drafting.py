@@ -1,4 +1,4 @@
-"""What makes an engine's drafts, built from its configuration."""
+"""Building the proposer of drafts from the configuration."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftModel:
-    """Where the draft model is, and its shape."""
+    """Directory and configuration of the draft model."""
 
     path: Path
     config: ModelConfig
 
 
 def find_draft_model(config: EngineConfig, model: ModelConfig, *, weights: bool = True) -> DraftModel | None:
-    """Return the configured draft model, None if there is none.
+    """Return the configured draft model, or None if there is none.
 
     Args:
-        config: the engine's.
-        model: the model that the drafts are for.
-        weights: download the weights too, if it has to be downloaded.
+        config: of the engine.
+        model: the target model.
+        weights: download the weights too, if the model has to be downloaded.
 
     Raises:
-        ConfigError: its vocabulary is of another size than the model's.
-        ModelError: it cannot be found, read or understood.
+        ConfigError: its vocabulary has another size than the target model's.
+        ModelError: it cannot be found, is malformed or is not supported.
     """
     name = config.speculation.draft_model
     if not name:
@@ -48,14 +48,14 @@ def find_draft_model(config: EngineConfig, model: ModelConfig, *, weights: bool 
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"SpeculationConfig.draft_model is {name!r}, with a vocabulary of {draft.vocab_size} tokens; "
-            f"{config.model!r} has {model.vocab_size}, and drafts must be in the same tokens: choose a model "
+            f"{config.model!r} has {model.vocab_size}, and drafts need the same vocabulary: choose a model "
             "of the same family"
         )
     return DraftModel(path, draft)
 
 
 def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: MemoryPlan) -> Proposer | None:
-    """Return what proposes drafts, None without speculation; loads the draft model's weights."""
+    """Return the proposer of drafts, or None without speculation; loads the draft model's weights."""
     speculation = config.speculation
     if speculation.speculative_method == "ngram":
         from quire.execution.ngram_proposer import NgramProposer
@@ -83,7 +83,7 @@ def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: M
 
 
 def weight_options(config: EngineConfig, model: ModelConfig) -> WeightOptions:
-    """Return how the weights of one of the engine's models are held."""
+    """Return how to load the weights of the target or the draft model."""
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.checkpoints.weight_cache import choose_cache
 

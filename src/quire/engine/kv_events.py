@@ -1,8 +1,8 @@
-"""KV events over ZeroMQ: published live, and replayed on request to subscribers that missed some.
+"""KV events over ZeroMQ: published live, and replayed to subscribers that missed some.
 
-The messages are vLLM's. The live socket (PUB) sends `[TOPIC, sequence number, batch]`. The replay socket
-(ROUTER) answers `[b"", first sequence number]` with `[b"", sequence number, batch]` for each batch from there
-on that is still in the buffer, and then `[b"", END_OF_REPLAY, b""]`. Sequence numbers count from 0, in 8
+The message format is vLLM's. The live socket (PUB) sends `[TOPIC, sequence number, batch]`. The replay socket
+(ROUTER) answers `[b"", first sequence number]` with `[b"", sequence number, batch]` for each buffered
+batch from that number on, and then `[b"", END_OF_REPLAY, b""]`. Sequence numbers count from 0, in 8
 bytes, big-endian; batches are msgpack of `KVEventBatch`.
 """
 
@@ -27,22 +27,22 @@ logger = logging.getLogger(__name__)
 TOPIC = b"kv-events"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 LINGER = 100
-"""Milliseconds that closing waits for batches to leave."""
+"""Milliseconds that `close` waits for queued batches to be sent."""
 
 Socket = zmq.Socket[bytes]
 
 
 class KVEventPublisher:
-    """Publishes batches from a thread of its own; `publish` never blocks.
+    """Publishes batches from its own thread; `publish` never blocks.
 
-    The first batch says that nothing is cached; it tells subscribers that the engine restarted.
+    The first batch clears all blocks, which tells subscribers that the engine has restarted.
 
     Args:
-        endpoint: ZeroMQ address to bind the live socket to, as `tcp://127.0.0.1:5557`.
-        replay_endpoint: likewise for replay; empty: none.
-        buffer_steps: batches kept for replay; also the maximum number queued, in all and for one slow
-            subscriber, who misses the others.
-        clock: seconds since 1970.
+        endpoint: ZeroMQ address to bind the live socket to, such as `tcp://127.0.0.1:5557`.
+        replay_endpoint: the same for replay; empty: no replay.
+        buffer_steps: number of batches kept for replay. Also the maximum number queued, in total and for
+            each subscriber; a slow subscriber misses the rest.
+        clock: returns seconds since 1970.
 
     Raises:
         ConfigError: an address cannot be bound.
@@ -56,7 +56,7 @@ class KVEventPublisher:
         buffer_steps: int = 10_000,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.num_dropped = 0  # batches that did not fit into the queue
+        self.num_dropped = 0  # batches for which the queue had no room
         self._clock = clock
         self._next_number = 0
         self._queue: deque[tuple[int, KVEventBatch]] = deque()
@@ -76,18 +76,18 @@ class KVEventPublisher:
             raise
         self.endpoint = _address(self._live)
         self.replay_endpoint = _address(self._replay) if self._replay else ""
-        # Not a ZeroMQ socket: those may report that they are full when they no longer are.
+        # Not a ZeroMQ socket: these may report that they are full when they no longer are.
         self._wake, self._woken = socketpair()
         self._wake.setblocking(False)
         self.publish([AllBlocksCleared()])
-        # From here on, all sockets but `_wake` are the thread's.
+        # From here on, all sockets but `_wake` belong to the thread.
         self._thread = threading.Thread(target=self._run, name="quire-kv-events", daemon=True)
         self._thread.start()
 
     def publish(self, events: Sequence[KVCacheEvent]) -> None:
-        """Send one step's events, if there are any. A batch that the queue has no room for is lost.
+        """Publish the events of one step, if there are any. If the queue is full, the batch is lost.
 
-        Subscribers notice a lost batch by its number, which no other batch gets.
+        Subscribers detect a lost batch by the gap in the sequence numbers.
         """
         if not events or self._is_closing:
             return
@@ -95,14 +95,14 @@ class KVEventPublisher:
         self._next_number += 1
         if len(self._queue) >= self._buffer_steps:
             if not self.num_dropped:
-                logger.warning("KV events come faster than they can be published; some are lost")
+                logger.warning("KV events arrive faster than they can be published; some are lost")
             self.num_dropped += 1
             return
         self._queue.append((number, KVEventBatch(self._clock(), list(events))))
         self._wake_thread()
 
     def close(self) -> None:
-        """Send what is queued and close the sockets; may be called again."""
+        """Send all queued batches and close the sockets; idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -113,24 +113,24 @@ class KVEventPublisher:
         self._context.term()
 
     def _wake_thread(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been woken often enough and has not looked yet
+        with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending already
             self._wake.send(b"x")
 
     def _bound(self, kind: int, endpoint: str, field: str) -> Socket:
         socket = self._context.socket(kind)
-        # A whole replay fits into the queue of one peer; a ROUTER drops what does not.
+        # The queue of a peer holds a whole replay; a ROUTER drops what does not fit.
         socket.sndhwm = self._buffer_steps + 1
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"EngineConfig.{field} is {endpoint!r}, which cannot be bound: {error}; give a free address "
+                f"EngineConfig.{field} is {endpoint!r}, which cannot be bound: {error}; use a free address "
                 "such as tcp://127.0.0.1:5557"
             ) from error
         return socket
 
     def _run(self) -> None:
-        """Send what is queued and answer replays until closed; runs in the thread."""
+        """Send queued batches and serve replays until closed; runs in the thread."""
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
         if self._replay:
@@ -157,25 +157,25 @@ class KVEventPublisher:
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             logger.warning(
-                "a replay request has frames of %s bytes; ignored", [len(frame) for frame in frames]
+                "ignored a replay request with frames of %s bytes", [len(frame) for frame in frames]
             )
             return
         peer, empty, first = frames
         for number, batch in self._buffer:
-            if number >= first:  # big-endian bytes sort as the numbers do
+            if number >= first:  # big-endian bytes sort like the numbers
                 replay.send_multipart((peer, empty, number, batch))
         replay.send_multipart((peer, empty, END_OF_REPLAY, b""))
 
 
 class KVEventSubscriber:
-    """Follows one engine's KV events and asks for those that it missed.
+    """Subscribes to the KV events of one engine, and requests a replay of those it missed.
 
-    Apply the batches in order to know what the engine has cached. When batches are lost for good, one with
-    `AllBlocksCleared` comes in their place: what is then known is too little, and never too much.
+    Applied in order, the batches tell which blocks the engine has cached. If batches are permanently lost, a
+    batch with `AllBlocksCleared` replaces them: the subscriber then knows too few blocks, never too many.
 
     Args:
-        endpoint: the publisher's live address.
-        replay_endpoint: its replay address; empty: what is missed is lost.
+        endpoint: live address of the publisher.
+        replay_endpoint: its replay address; empty: no replay, missed batches are lost.
         replay_timeout: seconds to wait for each batch of a replay.
     """
 
@@ -191,15 +191,15 @@ class KVEventSubscriber:
         self._last_ts = 0.0
 
     def receive(self, timeout: float | None = None) -> list[KVEventBatch]:
-        """Return the next batch, with those missed before it; empty after `timeout` seconds (None: never)."""
+        """Return the next batch and any missed before it; empty after `timeout` seconds (None: never)."""
         if not self._live.poll(None if timeout is None else int(timeout * 1000)):
             return []
         _, encoded_number, encoded = self._live.recv_multipart()
         number, batch = int.from_bytes(encoded_number, "big"), self._decoder.decode(encoded)
         if number < self._next_number:
             if batch.ts <= self._last_ts:
-                return []  # came by a replay already
-            self._next_number = 0  # the engine restarted
+                return []  # already replayed
+            self._next_number = 0  # the engine has restarted
         batches = self._missed(number)
         batches.append(batch)
         self._next_number = number + 1
@@ -211,7 +211,7 @@ class KVEventSubscriber:
         self._context.destroy(linger=0)
 
     def _missed(self, end: int) -> list[KVEventBatch]:
-        """Return the batches from the next one to `end`, exclusive."""
+        """Return the missed batches, up to but excluding number `end`."""
         if self._next_number == end:
             return []
         replayed = [item for item in self._replayed(self._next_number) if item[0] < end]
@@ -226,7 +226,7 @@ class KVEventSubscriber:
         return batches
 
     def _replayed(self, first: int) -> list[tuple[int, KVEventBatch]]:
-        """Return what the publisher still has from number `first` on."""
+        """Return the batches that the publisher still has, from number `first` on."""
         if not self._replay_endpoint:
             return []
         batches: list[tuple[int, KVEventBatch]] = []

@@ -1,4 +1,4 @@
-"""The engine's loop: messages from the front, a step, its outputs, and again."""
+"""The engine's loop: handle messages from the front, run a step, send its outputs."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from quire.status import RequestStatus
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.1
-"""Seconds between statistics, which are also the engine's proof of life."""
+"""Seconds between statistics, which also serve as heartbeats."""
 
 AWAITING_WAIT = 0.002
-"""Seconds to pause when no request progresses, but a grammar or remote KV may arrive at any moment."""
+"""Seconds to pause during a legitimate stall: a grammar or remote KV may arrive at any moment."""
 
 STALL_WAIT = 0.1
-"""Seconds to pause when no request progresses for any other reason."""
+"""Seconds to pause during any other stall."""
 
 STALL_NOTICE = 1.0
-"""Seconds after which the log gives the reason of a legitimate stall."""
+"""Seconds after which the reason for a legitimate stall is logged."""
 
 
 class MessageSource(Protocol):
-    """Where messages from the front come from."""
+    """Source of messages from the front."""
 
     def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
-        """Hand over all messages that have come, waiting at most `wait` milliseconds for the first."""
+        """Handle all messages that have arrived, waiting at most `wait` milliseconds for the first."""
 
 
 class EngineLoop:
-    """Takes messages and runs steps, in turn.
+    """Handles messages and runs steps, alternately.
 
     Args:
         core: the engine.
-        send: takes each message for the front.
-        clock: seconds.
+        send: sends a message to the front.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EngineLoop:
         self._stall_is_logged = False
 
     def run(self, messages: MessageSource) -> None:
-        """Take messages and run steps until told to stop; sleep only with nothing to do."""
+        """Handle messages and run steps until `Shutdown`; block only if there is nothing to do."""
         wait: int | None = None
         while not self.stopped:
             messages.deliver(self.handle, wait=wait)
@@ -85,7 +85,7 @@ class EngineLoop:
                 wait = 0 if self.step_and_send() else math.ceil(self.stall_wait * 1000)
 
     def handle(self, message: ToEngine) -> None:
-        """Act on one message from the front; after `Shutdown`, on none."""
+        """Handle one message from the front; after `Shutdown`, ignore all."""
         if self.stopped:
             return
         match message:
@@ -108,7 +108,7 @@ class EngineLoop:
     def step_and_send(self) -> bool:
         """Run one step and send its outputs; return whether anything was done.
 
-        If not, try the next step after `stall_wait` seconds, or with the next message.
+        If not, the next step is due after `stall_wait` seconds, or with the next message.
         """
         outputs, progressed = self.core.step()
         idle = not self.core.has_unfinished_requests()
@@ -124,9 +124,9 @@ class EngineLoop:
         return progressed
 
     def _note_stall(self, now: float) -> bool:
-        """Choose how long to pause, and return whether the stall is legitimate.
+        """Set how long to pause, and return whether the stall is legitimate.
 
-        The reason is logged once per stall: at once if there is no legitimate one.
+        The reason is logged once per stall; immediately, if the stall is not legitimate.
         """
         core, stats = self.core, self.core.stats()
         self.stall_wait = AWAITING_WAIT if stats.num_awaiting else STALL_WAIT

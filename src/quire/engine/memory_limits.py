@@ -1,4 +1,4 @@
-"""How much memory this process may still use: the machine's, or its control group's if that is less."""
+"""Memory available to this process: free in the machine, and within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import psutil
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Controller:
-    """Where one version of the kernel's memory controller keeps its numbers (all in bytes)."""
+    """File names of one version of the kernel's memory controller; all values are in bytes."""
 
     mount: str
     limit: str
     usage: str
-    reclaimable: str  # line of memory.stat: page cache that the kernel gives back under pressure
+    reclaimable: str  # line of memory.stat: page cache that the kernel reclaims under pressure
 
 
-# A group without a limit reads "max" in version 2 and a number near 2^63 in version 1.
+# A group without a limit has "max" in version 2, and a number near 2^63 in version 1.
 _V1 = _Controller(
     "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 )
@@ -27,16 +27,16 @@ _V2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", "inactive_fil
 
 
 def available_memory() -> int:
-    """Return the bytes this process can still take: free in the machine and within its cgroup's limit."""
+    """Return the bytes this process can still allocate: free in the machine and within its cgroup limits."""
     free = int(psutil.virtual_memory().available)
     return min([free, *cgroup_headroom()])
 
 
 def cgroup_headroom(root: Path = Path("/")) -> list[int]:
-    """Return the bytes left under each memory limit on this process: its control group's and its parents'.
+    """Return the bytes left under each memory limit on this process: of its control group and the parents.
 
     Args:
-        root: where `proc` and `sys` are found; another place than "/" is for tests.
+        root: the folder of `proc` and `sys`; tests replace it.
     """
     headroom = []
     for controller, group in _memory_groups(root):
@@ -48,7 +48,7 @@ def cgroup_headroom(root: Path = Path("/")) -> list[int]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[_Controller, str]]:
-    """Read this process's memory groups: lines `hierarchy:controllers:path` of /proc/self/cgroup."""
+    """Yield this process's memory groups: lines `hierarchy:controllers:path` of /proc/self/cgroup."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -64,8 +64,8 @@ def _memory_groups(root: Path) -> Iterator[tuple[_Controller, str]]:
 def _existing_folders(mount: Path, group: str) -> Iterator[Path]:
     """Yield the group's folder and its parents up to the mount.
 
-    Inside a container the path is the host's while the mount already is the container's own group; the
-    folders that do not exist here are then passed over.
+    Inside a container, the path may be that of the host, while the mount is already the container's group;
+    folders that do not exist here are skipped.
     """
     folder = mount / group.lstrip("/")
     while folder != mount and mount in folder.parents:
@@ -76,7 +76,7 @@ def _existing_folders(mount: Path, group: str) -> Iterator[Path]:
 
 
 def _headroom_of(controller: _Controller, folder: Path) -> int | None:
-    """Return limit - usage + reclaimable page cache, or None where the group sets no limit."""
+    """Return limit - usage + reclaimable page cache, or None if the group has no limit."""
     try:
         limit = (folder / controller.limit).read_text().strip()
         usage = int((folder / controller.usage).read_text())

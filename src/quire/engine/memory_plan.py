@@ -1,4 +1,4 @@
-"""Where an engine's memory goes, worked out from the configuration before anything is allocated."""
+"""The memory plan of an engine, computed from its configuration before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ GB = 10**9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """An engine's memory: what is fixed, and how many KV blocks the rest gives.
+    """Memory for weights, activations and KV cache.
 
-    Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the largest step's
-    temporary tensors; the other sizes are exact. `num_parameters`, `weight_bytes` and `kv_bytes_per_token`
-    count the draft model's too, if there is one; `dtype`, `quantization` and `kv_dtype` are those of the
-    model itself, `quantization` that of most matrices: none, int8 or int4. `max_model_len` is what requests
-    are held to: the configured length, or the model's own, lowered to what the KV cache holds.
+    Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the temporary tensors of
+    the largest step; the other sizes are exact. `num_parameters`, `weight_bytes` and `kv_bytes_per_token`
+    include the draft model, if there is one; `dtype`, `quantization` and `kv_dtype` are those of the target
+    model, `quantization` that of most matrices: none, int8 or int4. `max_model_len` is the limit for
+    requests: the configured length, or the model's maximum, reduced to what fits into the KV cache.
     """
 
     dtype: str
@@ -49,7 +49,7 @@ class MemoryPlan:
 
     @property
     def weight_type(self) -> str:
-        """What most weights are held as."""
+        """Dtype or quantization of most weights."""
         return self.dtype if self.quantization == "none" else self.quantization
 
     @property
@@ -64,7 +64,7 @@ class MemoryPlan:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV the cache holds."""
+        """Number of tokens whose KV fits into the cache."""
         return self.num_blocks * self.block_size
 
     @property
@@ -73,7 +73,7 @@ class MemoryPlan:
         return self.weight_bytes + self.activation_bytes + self.kv_bytes
 
     def max_sequences_at(self, length: int) -> int:
-        """Return how many sequences of `length` tokens can run at once, none sharing a prefix."""
+        """Return how many sequences of `length` tokens can run at once, without shared prefixes."""
         return min(self.max_num_seqs, self.num_blocks // _blocks_for(length, self.block_size))
 
 
@@ -87,34 +87,34 @@ def plan_memory(
     """Plan an engine's memory.
 
     The KV cache gets `num_kv_blocks` blocks if that is set, else `cache_size`, else `memory_fraction` of
-    what weights and activations leave, and then never more than `max_num_seqs` sequences of the longest
-    length could use. Where the model's own length does not fit, the longest that does is found.
+    what weights and activations leave, but at most what `max_num_seqs` sequences of maximum length can use.
+    If a sequence of the model's maximum length does not fit, the longest length that does is the limit.
 
     Args:
-        config: the engine's configuration.
-        model: the shape of its model.
-        draft_model: the shape of the model that drafts, if one does.
-        available_bytes: memory to plan for; by default what this process can still take here.
+        config: of the engine.
+        model: the target model.
+        draft_model: the draft model, if any.
+        available_bytes: memory to plan for; None: what is available to this process.
 
     Raises:
-        ConfigError: if weights and KV cache do not fit, or the cache cannot hold one sequence of the
-            configured length; with the numbers, the knob, and the largest value that works.
+        ConfigError: weights or KV cache do not fit, or the cache cannot hold one sequence of the configured
+            length; the message has the sizes, the field to change, and the largest value that fits.
     """
     available = available_memory() if available_bytes is None else available_bytes
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
         raise ConfigError(
-            f"EngineConfig.max_model_len is {wanted}; this model was made for at most {model.max_model_len}"
+            f"EngineConfig.max_model_len is {wanted}; the maximum of this model is {model.max_model_len}"
         )
     shapes = [model] if draft_model is None else [model, draft_model]
-    models = [_shape(config, each) for each in shapes]
+    models = [_model_sizes(config, each) for each in shapes]
 
     def plan_at(length: int) -> MemoryPlan:
         return _plan_at(length, config, models, available_bytes=available)
 
     plan = plan_at(wanted)
     if plan.num_kv_tokens < wanted:
-        # A shorter longest sequence needs less for activations too, so the cache grows as it shrinks.
+        # A shorter maximum length also needs less memory for activations, so the cache gets larger.
         fitting = bisect.bisect(range(2, wanted), False, key=lambda n: plan_at(n).num_kv_tokens < n)
         plan = plan_at(fitting + 1)
     _check_fits(config, plan)
@@ -122,51 +122,53 @@ def plan_memory(
 
 
 def dtype_of(config: EngineConfig, model: ModelConfig) -> str:
-    """Return the type that a model's weights and activations have."""
+    """Return the dtype of a model's weights and activations."""
     return model.dtype if config.dtype == "auto" else config.dtype
 
 
 def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
-    """Return the type that a model's KV cache has.
+    """Return the dtype of a model's KV cache.
 
     Raises:
-        ConfigError: it is int8, and the model's heads do not allow that.
+        ConfigError: it is int8, which the head size of the model does not allow.
     """
     if config.kv_cache_dtype == "auto":
         return dtype_of(config, model)
     if config.kv_cache_dtype == "int8" and model.head_dim % INT8_SCALE_BYTES:
         raise ConfigError(
-            f"EngineConfig.kv_cache_dtype is 'int8', which needs heads whose size is a multiple of "
-            f"{INT8_SCALE_BYTES}; this model's have {model.head_dim} features: set it to 'auto'"
+            f"EngineConfig.kv_cache_dtype is 'int8', which needs a head size that is a multiple of "
+            f"{INT8_SCALE_BYTES}; this model's is {model.head_dim}: set it to 'auto'"
         )
     return config.kv_cache_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Shape:
-    """One of the engine's models."""
+class _ModelSizes:
+    """Sizes of the target or the draft model."""
 
     model: ModelConfig
     dtype: str
     kv_dtype: str
-    num_parameters: int  # counted once, a walk over all weights
+    num_parameters: int  # counted once: it visits all weights
     weight_bytes: int
 
 
-def _shape(config: EngineConfig, model: ModelConfig) -> _Shape:
+def _model_sizes(config: EngineConfig, model: ModelConfig) -> _ModelSizes:
     dtype = dtype_of(config, model)
     held = weight_bytes(
         model, dtype, config.quantization, config.quantization_group_size, is_native=_has_native(config)
     )
-    return _Shape(model, dtype, kv_dtype_of(config, model), count_parameters(model), held)
+    return _ModelSizes(model, dtype, kv_dtype_of(config, model), count_parameters(model), held)
 
 
 def _has_native(config: EngineConfig) -> bool:
     return config.kernels != "reference" and has_native_kernels()
 
 
-def _plan_at(length: int, config: EngineConfig, models: list[_Shape], *, available_bytes: int) -> MemoryPlan:
-    """Return the plan with `length` as the longest sequence, whether or not that fits.
+def _plan_at(
+    length: int, config: EngineConfig, models: list[_ModelSizes], *, available_bytes: int
+) -> MemoryPlan:
+    """Return the plan with `length` as the maximum length of a sequence, whether or not that fits.
 
     Args:
         length: in tokens.
@@ -193,7 +195,7 @@ def _plan_at(length: int, config: EngineConfig, models: list[_Shape], *, availab
         kv_dtype=models[0].kv_dtype,
         num_parameters=sum(each.num_parameters for each in models),
         weight_bytes=sum(each.weight_bytes for each in models),
-        activation_bytes=sum(activations),  # each model keeps its buffers
+        activation_bytes=sum(activations),  # each model has its own buffers
         available_bytes=available_bytes,
         kv_bytes_per_token=sum(each.model.kv_bytes_per_token(each.kv_dtype) for each in models),
         block_size=scheduler.block_size,
@@ -226,11 +228,11 @@ def activation_bytes(
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attended = model.num_heads * model.head_dim
     inner = model.intermediate_size
-    # Residual stream, normed rows, what a layer adds; gate and up, and their product.
+    # Residual stream, normalized rows, output of a layer; gate and up, and their product.
     kept = tokens * (3 * model.hidden_size + qkv + attended + 3 * inner) * item
     kept += places * model.vocab_size * FLOAT32_BYTES
     widest = max(model.hidden_size, attended, inner, model.moe_intermediate_size)
-    rows = tokens * widest * FLOAT32_BYTES  # as the products take them
+    rows = tokens * widest * FLOAT32_BYTES  # as the products read them
     attention = _attention_bytes(scheduler, model, max_model_len, is_native=is_native)
     if is_native:
         sampler = places * bounds.MAX_HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)
@@ -238,13 +240,13 @@ def activation_bytes(
     else:
         attention += tokens * (qkv + attended) * FLOAT32_BYTES
         rows += tokens * (2 * model.hidden_size + 3 * inner) * FLOAT32_BYTES
-        # The logits before penalties and masks; what sampling makes of them in float64, and an order.
+        # The logits before penalties and masks; their float64 values in sampling, and a sort order.
         sampler = places * model.vocab_size * (FLOAT32_BYTES + FLOAT64_BYTES + INT64_BYTES)
     return kept + max(attention, rows + _expert_bytes(model, tokens, item), sampler)
 
 
 def _expert_bytes(model: ModelConfig, tokens: int, item: int) -> int:
-    """Return the bytes of `quire.models.moe` in a step in which one of the experts gets every token."""
+    """Return the bytes of `quire.models.moe` for a step in which one expert gets every token."""
     outputs = model.num_experts_per_token * model.hidden_size * FLOAT32_BYTES
     of_one = (2 * model.hidden_size + 3 * model.moe_intermediate_size) * item
     of_one += model.hidden_size * FLOAT32_BYTES
@@ -254,7 +256,7 @@ def _expert_bytes(model: ModelConfig, tokens: int, item: int) -> int:
 def _attention_bytes(
     scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int, *, is_native: bool
 ) -> int:
-    """Return the bytes of scratch memory that attention takes at most."""
+    """Return the maximum scratch memory of attention in bytes."""
     if is_native and not model.head_dim % bounds.HEAD_DIM_MULTIPLE and model.head_dim <= bounds.MAX_HEAD_DIM:
         spans = -(-max_model_len // bounds.SPAN)
         states = min(spans * bounds.SPAN_BYTES, bounds.MAX_SPAN_BYTES) if spans > 1 else 0
@@ -320,7 +322,7 @@ def _check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
 
 
 def _size_knob(config: EngineConfig) -> str:
-    """Name the field that decided the cache's size."""
+    """Return the name of the field that determined the size of the cache."""
     if config.scheduler.num_kv_blocks:
         return "SchedulerConfig.num_kv_blocks"
     return "SchedulerConfig.cache_size" if config.scheduler.cache_size else "EngineConfig.memory_fraction"

@@ -1,6 +1,6 @@
-"""All that crosses between a front and an engine, both ways, as msgpack through `msgspec`.
+"""All messages between front and engine, encoded as msgpack by `msgspec`.
 
-The same messages go through a plain list when the engine runs in the caller's process.
+If the engine runs in the caller's process, the same messages are passed as objects, without encoding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 
 
 class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
-    """An exception in a form that crosses processes; `kind` is the name of its class."""
+    """An exception that can be sent to another process; `kind` is the name of its class."""
 
     kind: str
     message: str
@@ -37,7 +37,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
         )
 
     def to_exception(self) -> QuireError:
-        """Return the same `QuireError`; for any other class a plain one that names it."""
+        """Return the same `QuireError`; for any other class, a plain `QuireError` that names the class."""
         known = getattr(errors, self.kind, None)
         if not (isinstance(known, type) and issubclass(known, QuireError)):
             return QuireError(f"{self.kind}: {self.message}")
@@ -49,7 +49,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What a ready engine is: lengths in tokens, sizes in bytes, times in seconds."""
+    """Information about a ready engine: lengths in tokens, sizes in bytes, times in seconds."""
 
     model: str
     max_model_len: int
@@ -62,9 +62,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class EngineStart(msgspec.Struct):
-    """The first thing an engine process reads, from its standard input, as one line of JSON.
+    """The start message of an engine process, which reads it from standard input as one line of JSON.
 
-    `module_path` is the front's module search path, so that the user's own scheduler class is found too.
+    `module_path` is the front's module search path, so that custom classes are found.
     """
 
     config: EngineConfig
@@ -76,9 +76,9 @@ class EngineStart(msgspec.Struct):
 
 
 class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
-    """A prompt and the `n` sequences to grow from it, admitted all or none.
+    """A prompt and the `n` sequences that continue it, queued all or none.
 
-    `sequences` holds (request id, seed) for each; ids are unique for the life of the engine.
+    `sequences` has (sequence id, seed) for each; ids are unique for the lifetime of the engine.
     `sampling_params` is resolved: `max_tokens` and the bad words' token ids are filled in.
     """
 
@@ -95,40 +95,40 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
 
     @property
     def queued_sequence_ids(self) -> list[str]:
-        """Ids that the scheduler knows: a beam search is one request until its hypotheses are complete."""
+        """Ids of the sequences in the scheduler: a beam search is one until its hypotheses are complete."""
         return self.sequence_ids[:1] if self.sampling_params.beam_width else self.sequence_ids
 
 
 class AbortRequests(msgspec.Struct, tag=2, array_like=True, gc=False):
-    """End these sequences; each that is still alive answers with finish reason "abort"."""
+    """Abort these sequences; each that has not ended has a last output with finish reason "abort"."""
 
     sequence_ids: list[str]
 
 
 class StopRequests(msgspec.Struct, tag=3, array_like=True, gc=False):
-    """End these sequences, in whose text the front has found a stop string; they do not answer."""
+    """End these sequences, in whose text the front has found a stop string; they have no last output."""
 
     sequence_ids: list[str]
 
 
 class GetStats(msgspec.Struct, tag=4, array_like=True, gc=False):
-    """Answered with `Reply` holding `SchedulerStats`."""
+    """Request for `SchedulerStats`, returned in a `Reply`."""
 
     call_id: int
 
 
 class ResetPrefixCache(msgspec.Struct, tag=5, array_like=True, gc=False):
-    """Answered with `Reply` holding whether the prefix cache was cleared."""
+    """Clear the prefix cache; the `Reply` says whether it was cleared."""
 
     call_id: int
 
 
 class Shutdown(msgspec.Struct, tag=6, array_like=True, gc=False):
-    """Abort what is left, answer it, and end."""
+    """Abort all requests, send their last outputs, and end."""
 
 
 class Explain(msgspec.Struct, tag=7, array_like=True, gc=False):
-    """Answered with `Reply` holding what each of these sequences does or waits for."""
+    """Request for what each of these sequences is doing or waiting for, returned in a `Reply`."""
 
     call_id: int
     sequence_ids: list[str]
@@ -152,7 +152,7 @@ class LoadProgress(msgspec.Struct, tag=2, array_like=True, gc=False):
 
 
 class Ready(msgspec.Struct, tag=3, array_like=True):
-    """The engine takes requests."""
+    """The engine accepts requests."""
 
     info: EngineInfo
 
@@ -164,21 +164,21 @@ class StartupFailed(msgspec.Struct, tag=4, array_like=True, gc=False):
 
 
 class StepOutputs(msgspec.Struct, tag=5, array_like=True, gc=False):
-    """What one step produced; also proof of life."""
+    """The outputs of one step; also a heartbeat."""
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
 
 
 class RequestRefused(msgspec.Struct, tag=6, array_like=True, gc=False):
-    """None of these sequences was admitted."""
+    """None of these sequences was queued."""
 
     sequence_ids: list[str]
     error: ErrorInfo
 
 
 class Reply(msgspec.Struct, tag=7, array_like=True, gc=False):
-    """The answer to the call with the same id."""
+    """The reply to the call with the same id."""
 
     call_id: int
     stats: SchedulerStats | None = None
@@ -194,24 +194,24 @@ _decode_from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
 def decode_to_engine(data: bytes | memoryview) -> ToEngine:
-    """Return the message that the front encoded."""
+    """Decode a message from the front."""
     message: ToEngine = _decode_to_engine.decode(data)
     return message
 
 
 def decode_from_engine(data: bytes | memoryview) -> FromEngine:
-    """Return the message that the engine encoded."""
+    """Decode a message from the engine."""
     message: FromEngine = _decode_from_engine.decode(data)
     return message
 
 
 def input_address(directory: Path) -> str:
-    """Return where the front sends, given the private directory of the sockets."""
+    """Return the address to which the front sends, in the private directory of the sockets."""
     return f"ipc://{directory}/in"
 
 
 def output_address(directory: Path) -> str:
-    """Return where the engine sends, given the private directory of the sockets."""
+    """Return the address to which the engine sends, in the private directory of the sockets."""
     return f"ipc://{directory}/out"
 
 
@@ -219,18 +219,18 @@ def encode_start(start: EngineStart) -> bytes:
     """Return `start` as one line.
 
     Raises:
-        ConfigError: the configuration holds a policy object, which cannot be sent to another process.
+        ConfigError: the configuration contains a policy object, which cannot be sent to another process.
     """
     for name, limits in limits_of(SchedulerConfig).items():
         choice = getattr(start.config.scheduler, name)
         if limits.takes_dotted_names and not isinstance(choice, str):
             raise ConfigError(
-                f"SchedulerConfig.{name} is {choice!r}, but the engine runs in a process of its own, to "
-                "which only a name can be sent; give the dotted name of a class that it can import"
+                f"SchedulerConfig.{name} is {choice!r}, but the engine runs in its own process, to "
+                "which only names can be sent; give the dotted name of a class that it can import"
             )
     return msgspec.json.encode(start) + b"\n"
 
 
 def decode_start(line: bytes) -> EngineStart:
-    """Return what `encode_start` was given."""
+    """Decode the result of `encode_start`."""
     return msgspec.json.decode(line, type=EngineStart)

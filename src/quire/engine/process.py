@@ -1,12 +1,11 @@
 """The engine process: `python -m quire.engine.process DIRECTORY`, started by `quire.front.process_client`.
 
-DIRECTORY is the private one of the sockets.
+DIRECTORY is the private directory of the sockets.
 
-Standard input carries one line that says what to build and stays open as the *lifeline*: when it closes,
-the front is gone and this process ends at once, even in the middle of a step. Standard output is only held
-open, so that the front learns of this process's end from its closing; what is printed goes to standard
-error. SIGINT and SIGTERM are left to the front, which gets them too and decides between draining and
-stopping.
+Standard input carries one line, the start message, and then stays open as the *lifeline*: when it closes, the
+front has ended, and this process exits immediately, even within a step. Standard output is only kept open so
+that the front notices when this process ends; anything printed goes to standard error. SIGINT and SIGTERM are
+ignored: the front receives them too, and decides between draining and stopping.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ PROGRESS_INTERVAL = 0.05
 """Seconds between progress messages while weights load."""
 
 FRONT_CHECK_INTERVAL = 1.0
-"""Seconds between looks at whether the front is still this process's parent."""
+"""Seconds between checks that the front is still this process's parent."""
 
 
 class Connection:
-    """The two sockets to the front: requests come in, outputs go out."""
+    """The two sockets to the front, for incoming and outgoing messages."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -71,7 +70,7 @@ class Connection:
         self._output.send(encode(message))
 
     def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
-        """Hand over all messages that have come, waiting at most `wait` milliseconds for the first."""
+        """Handle all messages that have arrived, waiting at most `wait` milliseconds for the first."""
         self._input.poll(wait)
         while True:
             try:
@@ -81,22 +80,22 @@ class Connection:
             handle(decode_to_engine(data))
 
     def close(self) -> None:
-        """Send what is queued and close."""
+        """Send all queued messages and close the sockets."""
         self._context.destroy(linger=1000)
 
 
 def main() -> None:
-    """Run an engine until the front shuts it down or goes away."""
+    """Run an engine until the front shuts it down or ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _set_standard_output_aside()
+    _redirect_standard_output()
     logging.basicConfig(format="%(asctime)s engine[%(process)d] %(levelname)s %(message)s")
     directory = Path(sys.argv[1])
     front = os.getppid()
     first_line = sys.stdin.buffer.readline()
-    if not first_line:  # the front has died in the meantime
+    if not first_line:  # the front has ended in the meantime
         _remove_and_exit(directory)
-    lifeline = threading.Thread(target=_end_with_the_front, args=(directory, front), daemon=True)
+    lifeline = threading.Thread(target=_exit_with_front, args=(directory, front), daemon=True)
     lifeline.start()
     start = decode_start(first_line)
     sys.path.extend(entry for entry in start.module_path if entry not in sys.path)
@@ -105,15 +104,15 @@ def main() -> None:
     try:
         exit_code = _serve(start, connection)
     except Exception:
-        logger.exception("the engine process ends")
+        logger.exception("the engine process failed")
         exit_code = 1
     connection.close()
     sys.stderr.flush()
-    os._exit(exit_code)  # tearing down torch would only take time
+    os._exit(exit_code)  # skips the teardown of torch, which takes time
 
 
-def _set_standard_output_aside() -> None:
-    """Keep the pipe to the front open, out of reach of anything that prints."""
+def _redirect_standard_output() -> None:
+    """Keep the pipe to the front open, and redirect what is printed to standard error."""
     os.dup(1)
     os.dup2(2, 1)
 
@@ -123,8 +122,8 @@ def _remove_and_exit(directory: Path) -> NoReturn:
     os._exit(0)
 
 
-def _end_with_the_front(directory: Path, front: int) -> None:
-    """End this process as soon as the lifeline closes, or the front has gone but a fork of it holds on."""
+def _exit_with_front(directory: Path, front: int) -> None:
+    """Exit when the lifeline closes, or when the front has ended but a fork of it keeps the lifeline open."""
     lifeline = sys.stdin.fileno()
     while os.getppid() == front:
         readable, _, _ = select.select([lifeline], [], [], FRONT_CHECK_INTERVAL)
@@ -144,14 +143,14 @@ def _serve(start: EngineStart, connection: Connection) -> int:
     from quire.engine.loop import EngineLoop
 
     loop = EngineLoop(core, connection.send)
-    gc.freeze()  # what is alive now stays: later collections need not look at it
+    gc.freeze()  # objects alive now stay: garbage collections can skip them
     connection.send(Ready(core.info))
     loop.run(connection)
     return 0
 
 
 def _build_core(start: EngineStart, connection: Connection) -> EngineCore:
-    """Import torch and everything that needs it, and build the engine."""
+    """Import torch and all that needs it, and build the engine."""
     from quire.engine.core import EngineCore
 
     next_report = 0.0

@@ -1,4 +1,4 @@
-"""How an engine runs its steps: one after the other, or the next one planned while one is computed."""
+"""Running steps: serially, or planning the next step while one is computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Stepper(ABC):
     """Runs steps: schedule, execute, update.
 
     Args:
-        scheduler: plans a step and takes its results.
+        scheduler: plans a step and applies its results.
         runner: computes it.
     """
 
@@ -40,22 +40,24 @@ class Stepper(ABC):
 
     @abstractmethod
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
-        """Run one step; return its outputs, and whether anything was done or is under way."""
+        """Run one step; return its outputs, and whether anything was done or is in flight."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way; the stepper is not used afterwards."""
+        """Wait for the step in flight; the stepper cannot be used afterwards."""
 
     def _schedule(self) -> tuple[SchedulerOutput, GrammarOutput | None]:
         scheduled = self._scheduler.schedule()
         return scheduled, self._scheduler.get_grammar_bitmask(scheduled)
 
     def _execute(self, scheduled: SchedulerOutput, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Return what the step computed; if that failed, each of its requests is at fault."""
+        """Compute the step; if that fails, return an output in which each of its requests has the error."""
         try:
             return self._runner.execute(scheduled, grammar)
         except Exception as error:
-            logger.exception("computing a step failed; its %d requests end", len(scheduled.request_ids))
+            logger.exception(
+                "computing a step failed; its %d requests end with an error", len(scheduled.request_ids)
+            )
             return _all_failed(scheduled, describe_failure(error))
 
     def _update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -64,7 +66,7 @@ class Stepper(ABC):
 
 
 class SerialStepper(Stepper):
-    """The results of each step are taken before the next is planned."""
+    """Applies the results of each step before it plans the next."""
 
     @override
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
@@ -75,11 +77,11 @@ class SerialStepper(Stepper):
 
     @override
     def close(self) -> None:
-        pass  # nothing is ever under way
+        pass  # no step is ever in flight
 
 
 class OverlappedStepper(Stepper):
-    """While one step is computed in a thread of its own, the next is planned, without knowing its tokens."""
+    """Plans the next step while one is computed in another thread, before its tokens are known."""
 
     def __init__(self, scheduler: SchedulerInterface, runner: Runner) -> None:
         super().__init__(scheduler, runner)
@@ -100,9 +102,10 @@ class OverlappedStepper(Stepper):
         return outputs, bool(outputs) or does_something
 
     def _finish_in_flight(self) -> list[EngineCoreOutput]:
-        """Finish what was planned before a failure was known: the next plan builds on nothing that failed.
+        """Finish the step that was planned before a failure was known, so that no later plan builds on it.
 
-        If it failed too, that may be why: its requests are not at fault, and are computed again.
+        If it failed as well, the first failure may be the cause: its requests get no error, and are
+        computed again.
         """
         outputs = []
         while self._in_flight:
@@ -124,7 +127,7 @@ class OverlappedStepper(Stepper):
 
 
 def describe_failure(error: Exception) -> str:
-    """Return what a client hears when the step of its request has failed."""
+    """Return the error message for a request whose step has failed."""
     return f"the step that computed this request failed: {type(error).__name__}: {error}"
 
 
@@ -133,7 +136,7 @@ def _does_something(scheduled: SchedulerOutput) -> bool:
 
 
 def _all_failed(scheduled: SchedulerOutput, error: str) -> ModelRunnerOutput:
-    """Return the output of a step that computed nothing: every request of it is at fault."""
+    """Return the output of a failed step: each of its requests has the error."""
     request_ids = list(scheduled.request_ids)
     return ModelRunnerOutput(
         request_ids=request_ids,

@@ -1,1 +1,1 @@
-"""Beside the client: requests and text in and out, clients of engines. Nothing here imports torch."""
+"""What runs beside the client: input and output processing, engine clients. Never imports torch."""

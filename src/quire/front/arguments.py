@@ -1,4 +1,4 @@
-"""The loose arguments of `LLM` and `ContinuousBatchingPipeline`, brought into one form."""
+"""Normalizing the arguments of `LLM` and `ContinuousBatchingPipeline`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from quire.errors import ConfigError, InvalidRequestError, nearest_name
 
 T = TypeVar("T")
 
+TextOrTokenIds = str | Sequence[int]
+
 _PARTS: dict[str, type[SchedulerConfig] | type[SpeculationConfig]] = {  # by field of EngineConfig
     "scheduler": SchedulerConfig,
     "speculation": SpeculationConfig,
@@ -18,10 +20,10 @@ _PARTS: dict[str, type[SchedulerConfig] | type[SpeculationConfig]] = {  # by fie
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration for `model` with fields of `EngineConfig` and its parts by name.
+    """Return the configuration for `model`; `options` are fields of `EngineConfig` and of its parts.
 
     Raises:
-        ConfigError: no part has a field of that name, or a value is unusable.
+        ConfigError: there is no field of that name, or a value is invalid.
     """
     engine_names = [name for name in _field_names(EngineConfig) if name != "model"]
     known = [*engine_names, *(name for cls in _PARTS.values() for name in _field_names(cls))]
@@ -46,7 +48,7 @@ def _field_names(cls: type) -> list[str]:
 
 
 def prompts_of(given: Any) -> list[Any]:
-    """Return the prompts in `given`: one, text or token ids, or a sequence of them.
+    """Return `given` as a list of prompts; it is one prompt (text or token ids) or a sequence of them.
 
     Raises:
         InvalidRequestError: it is neither.
@@ -57,7 +59,7 @@ def prompts_of(given: Any) -> list[Any]:
 
 
 def conversations_of(given: Any) -> list[Any]:
-    """Return the conversations in `given`: one, a list of messages, or a sequence of them.
+    """Return `given` as a list of conversations; it is one (a list of messages) or a sequence of them.
 
     Raises:
         InvalidRequestError: it is neither.
@@ -73,10 +75,16 @@ def _require_sequence(given: Any, name: str, meaning: str) -> None:
 
 
 def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type[T], name: str) -> list[T]:
-    """Return a list as long as `batch`: `given` repeated, or itself if it is a sequence, or the default.
+    """Return one value for each item of `batch`: `given` itself if it is a sequence, else `given` repeated.
+
+    Args:
+        batch: the prompts.
+        given: one value, a sequence of them, or None for the default.
+        kind: type of the values.
+        name: of the argument, for error messages.
 
     Raises:
-        InvalidRequestError: `given` is a sequence of another length; `name` is what the caller calls it.
+        InvalidRequestError: the type is wrong, or the sequence has another length than `batch`.
     """
     if given is None or isinstance(given, kind):
         return [kind() if given is None else given] * len(batch)
@@ -95,7 +103,7 @@ def prompt_text_or_ids(prompt: Any) -> str | list[int]:
     """Return a prompt as text or as a list of token ids.
 
     Raises:
-        InvalidRequestError: if it is neither.
+        InvalidRequestError: it is neither.
     """
     if isinstance(prompt, str):
         return prompt

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an engine in a process of its own, for many callers on one event loop."""
+"""`AsyncLLM`: an engine in its own process, for concurrent callers on one event loop."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
 STEP_TIMEOUT = 60.0
-"""Seconds without a finished step, while requests are unfinished, after which the engine counts as hung."""
+"""Seconds without a finished step after which an engine with unfinished requests is considered hung."""
 
 ABORT_TIMEOUT = 1.0
-"""Seconds that a shutdown waits for the engine to answer the requests that it aborts."""
+"""Seconds that a shutdown waits for the last outputs of aborted requests."""
 
-EXPLAINED_AT_ONCE = 20
-"""Sequences to ask about between two steps: with a long queue, an answer takes a millisecond or more."""
+EXPLAIN_BATCH_SIZE = 20
+"""Sequences to explain between two steps: with a long queue, each takes a millisecond or more."""
 
-LONG_TEXT = 20_000
-"""Characters from which on a prompt is tokenized in a thread, so that other callers need not wait."""
+THREADED_PROMPT_LENGTH = 20_000
+"""Characters from which a prompt is tokenized in a thread, so as not to block the event loop."""
 
 
 class AsyncLLM:
-    """An engine process and its callers on one event loop.
+    """An engine in its own process, used from one event loop.
 
-    The process is started at once; `wait_until_ready` tells when the model is loaded. Requests made before
-    that wait for it.
+    The constructor starts the process and returns; `wait_until_ready` waits until the model is loaded.
+    Requests may be made before that.
 
     Args:
-        config: of the engine; the defaults if None.
+        config: of the engine; None: the defaults.
 
     Raises:
-        ModelNotFoundError: there is no such model.
+        ModelNotFoundError: the model cannot be found.
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
@@ -78,23 +78,23 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is; only once it is ready."""
+        """Information about the engine; available once it is ready."""
         return self._requests.info
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests that have had no terminal output yet."""
+        """Number of requests without a terminal output."""
         return len(self._requests.outputs)
 
     async def wait_until_ready(self, on_progress: Callable[[int, int], None] | None = None) -> EngineInfo:
-        """Return once the engine takes requests.
+        """Wait until the engine accepts requests.
 
         Args:
-            on_progress: called while weights load with (bytes done, bytes in all).
+            on_progress: called with (bytes read, total bytes) while the weights load.
 
         Raises:
-            QuireError: why the engine could not be built, as its process found it.
-            EngineDeadError: its process has ended.
+            QuireError: the engine could not be built.
+            EngineDeadError: the engine process has ended.
         """
         self._attach()
         if on_progress is not None:
@@ -110,22 +110,22 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield all that is known of a request whenever there is more, the last time with `finished` set.
+        """Yield the output so far whenever it has grown; the last output has `finished` set.
 
         A slow caller misses intermediate outputs, never the last. Closing the generator, or cancelling the
-        task that waits in it, aborts the request.
+        task that awaits it, aborts the request. Errors are raised when the generator is iterated.
 
         Args:
             prompt: text, or token ids.
-            sampling_params: how to sample and when to stop; the defaults if None.
-            request_id: the caller's name for it, unique among live requests; made up if None.
+            sampling_params: how to sample and when to stop; None: the defaults.
+            request_id: unique among live requests; None: generated.
             options: fields of `RequestOptions`: priority, cache_salt, tenant, timeout, …
 
-        Raises (when iterated):
-            InvalidRequestError: it can never be served as written, or its grammar is invalid.
-            QueueFullError: too many requests wait.
-            RequestTimeoutError: it timed out before anything was generated. One that has begun ends with the
-                finish reason "error" instead, and keeps its output so far.
+        Raises:
+            InvalidRequestError: the request or its grammar is invalid.
+            QueueFullError: too many requests are waiting.
+            RequestTimeoutError: the request timed out before anything was generated. If it times out later,
+                it ends with finish reason "error" instead, and its output is kept.
             EngineDeadError: the engine has ended.
         """
         return self._stream(
@@ -145,7 +145,7 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Like `generate`, for a conversation as the model's chat template writes it."""
+        """Like `generate`, for a conversation, which the chat template turns into a prompt."""
         return self._stream(
             self._requests.prepare_chat,
             messages,
@@ -156,59 +156,59 @@ class AsyncLLM:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request from outside; its generator yields a last output with finish reason "abort"."""
+        """Abort a request; its generator yields a last output with finish reason "abort"."""
         self._requests.abort(request_id)
 
     async def stats(self) -> SchedulerStats:
-        """Return the scheduler's state as it is now."""
+        """Return the current state of the scheduler."""
         reply = await self._call(GetStats)
         assert reply.stats is not None
         return reply.stats
 
     async def explain(self, request_id: str) -> list[str]:
-        """Return what a request does or waits for: a sentence for each completion that has not ended.
+        """Return what a request is doing or waiting for: a sentence for each unfinished completion.
 
-        A beam search is explained as one. There is nothing to say of a request that has ended, or is unknown.
+        A beam search gets one sentence. The list is empty if the request has ended or is unknown.
         """
         return (await self.explain_all([request_id]))[0]
 
     async def explain_all(self, request_ids: Sequence[str]) -> list[list[str]]:
-        """Return what `explain` would for each of these requests; the engine keeps running."""
+        """Return the result of `explain` for each of these requests."""
         await self.wait_until_ready()
         groups = [self._requests.queued_sequence_ids(request_id) for request_id in request_ids]
         asked = [sequence_id for group in groups for sequence_id in group]
         texts: list[str] = []
         while len(texts) < len(asked):
-            some = asked[len(texts) : len(texts) + EXPLAINED_AT_ONCE]
+            some = asked[len(texts) : len(texts) + EXPLAIN_BATCH_SIZE]
             texts += (await self._call(functools.partial(Explain, sequence_ids=some))).texts
         sentences = iter(texts)
         return [list(itertools.islice(sentences, len(group))) for group in groups]
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while any block is in use."""
+        """Clear the prefix cache; while any block is in use, do nothing and return False."""
         return (await self._call(ResetPrefixCache)).done
 
     def check_health(self) -> None:
-        """Return if the engine is well or still starting.
+        """Return if the engine is healthy or still starting.
 
         Raises:
-            EngineDeadError: it has ended, or has finished no step for `STEP_TIMEOUT` seconds though requests
-                are unfinished.
+            EngineDeadError: the engine has ended, or has unfinished requests but has not finished a step for
+                `STEP_TIMEOUT` seconds.
         """
         if self._requests.failure is not None or not self._process.is_alive:
             raise EngineDeadError(str(self._requests.failure or "the engine process has ended"))
         silence = time.monotonic() - self._requests.last_step_time
         if self._requests.outputs and silence > STEP_TIMEOUT:
             raise EngineDeadError(
-                f"{self.num_unfinished_requests} requests are unfinished, but no step has finished for "
-                f"{silence:.0f} s; the limit is {STEP_TIMEOUT:.0f} s"
+                f"{self.num_unfinished_requests} requests are unfinished, but no step has finished in "
+                f"the last {silence:.0f} s; the limit is {STEP_TIMEOUT:.0f} s"
             )
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """End the engine; new requests are refused from now on.
+        """Shut the engine down; new requests are rejected.
 
         Args:
-            drain_timeout: seconds that live requests get to finish before they are aborted.
+            drain_timeout: seconds to let live requests finish before they are aborted.
         """
         self._closing = True
         if self._requests.failure is None and self._requests.is_ready:
@@ -220,7 +220,7 @@ class AsyncLLM:
             await self._wait_for(lambda: self._requests.failure is not None, timeout=SHUTDOWN_TIMEOUT)
         self._detach()
         self._requests.close()
-        self._announce_change()
+        self._notify_waiters()
 
     async def _stream(
         self,
@@ -232,12 +232,12 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.wait_until_ready()
         params = SamplingParams() if params is None else params
-        if num_characters < LONG_TEXT:
+        if num_characters < THREADED_PROMPT_LENGTH:
             processed = prepare(prompt, params, **options)
         else:
             processed = await asyncio.to_thread(prepare, prompt, params, **options)
         if self._closing:
-            raise EngineDeadError("the engine is shutting down and takes no new requests")
+            raise EngineDeadError("the engine is shutting down and accepts no new requests")
         updated = asyncio.Event()
         state = self._requests.submit(processed, updated.set)
         try:
@@ -264,7 +264,7 @@ class AsyncLLM:
         return replies[0]
 
     async def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> None:
-        """Wait until `condition` holds after some message, or `timeout` seconds have passed."""
+        """Wait until a message has made `condition` true, or `timeout` seconds have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not condition():
@@ -274,7 +274,7 @@ class AsyncLLM:
         return not self._requests.outputs or self._requests.failure is not None
 
     def _attach(self) -> None:
-        """Have the running event loop watch the engine process."""
+        """Watch the engine process from the running event loop."""
         loop = asyncio.get_running_loop()
         if self._loop is loop or self._requests.failure is not None:
             return
@@ -282,7 +282,7 @@ class AsyncLLM:
         self._changed = asyncio.Event()
         loop.add_reader(self._process.message_fd, self._on_message)
         loop.add_reader(self._process.death_fd, self._on_message)
-        loop.call_soon(self._on_message)  # what came before anyone watched
+        loop.call_soon(self._on_message)  # messages that arrived before
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -297,9 +297,9 @@ class AsyncLLM:
         if self._requests.failure is not None:
             self._detach()
             self._process.close()
-        self._announce_change()
+        self._notify_waiters()
 
-    def _announce_change(self) -> None:
-        """Wake everyone who waits for a condition to hold."""
+    def _notify_waiters(self) -> None:
+        """Wake all tasks in `_wait_for`."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Running a batch of requests to its end, with no more of them in the engine's queue than it takes."""
+"""Running a batch of requests to completion, without overfilling the engine's queue."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from quire.request_output import RequestOutput
 
 
 class Batch:
-    """Requests on their way through an engine.
+    """Runs requests of any number through an engine.
 
     Args:
         live_requests: of the engine, which is ready.
         requests: prepared by `live_requests`.
-        max_live_sequences: how many sequences are handed to the engine at a time, so that a batch of any
-            length goes through its bounded queue.
+        max_live_sequences: maximum number of sequences in the engine at a time; its queue is bounded.
     """
 
     def __init__(
@@ -32,19 +31,19 @@ class Batch:
         self._pending = deque(enumerate(requests))
         self._live: dict[int, RequestState] = {}
         self._max_live_sequences = max_live_sequences
-        self._must_wait = False  # the queue was full; until something ends it will stay so
+        self._must_wait = False  # the queue was full; wait until something ends
 
     @property
     def live(self) -> Mapping[int, RequestState]:
-        """Requests that the engine has, by their index, some perhaps finished in the last step."""
+        """Requests in the engine, by index; some may have finished in the last step."""
         return self._live
 
     def run(self, receive_outputs: Callable[[], None]) -> list[RequestOutput]:
         """Call `receive_outputs` until all requests are done; return their outputs in order.
 
         Raises:
-            QuireError: the engine refuses a request, or ends; the others are aborted.
-            BaseException: whatever `receive_outputs` raises, KeyboardInterrupt among them; all are aborted.
+            QuireError: the engine rejects a request, or ends; the others are aborted.
+            BaseException: raised by `receive_outputs`, including KeyboardInterrupt; all are aborted.
         """
         try:
             while self._pending or self._live:
@@ -57,7 +56,7 @@ class Batch:
         return [self.results[index] for index in range(self._size)]
 
     def _submit(self) -> None:
-        """Hand over as many pending requests as may be live."""
+        """Submit as many pending requests as the limit allows."""
         num_live = sum(len(state.completions) for state in self._live.values())
         while self._pending and not self._must_wait and num_live < self._max_live_sequences:
             index, processed = self._pending.popleft()
@@ -65,7 +64,7 @@ class Batch:
             num_live += len(state.completions)
 
     def _collect(self) -> None:
-        """Take finished requests out, and put those that the full queue refused back in front."""
+        """Collect finished requests, and put those rejected by the full queue back in front."""
         for index, state in reversed(list(self._live.items())):
             if state.failure is None and not state.finished:
                 continue

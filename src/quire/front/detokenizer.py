@@ -1,13 +1,13 @@
-"""Token ids to text, one at a time, never splitting a character, at constant cost per token.
+"""Incremental detokenization: whole characters only, at constant cost per token.
 
-Byte-level vocabularies (GPT-2's and its heirs) are decoded as the byte stream they are. For others the
-tokenizer's own decoder is asked about each token with the one before it as context, because such decoders
-treat the first token differently; their byte tokens (`<0xE2>`) are decoded as a byte stream too.
+Byte-level vocabularies (GPT-2's and its descendants) are decoded as a byte stream. For others, the
+tokenizer's decoder decodes each token together with the one before it, because such decoders treat the first
+token of a sequence differently; their byte tokens (`<0xE2>`) are decoded as a byte stream, too.
 The result equals decoding all ids at once, with one exception: where byte tokens do not form UTF-8, only the
 faulty bytes become U+FFFD here, while the `tokenizers` library replaces the whole run of byte tokens.
 
-The library's own `DecodeStream` is not used: it takes time quadratic in a run of tokens that form no
-character (160 us per token after 200 of them, here 2), and says nothing about what is left at the end.
+The library's `DecodeStream` is not used: its time is quadratic in the length of a run of tokens that form no
+character (160 us per token after 200 of them; here 2), and it does not return what is left at the end.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _MAX_HELD_TOKENS = 8
-"""Tokens that an unknown kind of decoder may need to complete a character."""
+"""Maximum number of tokens per character for decoders of unknown kind."""
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenDecoder(Protocol):
-    """Text of a growing sequence of tokens."""
+    """Decodes a growing sequence of tokens."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that is certain now and was not before; "" while a character is unfinished."""
+        """Add a token and return the new text; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """Return what is left at the end; unfinished characters become U+FFFD."""
+        """Return the remaining text; incomplete characters become U+FFFD."""
 
 
 class DecoderFactory:
-    """Makes token decoders for one tokenizer, and keeps what they share."""
+    """Creates token decoders for one tokenizer, and holds the state that they share."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -50,7 +50,7 @@ class DecoderFactory:
         self._bytes: dict[int, bytes] = {}
 
     def make(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> TokenDecoder:
-        """Return a decoder for what follows `prompt_token_ids`."""
+        """Return a decoder for the tokens after `prompt_token_ids`."""
         if self._is_byte_level:
             return ByteLevelDecoder(self, skip_special_tokens)
         context = [] if self.is_special(prompt_token_ids[-1]) else [prompt_token_ids[-1]]
@@ -58,19 +58,19 @@ class DecoderFactory:
 
     @property
     def may_split_characters(self) -> bool:
-        """Whether a character may be spread over tokens that are not byte tokens."""
+        """Whether a character may be split over tokens that are not byte tokens."""
         return not self._has_byte_tokens
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token that text leaves out."""
+        """Whether the token is a control token, which is not part of the text."""
         return token_id in self._tokenizer.special_token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, special ones included, as a whole sequence."""
+        """Return the text of a whole sequence of tokens, including special ones."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes that a token of a byte-level vocabulary stands for."""
+        """Return the bytes of a token of a byte-level vocabulary."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = _byte_level_bytes(self._id_to_token(token_id) or "")
@@ -85,7 +85,7 @@ class DecoderFactory:
 
 
 class ByteLevelDecoder:
-    """Decodes tokens that are pieces of a UTF-8 byte stream."""
+    """Decodes tokens as pieces of a UTF-8 byte stream."""
 
     def __init__(self, factory: DecoderFactory, skip_special_tokens: bool) -> None:
         self._factory = factory
@@ -104,7 +104,7 @@ class ByteLevelDecoder:
 
 
 class ContextDecoder:
-    """Asks the tokenizer's decoder for each token's text after the tokens before it."""
+    """Decodes each token with the tokenizer's decoder, in the context of the tokens before it."""
 
     def __init__(self, factory: DecoderFactory, skip_special_tokens: bool, context: list[int]) -> None:
         self._factory = factory
@@ -125,7 +125,7 @@ class ContextDecoder:
         text = self._text_of_held()
         if self._factory.may_split_characters and _is_unfinished(text, len(self._held)):
             return unfinished
-        self._move_on(text)
+        self._advance_context(text)
         return unfinished + text
 
     def flush(self) -> str:
@@ -139,15 +139,15 @@ class ContextDecoder:
             return ""
         if not self._context and "\ufffd" not in text:
             text = self._text_of_held()  # a decoder may strip the space that begins a sequence
-        self._move_on(text)
+        self._advance_context(text)
         return text
 
     def _end_bytes(self) -> str:
-        """Return U+FFFD for bytes that form no character, now that none follow."""
+        """Return U+FFFD for bytes that form no character, since no more byte tokens follow."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         if text:
-            self._move_on(text)
+            self._advance_context(text)
         return text
 
     def _text_of_held(self) -> str:
@@ -156,8 +156,8 @@ class ContextDecoder:
         before = self._factory.decode(self._context)
         return self._factory.decode(self._context + self._held)[len(before) :]
 
-    def _move_on(self, text: str) -> None:
-        """Make the held tokens, which gave `text`, the context of the next."""
+    def _advance_context(self, text: str) -> None:
+        """Make the held tokens, whose text is `text`, the context of the next token."""
         self._context = self._held if text and self._held else self._context + self._held
         self._held = []
 
@@ -194,7 +194,7 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Return a byte-level token's bytes; one with characters outside the alphabet is plain text."""
+    """Return the bytes of a byte-level token; a token with other characters is plain text."""
     try:
         return bytes(_ALPHABET[character] for character in token)
     except KeyError:

@@ -15,12 +15,12 @@ from quire.front.interrupt import deferred_interrupt
 
 
 class InProcessClient:
-    """An engine in the caller's process; `receive` is what makes it run.
+    """An engine in the caller's process; it runs when `receive` is called.
 
     Args:
         config: of the engine.
         model_path: directory of the model that `config.model` names.
-        on_progress: called while weights load.
+        on_progress: called with (bytes read, total bytes) while the weights load.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class InProcessClient:
 
     @property
     def core(self) -> EngineCore:
-        """The engine itself.
+        """The engine.
 
         Raises:
-            EngineDeadError: it has been shut down.
+            EngineDeadError: the engine has been shut down.
         """
         return self._running_loop().core
 
     def send(self, message: ToEngine) -> None:
-        """Act on `message` at once; it is lost after `close`."""
+        """Handle `message` immediately; after `close`, ignore it."""
         if self._loop is not None:
             with deferred_interrupt():
                 self._loop.handle(message)
@@ -59,7 +59,7 @@ class InProcessClient:
         return messages
 
     def close(self) -> None:
-        """Abort all remaining requests and release the model and its memory."""
+        """Abort all requests and release the model and its memory."""
         self.send(Shutdown())
         self._loop = None
 

@@ -1,4 +1,4 @@
-"""From what a caller asks to what the engine takes: checked, tokenized, every default resolved."""
+"""Input processing: requests are validated and tokenized, and their defaults resolved."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MASK_64 = 2**64 - 1
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class ProcessedRequest:
-    """A request as its caller knows it, and as the engine does.
+    """A request as the front knows it, and the message about it to the engine.
 
-    `params` are the caller's, with nothing left open; those of `core_request` may ask for more
+    `params` are the caller's, with all defaults resolved; those of `core_request` may ask for additional
     log-probabilities.
     """
 
@@ -43,7 +43,7 @@ class InputProcessor:
 
     Args:
         tokenizer: of the engine's model.
-        info: of the engine; its lengths and vocabulary bound the requests.
+        info: of the engine; requests are checked against its maximum length and vocabulary.
     """
 
     def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
@@ -60,18 +60,18 @@ class InputProcessor:
         prompt_text: str | None = None,
         **options: Any,
     ) -> ProcessedRequest:
-        """Check and tokenize one request.
+        """Validate and tokenize one request.
 
         Args:
             prompt: text, or token ids.
-            params: as the caller gave them.
-            request_id: the caller's name for it; one is made up if None.
-            prompt_text: what a prompt of token ids was made from, for the output.
+            params: as given by the caller.
+            request_id: None: generated.
+            prompt_text: the text of a prompt of token ids, for the output.
             options: fields of `RequestOptions`.
 
         Raises:
-            InvalidRequestError: it can never be served as written.
-            ConfigError: an option has an unknown name.
+            InvalidRequestError: the request is invalid, or too long.
+            ConfigError: there is no option of that name.
         """
         arrival_time = time.monotonic()
         serial = next(self._serial)
@@ -102,12 +102,12 @@ class InputProcessor:
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
-            raise InvalidRequestError("the prompt is empty; it must hold at least one token", param="prompt")
+            raise InvalidRequestError("the prompt is empty; it must have at least one token", param="prompt")
         limit = self._info.max_model_len
         if len(token_ids) > limit - 1:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; with at least one token of output the limit is "
-                f"{limit - 1}, from max_model_len {limit}",
+                f"the prompt has {len(token_ids)} tokens; with at least one output token, the limit is "
+                f"{limit - 1} (max_model_len is {limit})",
                 param="prompt",
             )
         self._check_vocabulary(token_ids, "prompt")
@@ -117,12 +117,12 @@ class InputProcessor:
         for token_id in token_ids:
             if not 0 <= token_id < size:
                 raise InvalidRequestError(
-                    f"{param} holds the token id {token_id}; the vocabulary has ids 0 to {size - 1}",
+                    f"{param} contains token id {token_id}; the vocabulary has ids 0 to {size - 1}",
                     param=param,
                 )
 
     def _resolve(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
-        """Return `params` with nothing left open, and nothing that the engine could not take."""
+        """Return `params` with all defaults resolved, checked against the engine's limits."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, not {type(params).__name__}",
@@ -142,7 +142,7 @@ class InputProcessor:
         )
 
     def _with_rankable_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` as the engine gets them: with the log-probabilities that ranking needs."""
+        """Return `params` with the additional log-probabilities that ranking needs."""
         if params.beam_width:
             return dataclasses.replace(params, temperature=0.0, logprobs=self._num_candidates(params))
         if params.is_ranked and params.logprobs is None:
@@ -150,12 +150,12 @@ class InputProcessor:
         return params
 
     def _num_candidates(self, params: SamplingParams) -> int:
-        """Return how many likeliest tokens a beam search needs at each position."""
+        """Return how many most likely tokens a beam search needs at each position."""
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(params, name) is not None:
                 raise InvalidRequestError(
-                    f"{name} is {getattr(params, name)}; beam search returns each completion's "
-                    "cumulative_logprob only: leave it out",
+                    f"{name} is {getattr(params, name)}; beam search returns only "
+                    "each completion's cumulative_logprob: leave it out",
                     param=name,
                 )
         needed = num_candidates(params, self._tokenizer.eos_token_ids)
@@ -188,7 +188,7 @@ class InputProcessor:
         return room if params.max_tokens is None else params.max_tokens
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of all bad words, at the start of a word and within one."""
+        """Return the token sequences of all bad words, both at the start of a word and within one."""
         sequences = dict.fromkeys(params.bad_words_token_ids)
         for word in params.bad_words:
             for spelling in (word, f" {word}"):
@@ -199,9 +199,9 @@ class InputProcessor:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of completion `index`: the request's own for the first, then far from it.
+    """Return the seed of completion `index`; that of the first is the request's.
 
-    The others are successive outputs of SplitMix64 (Steele, Lea and Flood 2014) started at `seed`, without
+    The others are successive outputs of SplitMix64 (Steele, Lea and Flood 2014), seeded with `seed`, without
     their lowest bit.
     """
     if index == 0:

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, not within one."""
+"""Deferring Ctrl-C to the end of a step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextlib.contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold a first SIGINT back until the block ends, so that the block is not torn in the middle.
+    """Defer the first SIGINT until the block ends, so that the block is not interrupted.
 
-    A second one is not held back. Does nothing outside the main thread, where Python runs no handlers, or
-    if SIGINT is not Python's to handle.
+    A second one is not deferred. Has no effect outside the main thread, where Python runs no handlers, or
+    if SIGINT has no Python handler.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or previous is None:
@@ -22,11 +22,11 @@ def deferred_interrupt() -> Iterator[None]:
         return
     held_back: list[tuple[int, FrameType | None]] = []
 
-    def hold_back(number: int, frame: FrameType | None) -> None:
+    def defer(number: int, frame: FrameType | None) -> None:
         held_back.append((number, frame))
         signal.signal(signal.SIGINT, previous)
 
-    signal.signal(signal.SIGINT, hold_back)
+    signal.signal(signal.SIGINT, defer)
     try:
         yield
     finally:

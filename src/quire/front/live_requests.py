@@ -1,4 +1,4 @@
-"""The requests that an engine works on for this process, and the messages to and from it."""
+"""This process's unfinished requests in an engine, and the messages to and from the engine."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ if TYPE_CHECKING:
 
 
 class EngineClient(Protocol):
-    """What carries messages to an engine and back."""
+    """Sends messages to an engine and receives its messages."""
 
     def send(self, message: ToEngine) -> None:
-        """Hand over `message`; answers come from `receive`."""
+        """Send `message`; replies are received with `receive`."""
 
     def receive(self, timeout: float | None) -> list[FromEngine]:
-        """Return the engine's messages, waiting at most `timeout` seconds (None: for ever) for the first.
+        """Return the engine's messages, waiting at most `timeout` seconds (None: indefinitely) for the first.
 
         Raises:
             EngineDeadError: the engine has ended.
         """
 
     def close(self) -> None:
-        """End the engine."""
+        """Shut the engine down."""
 
 
 class LiveRequests:
-    """The live requests of one engine: checked and sent on the way in, answered on the way out.
+    """The unfinished requests of one engine: submits them, and processes their outputs.
 
     Args:
-        client: carries messages to the engine and back.
-        tokenizer: of its model.
+        client: connects to the engine.
+        tokenizer: of the engine's model.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer) -> None:
@@ -69,25 +69,25 @@ class LiveRequests:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine takes requests."""
+        """Whether the engine accepts requests."""
         return self._info is not None
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is; only once it is ready."""
+        """Information about the engine; available once it is ready."""
         self.raise_failure()
         assert self._info is not None, "the engine is not ready"
         return self._info
 
     def raise_failure(self) -> None:
-        """Raise what ended the engine, if it has ended."""
+        """If the engine has ended, raise the reason."""
         if self.failure is not None:
             raise copy.copy(self.failure)
 
     def prepare(
         self, prompt: str | Sequence[int], params: SamplingParams, **options: Any
     ) -> ProcessedRequest:
-        """Check and tokenize a request; see `InputProcessor.process` for `options` and errors."""
+        """Validate and tokenize a request; see `InputProcessor.process` for `options` and errors."""
         self.raise_failure()
         assert self._inputs is not None, "the engine is not ready"
         return self._inputs.process(prompt, params, **options)
@@ -95,7 +95,7 @@ class LiveRequests:
     def prepare_chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, **options: Any
     ) -> ProcessedRequest:
-        """Check and tokenize a conversation, as the model's chat template writes it."""
+        """Like `prepare`, for a conversation, which the chat template turns into a prompt."""
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return self.prepare(token_ids, params, prompt_text=text, **options)
@@ -103,7 +103,7 @@ class LiveRequests:
     def submit(
         self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None
     ) -> RequestState:
-        """Enter a request into the table and send it.
+        """Register a request and send it to the engine.
 
         Raises:
             DuplicateRequestError: its id is in use.
@@ -111,29 +111,29 @@ class LiveRequests:
         """
         self.raise_failure()
         if not self.outputs:
-            self.last_step_time = time.monotonic()  # until now there was nothing to do
+            self.last_step_time = time.monotonic()  # the engine was idle until now
         state = self.outputs.add(processed, on_update)
         try:
             self.client.send(processed.core_request)
-        except BaseException:  # Ctrl-C too: the caller gets no state that it could discard
+        except BaseException:  # includes Ctrl-C: the caller gets no state to discard
             self.discard(state)
             raise
         return state
 
     def discard(self, state: RequestState) -> None:
-        """Abort a request whose caller is gone; nothing happens if it has ended."""
+        """Abort a request that has no caller any more; has no effect if it has ended."""
         live = self.outputs.remove(state)
         if live:
             self.client.send(AbortRequests(live))
 
     def abort(self, request_id: str | None) -> None:
-        """Abort a request, or all if None; each answers with finish reason "abort"."""
+        """Abort a request, or all if None; each ends with finish reason "abort"."""
         live = self.outputs.live_sequence_ids(request_id)
         if live:
             self.client.send(AbortRequests(live))
 
     def queued_sequence_ids(self, request_id: str) -> list[str]:
-        """Return the engine's names for a request's waiting and running sequences; none if it has ended."""
+        """Return the ids of a request's sequences in the scheduler; none if it has ended."""
         state = self.outputs.get(request_id)
         if state is None:
             return []
@@ -142,16 +142,16 @@ class LiveRequests:
         return [sequence_id for sequence_id in queued if sequence_id in live]
 
     def call(self, make: Callable[[int], ToEngine], on_reply: Callable[[Reply], None]) -> None:
-        """Send the message that `make` returns for a call id; `on_reply` gets the answer."""
+        """Send the message that `make` returns for a call id; `on_reply` is called with the reply."""
         self.raise_failure()
         call_id = next(self._call_ids)
         self._calls[call_id] = on_reply
         self.client.send(make(call_id))
 
     def receive(self, timeout: float | None) -> None:
-        """Process the engine's messages, waiting at most `timeout` seconds (None: for ever).
+        """Process the engine's messages, waiting at most `timeout` seconds (None: indefinitely).
 
-        If the engine has ended, every live request is answered with that and `failure` is set.
+        If the engine has ended, every live request fails and `failure` is set.
         """
         try:
             messages = self.client.receive(timeout)
@@ -162,13 +162,13 @@ class LiveRequests:
             self._dispatch(message)
 
     def close(self) -> None:
-        """End the engine; what is still live is answered with `EngineDeadError`."""
+        """Shut the engine down; live requests fail with `EngineDeadError`."""
         self.client.close()
         self.failure = None
         self._fail(EngineDeadError("the engine has been shut down"))
 
     def _fail(self, failure: QuireError) -> None:
-        """Note that the engine has ended (the first reason counts), and answer every live request."""
+        """Record why the engine has ended (the first reason counts), and fail every live request."""
         if self.failure is None:
             self.failure = failure
         self._calls.clear()

@@ -1,4 +1,4 @@
-"""`LLM`: whole batches of prompts, in the caller's process unless asked otherwise."""
+"""`LLM`: offline batches of prompts, by default in the caller's process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quire.config import BUILT_IN_MODEL
 from quire.engine.messages import EngineInfo
-from quire.front.arguments import conversations_of, engine_config, one_for_each, prompts_of
+from quire.front.arguments import TextOrTokenIds, conversations_of, engine_config, one_for_each, prompts_of
 from quire.front.batch import Batch
 from quire.front.input_processor import ProcessedRequest
 from quire.front.progress import batch_progress
@@ -19,24 +19,23 @@ from quire.scheduling.outputs import SchedulerStats
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
 
 
 class LLM:
-    """A model and its engine, for batches.
+    """A model and its engine, for offline batches.
 
     Args:
         model: the built-in "mini", a local directory, or a name on the Hugging Face hub.
-        engine_process: run the engine in a process of its own. It is started at once and first waited for
-            when it is needed; `wait_until_ready` waits for nothing else.
-        on_load_progress: called while weights load with (bytes done, bytes in all).
-        **options: fields of `EngineConfig`, `SchedulerConfig` and `SpeculationConfig` by name;
-            `scheduler=SchedulerConfig(...)` and `speculation=SpeculationConfig(...)` set all of theirs.
+        engine_process: run the engine in its own process. The constructor starts it and returns;
+            `wait_until_ready`, or the first use, waits for it.
+        on_load_progress: called with (bytes read, total bytes) while the weights load.
+        **options: fields of `EngineConfig`, `SchedulerConfig` and `SpeculationConfig`; or a whole
+            `scheduler=SchedulerConfig(...)` or `speculation=SpeculationConfig(...)`.
 
     Raises:
-        ConfigError: an option is unknown or unusable; the message names the nearest known one.
-        ModelError: the model cannot be found, read or understood.
+        ConfigError: an option is unknown (the message suggests the nearest one), or a value is invalid.
+        ModelError: the model cannot be found, is malformed or is not supported.
     """
 
     def __init__(
@@ -58,14 +57,14 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is; waits until it is ready."""
+        """Information about the engine; waits until it is ready."""
         return self.wait_until_ready()
 
     def wait_until_ready(self) -> EngineInfo:
-        """Return once the engine takes requests.
+        """Wait until the engine accepts requests.
 
         Raises:
-            QuireError: why it could not be built.
+            QuireError: the engine could not be built.
         """
         return self._session.wait_until_ready()
 
@@ -75,7 +74,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: TextOrTokenIds | Sequence[TextOrTokenIds],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -83,18 +82,18 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts and return their outputs in the same order.
 
-        A request that fails alone, because its grammar is invalid, it timed out or a step failed, has finish
-        reason "error" and says why. Ctrl-C aborts all of them, and so does any exception; the engine stays
-        usable.
+        A request that fails by itself, because its grammar is invalid, it timed out or a step failed, has
+        finish reason "error" and an error message. Ctrl-C or any other exception aborts all requests; the
+        engine stays usable.
 
         Args:
             prompts: one prompt or several; each is text, or token ids.
-            sampling_params: for all prompts, or one for each; the defaults if None.
+            sampling_params: for all prompts, or one for each; None: the defaults.
             progress: show a progress bar on standard error.
             options: fields of `RequestOptions`, for all prompts: priority, cache_salt, tenant, timeout, …
 
         Raises:
-            InvalidRequestError: a prompt or its parameters can never be served; nothing was run.
+            InvalidRequestError: a prompt or its parameters are invalid; nothing was run.
             EngineDeadError: the engine process has ended.
         """
         self.wait_until_ready()
@@ -112,7 +111,7 @@ class LLM:
         progress: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or several, as the model's chat template writes them."""
+        """Like `generate`, for one or several conversations, which the chat template turns into prompts."""
         self.wait_until_ready()
         batch = conversations_of(messages)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
@@ -121,15 +120,15 @@ class LLM:
         return self._run(requests, progress)
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's state as it is now."""
+        """Return the current state of the scheduler."""
         return self._session.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while any block is in use."""
+        """Clear the prefix cache; while any block is in use, do nothing and return False."""
         return self._session.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """End the engine; the object is not usable afterwards."""
+        """Shut the engine down; this object cannot be used afterwards."""
         self._session.close()
 
     def _run(self, requests: list[ProcessedRequest], progress: bool) -> list[RequestOutput]:

@@ -1,7 +1,7 @@
-"""From the engine's outputs to the caller's: text, stop strings, log-probabilities, the `n` best.
+"""Output processing: text, stop strings, log-probabilities, and ranking of completions.
 
-The table of live requests keeps each one's prompt, parameters and tokens so far: all that is needed to
-continue it on another engine.
+The table of live requests keeps the prompt, parameters and tokens of each: all that is needed to continue it
+on another engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompletionState:
-    """One completion as it grows."""
+    """One completion and its output so far."""
 
     def __init__(self, index: int, sequence_id: str, text: StoppableText, params: SamplingParams) -> None:
         self.index = index
@@ -50,35 +50,35 @@ class CompletionState:
 
     @property
     def text(self) -> str:
-        """Text released so far."""
+        """Text so far, without what is withheld for stop strings."""
         return self._text.text
 
     @property
     def error(self) -> str | None:
-        """What was wrong, if it ended with an error."""
+        """The error message, if the completion ended with an error."""
         return None if self._error is None else self._error.message
 
     @property
     def exception(self) -> QuireError | None:
-        """The error as one of `quire.errors`; None if it belongs to none of them."""
+        """The error as an exception of `quire.errors`; None if it is not one of these."""
         return self._error.to_exception() if self._error is not None and self._error.kind else None
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the tokens' log-probabilities in nats, None if they are not known."""
+        """Sum of the tokens' log-probabilities in nats; None if unknown."""
         return self._sum_of_logprobs if self._sums_logprobs else self._logprob_of_beam
 
     def apply(self, output: EngineCoreOutput, logprobs: list[TokenLogprobs]) -> bool:
-        """Add what the engine produced; return whether a stop string ended it before the engine did.
+        """Add an output of the engine; return whether a stop string ended the completion.
 
         Args:
             output: from the engine.
-            logprobs: of each new token, if the caller asked for them.
+            logprobs: of each new token, if requested.
         """
         self._logprob_of_beam = output.cumulative_logprob
         num_shown = len(output.new_token_ids)
         if output.finish_reason is FinishReason.STOP and not self._shows_stop_token:
-            num_shown -= 1  # the end-of-sequence or stop token itself
+            num_shown -= 1  # the end-of-sequence or stop token
         chosen = [entry.logprobs[0] for entry in output.logprobs or ()]
         for position, token_id in enumerate(output.new_token_ids):
             self.token_ids.append(token_id)
@@ -100,7 +100,7 @@ class CompletionState:
         return False
 
     def snapshot(self) -> CompletionOutput:
-        """Return the completion so far, as a copy."""
+        """Return a copy of the completion so far."""
         return CompletionOutput(
             index=self.index,
             text=self.text,
@@ -147,7 +147,7 @@ class RequestState:
 
     @property
     def request_id(self) -> str:
-        """The caller's name for it."""
+        """Id of the request, given by the caller or generated."""
         return self.processed.request_id
 
     @property
@@ -157,18 +157,18 @@ class RequestState:
 
     @property
     def live_sequence_ids(self) -> list[str]:
-        """The engine's names for the completions that have not ended."""
+        """Sequence ids of the completions that have not ended."""
         return [completion.sequence_id for completion in self.completions if completion.finish_reason is None]
 
     @property
     def error_before_output(self) -> QuireError | None:
-        """Why the engine ended all completions before anything was generated; None if it did not."""
+        """The error, if all completions failed before anything was generated; else None."""
         has_tokens = any(completion.token_ids for completion in self.completions)
         exceptions = [completion.exception for completion in self.completions]
         return None if has_tokens or None in exceptions else exceptions[0]
 
     def snapshot(self) -> RequestOutput:
-        """Return all that is known so far, as a copy."""
+        """Return a copy of the output so far."""
         finished = self.finished
         return RequestOutput(
             request_id=self.request_id,
@@ -182,7 +182,7 @@ class RequestState:
         )
 
     def _outputs(self, *, finished: bool) -> list[CompletionOutput]:
-        """Return the caller's `n` completions: all there are, or once all have ended the best of them."""
+        """Return `n` completions: the first ones, or with `best_of` the best once all have ended."""
         params = self.processed.params
         if params.num_sequences == params.n:
             return [completion.snapshot() for completion in self.completions]
@@ -204,15 +204,15 @@ class RequestState:
 
 
 def _rank(completion: CompletionState) -> tuple[bool, float]:
-    """Return what `best_of` sorts by: failed completions last, the most likely first."""
+    """Return the sort key of `best_of`: most likely completions first, failed ones last."""
     return completion.finish_reason is FinishReason.ERROR, -(completion.cumulative_logprob or 0.0)
 
 
 class OutputProcessor:
-    """The table of live requests, kept up to date by the engine's outputs.
+    """The table of live requests, updated with the engine's outputs.
 
-    Outputs for sequences that are not in the table, because they have ended here already, are dropped: every
-    request gets exactly one terminal output.
+    Outputs for sequences that have already ended here are ignored: every request has exactly one terminal
+    output.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -229,11 +229,11 @@ class OutputProcessor:
         return request_id in self._requests
 
     def get(self, request_id: str) -> RequestState | None:
-        """Return the live request of that id, or None."""
+        """Return the live request with this id, or None."""
         return self._requests.get(request_id)
 
     def add(self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None) -> RequestState:
-        """Enter a request; `on_update` is called after each change, at most once per step.
+        """Add a request; `on_update` is called when it has changed, at most once per step.
 
         Raises:
             DuplicateRequestError: its id is in use.
@@ -255,7 +255,7 @@ class OutputProcessor:
         return state
 
     def apply(self, outputs: Iterable[EngineCoreOutput]) -> list[str]:
-        """Apply a step's outputs; return the sequences that the engine must stop, in their stop strings."""
+        """Apply the outputs of a step; return the ids of sequences in which a stop string was found."""
         to_stop: list[str] = []
         updated: dict[str, RequestState] = {}
         now = time.monotonic()
@@ -280,19 +280,19 @@ class OutputProcessor:
         return to_stop
 
     def refuse(self, sequence_ids: Iterable[str], failure: QuireError) -> None:
-        """End the request of these sequences with an exception for its caller."""
+        """Fail the request that has these sequences."""
         for sequence_id in sequence_ids:
             state, _ = self._sequences.get(sequence_id, (None, None))
             if state is not None:
                 self._fail(state, failure)
 
     def fail_all(self, failure: QuireError) -> None:
-        """End all requests with an exception for their callers."""
+        """Fail all requests."""
         for state in list(self._requests.values()):
             self._fail(state, failure)
 
     def remove(self, state: RequestState) -> list[str]:
-        """Forget a request, if it is live; return its sequences that the engine still has."""
+        """Remove a request if it is live; return the ids of its sequences that have not ended."""
         if self._requests.get(state.request_id) is not state:
             return []
         del self._requests[state.request_id]
@@ -302,7 +302,7 @@ class OutputProcessor:
         return live
 
     def live_sequence_ids(self, request_id: str | None = None) -> list[str]:
-        """Return the engine's names for the live sequences of a request, or of all requests if None."""
+        """Return the ids of the live sequences of a request, or of all requests if None."""
         if request_id is None:
             return list(self._sequences)
         state = self._requests.get(request_id)
@@ -318,7 +318,7 @@ class OutputProcessor:
     def _apply_one(
         self, state: RequestState, completion: CompletionState, output: EngineCoreOutput, now: float
     ) -> list[str]:
-        """Apply one output; return its sequence if the engine must stop it."""
+        """Apply one output; return its sequence id if a stop string ended it."""
         logprobs: list[TokenLogprobs] = []
         if completion.logprobs is not None:
             logprobs = [self._logprobs(entry) for entry in output.logprobs or ()]
@@ -333,7 +333,7 @@ class OutputProcessor:
         return [output.request_id] if stopped_here else []
 
     def _fail(self, state: RequestState, failure: QuireError) -> None:
-        state.failure = copy.copy(failure)  # each caller raises its own
+        state.failure = copy.copy(failure)  # each caller raises its own copy
         self.remove(state)
         state.on_update()
 

@@ -1,4 +1,4 @@
-"""The front's side of an engine process: start it, talk to it, and make sure that it ends."""
+"""The client of an engine process: starts it, exchanges messages with it, and ensures that it ends."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from quire.engine.messages import (
 )
 from quire.errors import EngineDeadError
 
-LAST_WORDS = 200
-"""Milliseconds to wait for what an engine process that ended before it was ready has to say."""
+STARTUP_FAILURE_TIMEOUT = 200
+"""Milliseconds to wait for the last messages of an engine process that ended before it was ready."""
 
 SHUTDOWN_TIMEOUT = 5.0
-"""Seconds that an engine process gets to end by itself before it is killed."""
+"""Seconds after which an engine process that has been told to end is killed."""
 
 
 class EngineProcess:
-    """An engine in a process of its own, which dies when this one does.
+    """An engine in its own process, which ends when this process ends.
 
-    Not to be used from two threads at once.
+    Not thread-safe.
 
     Args:
         config: of the engine.
@@ -50,7 +50,7 @@ class EngineProcess:
     """
 
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
-        # Before there is a process: this refuses what cannot be sent to one.
+        # Before the process is started: this rejects what cannot be sent to it.
         start = encode_start(
             EngineStart(config=config, model_path=str(model_path), module_path=list(sys.path))
         )
@@ -73,12 +73,12 @@ class EngineProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     @property
     def message_fd(self) -> int:
-        """Becomes readable when messages may have come; drain them with `receive(0)` each time."""
+        """Becomes readable when messages may have arrived; drain them with `receive(0)` each time."""
         return int(self._output.getsockopt(zmq.FD))
 
     @property
@@ -88,16 +88,19 @@ class EngineProcess:
         return self._process.stdout.fileno()
 
     def send(self, message: ToEngine) -> None:
-        """Queue `message` for the engine; never blocks, and is lost if the engine is dead."""
+        """Queue `message` for the engine; never blocks. If the engine is dead, the message is lost."""
         if self._finalizer.alive:
             with contextlib.suppress(zmq.Again):
                 self._input.send(encode(message), zmq.NOBLOCK)
 
     def receive(self, timeout: float | None) -> list[FromEngine]:
-        """Return all messages that have come; wait at most `timeout` seconds for the first (None: for ever).
+        """Return all messages that have arrived, waiting at most `timeout` seconds for the first.
+
+        Args:
+            timeout: None: wait indefinitely.
 
         Raises:
-            EngineDeadError: the process has ended, and there is nothing left to read.
+            EngineDeadError: the process has ended, and no messages are left.
         """
         if not self._finalizer.alive:
             raise EngineDeadError("the engine has been shut down")
@@ -109,10 +112,10 @@ class EngineProcess:
         poller.register(self.death_fd, zmq.POLLIN)
         ready = dict(poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
         if self.death_fd in ready and not self._ready:
-            self._output.poll(LAST_WORDS)
+            self._output.poll(STARTUP_FAILURE_TIMEOUT)
         messages = self._drain()
         if self.death_fd in ready and not messages:
-            raise EngineDeadError(self._obituary())
+            raise EngineDeadError(self._describe_exit())
         return messages
 
     def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
@@ -131,7 +134,7 @@ class EngineProcess:
 
     def _write_start(self, start: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died already; receive() will say so
+        with contextlib.suppress(BrokenPipeError):  # it is dead already; receive() will raise
             self._process.stdin.write(start)
             self._process.stdin.flush()
 
@@ -147,7 +150,7 @@ class EngineProcess:
             self._ready = self._ready or isinstance(message, Ready)
             messages.append(message)
 
-    def _obituary(self) -> str:
+    def _describe_exit(self) -> str:
         try:
             code = self._process.wait(SHUTDOWN_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -157,7 +160,7 @@ class EngineProcess:
 
 
 def _start_process(directory: Path) -> subprocess.Popen[bytes]:
-    """Start the engine process; from then on it removes `directory` if this process dies."""
+    """Start the engine process, which removes `directory` if this process dies."""
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "quire.engine.process", str(directory)],
@@ -175,9 +178,9 @@ def _clean_up(
     context: zmq.Context[zmq.Socket[bytes]],
     directory: Path,
 ) -> None:
-    """End the process if it still lives, reap it, and remove sockets, pipes and files."""
+    """Kill the process if it is still running, reap it, and remove sockets, pipes and files."""
     if os.getpid() != owner:
-        return  # a fork of the front: the engine is not its to end
+        return  # in a fork of the front, which must not end the engine
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def batch_progress(total: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar over `total` requests; yield what to call with (requests done, tokens generated) so far."""
+    """Show a progress bar; yield a function to call with (requests finished, tokens generated) so far."""
     if not shown:
         yield lambda done, tokens: None
         return

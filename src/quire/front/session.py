@@ -1,4 +1,4 @@
-"""An engine for the callers of one thread: `receive_outputs` makes it run and takes in what it says."""
+"""An engine used from one thread: `receive_outputs` runs it, or waits for it, and processes its outputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
+from quire.engine.assembly import ProgressCallback
 from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache, ToEngine
 from quire.front.inprocess_client import InProcessClient
 from quire.front.live_requests import EngineClient, LiveRequests
@@ -16,16 +17,14 @@ from quire.scheduling.outputs import SchedulerStats
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
-ProgressCallback = Callable[[int, int], None]
-
 
 class Session:
-    """An engine, here or in a process of its own, and the requests of one thread.
+    """An engine, in this process or its own, and its requests, used from one thread.
 
     Args:
         config: of the engine.
-        engine_process: run the engine in a process of its own, which is not waited for.
-        on_progress: called while weights load with (bytes done, bytes in all).
+        engine_process: run the engine in its own process; the constructor does not wait for it.
+        on_progress: called with (bytes read, total bytes) while the weights load.
 
     Raises:
         QuireError: the engine cannot be built.
@@ -58,11 +57,11 @@ class Session:
         return self.requests.tokenizer
 
     def wait_until_ready(self) -> EngineInfo:
-        """Return once the engine takes requests.
+        """Wait until the engine accepts requests.
 
         Raises:
-            QuireError: why it could not be built.
-            EngineDeadError: its process has ended.
+            QuireError: the engine could not be built.
+            EngineDeadError: the engine process has ended.
         """
         while not self.requests.is_ready and self.requests.failure is None:
             self.receive_outputs()
@@ -71,24 +70,24 @@ class Session:
     def receive_outputs(self) -> None:
         """Wait for the engine's next outputs; in-process, run one step.
 
-        If the engine ends, every live request is answered with that.
+        If the engine ends, every live request fails.
         """
         self.requests.receive(None)
         if self.requests.failure is not None:
             self.requests.client.close()
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's state as it is now."""
+        """Return the current state of the scheduler."""
         stats = self._call(GetStats).stats
         assert stats is not None
         return stats
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while any block is in use."""
+        """Clear the prefix cache; while any block is in use, do nothing and return False."""
         return self._call(ResetPrefixCache).done
 
     def close(self) -> None:
-        """End the engine."""
+        """Shut the engine down."""
         self.requests.close()
 
     def _call(self, make: Callable[[int], ToEngine]) -> Reply:

@@ -1,4 +1,4 @@
-"""Stop strings in a growing text, and the text that must wait because it may begin one."""
+"""Stop strings in streamed text; text that may be the start of a stop string is withheld."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from quire.front.detokenizer import TokenDecoder
 
 
 class StoppableText:
-    """The text of one completion: released so far, and withheld while it may be part of a stop string.
+    """The text of one completion; the end of it is withheld while it may be the start of a stop string.
 
-    The outcome does not depend on how the text is cut into tokens: the stop string that is complete first
-    wins, and among those complete at the same character the longest.
+    The result does not depend on how the text is split into tokens: the stop string that is complete first
+    counts, and of several that end at the same character the longest.
 
     Args:
         decoder: of the completion's tokens.
@@ -27,14 +27,14 @@ class StoppableText:
         self._include_stop = include_stop
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
-        """Add a token; return the stop string that it completed, after which the text is final.
+        """Add a token; return the stop string that it completed, if any, after which the text is final.
 
         With `may_stop` False, stop strings that end in this token's text are ignored.
         """
         return self._add(self._decoder.push(token_id), may_stop)
 
     def finish(self, *, may_stop: bool) -> str | None:
-        """Release all that is left; return the stop string found in it, if any."""
+        """Release the withheld text; return the stop string found in it, if any."""
         stopped_by = self._add(self._decoder.flush(), may_stop)
         self.text += self._withheld
         self._withheld = ""
@@ -53,13 +53,13 @@ class StoppableText:
             self.text += pending[: start + len(word)] if self._include_stop else pending[:start]
             self._withheld = ""
             return word
-        keep = self._length_that_may_begin_a_stop(pending)
+        keep = self._length_to_withhold(pending)
         self.text += pending[: len(pending) - keep]
         self._withheld = pending[len(pending) - keep :]
         return None
 
     def _find(self, pending: str, old_length: int) -> tuple[int, str] | None:
-        """Return (start, stop string) of the match that ends first and beyond `old_length`, if any.
+        """Return (start, stop string) of the match that ends first, beyond `old_length`, if any.
 
         A match can only begin within the withheld text or after it, so released text need not be searched.
         """
@@ -70,8 +70,8 @@ class StoppableText:
                 best = (start + len(word), start, word)
         return best and (best[1], best[2])
 
-    def _length_that_may_begin_a_stop(self, pending: str) -> int:
-        """Return the length of the longest end of `pending` that is a proper beginning of a stop string."""
+    def _length_to_withhold(self, pending: str) -> int:
+        """Return the length of the longest suffix of `pending` that is a proper prefix of a stop string."""
         longest = 0
         for word in self._stop:
             for length in range(min(len(word) - 1, len(pending)), longest, -1):

@@ -1,1 +1,1 @@
-"""The engine under the names that OpenVINO GenAI users know."""
+"""OpenVINO GenAI's continuous-batching API for the engine."""

@@ -1,4 +1,4 @@
-"""`GenerationConfig`: sampling parameters under the names that OpenVINO GenAI users know."""
+"""`GenerationConfig`: sampling parameters under OpenVINO GenAI's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.structured_outputs import StructuredOutputsParams
 
 @settable_config
 class StructuredOutputConfig:
-    """A grammar that the output must follow: exactly one of the fields."""
+    """A grammar that constrains the output; exactly one field must be set."""
 
     json_schema: str | None = knob(default=None, help="JSON schema, as text.")
     regex: str | None = knob(default=None, help="Regular expression that the whole output must match.")
@@ -25,27 +25,27 @@ class StructuredOutputConfig:
         object.__setattr__(self, name, value)
 
     def params(self) -> StructuredOutputsParams:
-        """Return the same as `StructuredOutputsParams`.
+        """Return the equivalent `StructuredOutputsParams`.
 
         Raises:
-            InvalidRequestError: not exactly one of the fields is given, or it is unusable.
+            InvalidRequestError: not exactly one field is set, or its value is invalid.
         """
         return StructuredOutputsParams(json=self.json_schema, regex=self.regex, grammar=self.grammar)
 
 
 @settable_config
 class GenerationConfig:
-    """How to generate. Fields may be set as attributes or given as keyword arguments.
+    """Generation parameters, set as keyword arguments or attributes.
 
-    `max_new_tokens` wins over `max_length`. Without `do_sample` the most likely token is always taken, or
-    with `num_beams` the most likely sequences are searched for.
+    `max_new_tokens` takes precedence over `max_length`. Without `do_sample`, decoding is greedy, or a beam
+    search if `num_beams` is above 1.
     """
 
     max_new_tokens: int | None = stands_for(
         SamplingParams,
         "max_tokens",
         default=None,
-        help="Maximum number of tokens to generate. None: what max_length or the model's length leaves.",
+        help="Maximum number of tokens to generate. None: up to max_length or max_model_len.",
     )
     max_length: PositiveInt | None = knob(
         default=None,
@@ -63,9 +63,7 @@ class GenerationConfig:
     repetition_penalty: float = stands_for(SamplingParams, "repetition_penalty", default=1.0)
     presence_penalty: float = stands_for(SamplingParams, "presence_penalty", default=0.0)
     frequency_penalty: float = stands_for(SamplingParams, "frequency_penalty", default=0.0)
-    do_sample: bool = knob(
-        default=False, help="Sample tokens at random. Off: always take the most likely token."
-    )
+    do_sample: bool = knob(default=False, help="Sample tokens. Off: always choose the most likely token.")
     temperature: float = stands_for(SamplingParams, "temperature", default=1.0)
     top_p: float = stands_for(SamplingParams, "top_p", default=1.0)
     top_k: int = stands_for(SamplingParams, "top_k", default=0)
@@ -90,9 +88,9 @@ class GenerationConfig:
         default=0,
         help="Above 0: return the log-probabilities of the generated tokens. 0: none.",
     )
-    echo: bool = knob(default=False, help="Put the prompt in front of the output.")
+    echo: bool = knob(default=False, help="Prepend the prompt to the output.")
     structured_output_config: StructuredOutputConfig | None = knob(
-        default=None, help="A grammar that the output must follow."
+        default=None, help="Grammar that constrains the output."
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -102,11 +100,11 @@ class GenerationConfig:
         object.__setattr__(self, name, value)
 
     def validate(self) -> Self:
-        """Return self if every value is usable.
+        """Return self if all values are valid.
 
         Raises:
             ConfigError: fields contradict each other.
-            InvalidRequestError: a value is out of its range.
+            InvalidRequestError: a value is out of range.
         """
         if (found := violation(self)) is not None:
             name, refusal = found
@@ -130,7 +128,7 @@ class GenerationConfig:
         return self
 
     def sampling_params(self, max_tokens: int | None) -> SamplingParams:
-        """Return the same as `SamplingParams`, with at most `max_tokens` tokens of output."""
+        """Return the equivalent `SamplingParams`, with at most `max_tokens` output tokens."""
         replaces_eos = self.eos_token_id is not None and not self.ignore_eos
         structure = self.structured_output_config
         own = {

@@ -1,4 +1,4 @@
-"""What `ContinuousBatchingPipeline.add_request` returns: a request's status, its tokens, and its end."""
+"""`GenerationHandle`, which `ContinuousBatchingPipeline.add_request` returns: read or end a request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quire.status import FinishReason
 
 
 class GenerationStatus(enum.Enum):
-    """Where a request of the pipeline stands."""
+    """Status of a request of the pipeline."""
 
     RUNNING = enum.auto()
     FINISHED = enum.auto()
-    IGNORED = enum.auto()  # it failed; `GenerationOutput.error` or the log says why
+    IGNORED = enum.auto()  # it failed; see `GenerationOutput.error` or the log
     CANCEL = enum.auto()  # ended by `GenerationHandle.cancel`
     STOP = enum.auto()  # ended by `GenerationHandle.stop`
 
@@ -25,8 +25,8 @@ class GenerationStatus(enum.Enum):
 class GenerationOutput:
     """Generated tokens of one completion.
 
-    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set. `score` is their sum in nats,
-    which is known of a beam search's hypothesis without them.
+    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set. `score` is their sum in nats; a
+    hypothesis of a beam search has it in any case.
     """
 
     generated_ids: list[int]
@@ -38,9 +38,9 @@ class GenerationOutput:
 
 @dataclasses.dataclass(slots=True)
 class GenerationResult:
-    """What `ContinuousBatchingPipeline.generate` returns for one prompt; lists are over its completions.
+    """Result of `ContinuousBatchingPipeline.generate` for one prompt; lists have an item per completion.
 
-    `scores` are cumulative log-probabilities in nats, 0 where they are not known.
+    `scores` are cumulative log-probabilities in nats, 0 if unknown.
     """
 
     request_id: int
@@ -51,12 +51,12 @@ class GenerationResult:
 
 
 class GenerationHandle:
-    """A request of the pipeline; reading does not make it run, `ContinuousBatchingPipeline.step` does.
+    """A request of the pipeline. Only `ContinuousBatchingPipeline.step` advances it; reading does not.
 
     Args:
         state: of the request.
-        end: aborts it.
-        echoed_token_ids: put in front of each completion.
+        end: aborts the request.
+        echoed_token_ids: prepended to each completion.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GenerationHandle:
         self._ended_by: GenerationStatus | None = None
 
     def get_status(self) -> GenerationStatus:
-        """Return where the request stands."""
+        """Return the status of the request."""
         if self._ended_by is not None:
             return self._ended_by
         if self._state.failure is not None:
@@ -83,7 +83,7 @@ class GenerationHandle:
         )
 
     def read(self) -> dict[int, GenerationOutput]:
-        """Return the tokens since the last call, by completion; only completions that have any."""
+        """Return the tokens since the last call, by completion; completions without any are left out."""
         fresh = {}
         for completion in self._completions():
             start = self._num_read[completion.index]
@@ -93,15 +93,15 @@ class GenerationHandle:
         return fresh
 
     def read_all(self) -> list[GenerationOutput]:
-        """Return all tokens so far, read or not, of each completion, the echoed prompt included."""
+        """Return all tokens so far of each completion, read or not, including the echoed prompt."""
         return [self._output(completion, 0) for completion in self._completions()]
 
     def stop(self) -> None:
-        """End the request and keep what it has generated."""
+        """End the request and keep its output."""
         self._end_as(GenerationStatus.STOP)
 
     def cancel(self) -> None:
-        """End the request and drop what it has generated."""
+        """End the request and discard its output."""
         self._end_as(GenerationStatus.CANCEL)
 
     def _end_as(self, status: GenerationStatus) -> None:
@@ -126,7 +126,7 @@ class GenerationHandle:
 
 
 def status_of(reasons: Sequence[FinishReason | None]) -> GenerationStatus:
-    """Return the status of a request whose completions ended for `reasons`, None for one that runs."""
+    """Return the status of a request from the finish reasons of its completions (None: running)."""
     if None in reasons:
         return GenerationStatus.RUNNING
     if FinishReason.ERROR in reasons:
@@ -135,7 +135,7 @@ def status_of(reasons: Sequence[FinishReason | None]) -> GenerationStatus:
 
 
 def chosen_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> list[float]:
-    """Return the log-probability of each token, in nats; none if they were not asked for."""
+    """Return the log-probability of each token, in nats; empty if they were not requested."""
     if logprobs is None:
         return []
     return [entry[token_id].logprob for entry, token_id in zip(logprobs, token_ids, strict=True)]

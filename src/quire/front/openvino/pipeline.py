@@ -1,4 +1,4 @@
-"""`ContinuousBatchingPipeline`: the engine under the names that OpenVINO GenAI users know, step by step."""
+"""`ContinuousBatchingPipeline`: OpenVINO GenAI's pipeline, which the caller advances step by step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import BUILT_IN_MODEL, EngineConfig, SchedulerConfig, refuse_unknown_names
 from quire.errors import ConfigError, InvalidRequestError
-from quire.front.arguments import one_for_each, prompts_of
+from quire.front.arguments import TextOrTokenIds, one_for_each, prompts_of
 from quire.front.batch import Batch
 from quire.front.input_processor import ProcessedRequest
 from quire.front.interrupt import deferred_interrupt
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 DEVICES = ("CPU",)
 
-Prompt = str | Sequence[int]
 Streamer = Callable[[str], bool | None]
-"""Called with each new piece of text; a true return value stops the generation."""
+"""Called with each new piece of text; if it returns a true value, generation stops."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class PipelineMetrics:
-    """The pipeline's state after the last step; usages are in percent of the KV blocks."""
+    """State of the pipeline after the last step; cache usage is in percent of the KV blocks."""
 
     requests: int = 0
     scheduled_requests: int = 0
@@ -46,17 +45,17 @@ class PipelineMetrics:
 
 
 class ContinuousBatchingPipeline:
-    """A model and its engine in this process, advanced by `step`.
+    """A model and its engine in this process; `step` advances all requests.
 
     Args:
         models_path: "mini", a local directory, or a name on the Hugging Face hub.
-        scheduler_config: who runs in a step, and how much KV cache there is.
+        scheduler_config: scheduling, and the size of the KV cache.
         device: "CPU".
-        properties: further fields of `EngineConfig` by name.
+        properties: other fields of `EngineConfig`, by name.
 
     Raises:
-        ConfigError: an unknown device or property, or an unusable value.
-        ModelError: the model cannot be found, read or understood.
+        ConfigError: the device or a property is unknown, or a value is invalid.
+        ModelError: the model cannot be found, is malformed or is not supported.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class ContinuousBatchingPipeline:
         refuse_unknown_names(EngineConfig, properties)
         for name in ("model", "scheduler"):
             if name in properties:
-                raise ConfigError(f"properties hold {name!r}, which has an argument of its own")
+                raise ConfigError(f"properties contain {name!r}, which has its own argument")
         config = EngineConfig(
             model=str(models_path), scheduler=scheduler_config or SchedulerConfig(), **properties
         )
@@ -84,25 +83,25 @@ class ContinuousBatchingPipeline:
         self._conversation: list[dict[str, Any]] | None = None
 
     def add_request(
-        self, request_id: int, prompt: Prompt, generation_config: GenerationConfig | None = None
+        self, request_id: int, prompt: TextOrTokenIds, generation_config: GenerationConfig | None = None
     ) -> GenerationHandle:
         """Queue a request.
 
         Args:
-            request_id: unique among the requests that are not finished.
+            request_id: unique among unfinished requests.
             prompt: text, or token ids.
-            generation_config: how to generate; the defaults if None.
+            generation_config: None: the defaults.
 
         Raises:
-            InvalidRequestError: it can never be served as written.
+            InvalidRequestError: the request is invalid, or too long.
             DuplicateRequestError: `request_id` is in use.
-            QueueFullError: too many requests wait.
+            QueueFullError: too many requests are waiting.
             ConfigError: fields of `generation_config` contradict each other.
         """
         config = GenerationConfig() if generation_config is None else generation_config
         live_requests = self._session.requests
         processed = self._prepare(request_id, prompt, config)
-        with deferred_interrupt():  # outputs for other handles may come in too
+        with deferred_interrupt():  # may also receive outputs for other handles
             state = live_requests.submit(processed)
             live_requests.receive(0)
         if state.failure is not None:
@@ -111,9 +110,9 @@ class ContinuousBatchingPipeline:
         return GenerationHandle(state, live_requests.discard, echoed)
 
     def step(self) -> None:
-        """Advance all requests by one step of the engine. Ctrl-C takes effect after it."""
+        """Run one step of the engine. Ctrl-C takes effect after the step."""
         live_requests = self._session.requests
-        with deferred_interrupt():  # an output lost on its way to a handle would not come again
+        with deferred_interrupt():  # an output that does not reach its handle would be lost
             live_requests.receive(0)
             live_requests.receive(None)
             live_requests.raise_failure()
@@ -125,21 +124,21 @@ class ContinuousBatchingPipeline:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: TextOrTokenIds | Sequence[TextOrTokenIds],
         generation_configs: GenerationConfig | Sequence[GenerationConfig] | None = None,
         streamer: Streamer | None = None,
     ) -> list[GenerationResult]:
-        """Run prompts to their end and return their results in the same order.
+        """Complete prompts and return their results in the same order.
 
-        Between `start_chat` and `finish_chat`, one prompt is the user's next turn.
+        Between `start_chat` and `finish_chat`, the prompt is the user's next turn.
 
         Args:
             prompts: one or several; each is text, or token ids.
-            generation_configs: for all prompts, or one for each; the defaults if None.
-            streamer: with one prompt and one completion, called with the text as it comes.
+            generation_configs: for all prompts, or one for each; None: the defaults.
+            streamer: called with new text; only for one prompt with one completion.
 
         Raises:
-            InvalidRequestError: a prompt can never be served; nothing was run.
+            InvalidRequestError: a prompt or its parameters are invalid; nothing was run.
         """
         batch = prompts_of(prompts)
         configs = one_for_each(batch, generation_configs, GenerationConfig, "generation_configs")
@@ -169,11 +168,11 @@ class ContinuousBatchingPipeline:
         return self._metrics
 
     def start_chat(self, system_message: str = "") -> None:
-        """Begin a conversation: `generate` then takes one prompt at a time and knows the turns before."""
+        """Start a conversation: `generate` then takes one prompt at a time and sees all earlier turns."""
         self._conversation = [{"role": "system", "content": system_message}] if system_message else []
 
     def finish_chat(self) -> None:
-        """Forget the conversation."""
+        """End the conversation and discard its turns."""
         self._conversation = None
 
     def _check_batch(
@@ -193,12 +192,14 @@ class ContinuousBatchingPipeline:
             )
 
     def _new_ids(self, count: int) -> list[int]:
-        """Return request ids that no live request has."""
+        """Return unused request ids."""
         live = self._session.requests.outputs
         unused = (number for number in itertools.count() if str(number) not in live)
         return list(itertools.islice(unused, count))
 
-    def _prepare_any(self, request_id: int, prompt: Prompt, config: GenerationConfig) -> ProcessedRequest:
+    def _prepare_any(
+        self, request_id: int, prompt: TextOrTokenIds, config: GenerationConfig
+    ) -> ProcessedRequest:
         """Prepare a prompt, or the next turn of the conversation."""
         if self._conversation is None:
             return self._prepare(request_id, prompt, config)
@@ -207,7 +208,7 @@ class ContinuousBatchingPipeline:
         token_ids = self.get_tokenizer().encode(text, add_special_tokens=False)
         return self._prepare_tokens(request_id, token_ids, text, config)
 
-    def _prepare(self, request_id: int, prompt: Prompt, config: GenerationConfig) -> ProcessedRequest:
+    def _prepare(self, request_id: int, prompt: TextOrTokenIds, config: GenerationConfig) -> ProcessedRequest:
         if not isinstance(prompt, str):
             return self._prepare_tokens(request_id, prompt, None, config)
         token_ids = self.get_tokenizer().encode(prompt) if prompt else []
@@ -222,8 +223,8 @@ class ContinuousBatchingPipeline:
             max_tokens = config.max_length - len(token_ids)
             if max_tokens < 1:
                 raise InvalidRequestError(
-                    f"the prompt has {len(token_ids)} tokens, which leaves none of max_length "
-                    f"{config.max_length} to generate",
+                    f"the prompt has {len(token_ids)} tokens and max_length is {config.max_length}, "
+                    "which leaves none to generate; raise max_length, or set max_new_tokens",
                     param="max_length",
                 )
         params = config.sampling_params(max_tokens)
@@ -241,13 +242,13 @@ class ContinuousBatchingPipeline:
                 text = state.completions[0].text
                 if len(text) > num_streamed and streamer is not None and streamer(text[num_streamed:]):
                     live_requests.abort(state.request_id)
-                    streamer = None  # it has had enough: not even text that was withheld
+                    streamer = None  # stop immediately: withheld text is not streamed either
                 num_streamed = len(text)
 
         return batch.run(step_and_stream)
 
     def _measure(self) -> None:
-        """Bring the metrics up to date with the step that has just ended."""
+        """Update the metrics after a step."""
         stats = self._session.stats()
         usage = 100 * stats.kv_cache_usage
         self._num_steps += 1
