@@ -1,8 +1,8 @@
-"""How long from nothing to the first token, beside a bare `import torch`.
+"""Time from a cold start to the first token, compared with a bare `import torch`.
 
-Runs `quire generate QUESTION` and `python -c "import torch"` by turns, each in a fresh process, and compares
-their medians: seconds from the start of the process to the first byte of the answer, and to the end of the
-import. The promise is a difference of at most 1.5 s.
+Runs `quire generate QUESTION` and `python -c "import torch"` alternately, each in a new process, and compares
+the medians: seconds from the start of the process to the first byte of the answer, and to the end of the
+import. The difference should be at most 1.5 s.
 
     python benchmarks/cold_start.py [--runs 5] [--json]
 """
@@ -31,19 +31,19 @@ def seconds_to_first_token() -> float:
         seconds = time.perf_counter() - started
         process.stdout.read()
     if process.returncode or not first.strip():
-        raise SystemExit(f"{' '.join(GENERATE)} ended with status {process.returncode} and no answer")
+        raise SystemExit(f"{' '.join(GENERATE)} ended with status {process.returncode} and without an answer")
     return seconds
 
 
 def seconds_to_import_torch() -> float:
-    """Return the seconds of a process that imports torch and ends."""
+    """Return how many seconds a process takes that only imports torch."""
     started = time.perf_counter()
     subprocess.run(IMPORT_TORCH, check=True)
     return time.perf_counter() - started
 
 
 def main() -> int:
-    """Measure, print, and return 1 if the promise is not kept."""
+    """Measure and print; return 1 if the difference is too large."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,20 +1,21 @@
-"""Quire beside vLLM, OpenVINO GenAI and llama.cpp on one model, in one run, on the CPU.
+"""Compares Quire with vLLM, OpenVINO GenAI and llama.cpp on one model, in one run, on the CPU.
 
-The model has Qwen3-0.6B's shape and random weights; prompts are random token ids, the same for every engine
-and new in each round; decoding is greedy and goes past any end of sequence. Each engine is a process with its
-own environment, two threads and room for the same number of tokens in its KV cache. Engines take turns; one
-that is not measured is stopped (SIGSTOP). For each precision this program
+The model has Qwen3-0.6B's shape and random weights. Prompts are random token ids, the same for every engine
+and new in each round; decoding is greedy and ignores end-of-sequence. Each engine is a process with its own
+environment, two threads, and a KV cache for the same number of tokens. Engines take turns; an engine that is
+not being measured is stopped (SIGSTOP). For each precision, this program
 
-1. writes what is missing of the model's files, and reads all files once, so that they are in the page cache;
-2. measures the machine's memory bandwidth and its matrix products, for the limits, and again at the end;
-   the best counts;
-3. starts every engine twice, one after another, and measures the time until it has answered a first token:
-   the first start may have to compile or pack what the next one finds on disk;
-4. for each workload warms every engine up with a short run, then measures in rounds, by turns;
-5. notes each engine's peak memory.
+1. writes missing model files, and reads all files once, so that they are in the page cache;
+2. measures memory bandwidth and matrix products of the machine, for the limits, and again at the end; the
+   best counts;
+3. starts every engine twice, one after another, and measures the time to the first generated token: the
+   first start may have to compile or pack what the second finds on disk;
+4. for each workload, warms up every engine with a short run, then measures in rounds, alternately;
+5. records the peak memory of each engine.
 
-A workload's figure is an engine's best round: tokens per second, of the output, or of prompts and output
-where the prompts are what is measured. An engine that fails is left out after that, and the reason printed.
+The figure of a workload is the best round of an engine, in tokens per second: output tokens, or prompt and
+output tokens for workloads that measure prefill. An engine that fails is left out from then on, and the
+reason is printed.
 
     make bench-peers
     python benchmarks/peers.py [--engines quire,llamacpp] [--precisions bf16] [--workloads 1x32/32]
@@ -54,7 +55,7 @@ Figures = dict[str, Any]
 
 
 class Comparison:
-    """One precision: its engines, as long as they live, and its figures."""
+    """One precision: its running engines and its figures."""
 
     def __init__(self, precision: str, engines: list[str], console: Console) -> None:
         self._precision = precision
@@ -71,7 +72,7 @@ class Comparison:
         }
 
     def run(self, workloads: list[Workload], *, rounds: int, starts: int) -> None:
-        """Measure everything; see the module."""
+        """Measure everything; see the docstring of the module."""
         try:
             for name in self.figures["engines"]:
                 self._attempt(name, self._prepare_files)
@@ -154,7 +155,7 @@ class Comparison:
         self.figures["engines"][name]["peak_bytes"] = self._running[name].peak_memory()
 
     def _attempt(self, name: str, work: Callable[[str], None]) -> None:
-        """Do a piece of work of one engine; if it fails, note why and go on without the engine."""
+        """Run `work` for one engine; if it fails, record why and continue without the engine."""
         try:
             work(name)
         except (EngineError, OSError, subprocess.CalledProcessError) as error:
@@ -171,14 +172,14 @@ class Comparison:
 
 
 def reason(error: Exception) -> str:
-    """Return what went wrong, with the last words of a command that failed."""
+    """Return the error message, with the end of the output of a failed command."""
     if isinstance(error, subprocess.CalledProcessError):
         return f"{error}\n{error.stderr.decode(errors='replace')[-LOG_TAIL_CHARS:].strip()}"
     return str(error)
 
 
 def write_files(target: Path) -> None:
-    """Write a model directory, which appears under its name only when it is whole."""
+    """Write a model directory, which gets its name only when it is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         whole = Path(scratch) / target.name
@@ -195,38 +196,42 @@ def read_files(directory: Path) -> None:
 
 
 def chosen(names: Iterable[str], text: str, option: str) -> list[str]:
-    """Return the names that an option lists, in the order of all names.
+    """Return the names listed in an option, in the order of `names`.
 
     Raises:
-        SystemExit: one of them is not known.
+        SystemExit: one of them is unknown.
     """
     known, wanted = list(names), text.split(",")
     for name in wanted:
         if name not in known:
-            raise SystemExit(f"--{option} has {name!r}, which is none of {', '.join(known)}")
+            raise SystemExit(f"--{option} has {name!r}; it must be one of {', '.join(known)}")
     return [name for name in known if name in wanted]
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the options' parser."""
+    """Return the argument parser."""
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for option, names in (("engines", ENGINES), ("precisions", PRECISIONS), ("workloads", tuple(WORKLOADS))):
         everything = ",".join(names)
-        result.add_argument(f"--{option}", default=everything, help=f"some of {everything} (default: all)")
+        result.add_argument(f"--{option}", default=everything, help=f"any of {everything} (default: all)")
     result.add_argument(
-        "--rounds", type=int, default=3, help="of each workload, the long one apart (default: 3)"
+        "--rounds",
+        type=int,
+        default=3,
+        help="rounds per workload, except the long one (default: 3)",
     )
-    result.add_argument("--starts", type=int, default=2, help="of each engine (default: 2)")
-    result.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    result.add_argument("--starts", type=int, default=2, help="number of starts of each engine (default: 2)")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return result
 
 
 def main() -> None:
     """Measure and print."""
     options, progress = parser().parse_args(), Console(stderr=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or stopped workers would stay behind
+    # Otherwise, stopped workers would be left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     engines = chosen(ENGINES, options.engines, "engines")
     workloads = [WORKLOADS[name] for name in chosen(WORKLOADS, options.workloads, "workloads")]
     results: Figures = {
@@ -245,7 +250,7 @@ def main() -> None:
 
 
 def report(results: Figures) -> None:
-    """Print the tables and what they were measured with."""
+    """Print the tables, and the versions they were measured with."""
     console = Console()
     console = Console(width=max(console.width, TABLE_WIDTH))
     for table in tables(results):

@@ -1,4 +1,4 @@
-"""The engines of the comparison: each with its environment, its worker, its files and their conversion."""
+"""The engines of the comparison: environment, worker, model files and their conversion."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from peers_workload import NUM_THREADS
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".peers"
 MODELS = PEERS / "models"
-CHECKPOINT = MODELS / "bf16"  # what every other file is converted from
+CHECKPOINT = MODELS / "bf16"  # all other files are converted from it
 
 Command = list[str]
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What is needed to run one engine. Without an environment it runs in the interpreter that runs this."""
+    """How to run one engine. Without an environment, it runs in this interpreter."""
 
     label: str
     worker: str
     environment: str = ""
-    model_names: Mapping[str, str] = field(default_factory=dict)  # by precision; the checkpoint unless named
+    model_names: Mapping[str, str] = field(default_factory=dict)  # by precision; default: the checkpoint
     variables: Mapping[str, str] = field(default_factory=dict)
     preloaded: tuple[str, ...] = ()  # libraries, as patterns inside the environment
 
     @property
     def python(self) -> str:
-        """Its interpreter."""
+        """Its Python interpreter."""
         return interpreter(self.environment) if self.environment else sys.executable
 
     def command(self, precision: str) -> Command:
-        """Return what starts its worker."""
+        """Return the command that starts its worker."""
         model = str(self.model(precision))
         return [self.python, str(HERE / self.worker), "--model", model, "--precision", precision]
 
     def environ(self) -> dict[str, str]:
-        """Return the variables that its worker gets besides the inherited ones.
+        """Return the environment variables for its worker, in addition to the inherited ones.
 
         Raises:
-            FileNotFoundError: a library that should be loaded first is not in the environment.
+            FileNotFoundError: a library to preload is not in the environment.
         """
         if not self.preloaded:
             return dict(self.variables)
@@ -59,7 +59,7 @@ class EngineKind:
 
 
 def interpreter(environment: str) -> str:
-    """Return the interpreter of one of the environments that the Makefile sets up."""
+    """Return the Python interpreter of an environment that the Makefile sets up."""
     return str(PEERS / environment / "bin" / "python")
 
 
@@ -89,11 +89,11 @@ KINDS = {
 
 
 def conversion(name: str, target: Path) -> Command:
-    """Return the command that writes the model directory called `name` at `target`."""
+    """Return the command that writes the model directory `name` to `target`."""
     source = str(CHECKPOINT)
     kind, _, precision = name.rpartition("-")
     if kind == "openvino":
-        weights = {"bf16": "fp16", "int8": "int8"}[precision]  # fp16 is what it runs in bf16
+        weights = {"bf16": "fp16", "int8": "int8"}[precision]  # a model in fp16 runs in bf16
         tool = [str(PEERS / "convert" / "bin" / "optimum-cli"), "export", "openvino"]
         return [
             *tool,

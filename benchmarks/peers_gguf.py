@@ -2,8 +2,8 @@
 
     .peers/llamacpp/bin/python benchmarks/peers_gguf.py CHECKPOINT bf16|int8 FILE
 
-CHECKPOINT is what `peers_model.py` wrote. Matrices stay as they are; norms become float32, as llama.cpp asks.
-int8 is llama.cpp's own Q8_0 of the bf16 file: blocks of 32 with a scale each, the embedding too.
+CHECKPOINT was written by `peers_model.py`. Matrices are copied; norms become float32, as llama.cpp requires.
+int8 is llama.cpp's own Q8_0 of the bf16 file: blocks of 32 with a scale each, including the embedding.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
-    """Write the tokenizer, filled up with unused tokens to the size of the vocabulary."""
+    """Write the tokenizer, padded with unused tokens to the size of the vocabulary."""
     size = config["vocab_size"]
     tokens = [f"[UNUSED_{number}]" for number in range(size)]
     types = [gguf.TokenType.UNUSED] * size
@@ -106,7 +106,7 @@ def write_bf16(checkpoint: Path, path: Path) -> None:
 
 
 def write_int8(checkpoint: Path, path: Path) -> None:
-    """Write the Q8_0 file, through a bf16 one that is not kept."""
+    """Write the Q8_0 file, from a temporary bf16 file."""
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
     parameters.nthread = NUM_THREADS

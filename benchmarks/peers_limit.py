@@ -1,10 +1,10 @@
-"""The least time that a workload can take on a machine: the roofline, step by step.
+"""The minimum time of a workload on a machine: a roofline model, step by step.
 
-The steps are those of an engine that batches continuously, of up to 512 tokens: every request that generates
-has one, and prompts fill the rest in the order of arrival. A step takes at least as long as its bytes need at
-the bandwidth that was measured, and as long as its products need at the measured rate. Its bytes are the
-weights once (the head's, if any request samples), the keys and values that it reads (a shared prefix once for
-all that share it) and those that it writes. Whatever else an engine does is not in the limit.
+The steps are those of continuous batching with up to 512 tokens: each decoding request has one token, and
+prompts fill the rest in the order of arrival. A step takes at least as long as reading and writing its bytes
+at the measured bandwidth, and as its matrix products at the measured rate. Its bytes are the weights once
+(including the output head, if any request samples), the keys and values that it reads (a shared prefix once)
+and those that it writes. Anything else that an engine does is not part of the limit.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from peers_workload import SHAPE, Workload
 
 STEP_TOKENS = 512
-# Of one weight and of one key or value. In int8 an engine may keep keys and values in bytes, and one does.
+# Per weight, and per key or value. In int8, an engine may keep keys and values in bytes, and one does.
 VALUE_BYTES = {"bf16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine reaches: bytes per second, and operations per second by precision."""
+    """Measured rates of a machine: bytes per second, and operations per second by precision."""
 
     bandwidth: float
     gemm_rate: dict[str, float]
 
     def best_of(self, other: Machine) -> Machine:
-        """Return the better of two measurements in each figure."""
+        """Return the better of two measurements for each rate."""
         names = self.gemm_rate | other.gemm_rate
         rates = {name: max(self.gemm_rate.get(name, 0), other.gemm_rate.get(name, 0)) for name in names}
         return Machine(max(self.bandwidth, other.bandwidth), rates)
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass
 class Step:
-    """What one step computes; all of it in tokens, `attended` in pairs of a token and one it looks at."""
+    """The work of one step in tokens; `attended` counts pairs of a token and one that it attends to."""
 
     computed: int = 0
     sampled: int = 0
@@ -44,7 +44,7 @@ class Step:
     cached_read: int = 0
 
     def add(self, num_tokens: int, cached: int, *, shared: int, samples: bool) -> None:
-        """Add the tokens of a request that has `cached` before them, the first `shared` common to all."""
+        """Add tokens of a request with `cached` tokens before them, the first `shared` of which all share."""
         self.computed += num_tokens
         self.sampled += samples
         self.attended += num_tokens * cached + num_tokens * (num_tokens + 1) // 2
@@ -54,9 +54,9 @@ class Step:
 def steps_of(workload: Workload) -> Iterator[Step]:
     """Yield the steps of a workload."""
     shared, whole = workload.shared_tokens, workload.shared_tokens + workload.prompt_tokens
-    prompts = deque([shared] * workload.num_requests)  # by request, how much of it is cached
+    prompts = deque([shared] * workload.num_requests)  # by request: tokens in the cache
     generating: list[int] = []
-    last = whole + workload.output_tokens - 1  # the last output is never computed
+    last = whole + workload.output_tokens - 1  # the last output token is never computed
     while prompts or generating:
         step = Step(cached_read=shared)
         for cached in generating:
@@ -76,7 +76,7 @@ def steps_of(workload: Workload) -> Iterator[Step]:
 
 
 def step_seconds(step: Step, precision: str, machine: Machine) -> float:
-    """Return the least seconds of one step. Attention is computed in bf16 in both precisions."""
+    """Return the minimum seconds of one step. Attention is computed in bf16 in both precisions."""
     weights = SHAPE.layer_weights + (SHAPE.head_weights if step.sampled else 0)
     kv_values = SHAPE.kv_values * (step.cached_read + step.computed)
     num_bytes = VALUE_BYTES[precision] * (weights + kv_values)
@@ -87,5 +87,5 @@ def step_seconds(step: Step, precision: str, machine: Machine) -> float:
 
 
 def least_seconds(workload: Workload, precision: str, machine: Machine) -> float:
-    """Return the least seconds that the whole workload takes, from its arrival to its last token."""
+    """Return the minimum seconds of the whole workload, from its arrival to its last token."""
     return sum(step_seconds(step, precision, machine) for step in steps_of(workload))

@@ -1,8 +1,7 @@
-"""llama.cpp's side of the comparison with peers; `peers.py` starts it, `peers_worker.py` says how they talk.
+"""llama.cpp's side of the comparison with peers; `peers.py` starts it, `peers_worker.py` has the protocol.
 
-Requests run as parallel sequences of one context, as llama.cpp's server runs them: each call of
-`llama_decode` takes the next token of every sequence that generates, and prompts fill it up.
-"""
+Requests run as parallel sequences of one context, as in llama.cpp's server: each call of `llama_decode` has
+the next token of every decoding sequence, and prompts fill the rest."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ BATCH_TOKENS = 2_048  # of one call; it computes 512 at once. Both are the serve
 
 @dataclass(slots=True)
 class Sequence:
-    """A request: tokens that wait to be computed, and what it has generated."""
+    """A request: tokens to compute, and tokens generated."""
 
     number: int
-    position: int  # of the first waiting token
+    position: int  # of the first token to compute
     waiting: list[int]
     outputs: list[int] = field(default_factory=list)
 
 
 class Batch:
-    """llama.cpp's batch, filled anew for each call."""
+    """llama.cpp's batch, refilled for each call."""
 
     def __init__(self) -> None:
         self.native = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
@@ -41,16 +40,16 @@ class Batch:
         self.clear()
 
     def clear(self) -> None:
-        """Take all tokens out."""
+        """Remove all tokens."""
         self.native.n_tokens = 0
 
     @property
     def room(self) -> int:
-        """How many more tokens fit."""
+        """Number of tokens that still fit."""
         return BATCH_TOKENS - int(self.native.n_tokens)
 
     def add(self, sequence: Sequence, limit: int) -> int | None:
-        """Add up to `limit` waiting tokens; return the row whose logits give its next token, if all fit."""
+        """Add up to `limit` tokens to compute; if all fit, return the row of the next token's logits."""
         tokens = sequence.waiting[:limit]
         first: int = self.native.n_tokens
         rows = slice(first, first + len(tokens))
@@ -71,8 +70,8 @@ class Batch:
 class LlamaCppEngine:
     """See `Engine`.
 
-    Its context is made for the work to come, which is the best for it: as many sequences as there are
-    requests, with cells of their own unless they share a prefix.
+    The context is created for each workload, which is best for llama.cpp: as many sequences as requests, with
+    their own cells unless they share a prefix.
     """
 
     def __init__(self, model: str, precision: str) -> None:
@@ -120,7 +119,7 @@ class LlamaCppEngine:
         parameters.kv_unified = shares
         self._context = llama_cpp.llama_init_from_model(self._model, parameters)
         if not self._context:
-            raise SystemExit(f"llama.cpp could not make a context of {num_requests} sequences")
+            raise SystemExit(f"llama.cpp could not create a context of {num_requests} sequences")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._made_for = num_requests, shares
 
@@ -143,7 +142,7 @@ class LlamaCppEngine:
     def _decode(self) -> None:
         status = llama_cpp.llama_decode(self._context, self._batch.native)
         if status:
-            raise SystemExit(f"llama_decode of {self._batch.native.n_tokens} tokens gave status {status}")
+            raise SystemExit(f"llama_decode of {self._batch.native.n_tokens} tokens returned status {status}")
 
     def _logits(self, row: int | None) -> NDArray[np.float32]:
         pointer = llama_cpp.llama_get_logits_ith(self._context, row)

@@ -1,9 +1,9 @@
-"""Measures what the machine can do at most, for the limits that engines are held against.
+"""Measures the maximum rates of the machine, for the limits that engines are compared with.
 
     python benchmarks/peers_machine.py
 
-Prints one line of JSON: bytes read from memory per second, and operations per second (a multiplication and an
-addition count two) of matrix products by type. Each is the best of many: a limit is what was ever reached.
+Prints one line of JSON: bytes read from memory per second, and operations per second of matrix
+products by dtype (a multiplication and an addition are two operations). Each is the best of many runs.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def least_seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def packed(weights: torch.Tensor, rows: int) -> Callable[[torch.Tensor], Any]:
-    """Return oneDNN's product with bf16 weights, [out, in], packed for that many rows."""
+    """Return oneDNN's product with bf16 weights [out, in], packed for this number of rows."""
     layout = torch.ops.mkldnn._reorder_linear_weight(weights, rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, layout, None, "none", [], "")
 
 
 def read_bandwidth() -> float:
-    """Return bytes read per second: the better of a plain sum and the head's product with one row."""
+    """Return bytes read per second: the better of a sum, and a product of the output head with one row."""
     values = torch.ones(READ_BYTES // 4)
     summed = READ_BYTES / least_seconds(values.sum, READ_REPEATS)
     head = packed(torch.ones(SHAPE.vocab_size, SHAPE.hidden_size, dtype=torch.bfloat16), 1)

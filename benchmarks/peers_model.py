@@ -1,10 +1,10 @@
-"""Writes the model of the comparison: random weights in Qwen3-0.6B's shape, with a tokenizer of its own.
+"""Writes the model of the comparison: random weights in Qwen3-0.6B's shape, and a byte-level tokenizer.
 
     python benchmarks/peers_model.py --precision bf16|int8 DIRECTORY
 
-bf16 is an ordinary Hugging Face checkpoint, which Quire reads in both precisions and from which the other
-engines' files are converted. int8 is the same model as compressed-tensors writes W8A8: weights rounded to
-int8 with one scale for each output channel, activations to be rounded for each token as they come.
+bf16 is an ordinary Hugging Face checkpoint, which Quire reads in both precisions and from which the files of
+other engines are converted. int8 is the same model in compressed-tensors' W8A8 format: weights in int8 with a
+scale per output channel, activations to be quantized dynamically per token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STANDARD_DEVIATION = 0.02
 SEED = 0
 INT8_MAX = 127
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_ID = 256  # after the 256 bytes
+END_OF_TEXT_ID = 256  # after the 256 byte tokens
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -76,7 +76,7 @@ W8A8 = {
 
 
 def random_tensors() -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the checkpoint by its name, in bf16: norms of ones, the rest normal."""
+    """Yield every tensor of the checkpoint by its name, in bf16: norms are 1, all else is normal."""
     generator = torch.Generator().manual_seed(SEED)
 
     def matrix(*sizes: int) -> torch.Tensor:
@@ -118,7 +118,7 @@ def quantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Write a byte-level tokenizer without merges. It serves for loading alone: prompts are token ids."""
+    """Write a byte-level tokenizer without merges. It is only needed for loading: prompts are token ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
@@ -142,7 +142,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
-    parser.add_argument("directory", type=Path, help="where to; made if it is not there")
+    parser.add_argument("directory", type=Path, help="output directory; created if missing")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     tensors, config = dict(random_tensors()), CONFIG

@@ -1,4 +1,5 @@
-"""OpenVINO GenAI's side of the comparison with peers; `peers.py` starts it, `peers_worker.py` is the talk."""
+"""OpenVINO GenAI's side of the comparison with peers; `peers.py` starts it, `peers_worker.py` has the
+protocol."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, Schedul
 from peers_worker import serve
 from peers_workload import KV_TOKENS, MAX_NUM_SEQS, NUM_THREADS
 
-BLOCK_SIZE = 32  # what the CPU plugin uses
+BLOCK_SIZE = 32  # block size of the CPU plugin
 MAX_NUM_BATCHED_TOKENS = 512
 
 

@@ -1,4 +1,4 @@
-"""An engine's worker as the comparison sees it: started, told what to run, stopped while others run."""
+"""An engine's worker process: started, given work, and stopped while others run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ import psutil
 from peers_engines import EngineKind
 from peers_workload import Workload
 
-ANSWER_SECONDS = 1_800  # after which a worker that has not answered is given up
+ANSWER_SECONDS = 1_800  # seconds to wait for a response of a worker
 GOODBYE_SECONDS = 30
 LOG_TAIL_CHARS = 1_500
 
 
 class EngineError(Exception):
-    """An engine could not be started, ended, or did not do its work; the text says why."""
+    """An engine could not be started, ended, or returned a wrong result; the message says why."""
 
 
 class EngineProcess:
     """One worker. All its processes are in one process group, so that they can be stopped together.
 
-    Raises (all methods):
-        EngineError: the worker has ended, has not answered in time or has answered wrongly.
+    All methods may raise `EngineError`: the worker has ended, timed out, or returned a wrong result.
     """
 
     def __init__(self, kind: EngineKind, precision: str, log: Path) -> None:
@@ -41,7 +40,7 @@ class EngineProcess:
         try:
             self._process = self._popen(kind, precision)
         except OSError as error:
-            raise EngineError(f"{error}; `make bench-peers` sets its environment up") from None
+            raise EngineError(f"{error}; `make bench-peers` sets up its environment") from None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read_lines, args=(self._process.stdout,), daemon=True).start()
         try:
@@ -86,16 +85,16 @@ class EngineProcess:
         return answer["seconds"], answer["outputs"]
 
     def pause(self) -> None:
-        """Stop all its processes where they are."""
+        """Stop all its processes (SIGSTOP)."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Resume all its processes."""
         self._signal(signal.SIGCONT)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[Self]:
-        """Let them go on for a while."""
+        """Resume its processes within the context, and stop them afterwards."""
         self.resume()
         try:
             yield self
@@ -103,15 +102,15 @@ class EngineProcess:
             self.pause()
 
     def peak_memory(self) -> int:
-        """Return bytes: the most that each of its processes has had resident, added up.
+        """Return the sum of the peak resident memory of its processes in bytes.
 
-        Pages of files that are mapped count, and what several processes share counts in each.
+        Mapped files are included; memory that processes share is counted for each.
         """
         root = psutil.Process(self._process.pid)
         return sum(_peak_resident(process.pid) for process in (root, *root.children(recursive=True)))
 
     def close(self) -> None:
-        """End it; it is waiting to be told more."""
+        """End the worker by closing its input."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             self._process.stdin.close()
@@ -119,7 +118,7 @@ class EngineProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End whatever is left of it."""
+        """Kill all its processes."""
         self._signal(signal.SIGKILL)
         self._process.wait()
 

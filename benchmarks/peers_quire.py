@@ -1,4 +1,4 @@
-"""Quire's side of the comparison with peers; `peers.py` starts it, `peers_worker.py` says how they talk."""
+"""Quire's side of the comparison with peers; `peers.py` starts it, `peers_worker.py` has the protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class QuireEngine:
     """See `Engine`."""
 
     def __init__(self, model: str, precision: str) -> None:
-        # OpenVINO keeps its KV in 8 bits too where weights are int8.
+        # OpenVINO also keeps its KV in 8 bits if weights are int8.
         int8 = {"quantization": "int8", "kv_cache_dtype": "int8"}
         quantization: dict[str, Any] = int8 if precision == "int8" else {}
         self._llm = LLM(

@@ -1,4 +1,4 @@
-"""The tables of the comparison, from what `peers.py` has measured."""
+"""The tables of the comparison, from the measurements of `peers.py`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rich.table import Table
 OURS = "quire"
 NOTHING = "-"
 LEAST_AGREEMENT = 0.5  # of first tokens
-FEWEST_COMPARED = 16  # of a few, rounding may turn all
+FEWEST_COMPARED = 16  # with few tokens, rounding may change all
 
 Figures = dict[str, Any]
 
 
 def rates(workload: Workload, times: dict[str, list[float]]) -> dict[str, float]:
-    """Return each engine's tokens per second in its best round, from its seconds in all of them."""
+    """Return each engine's tokens per second in its best round, from its seconds in all rounds."""
     return {engine: workload.counted_tokens / min(seconds) for engine, seconds in times.items() if seconds}
 
 
 def best_peer(values: dict[str, float], *, least: bool = False) -> tuple[str, float] | None:
-    """Return the name and value of the engine other than Quire that is ahead; None if there is none."""
+    """Return the name and value of the best engine other than Quire; None if there is none."""
     peers = [(value, engine) for engine, value in values.items() if engine != OURS]
     if not peers:
         return None
@@ -32,13 +32,13 @@ def best_peer(values: dict[str, float], *, least: bool = False) -> tuple[str, fl
 
 
 def ratio(values: dict[str, float], *, least: bool = False) -> str:
-    """Return Quire's value over the best peer's; `least` says that the smallest is the best."""
+    """Return Quire's value over the best peer's; `least`: the smallest is the best."""
     best = best_peer(values, least=least)
     return f"{values[OURS] / best[1]:.2f}x" if best and OURS in values else NOTHING
 
 
 def tables(results: Figures) -> Iterator[Table]:
-    """Yield the tables of each precision: rates, then starting and memory."""
+    """Yield the tables of each precision: rates, then start-up and memory."""
     for precision in PRECISIONS:
         figures = results["precisions"].get(precision)
         if figures is not None:
@@ -47,7 +47,7 @@ def tables(results: Figures) -> Iterator[Table]:
 
 
 def rate_table(precision: str, figures: Figures) -> Table:
-    """Return tokens per second of every engine, and what share of the limit Quire and the best peer reach."""
+    """Return tokens per second of every engine, and the share of the limit of Quire and the best peer."""
     engines, machine = list(figures["engines"]), figures["machine"]
     table = Table(
         title=f"{precision}, tokens/s; limits of {machine['bandwidth'] / 1e9:.1f} GB/s and "
@@ -55,7 +55,7 @@ def rate_table(precision: str, figures: Figures) -> Table:
     )
     table.add_column("requests x prompt/output", no_wrap=True)
     headings = [KINDS[engine].label for engine in engines]
-    for heading in (*headings, "Quire / best peer", "limit", "Quire of it", "best peer of it"):
+    for heading in (*headings, "Quire / best peer", "limit", "Quire / limit", "best peer / limit"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, entry in figures["workloads"].items():
         workload = WORKLOADS[name]
@@ -73,9 +73,9 @@ def rate_table(precision: str, figures: Figures) -> Table:
 
 
 def cost_table(precision: str, figures: Figures) -> Table:
-    """Return the seconds until each engine is ready, and the memory that it takes."""
+    """Return the start-up time and the peak memory of each engine."""
     engines = figures["engines"]
-    table = Table(title=f"{precision}, starting and memory")
+    table = Table(title=f"{precision}, start-up and memory")
     table.add_column("", no_wrap=True)
     for heading in (*(KINDS[engine].label for engine in engines), "Quire / best peer"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -97,7 +97,7 @@ def cost_table(precision: str, figures: Figures) -> Table:
 
 
 def failures(results: Figures) -> Iterator[str]:
-    """Yield a line for every engine that failed, with the reason."""
+    """Yield a line with the reason for every engine that failed."""
     for precision, figures in results["precisions"].items():
         for name, entry in figures["engines"].items():
             if entry["failure"]:
@@ -107,7 +107,7 @@ def failures(results: Figures) -> Iterator[str]:
 def disagreements(results: Figures) -> Iterator[str]:
     """Yield a line for every engine whose first tokens mostly differ from those of the first engine.
 
-    Rounding alone turns some; a file that was converted wrongly turns nearly all.
+    Rounding changes some of them; a wrong conversion of the model changes nearly all.
     """
     for precision, figures in results["precisions"].items():
         for engine in figures["engines"]:

@@ -1,4 +1,4 @@
-"""vLLM's side of the comparison with peers; `peers.py` starts it, `peers_worker.py` says how they talk."""
+"""vLLM's side of the comparison with peers; `peers.py` starts it, `peers_worker.py` has the protocol."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The side of an engine: a process that loads a model and runs what it is told to, in lines of JSON.
+"""The worker process of an engine: loads a model, and runs workloads given as lines of JSON.
 
-A worker prints `{"versions": {...}}` once it has imported its engine's packages and `{"ready": true}` when
-it has loaded and answered one token; then, for each line `{"prompts": [[ids]], "output_tokens": n,
-"shared_tokens": n}` on standard input, `{"seconds": s, "outputs": [[ids]]}`. It ends at the end of its input.
-Whatever else a library prints to standard output goes to standard error.
+A worker prints `{"versions": {...}}` once it has imported the packages of its engine, and `{"ready": true}`
+once it has loaded the model and generated one token; then, for each line `{"prompts": [[ids]],
+"output_tokens": n, "shared_tokens": n}` on standard input, `{"seconds": s, "outputs": [[ids]]}`. It ends when
+its input ends. Anything else that libraries print to standard output goes to standard error.
 
-Plain Python only: every worker imports it in an environment of its own.
+Plain Python only: every worker imports this module in its own environment.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Engine(Protocol):
     """A loaded model."""
 
     def prepare(self, num_requests: int, prefix: list[int]) -> None:
-        """Make ready for that many requests; if `prefix` is not empty, have its keys and values cached."""
+        """Prepare for this number of requests; if `prefix` is not empty, cache its keys and values."""
 
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[list[int]]:
-        """Complete all prompts together, greedily and past any end of sequence; return the new ids."""
+        """Complete all prompts together, greedily, ignoring end-of-sequence; return the generated ids."""
 
 
 MakeEngine = Callable[[str, str], Engine]
 
 
 def versions_of(*packages: str) -> dict[str, str]:
-    """Return the installed versions of distributions."""
+    """Return the installed versions of packages."""
     return {package: importlib.metadata.version(package) for package in packages}
 
 
 def serve(make: MakeEngine, packages: tuple[str, ...]) -> None:
-    """Be a worker: `make` gets the model's path and the precision."""
+    """Run a worker; `make` is called with the path of the model and the precision."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--precision", choices=PRECISIONS, required=True)
@@ -57,7 +57,7 @@ def serve(make: MakeEngine, packages: tuple[str, ...]) -> None:
     answer(versions=versions_of(*packages))
     engine = make(options.model, options.precision)
     engine.prepare(1, [])
-    engine.generate([FIRST_PROMPT], 1)  # or one that puts work off would look ready early
+    engine.generate([FIRST_PROMPT], 1)  # otherwise, an engine that defers work would look ready early
     answer(ready=True)
     for line in sys.stdin:
         answer(**_timed(engine, **json.loads(line)))

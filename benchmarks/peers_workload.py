@@ -1,6 +1,6 @@
-"""What is measured beside peers: the model's shape, the cache that every engine gets, and the six workloads.
+"""The comparison's model shape, KV cache size and six workloads.
 
-Plain Python only: every engine's worker imports it in an environment of its own.
+Plain Python only: every worker imports this module in its own environment.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ ENGINES = ("quire", "vllm", "openvino", "llamacpp")
 
 NUM_THREADS = 2
 MAX_NUM_SEQS = 64
-# Tokens of KV cache: four requests of 4,160 tokens, or 64 that share 1,024 and hold 64 of their own, and some
-# to spare. A whole number of blocks of 16, 32 and 128 tokens. 2.5 GB in bf16.
+# Tokens in the KV cache: four requests of 4,160 tokens, or 64 that share 1,024 tokens and have 64 each, and
+# some to spare. A whole number of blocks of 16, 32 and 128 tokens. 2.5 GB in bf16.
 KV_TOKENS = 21_760
 MAX_MODEL_LEN = 4_224
 
 WARM_UP_PROMPT_TOKENS = 512
 WARM_UP_OUTPUT_TOKENS = 4
-FIRST_ORDINARY_TOKEN = 1_000  # below are the tokenizer's own
+FIRST_ORDINARY_TOKEN = 1_000  # smaller ids are the tokenizer's special and byte tokens
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder with grouped-query attention, a gated MLP and an embedding tied to the head."""
+    """Sizes of a decoder with grouped-query attention, a gated MLP and tied embeddings."""
 
     vocab_size: int = 151_936
     hidden_size: int = 1_024
@@ -43,7 +43,7 @@ class ModelShape:
 
     @property
     def head_weights(self) -> int:
-        """Elements of the matrix that gives logits."""
+        """Elements of the output head."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -57,9 +57,9 @@ SHAPE = ModelShape()  # Qwen3-0.6B's
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that arrive together. Sizes in tokens; `shared_tokens` is a prefix that is in the cache.
+    """Requests that arrive together; sizes in tokens.
 
-    `shared_tokens` comes on top of `prompt_tokens`, which each request has of its own.
+    `shared_tokens` is the length of a cached prefix that all share; each request has `prompt_tokens` more.
     """
 
     name: str
@@ -72,13 +72,13 @@ class Workload:
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens that the rate counts: outputs, and prompts where they are what is measured."""
+        """Tokens for the rate: output tokens, and prompt tokens in workloads that measure prefill."""
         prompts = self.prompt_tokens if self.counts_prompts else 0
         return self.num_requests * (prompts + self.output_tokens)
 
     @property
     def warm_up(self) -> Workload:
-        """The same requests, cut short."""
+        """The same requests with shorter outputs."""
         return Workload(
             self.name,
             self.num_requests,
@@ -88,7 +88,7 @@ class Workload:
         )
 
     def prompts(self, seed: str) -> list[list[int]]:
-        """Return the requests' token ids: random, the same for one seed, equal in the shared prefix alone."""
+        """Return random token ids for each request, fixed by the seed; only the prefix is shared."""
         generator = random.Random(f"{self.name} {seed}")
         ids = range(FIRST_ORDINARY_TOKEN, SHAPE.vocab_size - FIRST_ORDINARY_TOKEN)
         prefix = generator.choices(ids, k=self.shared_tokens)

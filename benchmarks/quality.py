@@ -1,9 +1,9 @@
-"""What fewer bits cost: the logits of small random models, against float32 over the same weights.
+"""The cost of lower precision: logits of small random models, compared with float32 on the same weights.
 
-The models are those of the tests, wider, in float32; prompts are random tokens. Random weights have no large
-outliers and no training to make up for, so the figures compare the kinds with each other, not with what a
-trained model loses: `quire eval` tells that. With --gguf, also a Q8_0 file computed as bfloat16 and as int8,
-against float32 over the file's own numbers, which needs the `gguf` package.
+The models are those of the tests, but wider; prompts are random tokens. Random weights have no large
+outliers, so the figures only compare the formats with each other; `quire eval` shows what a trained model
+loses. With --gguf, also a Q8_0 file computed in bfloat16 and in int8, compared with float32 on the
+dequantized weights; this needs the `gguf` package.
 
     python benchmarks/quality.py [--families qwen3 llama] [--tokens 256] [--gguf]
 """
@@ -39,7 +39,7 @@ SHAPE = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a model is held."""
+    """A weight and KV format."""
 
     name: str
     dtype: str = "bfloat16"
@@ -79,7 +79,7 @@ def compute_logits(path: Path, kind: Kind, token_ids: torch.Tensor) -> torch.Ten
 
 
 def report(name: str, logits: torch.Tensor, exact: torch.Tensor) -> None:
-    """Print one row: errors in shares of the exact logits' spread, the divergence of the distributions."""
+    """Print one row: errors relative to the standard deviation of the exact logits, and KL divergence."""
     error = (logits - exact).abs() / exact.std()
     divergence = torch.nn.functional.kl_div(
         logits.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="none"
@@ -92,9 +92,9 @@ def report(name: str, logits: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def print_head(title: str) -> None:
-    """Print the head of a table."""
+    """Print the header of a table."""
     print(f"\n{title}\n")
-    print("| held as                | mean err | max err | mean KL   | max KL   | same best |")
+    print("| format                 | mean err | max err | mean KL   | max KL   | same best |")
     print("|---|---|---|---|---|---|")
 
 
@@ -104,13 +104,13 @@ def compare_family(family: str, directory: Path, token_ids: torch.Tensor) -> Non
 
     path = make_checkpoint(family, directory / family, **SHAPE)
     exact = compute_logits(path, EXACT, token_ids)
-    print_head(f"{family}: errors of logits in shares of their standard deviation, divergences in nats")
+    print_head(f"{family}: errors of logits relative to their standard deviation, divergences in nats")
     for kind in KINDS:
         report(kind.name, compute_logits(path, kind, token_ids), exact)
 
 
 def compare_gguf(directory: Path, token_ids: torch.Tensor) -> None:
-    """Print what becomes of a Q8_0 file, whose groups of 32 no kernel holds."""
+    """Print the row of a Q8_0 file, whose groups of 32 no kernel supports."""
     from gguf_checkpoints import write_gguf
 
     from checkpoints import make_checkpoint
@@ -118,7 +118,7 @@ def compare_gguf(directory: Path, token_ids: torch.Tensor) -> None:
     path = make_checkpoint("qwen3", directory / "q8_0", **SHAPE)
     file, _ = write_gguf(path, "qwen3", "Q8_0")
     exact = compute_logits(file, EXACT, token_ids)
-    print_head("A Q8_0 file, against float32 over its own numbers")
+    print_head("A Q8_0 file, compared with float32 on its dequantized weights")
     for kind in KINDS[:2]:
         report(kind.name, compute_logits(file, kind, token_ids), exact)
 

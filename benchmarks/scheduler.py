@@ -1,18 +1,19 @@
-"""Quire's scheduler beside vLLM's v1 `Scheduler`, each alone and without a model, on the same work.
+"""Compares Quire's scheduler with vLLM's v1 `Scheduler`, without a model, on the same work.
 
-`scheduler_quire.py` and `scheduler_vllm.py`, each with its own interpreter, make every measurement by turns,
-in several rounds: a machine that drifts is unfair to both alike. Figures are medians over rounds, of medians
-over steps. Requests have 512 prompt tokens, all different (no prefix hits), and 128 output tokens (10 under
-churn, 1 where a prompt is all that matters); blocks have 16; prefix caching is on. Measured are
+`scheduler_quire.py` and `scheduler_vllm.py`, each with its own interpreter, run every measurement
+alternately, in several rounds, so that drift of the machine affects both. Figures are medians over rounds, of
+medians over steps. Requests have 512 prompt tokens, all different (no prefix hits), and 128 output tokens (10
+under churn, 1 where only the prompt matters); blocks have 16 tokens; prefix caching is on. Measured are
 
-- decode: `schedule()` and `update_from_output()` per running request and step, while all decode and none
-  comes or goes; in each step a sixteenth of the requests begins a block and a sixteenth fills one;
-- chunks: the same where 512 requests decode and 512 compute 64 tokens in the middle of their prompt;
-- mixed: the same, where in each step 64 prompts also begin and 64 end;
-- churn: 1,024 running, a tenth of which ends and is replaced in each step, without and with `add_request()`;
-- caching: what a decode step of 1,024 costs more with prefix caching than without;
-- add: making a request, with the keys of its prompt's blocks, and `add_request()`;
-- encode: the outputs of a decode step of 1,024 to the message for the front end.
+- decode: `schedule()` and `update_from_output()` per running request and step, while all requests decode
+  and none starts or ends; in each step, a sixteenth of them starts a block and a sixteenth fills one;
+- chunks: the same, with 512 requests that decode and 512 that compute 64 tokens within their prompt;
+- mixed: the same, and in each step 64 prompts start and 64 end;
+- churn: 1,024 running requests, a tenth of which ends and is replaced per step, without and with
+  `add_request()`;
+- caching: the additional cost of prefix caching in a decode step of 1,024 requests;
+- add: constructing a request, with the hashes of its prompt's blocks, and `add_request()`;
+- encode: encoding the outputs of a decode step of 1,024 requests as a message for the front end.
 
     make bench-scheduler
     python benchmarks/scheduler.py [--rounds 3] [--running 64 256 1024 4096] [--only decode churn] [--json]
@@ -43,14 +44,14 @@ LABELS = {
     "churn": "churn, 10 % of 1,024",
     "caching": "caching, 1,024",
     "add": "add, 512 tokens, each",
-    "encode": "encode, 1,024 outputs, in all",
+    "encode": "encode, 1,024 outputs, total",
 }
 
 Round = dict[str, Any]
 
 
 class Side:
-    """One scheduler's process, which measures what it is told to by name."""
+    """The process of one scheduler, which runs measurements by name."""
 
     def __init__(self, python: str, script: str) -> None:
         self._command = [python, str(HERE / script), "--stdin"]
@@ -61,21 +62,21 @@ class Side:
         self.version: str = self._read()["version"]
 
     def measure(self, name: str) -> Round:
-        """Return the result of one measurement, by its name."""
+        """Run one measurement by name and return its result."""
         assert self._process.stdin is not None
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
-        """End the process; it is waiting to be told more."""
+        """End the process by closing its input."""
         self._process.communicate()
         self._errors.close()
 
     def _read(self) -> Round:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith("{"):  # a library may print too
+            if line.startswith("{"):  # libraries may print, too
                 result: Round = json.loads(line)
                 return result
         self._errors.seek(0)
@@ -84,7 +85,7 @@ class Side:
 
 
 def run_rounds(sides: tuple[Side, Side], options: Namespace, console: Console) -> list[tuple[Round, Round]]:
-    """Measure everything on each side by turns and return both sides' figures of each round."""
+    """Run all measurements on both sides alternately; return both sides' figures for each round."""
     rounds: list[tuple[Round, Round]] = [({}, {}) for _ in range(options.rounds)]
     for number, results in enumerate(rounds, start=1):
         for name in chosen_names(options):
@@ -95,7 +96,7 @@ def run_rounds(sides: tuple[Side, Side], options: Namespace, console: Console) -
 
 
 def rows_of(result: Round) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yield (label, unit, figures) for each row of the table that one side's round fills."""
+    """Yield (label, unit, figures) for each row of the table, from one round of one side."""
     for name, figures in result.items():
         label = LABELS.get(name) or f"decode, {int(name.split()[1]):,} running"
         if name == "caching":
@@ -110,7 +111,7 @@ def rows_of(result: Round) -> Iterator[tuple[str, str, dict[str, float]]]:
 
 
 def table_of(rounds: list[tuple[Round, Round]], title: str) -> Table:
-    """Return the comparison: medians over rounds, their quotient, and the quotient's range over rounds."""
+    """Return the comparison: medians over rounds, their ratio, and the range of the ratio over rounds."""
     table = Table(title=title)
     for heading in ("", "unit"):
         table.add_column(heading, no_wrap=True)
@@ -127,7 +128,7 @@ def table_of(rounds: list[tuple[Round, Round]], title: str) -> Table:
 
 
 def figures_of(rounds: list[dict[str, float]]) -> list[str]:
-    """Return the medians over rounds of both calls together and of each, as far as they are told apart."""
+    """Return the medians over rounds of both calls together, and of each where measured."""
     return [
         f"{statistics.median(figures[name] for figures in rounds):.2f}" if name in rounds[0] else ""
         for name in ("total", "schedule", "update")
@@ -135,9 +136,9 @@ def figures_of(rounds: list[dict[str, float]]) -> list[str]:
 
 
 def ratio_of(pairs: list[tuple[float, float]]) -> tuple[str, str]:
-    """Return how often (Quire's, vLLM's) first goes into the second: of the medians, and over the rounds."""
+    """Return vLLM's time relative to Quire's, from (Quire's, vLLM's) pairs: of the medians, and the range."""
     ours, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
-    if min(map(min, pairs)) <= 0:  # a difference can be lost in noise
+    if min(map(min, pairs)) <= 0:  # a difference smaller than the noise
         return "", ""
     ratios = [other / mine for mine, other in pairs]
     return f"{theirs / ours:.1f}x", f"{min(ratios):.1f}-{max(ratios):.1f}"
@@ -146,14 +147,18 @@ def ratio_of(pairs: list[tuple[float, float]]) -> tuple[str, str]:
 def main() -> None:
     """Measure and print."""
     arguments = parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=3, help="runs of each side, by turns (default: 3)")
     arguments.add_argument(
-        "--vllm-python", default=str(VLLM_PYTHON), help="interpreter of vLLM's environment (default: .peers)"
+        "--rounds", type=int, default=3, help="number of rounds, in which both sides alternate (default: 3)"
+    )
+    arguments.add_argument(
+        "--vllm-python",
+        default=str(VLLM_PYTHON),
+        help="Python interpreter of vLLM's environment (default: .peers)",
     )
     arguments.add_argument("--json", action="store_true", help="print every round's figures as JSON")
     options = arguments.parse_args()
     if not Path(options.vllm_python).exists():
-        raise SystemExit(f"{options.vllm_python} is not there; `make bench-scheduler` sets it up")
+        raise SystemExit(f"{options.vllm_python} does not exist; `make bench-scheduler` sets it up")
     sides = Side(sys.executable, "scheduler_quire.py"), Side(options.vllm_python, "scheduler_vllm.py")
     rounds = run_rounds(sides, options, Console(stderr=True))
     for side in sides:

@@ -1,8 +1,8 @@
-"""Quire's side of the comparison of schedulers: times its `Scheduler` alone and prints JSON.
+"""Quire's side of the scheduler comparison: times its `Scheduler` and prints JSON.
 
     python benchmarks/scheduler_quire.py [--running 64 256 1024 4096] [--only decode churn]
 
-What is measured is in `scheduler_workload.py`; `scheduler.py` runs both sides and compares.
+`scheduler_workload.py` defines the measurements; `scheduler.py` runs both sides and compares them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKEN_ID = 7
 
 @functools.cache
 def sampling(max_tokens: int) -> SamplingParams:
-    """Return the parameters of a request, as the front end would hand them over; made once for all."""
+    """Return the parameters of a request, as the front end would send them; created once for all."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=0)
 
 

@@ -1,11 +1,11 @@
-"""vLLM's side of the comparison of schedulers: times its v1 `Scheduler` alone and prints JSON.
+"""vLLM's side of the scheduler comparison: times its v1 `Scheduler` and prints JSON.
 
     .peers/vllm/bin/python benchmarks/scheduler_vllm.py [--running 64 256 1024 4096] [--only decode churn]
 
-`make bench-scheduler` sets up that environment. The scheduler gets what vLLM's engine gives it: block hashes
-made with the request (by sha256, its default), one group of layers with full attention, no overlap of steps
-(its `Scheduler`, not the `AsyncScheduler`). Its statistics are off, which is the cheaper way. What is
-measured is in `scheduler_workload.py`; `scheduler.py` runs both sides and compares.
+`make bench-scheduler` sets up that environment. The scheduler is configured as in vLLM's engine: block hashes
+computed with the request (sha256, the default), one group of layers with full attention, no overlapping steps
+(`Scheduler`, not `AsyncScheduler`). Statistics are off, which is cheaper. `scheduler_workload.py` defines the
+measurements; `scheduler.py` runs both sides and compares them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 TOKEN_ID = 7
 KV_HEADS = 8
 HEAD_DIM = 128
-# The shape of Qwen3-0.6B. No weights are read; the scheduler sees only lengths.
+# The shape of Qwen3-0.6B. No weights are read; the scheduler only sees lengths.
 MODEL_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -71,7 +71,7 @@ MODEL_CONFIG = {
 
 @functools.cache
 def model_directory() -> tempfile.TemporaryDirectory[str]:
-    """Return a directory, gone when this process ends, of a model without weights or tokenizer."""
+    """Return a temporary directory with a model without weights or tokenizer."""
     directory = tempfile.TemporaryDirectory()
     Path(directory.name, "config.json").write_text(json.dumps(MODEL_CONFIG), encoding="utf-8")
     return directory
@@ -79,7 +79,7 @@ def model_directory() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def model_config() -> ModelConfig:
-    """Return what vLLM makes of it."""
+    """Return vLLM's configuration of that model."""
     return ModelConfig(
         model=model_directory().name,
         skip_tokenizer_init=True,
@@ -91,7 +91,7 @@ def model_config() -> ModelConfig:
 
 @functools.cache
 def sampling(max_tokens: int) -> SamplingParams:
-    """Return the parameters of a request, as the front end would hand them over; made once for all."""
+    """Return the parameters of a request, as the front end would send them; created once for all."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=0)
 
 
@@ -117,7 +117,7 @@ def vllm_config(running: int, caching: bool, chunk: int, num_blocks: int) -> Vll
 
 
 def kv_cache_config(num_blocks: int) -> KVCacheConfig:
-    """Return a cache of one group of layers with full attention."""
+    """Return the configuration of a cache with one group of layers with full attention."""
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.bfloat16
     )
@@ -178,7 +178,7 @@ class VllmContender:
         return Shape(len(plan.num_scheduled_tokens), len(plan.preempted_req_ids or ()), num_outputs)
 
     def encode(self, outputs: dict[int, EngineCoreOutputs]) -> int:
-        """See `Contender.encode`; into a buffer that is used again, as vLLM's engine does."""
+        """See `Contender.encode`; the buffer is reused, as in vLLM's engine."""
         return sum(
             len(part)
             for client in outputs.values()

@@ -1,14 +1,12 @@
-"""The work that both schedulers are given, and how it is timed: one code for both, so nothing else differs.
+"""The workloads and measurements of the scheduler comparison, which both sides share.
 
-No model runs. Every request has 512 random prompt tokens that it shares with no other (no prefix hits) and
-gets a constant token for each step that catches up. What is timed is the scheduler's own calls; making the
-stand-in for the model's output between them is not. `scheduler_quire.py` and `scheduler_vllm.py` wrap one
-scheduler each.
+No model runs. Every request has 512 random prompt tokens that it shares with no other (no prefix hits), and
+gets a constant token whenever it catches up. Only calls of the scheduler are timed, not the construction of
+fake model outputs between them. `scheduler_quire.py` and `scheduler_vllm.py` each wrap one scheduler.
 
-The garbage collector is on, with Python's thresholds, on both sides; what is alive before the first request
-is frozen, as vLLM's engine does. Before it is timed, a scheduler has run as many requests as it will hold, to
-their end, so that new blocks come from a cache in use and not from one never touched.
-"""
+The garbage collector is on, with Python's default thresholds, on both sides; objects that exist before the
+first request are frozen, as in vLLM's engine. Before it is timed, a scheduler runs as many requests as it
+will hold to completion, so that new blocks come from a used cache."""
 
 from __future__ import annotations
 
@@ -30,10 +28,10 @@ OUTPUT_TOKENS = 128
 BLOCK_SIZE = 16
 VOCABULARY = 151_936
 MAX_MODEL_LEN = 1024
-TOKEN_BUDGET = 1 << 20  # never what limits a step
+TOKEN_BUDGET = 1 << 20  # never the limit of a step
 BLOCKS_PER_REQUEST = 44  # 40 are needed; nothing is ever preempted
 DEFAULT_RUNNING = (64, 256, 1024, 4096)
-RUNNING = 1024  # of all measurements but the first
+RUNNING = 1024  # in all measurements except decode
 CHUNK_TOKENS = 64
 CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
 LIFETIME = 10  # steps of a request under churn, so that a tenth ends in every step
@@ -44,7 +42,7 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a step did, to check that both sides do the same work."""
+    """What a step did; used to check that both sides do the same work."""
 
     num_scheduled: int
     num_preempted: int
@@ -52,37 +50,37 @@ class Shape:
 
 
 class Contender(Protocol):
-    """A scheduler under test. Plans, computed tokens and outputs are its own types."""
+    """A scheduler to measure. Plans, computed tokens and outputs have its own types."""
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
-        """Construct a request, with the keys of its full blocks, and queue it."""
+        """Construct a request, with the hashes of its full blocks, and queue it."""
 
     def schedule(self) -> Any:
         """Plan a step."""
 
     def compute(self, plan: Any) -> Any:
-        """Return what a model would have computed: a token for each request that caught up."""
+        """Return a fake model output: a token for each request that caught up."""
 
     def update(self, plan: Any, computed: Any) -> Any:
         """Apply a step and return its outputs."""
 
     def shape(self, plan: Any, outputs: Any) -> Shape:
-        """Describe a step that was applied."""
+        """Return the shape of an applied step."""
 
     def encode(self, outputs: Any) -> int:
-        """Turn a step's outputs into the message for the front end and return its bytes."""
+        """Encode the outputs of a step as a message for the front end; return its size in bytes."""
 
 
 class MakeContender(Protocol):
-    """A contender's class."""
+    """The class of a contender."""
 
     def __call__(self, running: int, *, caching: bool = True, chunk: int = 0) -> Contender:
-        """Make a scheduler for `running` requests, each with at most `chunk` tokens a step (0: all)."""
+        """Create a scheduler for `running` requests of at most `chunk` tokens per step (0: no limit)."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Nanoseconds of the two calls of a step, what it returned and what it did."""
+    """Nanoseconds of the two calls of a step, its outputs, and its shape."""
 
     schedule: int
     update: int
@@ -91,12 +89,12 @@ class StepTimes:
 
     @property
     def total(self) -> int:
-        """Both calls."""
+        """Nanoseconds of both calls."""
         return self.schedule + self.update
 
 
 class Driver:
-    """Feeds one scheduler with requests and times its steps."""
+    """Adds requests to one scheduler and times its steps."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -104,7 +102,7 @@ class Driver:
         self._random = np.random.default_rng(0)
 
     def add(self, count: int, max_tokens: int) -> list[int]:
-        """Add requests and return the nanoseconds of each."""
+        """Add requests; return the nanoseconds for each."""
         times = []
         for number in itertools.islice(self._numbers, count):
             prompt = self._random.integers(VOCABULARY, size=PROMPT_TOKENS).tolist()
@@ -115,7 +113,7 @@ class Driver:
         return times
 
     def step(self, scheduled: int | None = None, outputs: int | None = None) -> StepTimes:
-        """Run a step; check how many requests it scheduled and answered, where that is given."""
+        """Run a step; if given, check how many requests it scheduled and how many outputs it had."""
         contender = self.contender
         started = time.perf_counter_ns()
         plan = contender.schedule()
@@ -128,19 +126,19 @@ class Driver:
         if shape.num_preempted or not _agrees(shape.num_scheduled, scheduled):
             raise SystemExit(f"a step should schedule {scheduled} requests and preempt none, but: {shape}")
         if not _agrees(shape.num_outputs, outputs):
-            raise SystemExit(f"a step should answer {outputs} requests, but: {shape}")
+            raise SystemExit(f"a step should have outputs for {outputs} requests, but: {shape}")
         return StepTimes(planned - started, ended - computed_at, step_outputs, shape)
 
     def warm_up(self, count: int) -> None:
-        """Run requests to their end, so that code is warm and the cache is full of their prompts."""
+        """Run requests to completion, so that code is warm and the cache is full of their prompts."""
         self.add(count, max_tokens=1)
         while self.step().shape.num_scheduled:
             pass
 
     def start_decoding(self, running: int) -> None:
-        """Bring requests to decode, a sixteenth of them in each step.
+        """Bring requests to decoding, a sixteenth of them per step.
 
-        So in every later step as many of them begin a block; in lockstep, the median would leave that out.
+        So in each later step, a sixteenth of them starts a block; in lockstep, the median would hide that.
         """
         for cohort in range(BLOCK_SIZE):
             self.add(_share(running, cohort, BLOCK_SIZE), OUTPUT_TOKENS)
@@ -152,12 +150,12 @@ def _agrees(actual: int, expected: int | None) -> bool:
 
 
 def _share(total: int, index: int, parts: int) -> int:
-    """Return the size of part `index` of `total` cut into nearly equal parts."""
+    """Return the size of part `index` of `total`, split into nearly equal parts."""
     return total * (index + 1) // parts - total * index // parts
 
 
 def new_driver(make: MakeContender, running: int, *, caching: bool = True, chunk: int = 0) -> Driver:
-    """Return a warm driver of a new scheduler; what was alive before any request came is frozen."""
+    """Return a warmed-up driver of a new scheduler; objects from before the first request are frozen."""
     gc.unfreeze()
     driver = Driver(make(running, caching=caching, chunk=chunk))
     gc.collect()
@@ -175,7 +173,7 @@ def per_request(times: list[StepTimes], requests: int) -> Results:
 
 
 def measure_decode(make: MakeContender, running: int) -> Results:
-    """Time steps in which every request decodes one token and none comes or goes."""
+    """Time steps in which every request decodes one token and none starts or ends."""
     driver = new_driver(make, running)
     driver.start_decoding(running)
     times = [driver.step(running, running) for _ in range(CYCLES * BLOCK_SIZE)]
@@ -183,13 +181,13 @@ def measure_decode(make: MakeContender, running: int) -> Results:
 
 
 def measure_add(make: MakeContender) -> Results:
-    """Time making and queueing a request, in microseconds."""
+    """Time constructing and queueing a request, in microseconds."""
     driver = new_driver(make, RUNNING)
     return {"total": statistics.median(driver.add(RUNNING, OUTPUT_TOKENS)) / 1000}
 
 
 def _ready_for_chunks(make: MakeContender) -> Driver:
-    """Return a driver with half of `RUNNING` requests decoding, which takes prompts in chunks."""
+    """Return a driver that chunks prompts, with half of `RUNNING` requests decoding."""
     driver = new_driver(make, RUNNING, chunk=CHUNK_TOKENS)
     driver.start_decoding(RUNNING // 2)
     for _ in range(CHUNKS - 1):
@@ -198,7 +196,7 @@ def _ready_for_chunks(make: MakeContender) -> Driver:
 
 
 def measure_chunks(make: MakeContender) -> Results:
-    """Time steps in which half of the requests decode and half compute a chunk amid their prompt."""
+    """Time steps in which half of the requests decode, and half compute a chunk within their prompt."""
     driver, half = _ready_for_chunks(make), RUNNING // 2
     times = []
     for _ in range(CYCLES * BLOCK_SIZE // CHUNKS):
@@ -210,7 +208,7 @@ def measure_chunks(make: MakeContender) -> Results:
 
 
 def measure_mixed(make: MakeContender) -> Results:
-    """Time the same where in every step some prompts begin and as many end, each with its only token."""
+    """Time the same, with some prompts that start and as many that end in each step, with one token each."""
     driver, half = _ready_for_chunks(make), RUNNING // 2
     arrivals = half // CHUNKS
     for _ in range(CHUNKS - 1):
@@ -224,7 +222,7 @@ def measure_mixed(make: MakeContender) -> Results:
 
 
 def measure_churn(make: MakeContender) -> Results:
-    """Time steps in which a tenth of the requests arrives and a tenth ends, without and with adding them."""
+    """Time steps in which a tenth of the requests arrives and a tenth ends, without and with `add`."""
     driver = new_driver(make, RUNNING)
     times, with_add = [], []
     for number in range((2 + CYCLES) * LIFETIME):
@@ -240,8 +238,8 @@ def measure_churn(make: MakeContender) -> Results:
 def measure_caching(make: MakeContender) -> Results:
     """Compare decoding with and without prefix caching, in microseconds per request and as a share of a step.
 
-    Where a scheduler lies in memory matters as much as caching does, and which of two is made first decides
-    that: so it is done both ways.
+    The memory layout of a scheduler matters as much as caching, and depends on which of the two is created
+    first, so both orders are measured.
     """
     costs, steps = zip(*(_cost_of_caching(make, made_first) for made_first in (True, False)), strict=True)
     cost, step = statistics.mean(costs), statistics.mean(steps)
@@ -249,9 +247,10 @@ def measure_caching(make: MakeContender) -> Results:
 
 
 def _cost_of_caching(make: MakeContender, made_first: bool) -> tuple[float, float]:
-    """Return what caching adds to a step, and what a step with caching takes, in nanoseconds.
+    """Return the additional cost of caching per step, and the time of a step with caching, in nanoseconds.
 
-    Both step by turns, and which goes first changes; the cost is the difference of neighbouring steps.
+    Steps of both schedulers alternate, as does which one is first; the cost is the difference of
+    neighbouring steps.
     """
     drivers = {
         caching: new_driver(make, RUNNING, caching=caching) for caching in (made_first, not made_first)
@@ -268,7 +267,7 @@ def _cost_of_caching(make: MakeContender, made_first: bool) -> tuple[float, floa
 
 
 def measure_encode(make: MakeContender) -> Results:
-    """Time turning the outputs of one decode step into a message, in milliseconds."""
+    """Time encoding the outputs of one decode step as a message, in milliseconds."""
     driver = new_driver(make, RUNNING)
     driver.start_decoding(RUNNING)
     times, num_bytes = [], 0
@@ -292,14 +291,14 @@ MEASUREMENTS: dict[str, Callable[[MakeContender], Results]] = {
 
 
 def measure(name: str, make: MakeContender) -> Results:
-    """Run the measurement of this name; pure decode carries the number of running requests in its own."""
+    """Run a measurement by name; that of decode includes the number of running requests."""
     if name.startswith(DECODE):
         return measure_decode(make, int(name.removeprefix(DECODE)))
     return MEASUREMENTS[name](make)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that say what is measured."""
+    """Return a parser with options to select measurements."""
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -308,7 +307,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         default=DEFAULT_RUNNING,
-        help="running requests of pure decode steps",
+        help="numbers of running requests in decode steps",
     )
     choices = (DECODE, *MEASUREMENTS)
     result.add_argument("--only", nargs="+", choices=choices, default=choices, help="what to measure")
@@ -316,16 +315,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def chosen_names(options: argparse.Namespace) -> list[str]:
-    """Return the names of what the options ask for, in the order of the table."""
+    """Return the names of the selected measurements, in the order of the table."""
     decode = [f"{DECODE} {running}" for running in options.running if DECODE in options.only]
     return decode + [name for name in MEASUREMENTS if name in options.only]
 
 
 def measure_and_print(description: str | None, version: str, make: MakeContender) -> None:
-    """The whole of one side: print its version, then each result as it comes, as lines of JSON."""
+    """Run one side: print its version, then each result, as lines of JSON."""
     arguments = parser(description)
     arguments.add_argument(
-        "--stdin", action="store_true", help="read the names of what to measure from there"
+        "--stdin", action="store_true", help="read the names of measurements from standard input"
     )
     options = arguments.parse_args()
     print(json.dumps({"version": version}), flush=True)

@@ -1,8 +1,8 @@
-"""What n-gram drafts save on the built-in model's tasks, with 1 and with 8 requests at once.
+"""Speed-up by n-gram drafts on the tasks of the built-in model, with 1 and 8 concurrent requests.
 
-The held-out prompts of a task are answered greedily, without drafts and with them; the answers must be equal.
-Rounds of both alternate and the best of each is reported: the machine may be shared. Tokens per step are
-those of one request, decoding only.
+The held-out prompts of a task are answered greedily, without and with drafts; the answers must be equal.
+Rounds of both alternate, and the best of each counts, because the machine may be shared. Tokens per step are
+those of one request while decoding.
 
     python benchmarks/speculation.py [--task copy --task retrieval-200] [--prompts 32] [--rounds 3] [--json]
 """
@@ -32,7 +32,7 @@ def conversations(task: str, count: int) -> list[Any]:
 
 
 def one_round(llm: LLM, messages: list[Any]) -> tuple[float, list[list[int]], int]:
-    """Return seconds, the answers' tokens, and how many of them were accepted drafts."""
+    """Return seconds, the tokens of the answers, and the number of accepted drafts."""
     llm.reset_prefix_cache()
     before = llm.stats().num_accepted_tokens
     started = time.perf_counter()
@@ -75,8 +75,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--task", action="append", help=f"one of {', '.join(TASKS)} (default: all)")
-    parser.add_argument("--prompts", type=int, default=32, help="of each task (default: 32)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each; the best counts (default: 3)")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts per task (default: 32)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the best counts (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     rows = [
@@ -87,7 +87,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    print("| task | requests at once | answer tokens | tokens per step | speed-up | same tokens |")
+    print("| task | concurrent requests | answer tokens | tokens per step | speed-up | same tokens |")
     print("|---|---|---|---|---|---|")
     for row in rows:
         print(

@@ -1,9 +1,9 @@
-"""Where the time of a decode step goes, at several numbers of requests, beside what the machine allows.
+"""Profile of a decode step for several numbers of requests, compared with the limits of the machine.
 
-Every part of a step is wrapped in a clock: the engine's phases, and inside the forward pass each kind of
-kernel, summed over the layers. What the clocks cost themselves is in the rows (about 0.3 us for each call).
-The limit of a row is the time that its weights or KV take at the bandwidth given, or its products at the rate
-given, whichever is longer; `make bench-peers` measures both.
+Every part of a step is timed: the phases of the engine, and each kind of kernel in the forward pass, summed
+over the layers. The times include the overhead of the clocks (about 0.3 us per call). The limit of a row is
+the time to read its weights or KV at the given bandwidth, or for its products at the given rate, whichever is
+longer; `make bench-peers` measures both rates.
 
     python benchmarks/step_profile.py MODEL [--requests 1 16] [--context 64] [--quantization int8]
 """
@@ -44,14 +44,14 @@ WARM_STEPS = 4
 
 
 class Clock:
-    """Seconds by name within the current step, and the finished steps."""
+    """Seconds by name, for the current step and for finished steps."""
 
     def __init__(self) -> None:
         self.current: dict[str, float] = defaultdict(float)
         self.steps: list[dict[str, float]] = []
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, timed."""
+        """Return a timed `function`."""
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ class Clock:
         return timed
 
     def wrap_method(self, owner: type, method: str, name: str) -> None:
-        """Time a method of a class, or a class method."""
+        """Time a method or class method of `owner`."""
         function = owner.__dict__[method]
         if isinstance(function, classmethod):
             setattr(owner, method, classmethod(self.wrap(name, function.__func__)))
@@ -75,18 +75,18 @@ class Clock:
 
 
 class TimedLinear:
-    """A dense layer with a clock."""
+    """A timed dense layer."""
 
     def __init__(self, linear: Linear, clock: Clock, name: str) -> None:
         self._call = clock.wrap(name, linear.__call__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Multiply, timed."""
+        """Time the product."""
         return self._call(*args, **kwargs)
 
 
 def wrap_kernels(decoder: Decoder, clock: Clock) -> None:
-    """Put clocks into a loaded decoder."""
+    """Time the kernels of a loaded decoder."""
     for layer in decoder.layers:
         for name in MATRICES:
             setattr(layer, name, TimedLinear(getattr(layer, name), clock, f"    {name}"))
@@ -103,7 +103,7 @@ def wrap_kernels(decoder: Decoder, clock: Clock) -> None:
 def limits(
     decoder: Decoder, num_requests: int, context: int, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Return the least seconds of each kind of kernel in a step."""
+    """Return the minimum seconds of each kind of kernel in a step."""
     config = decoder.config
     weight_bytes = {"none": 2.0, "int8": 1.0, "int4": 0.5625}[options.quantization]
     sizes = {
@@ -154,9 +154,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="model to run")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16], help="at once (default: 1 16)")
-    parser.add_argument("--context", type=int, default=64, help="prompt tokens of each (default: 64)")
-    parser.add_argument("--steps", type=int, default=32, help="decode steps (default: 32)")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[1, 16],
+        help="numbers of concurrent requests (default: 1 16)",
+    )
+    parser.add_argument("--context", type=int, default=64, help="prompt tokens per request (default: 64)")
+    parser.add_argument("--steps", type=int, default=32, help="number of decode steps (default: 32)")
     parser.add_argument("--quantization", default="none", help="none, int8 or int4")
     parser.add_argument("--bandwidth", type=float, default=30.5e9, help="bytes/s (default: 30.5e9)")
     parser.add_argument("--rate", type=float, default=None, help="operations/s (default: 450e9, int8 860e9)")
