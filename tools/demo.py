@@ -1,7 +1,7 @@
-"""One minute with Quire: a server, several clients at once, and what the engine did.
+"""Quire in one minute: a server, several concurrent clients, and the engine's counters.
 
-Starts `quire serve` on the built-in model and a free port, sends it requests through the `openai` client,
-shows the answers as they stream, then each request's figures and the engine's counters, and stops the server.
+Starts `quire serve` with the built-in model on a free port, sends requests with the `openai` client, shows
+the answers as they stream, then the figures of each request and the engine's counters, and stops the server.
 
     python tools/demo.py
 """
@@ -52,19 +52,19 @@ VALUES = {"runala": 922, "naba": 3390, "sige": 2108, "zute": 5392, "kere": 8072,
 
 
 class DemoError(Exception):
-    """The demonstration did not go as it should; the message says where."""
+    """The demonstration failed; the message says where."""
 
 
 @dataclass
 class Job:
-    """One request: what is asked, and what has come back so far. Times in seconds on one clock."""
+    """One request and its answer so far. Times are in seconds on one clock."""
 
     label: str
     question: str
     kind: str  # "chat" or "completion"
     body: dict[str, Any]
     stream: bool = True
-    after: Job | None = None  # sent once this one's first token is there
+    after: Job | None = None  # sent after the first token of this job
     text: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -75,14 +75,14 @@ class Job:
     started_answering: asyncio.Event = field(default_factory=asyncio.Event)
 
     def receive(self, text: str) -> None:
-        """Take a piece of the answer."""
+        """Add a piece of the answer."""
         if text and not self.first:
             self.first = time.perf_counter()
             self.started_answering.set()
         self.text += text
 
     def finish(self, usage: Any) -> None:
-        """Take the counts that came with the end of the answer."""
+        """Record the token counts at the end of the answer."""
         self.done = time.perf_counter()
         self.prompt_tokens = usage.prompt_tokens
         self.output_tokens = usage.completion_tokens
@@ -93,7 +93,7 @@ class Job:
 def chat(
     label: str, question: str, *, system: str = "", context: str = "", stream: bool = True, **body: Any
 ) -> Job:
-    """Return a chat request; `context` goes above the question."""
+    """Return a chat request; `context` precedes the question."""
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": context + question})
     body = {"messages": messages, "max_tokens": 80, "temperature": 0, **body}
@@ -101,7 +101,7 @@ def chat(
 
 
 def completion(label: str, question: str, *, stream: bool = True, **body: Any) -> Job:
-    """Return a completion request, with the turns of the model's template written out."""
+    """Return a completion request whose prompt is formatted like the model's chat template."""
     prompt = f"<|user|>{question}<|end|><|assistant|>"
     body = {"prompt": prompt, "max_tokens": 80, "temperature": 0, **body}
     return Job(label, question, "completion", body, stream)
@@ -126,10 +126,10 @@ def jobs() -> list[Job]:
 
 
 class Server:
-    """`quire serve` in a process of its own, gone when the context ends.
+    """`quire serve` in its own process, which ends with the context.
 
     Raises:
-        DemoError: if it does not come up; with its log.
+        DemoError: it does not start; the message has its log.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Server:
     def __enter__(self) -> Server:
         try:
             if not self._ready.wait(START_TIMEOUT) or not self.url:
-                raise DemoError("the server did not come up; it said:\n" + "".join(self.log))
+                raise DemoError("the server did not start; its log:\n" + "".join(self.log))
         except BaseException:
             self._end()
             raise
@@ -156,18 +156,18 @@ class Server:
         self._end()
 
     def stop(self) -> None:
-        """Ask the server to stop as a service manager does.
+        """Stop the server with SIGTERM, as a service manager does.
 
         Raises:
-            DemoError: if it does not stop in time, or not with status 0.
+            DemoError: it does not stop in time, or not with status 0.
         """
         self._process.send_signal(signal.SIGTERM)
         try:
             status = self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
-            raise DemoError(f"the server still runs {STOP_TIMEOUT:.0f} s after SIGTERM") from None
+            raise DemoError(f"the server is still running {STOP_TIMEOUT:.0f} s after SIGTERM") from None
         if status:
-            raise DemoError(f"the server ended with status {status}; it said:\n" + "".join(self.log))
+            raise DemoError(f"the server ended with status {status}; its log:\n" + "".join(self.log))
 
     def _read_log(self) -> None:
         assert self._process.stdout is not None
@@ -177,7 +177,7 @@ class Server:
             if found:
                 self.url = found[1]
                 self._ready.set()
-        self._ready.set()  # the server is gone: no use in waiting
+        self._ready.set()  # the server has ended: stop waiting
 
     def _end(self) -> None:
         if self._process.poll() is None:
@@ -186,7 +186,7 @@ class Server:
 
 
 async def run_job(client: AsyncOpenAI, job: Job) -> None:
-    """Send one request and take its answer."""
+    """Send one request and receive its answer."""
     if job.after:
         await job.after.started_answering.wait()
     create = client.chat.completions.create if job.kind == "chat" else client.completions.create
@@ -205,13 +205,13 @@ async def run_job(client: AsyncOpenAI, job: Job) -> None:
             job.receive((choice.message.content if job.kind == "chat" else choice.text) or "")
             job.finish(response.usage)
     finally:
-        job.started_answering.set()  # a failure must not leave a waiting job behind
+        job.started_answering.set()  # a failure must not leave another job waiting
     if not job.text.strip() or not job.done:
         raise DemoError(f"{job.label!r} got no complete answer")
 
 
 async def run_jobs(url: str, all_jobs: list[Job], console: Console) -> None:
-    """Send all requests at once and show the answers while they stream."""
+    """Send all requests concurrently and show the answers as they stream."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         with shown(all_jobs, console) as finished:
 
@@ -226,7 +226,7 @@ async def run_jobs(url: str, all_jobs: list[Job], console: Console) -> None:
 
 @contextlib.contextmanager
 def shown(all_jobs: list[Job], console: Console) -> Iterator[Callable[[Job], None]]:
-    """Show a panel per request that fills as its answer streams; without a terminal, a line per answer."""
+    """Show a panel per request with its streaming answer; without a terminal, a line per answer."""
     if console.is_terminal:
         with Live(get_renderable=lambda: panels(all_jobs), console=console, refresh_per_second=20):
             yield lambda job: None
@@ -235,12 +235,12 @@ def shown(all_jobs: list[Job], console: Console) -> Iterator[Callable[[Job], Non
 
 
 def title(job: Job) -> str:
-    """Return what stands above an answer."""
+    """Return the title of an answer."""
     return f"{job.label}: {job.question}"
 
 
 def panels(all_jobs: list[Job]) -> Group:
-    """Return what the terminal shows while answers stream."""
+    """Return the panels of all requests."""
     return Group(
         *(
             Panel(
@@ -252,7 +252,7 @@ def panels(all_jobs: list[Job]) -> Group:
 
 
 def job_table(all_jobs: list[Job]) -> Table:
-    """Return each request's figures."""
+    """Return a table with the figures of each request."""
     table = Table(title="Requests", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("request", no_wrap=True)
     for column in ("prompt tokens", "cached", "TTFT ms", "output tokens", "tokens/s"):
@@ -282,12 +282,12 @@ def engine_counters(url: str) -> dict[str, float]:
 
 
 def blocks_in_use(counters: dict[str, float]) -> int:
-    """Return how many KV blocks requests hold."""
+    """Return how many KV blocks are in use."""
     return int(counters["quire_kv_blocks"] - counters["quire_kv_blocks_free"])
 
 
 def engine_table(before: dict[str, float], after: dict[str, float]) -> Table:
-    """Return what the engine counted over all requests."""
+    """Return a table of the engine's counters over all requests."""
     table = Table(title="Engine", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column("what")
     table.add_column("figure", justify="right")
@@ -304,17 +304,19 @@ def engine_table(before: dict[str, float], after: dict[str, float]) -> Table:
 
 
 def check(all_jobs: list[Job], before: dict[str, float], after: dict[str, float]) -> None:
-    """Raise `DemoError` if the engine holds on to blocks, or the shared prompt was computed twice."""
+    """Raise `DemoError` if blocks are still in use, or the shared prompt was computed twice."""
     for when, counters in (("before", before), ("after", after)):
         if blocks_in_use(counters):
-            raise DemoError(f"{blocks_in_use(counters)} KV blocks were in use {when} the requests; must be 0")
+            raise DemoError(
+                f"{blocks_in_use(counters)} KV blocks were in use {when} the requests; there should be none"
+            )
     sharing = [job for job in all_jobs if job.after]
     if not all(job.cached_tokens for job in sharing):
         raise DemoError("the second request with the shared prompt found nothing in the prefix cache")
 
 
 def demonstrate(console: Console) -> None:
-    """Run the whole demonstration."""
+    """Run the demonstration."""
     started = time.perf_counter()
     all_jobs = jobs()
     with Server() as server:
@@ -334,7 +336,9 @@ def demonstrate(console: Console) -> None:
 
 def main() -> int:
     """Run the demonstration; return the exit status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # contexts end, the server too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # leave all contexts, which ends the server
     console = Console(highlight=False)
     failures: list[BaseException] = []
     try:

@@ -3,10 +3,10 @@
 qa         answers a question about Quire or serving, from questions_*.toml
 add        adds two numbers of up to two digits
 copy       repeats letters; `reverse` writes them backwards
-retrieval  finds the value of a key in a list that stands somewhere in a long prompt
+retrieval  finds the value of a key in a list within a long prompt
 
-Everything is drawn from one `random.Random`, so a seed fixes the data.  What is held out never reaches
-training: the `held_out` paraphrase of each question, and one in ten number pairs, strings and key names,
+Everything is drawn from one `random.Random`, so the seed determines the data.  Held-out examples are never
+trained on: the `held_out` paraphrase of each question, and one in ten number pairs, strings and key names,
 chosen by a hash.
 """
 
@@ -63,7 +63,7 @@ LEAD_INS = (
     "And ",
     "please ",
 )
-# What a question for a definition begins or ends with, and what else it may begin and end with.
+# Beginnings and endings of questions for a definition, and replacements for them.
 DEFINITION = re.compile(
     r"^(What is meant by|What is|What are|Define|Explain the term|Explain|Describe|Tell me about"
     r"|Help me understand|Give me a short definition of|How would you describe|So what exactly is"
@@ -79,7 +79,7 @@ TAILS = (" please", " Please.", " Thanks.", " thank you", " Be brief.")
 
 
 def is_held_out(text: str) -> bool:
-    """Whether `text` (a pair, a string, a name) is kept for evaluation: one in ten is."""
+    """Whether `text` (a pair, a string, a name) is held out for evaluation: one in ten is."""
     return zlib.crc32(text.encode()) % 10 == 0
 
 
@@ -93,8 +93,8 @@ def plain_texts() -> dict[str, list[str]]:
 def questions() -> list[dict]:
     """All entries of questions_*.toml: `ask` (paraphrases), `held_out`, `answer`.
 
-    Where two entries share a question, the later one takes the answer of the earlier one. A paraphrase that
-    is held out somewhere is asked nowhere.
+    If two entries share a question, the later one takes the answer of the earlier one. A paraphrase that is
+    held out in one entry is not used in any other.
     """
     files = sorted(HERE.glob("questions_*.toml"))
     entries = [entry for f in files for entry in tomllib.loads(f.read_text())["entry"]]
@@ -110,7 +110,7 @@ def questions() -> list[dict]:
 
 
 def tokenizer_corpus() -> Iterator[str]:
-    """Text the tokenizer learns its merges from.  Held-out questions are not part of it."""
+    """Text from which the tokenizer learns its merges, without held-out questions."""
     for entry in questions():
         for ask in entry["ask"]:
             yield ask
@@ -125,7 +125,7 @@ def tokenizer_corpus() -> Iterator[str]:
 
 @dataclass
 class Turn:
-    """One question and its answer.  `task` names the figure it counts for."""
+    """One question and its answer.  `task` is the task it is scored under."""
 
     task: str
     user: str
@@ -141,13 +141,13 @@ class Example:
 
 
 class TaskSampler:
-    """Draws turns.  With `held_out` it draws only what training never shows, otherwise never that."""
+    """Draws turns; with `held_out` only held-out ones, otherwise none of these."""
 
     def __init__(self, rng: random.Random, *, held_out: bool = False) -> None:
         self.rng = rng
         self.held_out = held_out
         self.colon_share = 0.5  # of lists, written "bako: 4821"; the others are written "bako 4821"
-        self.reopen = 0.0  # share of questions that get another opening and ending
+        self.reopen = 0.0  # share of questions with another opening and ending
         self.words = sorted({w for e in questions() for a in e["ask"] for w in a.split()})
 
     def turn(self, task: str) -> Turn:
@@ -155,15 +155,15 @@ class TaskSampler:
         return getattr(self, task)()
 
     def qa(self) -> Turn:
-        """A question in one of its training paraphrases, roughened so that unseen ones are understood."""
+        """A question in one of its training paraphrases, with noise, so that unseen ones are understood."""
         entry = self.rng.choice(questions())
         question = self.rng.choice(entry["ask"])
         if self.rng.random() < self.reopen:
             question = self._reopen(question)
-        return Turn("qa", self._roughen(question), entry["answer"])
+        return Turn("qa", self._add_noise(question), entry["answer"])
 
     def add(self) -> Turn:
-        """An addition.  A pair is held out together with its mirror; numbers below ten are never held out."""
+        """An addition.  a + b and b + a are held out together; numbers below ten are never held out."""
         rng = self.rng
         while True:
             low = 10 if self.held_out or rng.random() < 0.9 else 0
@@ -182,7 +182,7 @@ class TaskSampler:
         return Turn("reverse", self.rng.choice(REVERSE_FORMS).format(s=text), text[::-1])
 
     def lookup(self, key: str, line: str) -> Turn:
-        """A question for one key of a list.  The answer is its line in the list, which a reader can check."""
+        """A question for one key of a list.  The answer is its line in the list."""
         return Turn("retrieval", self.rng.choice(LOOKUP_FORMS).format(k=key), line)
 
     def _letters(self) -> str:
@@ -205,8 +205,8 @@ class TaskSampler:
             core = re.sub("^(an?|the) ", "", core)
         return self.rng.choice(OPENINGS) + core + self.rng.choice(ENDINGS)
 
-    def _roughen(self, text: str) -> str:
-        """`text` as a hurried person types it: words lost or changed, lower case, lead-ins."""
+    def _add_noise(self, text: str) -> str:
+        """`text` as typed in a hurry: words missing or changed, lower case, lead-ins."""
         rng = self.rng
         if rng.random() < 0.5:
             rate = rng.random() * 0.25
@@ -257,7 +257,7 @@ class TaskSampler:
     def listing(self, tokens: int, encoder: ChatEncoder, list_share: float) -> tuple[str, dict[str, str]]:
         """A text of at most about `tokens` tokens with a list in it, and the lines of the list by name.
 
-        `list_share` of the room goes to list lines, the rest to filler sentences before and after the list.
+        `list_share` of the tokens are list lines, the rest are filler sentences before and after the list.
         """
         line_tokens = 8.0  # two or three syllables, three or four digits, newline, sometimes a colon
         lines = self.lines(max(3, int(tokens * list_share / line_tokens)))
@@ -282,7 +282,7 @@ def add_turn(example: Example, turn: Turn, encoder: ChatEncoder) -> None:
 def short_conversation(
     sampler: TaskSampler, encoder: ChatEncoder, weights: dict[str, float], length: int
 ) -> Example:
-    """A conversation of short tasks that fills `length` tokens as far as whole turns allow."""
+    """A conversation of short tasks with as many whole turns as fit into `length` tokens."""
     rng, example = sampler.rng, Example()
     if rng.random() < 0.4:
         example.ids += encoder.message("system", sampler.system(length // 2, encoder))
@@ -317,7 +317,7 @@ def retrieval_conversation(
 
 
 def prompt_tokens(messages: list[dict[str, str]], encoder: ChatEncoder) -> int:
-    """Tokens of the prompt that asks for an answer to `messages`."""
+    """Number of prompt tokens for an answer to `messages`."""
     return sum(len(encoder.message(m["role"], m["content"])) for m in messages) + 1
 
 

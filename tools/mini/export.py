@@ -1,9 +1,9 @@
 """Write a trained `mini` as a Hugging Face folder: `python tools/mini/export.py --run DIR --to DIR`.
 
 The folder holds config.json, generation_config.json, model.safetensors (bfloat16), tokenizer.json,
-tokenizer_config.json and eval.jsonl, the held-out prompts with the answers they should get.  With `--check`
-the folder is then loaded by `transformers`: logits must equal those of the training code, and each evaluation
-prompt is answered greedily, token by token.
+tokenizer_config.json and eval.jsonl, the held-out prompts with their correct answers.  `--check` then loads
+the folder with `transformers`: logits must equal those of the training code, and each evaluation prompt is
+answered greedily, token by token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model import Mini, MiniConfig
 from safetensors.torch import load_file
 from train import format_rates
 
-CHECK_ROWS = 32  # prompts of like length answered together
+CHECK_ROWS = 32  # prompts of similar length answered together
 LOGIT_TOLERANCE = 1e-3  # float32 on both sides; only the order of additions differs
 
 
@@ -54,7 +54,7 @@ def export(run: Path, to: Path) -> None:
     """Write the folder `to` from the newest weights in `run`."""
     to.mkdir(parents=True, exist_ok=True)
     for name in ("model.safetensors", "tokenizer.json"):
-        # Copy and rename: whoever reads the old file meanwhile keeps the old file.
+        # Copy and rename: processes that are reading the old file keep it.
         shutil.copyfile(run / name, to / f"{name}.tmp")
         (to / f"{name}.tmp").replace(to / name)
     write_json(to / "config.json", MiniConfig().to_hf())
@@ -75,7 +75,7 @@ def check_logits(folder: Path, reference: torch.nn.Module) -> float:
 
 @torch.no_grad()
 def answer(model: torch.nn.Module, tokenizer: object, rows: list[dict]) -> list[str]:
-    """Greedy answers of `model` to evaluation rows of like prompt length."""
+    """Greedy answers of `model` to evaluation rows of similar prompt length."""
     inputs = tokenizer.apply_chat_template(
         [r["messages"] for r in rows],
         add_generation_prompt=True,
@@ -89,7 +89,7 @@ def answer(model: torch.nn.Module, tokenizer: object, rows: list[dict]) -> list[
 
 
 def check(folder: Path, dtype: torch.dtype, misses: int) -> None:
-    """Load the folder with `transformers`, compare logits, answer every prompt and print the rates."""
+    """Load the folder with `transformers`, compare logits, answer every prompt and print the accuracy."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -118,11 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", type=Path, help="folder that train.py wrote; leave out to check only")
+    parser.add_argument("--run", type=Path, help="output folder of train.py; omit to check only")
     parser.add_argument("--to", type=Path, required=True, help="folder of the model")
     parser.add_argument("--check", action="store_true", help="load and answer with transformers")
-    parser.add_argument("--dtype", default="bfloat16", help="type in which the check answers")
-    parser.add_argument("--misses", type=int, default=20, help="wrong answers to print")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the check")
+    parser.add_argument("--misses", type=int, default=20, help="maximum number of wrong answers to print")
     args = parser.parse_args()
     if args.run:
         export(args.run, args.to)

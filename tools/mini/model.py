@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SHARED_COMPONENT = 1.0  # of every embedding; the other components begin with a deviation of 0.1
-LOOK_BACK_PAIRS = 5  # fastest rotary pairs, the ones that tell neighbouring positions apart
+SHARED_COMPONENT = 1.0  # of every embedding; the other components start with a standard deviation of 0.1
+LOOK_BACK_PAIRS = 5  # fastest rotary pairs, which distinguish neighbouring positions
 LOOK_BACK_SHARPNESS = 2.0  # weights of the query and key norms; the logits grow with their product
 
 
@@ -28,7 +28,7 @@ class MiniConfig:
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 64
-    # A large base leaves half of the rotary pairs nearly still over 1,500 tokens: they match content at any
+    # With a large base, half of the rotary pairs hardly rotate over 1,500 tokens: they match content at any
     # distance.
     rope_theta: float = 1_000_000.0
     rms_norm_eps: float = 1e-6
@@ -176,16 +176,16 @@ class Mini(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std *= (2 * self.config.num_hidden_layers) ** -0.5
             nn.init.normal_(p, std=std)
-        self._look_back()
+        self._initialise_look_back()
 
     @torch.no_grad()
-    def _look_back(self) -> None:
-        """Let the heads of the first layer begin as look-backs by 1, 2, 3, ... tokens.
+    def _initialise_look_back(self) -> None:
+        """Initialize the heads of the first layer to attend 1, 2, 3, ... tokens back.
 
-        All embeddings share one large component, which the queries and keys of that layer turn into fixed
+        All embeddings share one large component, from which the queries and keys of that layer compute fixed
         vectors whose rotary product is greatest at the head's distance.  Finding a repeated name needs such
-        heads, and they are what a small model takes longest to find by itself (they are also what a short
-        convolution is for, Arora et al. 2023, "Zoology").  Training is free to change them.
+        heads, and a small model takes long to learn them (short convolutions serve the same purpose, Arora
+        et al. 2023, "Zoology").  Training can change them.
         """
         c, attention = self.config, self.model.layers[0].self_attn
         self.model.embed_tokens.weight[:, 0] = SHARED_COMPONENT

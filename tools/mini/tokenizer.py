@@ -1,10 +1,10 @@
-"""The tokenizer of `mini`: a byte-level BPE whose first merges are chosen by hand.
+"""The tokenizer of `mini`: a byte-level BPE whose first merges are defined by hand.
 
-Three kinds of text have to split in the same way wherever they stand, because the model copies them:
+Three kinds of text must be split the same way everywhere, because the model copies them:
 
 * digits: one token each (the pre-tokenizer isolates them, with the space in front if there is one);
 * single letters ("k x w q"): one token each, " k" included;
-* made-up names ("bako", "tiluse"): one token a syllable.  Consonant-vowel merges come first, and no later
+* made-up names ("bako", "tiluse"): one token per syllable.  Consonant-vowel merges come first, and no later
   merge may join two bare syllables, so a name never splits otherwise because an English word contains it.
 
 All other merges are learned from the training text in the usual greedy way.
@@ -53,7 +53,7 @@ def byte_alphabet() -> list[str]:
 
 
 def hand_made_merges() -> list[tuple[str, str]]:
-    """Merges that are there whatever the text: syllables, then space and syllable, digit or letter."""
+    """Merges independent of the text: syllables, then a space and a syllable, digit or letter."""
     merges = [(s[0], s[1]) for s in SYLLABLES]
     merges += [(_SPACE, s) for s in SYLLABLES]
     merges += [(_SPACE, d) for d in "0123456789"]
@@ -77,7 +77,7 @@ def _apply(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 def learn_merges(texts: Iterable[str], count: int) -> list[tuple[str, str]]:
     """Learn `count` merges, the hand-made ones included, from `texts`.
 
-    The corpus is some thousand different words, so counting all pairs again for each merge is fast enough.
+    The corpus has a few thousand different words, so recounting all pairs for each merge is fast enough.
     """
     counts = Counter(w for text in texts for w in _TRAINED_WORD.findall(text) if w.isascii())
     words = {tuple(w.replace(" ", _SPACE)): n for w, n in sorted(counts.items())}
@@ -141,7 +141,7 @@ class ChatEncoder:
         self._cache: dict[str, list[int]] = {}
 
     def text(self, text: str) -> list[int]:
-        """Token ids of plain text; short texts are remembered, since most of them come again."""
+        """Token ids of plain text; short texts are cached, since most of them recur."""
         ids = self._cache.get(text)
         if ids is None:
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -154,7 +154,7 @@ class ChatEncoder:
         return [self._roles[role], *self.text(content), self.end]
 
     def generation_prompt(self) -> list[int]:
-        """Token ids that ask the model for its turn."""
+        """Token ids that start the model's turn."""
         return [self._roles["assistant"]]
 
 

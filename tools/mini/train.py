@@ -1,9 +1,9 @@
-"""Train `mini` from nothing: `python tools/mini/train.py --out DIR`.
+"""Train `mini` from scratch: `python tools/mini/train.py --out DIR`.
 
 One step takes two micro-batches: short tasks in rows of 256 tokens, and lists with questions about them in
-rows of up to 1,536 tokens.  Only answers carry loss, and the output matrix is applied to their rows only.
-Lists grow by themselves: when nine in ten answers at the present level are right, the next level starts; the
-last level turns to the short tasks.  Of those, what fails more is drawn more often.
+rows of up to 1,536 tokens.  Only answers have a loss, and the output matrix is applied to their rows only.
+Lists get longer: when nine in ten answers at the current level are correct, the next level starts; the last
+level emphasizes the short tasks.  Tasks with more errors are drawn more often.
 
 The run continues from DIR/checkpoint.pt if that is there, and ends with DIR/model.safetensors and
 DIR/tokenizer.json.
@@ -19,7 +19,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a good neighbour: no spinning between parallel regions
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # no spinning between parallel regions, which would take time from other processes
 
 import data
 import tokenizer as tok
@@ -33,7 +35,7 @@ SHORT_LENGTH = 256
 SHORT_TASKS = {"qa": 2.0, "add": 1.0, "copy": 0.6, "reverse": 1.0}  # share of turns at equal accuracy
 MUON_LR, ADAM_LR = 0.02, 3e-3
 WARMUP_STEPS = 100
-REOPEN_STEP, REOPEN_SHARE = 1400, 0.35  # from this step on that share of the questions gets another opening
+REOPEN_STEP, REOPEN_SHARE = 1400, 0.35  # from this step on, this share of the questions gets another opening
 LOG_STEPS, SAVE_STEPS, EVAL_STEPS = 25, 100, 250
 
 
@@ -56,7 +58,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Level:
-    """What a step is made of while lists have reached some length."""
+    """The composition of a step at one level of list lengths."""
 
     chances: tuple[float, ...]  # of each of SHAPES
     short_rows: int = 5
@@ -71,7 +73,7 @@ LEVELS = (
     Level((0.15, 0.2, 0.25, 0.4)),
     Level((0.15, 0.2, 0.25, 0.4), short_rows=16, list_rows=0.5),
 )
-PROMOTION = 0.9  # share of right answers that starts the next level
+PROMOTION = 0.9  # share of correct answers that starts the next level
 
 
 @dataclass
@@ -82,19 +84,19 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     level: int = 0
-    accuracy: dict[str, float] = field(default_factory=dict)  # running share of right answers, by task
+    accuracy: dict[str, float] = field(default_factory=dict)  # running share of correct answers, by task
 
     def note(self, task: str, right: int, total: int) -> None:
-        """Move the running accuracy of `task`; a batch with more answers counts more."""
+        """Update the running accuracy of `task`; a batch with more answers counts more."""
         keep = 0.99**total
         self.accuracy[task] = keep * self.accuracy.get(task, 0.0) + (1 - keep) * right / total
 
     def weights(self) -> dict[str, float]:
-        """Chance of each short task: the more it fails, the more it is drawn."""
+        """Weight of each short task: tasks with more errors are drawn more often."""
         return {t: base * (1.15 - self.accuracy.get(t, 0.0)) for t, base in SHORT_TASKS.items()}
 
     def promote(self) -> None:
-        """Start the next level of list lengths once the present one is nearly solved."""
+        """Start the next level of list lengths once the current one is nearly solved."""
         longest = len(LEVELS[self.level].chances) - 1
         if self.level + 1 < len(LEVELS) and self.accuracy.get(f"retrieval-{longest}", 0.0) > PROMOTION:
             self.level += 1
@@ -181,7 +183,7 @@ class Trainer:
         os.replace(self.out / "model.tmp", self.out / "model.safetensors")
 
     def learning_rate(self) -> float:
-        """Factor for both learning rates: a short rise, a plateau, then down to zero in a line."""
+        """Factor for both learning rates: a short warm-up, a plateau, then linear decay to zero."""
         step = self.progress.step
         return min(1.0, (step + 1) / WARMUP_STEPS, (self.total_steps - step) / self.decay_steps)
 
@@ -208,13 +210,13 @@ class Trainer:
 
     def backward(self, batch: Batch, suffix: str = "") -> float:
         """Add the gradients of one micro-batch, note its accuracy, return its loss."""
-        # Compiling takes half a minute for each shape: worth it for the one that every step uses.
+        # Compiling takes half a minute per shape: only worth it for the shape that every step uses.
         run = self.compiled if batch.ids.shape[1] == SHORT_LENGTH else self.model.hidden
         with torch.autocast("cpu", torch.bfloat16):
             hidden = run(batch.ids).flatten(0, 1)[batch.where]
             logits = self.model.logits(hidden)
         losses = F.cross_entropy(logits.float(), batch.target, reduction="none")
-        # Long answers would drown short ones if every token counted alike.
+        # If every token had the same weight, long answers would dominate.
         weight = torch.bincount(batch.span)[batch.span].rsqrt()
         loss = (losses * weight).sum() / weight.sum()
         loss.backward()
@@ -254,7 +256,7 @@ class Trainer:
             if step % EVAL_STEPS == 0:
                 whole = (
                     step % (4 * EVAL_STEPS) == 0
-                )  # long prompts cost most, so they are looked at less often
+                )  # long prompts are the most expensive, so they are evaluated less often
                 subset = [r for r in rows if whole or r["task"] != "retrieval-1400"]
                 print("  eval", format_rates(evaluate(self.model, self.encoder, subset)), flush=True)
             if step % SAVE_STEPS == 0 or step == self.total_steps:
@@ -313,7 +315,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and the result")
     parser.add_argument("--steps", type=int, default=2300, help="optimizer steps in all")
     parser.add_argument(
-        "--decay-steps", type=int, default=1850, help="last steps, in which the rate falls to zero"
+        "--decay-steps",
+        type=int,
+        default=1850,
+        help="number of last steps, in which the learning rate decays to zero",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)

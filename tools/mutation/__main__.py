@@ -1,6 +1,6 @@
-"""Change the code in small ways and count the changes that the tests notice: `make mutants`.
+"""Mutation testing: make small changes to the code and count those that the tests detect (`make mutants`).
 
-Everything is kept in the folder `--results`: a run that was stopped goes on from there.
+All results are in the folder `--results`; an interrupted run continues from there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from reach import Reach, measure_reach, noticed_by, prepare
 
 
 def main() -> None:
-    """Draw, measure, run, report."""
+    """Choose mutants, measure coverage, run the tests and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("build/mutation"), help="folder for results")
-    parser.add_argument("--per-room", type=int, default=62, help="number of mutants of each room")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
-    parser.add_argument("--like", type=Path, help="results of another commit, to repeat its mutants")
-    parser.add_argument("--seconds", type=float, default=30, help="maximum duration of one mutant's tests")
+    parser.add_argument("--per-room", type=int, default=62, help="number of mutants per package")
+    parser.add_argument("--seed", type=int, default=0, help="seed for choosing mutants")
+    parser.add_argument("--like", type=Path, help="results of another commit, whose mutants are reused")
+    parser.add_argument(
+        "--seconds", type=float, default=30, help="maximum duration of the tests of one mutant"
+    )
     arguments = parser.parse_args()
     if subprocess.run(["git", "diff", "--quiet", "--", "src"], check=False).returncode:
-        raise SystemExit("src has changes that are not committed; a mutant could not be told from them")
+        raise SystemExit("src has uncommitted changes, which could not be distinguished from mutants")
     arguments.results.mkdir(parents=True, exist_ok=True)
     found = arguments.results / "mutants.json"
     if not found.exists():
@@ -55,7 +57,7 @@ def _run(found: Path, reach: Reach, max_seconds: float) -> None:
                 chosen.append(test)
                 seconds += reach.seconds[test]
         if row.get("outcome") in ("killed", "timed out") or row.get("num_tests") == len(chosen):
-            continue  # a survivor is tried again with more tests, if there is now time for them
+            continue  # a survivor is run again with more tests, if --seconds now allows
         row |= {"num_tests": len(chosen), "num_reaching": len(tests)}
         likely = reach.likely(mutant, chosen)
         others = [test for test in chosen if test not in likely]
@@ -86,7 +88,7 @@ def _try_out(mutant: Mutant, batches: list[list[str]], reach: Reach, log: Path) 
 
 def report(rows: list[dict[str, Any]]) -> str:
     """Return a table of outcomes by room, and the list of survivors."""
-    lines = ["| room | mutants | killed | survived | timed out | share |", "|---|---|---|---|---|---|"]
+    lines = ["| package | mutants | killed | survived | timed out | share |", "|---|---|---|---|---|---|"]
     for room in (*ROOMS, "all"):
         outcomes = [row["outcome"] for row in rows if room in ("all", row["mutant"]["room"])]
         killed, survived, timed_out = (
@@ -94,7 +96,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         )
         share = (killed + timed_out) / max(1, len(outcomes))
         lines.append(f"| {room} | {len(outcomes)} | {killed} | {survived} | {timed_out} | {share:.1%} |")
-    lines.append(f"\n{sum(row['again'] for row in rows)} mutants are those of the earlier run.\n\nSurvivors:")
+    lines.append(f"\n{sum(row['again'] for row in rows)} mutants are from the earlier run.\n\nSurvivors:")
     for row in rows:
         if row["outcome"] == "survived":
             mutant = row["mutant"]

@@ -1,4 +1,4 @@
-"""Which mutants there are, and which of them are drawn."""
+"""Finding all mutants, and choosing some of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOMS = {
     "kernels": ("kernels",),
     "engine": ("engine", "front"),
 }
-# The types of nodes that each kind of operator changes.
+# The node types that each kind of operator changes.
 NODE_TYPES = {
     "ReplaceBinaryOperator": {"operator"},
     "ReplaceComparisonOperator": {"comparison"},
@@ -42,15 +42,15 @@ NODE_TYPES = {
     "ZeroIterationForLoop": {"for_stmt"},
 }
 BINARY_EXPRESSIONS = {"arith_expr", "term", "power", "shift_expr", "and_expr", "xor_expr", "expr"}
-# What is equal is the same object wherever `is` is written: None, classes, members of enumerations.
+# Operands of `is` are equal only if identical: None, classes, members of enumerations.
 EQUIVALENT = ("_Is_Eq", "_Eq_Is", "_IsNot_NotEq", "_NotEq_IsNot")
-# Without these everything behaves as before, only slower or less checked.
+# Without these, behaviour is the same, only slower or with fewer checks.
 HARMLESS_DECORATORS = ("abstract", "override", "final", "overload", "cache", "lru_cache", "runtime_checkable")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change to one place. Line and column count from 1 and 0; `lines` are those of its statement."""
+    """One change at one place. Lines count from 1, columns from 0; `lines` are those of its statement."""
 
     room: str
     file: str
@@ -64,12 +64,12 @@ class Mutant:
 
     @property
     def kind(self) -> str:
-        """The operator's name without what it replaces by what."""
+        """The name of the operator, without its operands."""
         return self.operator.removeprefix("core/").split("_")[0]
 
     @property
     def key(self) -> tuple[str | int, ...]:
-        """What stays when the line moves within the room: a class may be renamed, its method not."""
+        """Identity of the mutant when its line moves within the package; methods keep their names."""
         return (self.room, self.function.rsplit(".")[-1], self.text, self.column, self.operator)
 
     def source(self) -> str:
@@ -78,7 +78,7 @@ class Mutant:
         return str(mutated)
 
     def is_a_change(self) -> bool:
-        """Whether the mutated file compiles, and to something else than the file itself."""
+        """Whether the mutated file compiles, and to other bytecode than the original."""
         try:
             return ast.dump(ast.parse(self.source())) != ast.dump(ast.parse(Path(self.file).read_text()))
         except (SyntaxError, AttributeError):  # cosmic-ray cannot replace `except module.Name`
@@ -86,9 +86,9 @@ class Mutant:
 
 
 def draw(num_per_room: int, seed: int, like: list[Mutant]) -> list[Mutant]:
-    """Draw mutants of each room: those of `like` whose lines are still there, the others at random.
+    """Choose mutants for each package: those of `like` whose lines still exist, the others at random.
 
-    One mutant for a place at most. What replaces one of `like` is of the same kind where there is one.
+    There is at most one mutant per place. A lost mutant of `like` is replaced by one of its kind, if any.
     """
     drawn = []
     for room in ROOMS:
@@ -101,7 +101,7 @@ def draw(num_per_room: int, seed: int, like: list[Mutant]) -> list[Mutant]:
         taken = {(mutant.file, mutant.line, mutant.column, mutant.kind) for mutant in chosen}
         others = sorted(found.keys() - taken)
         rng.shuffle(others)
-        for kind in lost:  # places of these kinds first, in the order in which they were lost
+        for kind in lost:  # kinds of the lost mutants first, in their order
             index = next((i for i, place in enumerate(others) if place[-1] == kind), 0)
             others.insert(0, others.pop(index))
         while len(chosen) < num_per_room and others:
@@ -179,7 +179,7 @@ def _is_scope(node: Any) -> bool:
 
 
 def _changes_behaviour(node: Any, leaf: Any, operator: str) -> bool:
-    """Whether the place is none of annotations, type aliases, declarations, message texts and log lines."""
+    """Whether the place is not an annotation, type alias, declaration, message text or log line."""
     if node.type == "operator" and node.parent.type not in BINARY_EXPRESSIONS:
         return False
     chain = [leaf, *_ancestors(leaf)]
@@ -202,7 +202,7 @@ def _changes_behaviour(node: Any, leaf: Any, operator: str) -> bool:
 
 
 def _statement_lines(leaf: Any) -> tuple[int, int]:
-    """Return the first and the last line of the simple statement or the part of a header around a leaf."""
+    """Return the first and last line of the simple statement, or of the part of a header, around a leaf."""
     part = leaf
     for parent in _ancestors(leaf):
         if (

@@ -1,4 +1,4 @@
-"""Which tests reach which line, and whether they notice a mutant."""
+"""Coverage of each test, and running tests against a mutant."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ FOLDERS = (
     "recording",
     "scheduling",
 )
-# They run the engine as a process of its own, where no coverage is measured.
+# They run the engine in its own process, where coverage is not measured.
 WITH_PROCESSES = ("tests/engine/test_engine_process.py", "tests/server/test_server_engine.py")
-# Imported once, before the processes of the mutants fork off. None of them starts a thread.
+# Imported once, before forking a process per mutant. None of them starts a thread.
 HEAVY_IMPORTS = (
     "torch",
     "transformers",
@@ -52,14 +52,14 @@ HEAVY_IMPORTS = (
 )
 OPTIONS = ("-o", "addopts=-q", "-p", "no:cacheprovider", "--tb=short", "--timeout=120")
 MAX_EXAMPLES = 25
-# Tests that are tried first, since to collect all that reach a mutant may take longer than to run them.
+# Number of tests to run first: collecting all that reach a mutant may take longer than running them.
 NUM_LIKELY_FILES = 2
 NUM_LIKELY_TESTS = 30
 MAX_DATA_BYTES = 12 << 30
 
 
 class Plugin:
-    """Runs chosen tests in a chosen order, with few and repeatable examples of hypothesis."""
+    """Runs selected tests in a given order, with few and deterministic hypothesis examples."""
 
     def __init__(self, chosen: Sequence[str] | None = None) -> None:
         self.chosen = chosen
@@ -67,7 +67,7 @@ class Plugin:
         self.failed: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Choose, order, and take fewer examples."""
+        """Select and sort the tests, and reduce the number of examples."""
         if self.chosen is not None:
             by_id = {item.nodeid: item for item in items}
             items[:] = [by_id[test] for test in self.chosen if test in by_id]
@@ -75,18 +75,18 @@ class Plugin:
             _take_fewer_examples(item)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Measure coverage for this test, if at all."""
+        """Start the coverage context of this test, if coverage is measured."""
         if measured := coverage.Coverage.current():
             measured.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how long a test took and whether it failed."""
+        """Record the duration and the outcome of a test."""
         self.seconds[report.nodeid] += report.duration
         if report.failed:
             self.failed.append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note a module that cannot be imported."""
+        """Record a module that cannot be imported."""
         if report.failed:
             self.failed.append(report.nodeid)
 
@@ -110,14 +110,14 @@ def _take_fewer_examples(item: pytest.Item) -> None:
 
 
 def prepare() -> None:
-    """Import what takes long and starts no thread, so that each run of tests can fork off with it."""
+    """Import slow modules that start no thread, so that each test run can be forked with them loaded."""
     for name in HEAVY_IMPORTS:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
 
 
 def measure_reach(results: Path) -> None:
-    """Run all tests once and write down which of them reach which line, and how long they take."""
+    """Run all tests once and record which lines each executes, and how long it takes."""
     paths = [f"tests/{folder}" for folder in FOLDERS] + list(WITH_PROCESSES)
 
     def run() -> int:
@@ -139,7 +139,7 @@ def measure_reach(results: Path) -> None:
 
 
 class Reach:
-    """Which tests reach a place, in the order in which to run them."""
+    """The tests that reach a place, in the order to run them."""
 
     def __init__(self, results: Path) -> None:
         written = json.loads(results.read_text())
@@ -148,9 +148,10 @@ class Reach:
         self._left_out = {*written["failed"], ""}
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Return the tests that reach a mutant, quick ones and different ones first.
+        """Return the tests that reach a mutant, fast and different ones first.
 
-        A place that only an import reaches concerns the whole module, one that nothing reaches the processes.
+        For a place executed only on import, these are all tests of the module; for one that no test executes,
+        the tests of processes.
         """
         lines = self._lines.get(mutant.file, {})
         first, last = mutant.lines
@@ -161,7 +162,7 @@ class Reach:
         return self._in_order({test for test in self.seconds if test.startswith(WITH_PROCESSES)})
 
     def likely(self, mutant: Mutant, tests: Sequence[str]) -> list[str]:
-        """Return the first of the tests in those files of the mutant's room that reach it most often."""
+        """Return the first tests in the files of the mutant's package that reach it most often."""
         folder = f"tests/{Path(mutant.file).parts[2]}/"
         files = Counter(test.split("::")[0] for test in tests)
         ranked = sorted(files, key=lambda file: (not file.startswith(folder), -files[file]))[
@@ -170,7 +171,7 @@ class Reach:
         return [test for test in tests if test.split("::")[0] in ranked][:NUM_LIKELY_TESTS]
 
     def _in_order(self, tests: set[str]) -> list[str]:
-        """The quickest case of each function, then the second of each, and so on."""
+        """Return the fastest case of each function, then the second of each, and so on."""
         rank: dict[str, int] = defaultdict(int)
         keyed = []
         for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
@@ -185,8 +186,8 @@ def noticed_by(tests: Sequence[str], seconds: float, log: Path) -> str | None:
 
     Args:
         tests: what to run, in this order.
-        seconds: how long that takes without a mutant.
-        log: what pytest prints goes there.
+        seconds: duration without a mutant.
+        log: file for pytest's output.
     """
     failed = log.with_suffix(".failed")
     failed.unlink(missing_ok=True)
@@ -195,7 +196,7 @@ def noticed_by(tests: Sequence[str], seconds: float, log: Path) -> str | None:
         limit = int(15 + 3 * seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
-        sys.dont_write_bytecode = True  # mutants must not become what later runs import
+        sys.dont_write_bytecode = True  # later runs must not import mutants
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         plugin = Plugin(tests)
         code = pytest.main(
@@ -214,7 +215,7 @@ def noticed_by(tests: Sequence[str], seconds: float, log: Path) -> str | None:
 
 
 def _fork(run: Callable[[], int], max_seconds: float, log: Path) -> int:
-    """Run a function in a process group of its own and return its status, SIGKILL if it took too long."""
+    """Run a function in its own process group and return its status; SIGKILL if it took too long."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -237,5 +238,5 @@ def _fork(run: Callable[[], int], max_seconds: float, log: Path) -> int:
             time.sleep(0.02)
             continue
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what the tests started and left behind
+            os.killpg(pid, signal.SIGKILL)  # processes that the tests left behind
         return status
