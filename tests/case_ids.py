@@ -13,7 +13,8 @@ def case_id(value: object) -> str | None:
     """Return a name for a value of a parameter; None: pytest has one, as for strings, numbers and types."""
     if not isinstance(value, Mapping | list | tuple | set | frozenset | bytes) and not _is_composed(value):
         return None
-    text = _written(value).replace("\n", " ") or "empty"
+    # The environment, where pytest writes the name of the running test, cannot hold lone surrogates.
+    text = _written(value).encode(errors="backslashreplace").decode().replace("\n", " ") or "empty"
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 1]}…"
 
 
