@@ -24,16 +24,16 @@ INTRODUCTION = """\
 
 <!-- Written by tools/config_docs.py from the classes' fields; edit those, then run it. -->
 
-Every knob of Quire is a field of one of these classes. In Python it is a keyword argument, on the command
-line a flag: `SchedulerConfig(max_num_seqs=8)` is `--max-num-seqs 8`. An unknown name is an error that says
-which known one is nearest. Quire has no environment variables.
+Every setting of Quire is a field of one of these classes: a keyword argument in Python, a flag on the command
+line. `SchedulerConfig(max_num_seqs=8)` is `--max-num-seqs 8`. An unknown name is an error, which suggests the
+nearest known name. Quire has no environment variables.
 
-- `LLM(model, **knobs)` and `AsyncLLM(EngineConfig(...))` take the engine's and the scheduler's knobs.
-- Every command has those as flags; `quire serve` adds the server's, `quire generate` and `quire chat` add the
-  sampling parameters, with temperature 0 as their default.
-- The knobs of the workload, the arrivals, the server to measure and the batch belong to `quire bench`
+- `LLM(model, **options)` and `AsyncLLM(EngineConfig(...))` take the fields of `EngineConfig` and its parts.
+- Every command that runs a model has these as flags. `quire serve` adds those of `ServerConfig`;
+  `quire generate` and `quire chat` add those of `SamplingParams`, with a default temperature of 0.
+- `WorkloadConfig`, `ArrivalConfig`, `TargetConfig` and `LatencyConfig` are for `quire bench`
   ([bench.md](bench.md)).
-- `structured_outputs`, a class of its own, is one flag of JSON: `--structured-outputs '{"regex": "[0-9]+"}'`.
+- `structured_outputs` is a class itself; its flag takes JSON: `--structured-outputs '{"regex": "[0-9]+"}'`.
 """
 
 
@@ -55,7 +55,7 @@ def row(field: dataclasses.Field[Any], limits: Limits) -> str:
     """Return one field's row."""
     cells = [
         f"`{field.name}`",
-        f"`{type_name(limits)}`",
+        " or ".join(f"`{part}`" for part in type_name(limits).split(" | ")),
         default_of(field),
         limits_text(limits),
         limits.unit,
@@ -65,14 +65,14 @@ def row(field: dataclasses.Field[Any], limits: Limits) -> str:
 
 
 def type_name(limits: Limits) -> str:
-    """Return a type as it is written in an annotation, without its module."""
+    """Return the type as an annotation, without module names."""
     kind = limits.kind
     name = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
     return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", name) + " | None" * limits.is_optional
 
 
 def limits_text(limits: Limits) -> str:
-    """Return the range, the choices or the length that a field is limited to."""
+    """Return the choices, the range or the maximum length of a field."""
     choices = [f"`{choice}`" for choice in limits.choices if choice != ""]
     if limits.takes_dotted_names:
         choices.append("a dotted name")
@@ -87,7 +87,7 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 
 
 def cell(text: str) -> str:
-    """Return text that may stand in a table."""
+    """Escape text for a table cell."""
     return text.replace("|", "\\|")
 
 
