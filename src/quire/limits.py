@@ -52,7 +52,7 @@ class BuiltIn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """The values that one field may take.
+    """The valid values of one field.
 
     Args:
         annotation: of the field, with markers and without None.

@@ -213,7 +213,7 @@ class ModelRunnerOutput:
     Row r of `sampled_token_ids` holds the tokens sampled for request r, padded with `NO_TOKEN`: accepted
     drafts and one more. A prefill chunk that does not reach the end of its prompt has none.
     `draft_token_ids` proposes what may follow them, padded likewise; None proposes nothing. `errors` names
-    requests whose own data made their computation fail; they end, others go on. If the whole step failed,
+    requests whose own data made their computation fail; they end, others continue. If the whole step failed,
     `is_applied` is False: the runner may not have taken note of what the plan said of any request.
     """
 

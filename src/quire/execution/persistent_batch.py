@@ -28,7 +28,7 @@ _NO_SLOT = -1
 
 
 class InconsistentPlanError(ValueError):
-    """A `SchedulerOutput` that contradicts what the runner was told before."""
+    """A `SchedulerOutput` that contradicts earlier ones."""
 
 
 @dataclasses.dataclass(slots=True)

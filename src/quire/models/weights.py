@@ -119,10 +119,10 @@ def _weight_name(names: dict[str, str], part: str) -> str:
     return f"{names[path[0]]}.{kind}"
 
 
-Parts = tuple[tuple[str, tuple[int, ...]], ...]
+NamedShapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def _layer_parts(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parts]]:
+def _layer_parts(config: ModelConfig, layer: int) -> Iterator[tuple[str, NamedShapes]]:
     yield from _norm_parts(config)
     yield from _attention_parts(config)
     if config.moe_layers[layer]:
@@ -131,7 +131,7 @@ def _layer_parts(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parts]]
         yield from _mlp_parts(config)
 
 
-def _norm_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
+def _norm_parts(config: ModelConfig) -> Iterator[tuple[str, NamedShapes]]:
     names = ["attention_norm", "mlp_norm"] if config.pre_norm else []
     names += ["attention_post_norm", "mlp_post_norm"] if config.post_norm else []
     for name in names:
@@ -142,7 +142,7 @@ def _norm_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
             yield name, ((f"{name}.weight", (count * config.head_dim,)),)
 
 
-def _attention_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
+def _attention_parts(config: ModelConfig) -> Iterator[tuple[str, NamedShapes]]:
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     if "qkv" in FAMILIES[config.family].weight_names:
         sizes = [("qkv", q_size + 2 * kv_size)]
@@ -156,7 +156,7 @@ def _attention_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
         yield "attention_output_bias", (("o.bias", (config.hidden_size,)),)
 
 
-def _mlp_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
+def _mlp_parts(config: ModelConfig) -> Iterator[tuple[str, NamedShapes]]:
     size = config.intermediate_size
     if "gate_up" in FAMILIES[config.family].weight_names:
         sizes = [("gate_up", 2 * size)]
@@ -169,7 +169,7 @@ def _mlp_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
         yield "down_bias", (("down.bias", (config.hidden_size,)),)
 
 
-def _expert_parts(config: ModelConfig) -> Iterator[tuple[str, Parts]]:
+def _expert_parts(config: ModelConfig) -> Iterator[tuple[str, NamedShapes]]:
     """Experts lie one below another: gate_up [experts * 2 * size, hidden], down [experts * hidden, size]."""
     size, hidden = config.moe_intermediate_size, config.hidden_size
     experts = range(config.num_experts)
