@@ -133,7 +133,7 @@ class _Rules(NamedTuple):
         return self.score(ranking, self.max_tokens if to_the_end else num_tokens)
 
 
-class _Continuation(NamedTuple):
+class _Extension(NamedTuple):
     """One more token for a beam; `ranking` and `logprob` are those of the beam it would become."""
 
     token_id: int
@@ -184,12 +184,12 @@ class _Group:
 
     def _ranked(
         self, num_tokens: int, candidates: Mapping[int, BeamCandidates], taken: Counter[int]
-    ) -> list[_Continuation]:
+    ) -> list[_Extension]:
         """Return all that may follow, the best first."""
         rules = self._rules
         forbidden = rules.ending_ids if num_tokens <= rules.min_tokens else frozenset[int]()
         possible = [
-            _Continuation(
+            _Extension(
                 token_id,
                 ranking=beam.ranking + logprob - rules.diversity_penalty * taken[token_id],
                 logprob=beam.logprob + logprob,
@@ -207,7 +207,7 @@ class _Group:
         self.finished.sort(key=lambda item: item[0], reverse=True)
         del self.finished[self._rules.group_size :]
 
-    def _is_decided(self, going_on: list[_Continuation], num_tokens: int) -> bool:
+    def _is_decided(self, going_on: list[_Extension], num_tokens: int) -> bool:
         """Whether nothing that these beams could come to is looked for any more."""
         rules = self._rules
         if not going_on or len(self.finished) < rules.group_size:
