@@ -16,6 +16,9 @@ namespace quire {
 
 constexpr int kTileTokens = 64;
 constexpr int kSpanTokens = 1024;
+constexpr int kHeadDimMultiple = 16;
+constexpr int kMaxHeadDim = 256;
+constexpr int64_t kMaxPartialBytes = int64_t{64} << 20;  // spans whose states would take more are no tasks of their own
 constexpr int kBlockRows = 128;  // rows that are taken through the tiles together, unless one token alone has more
 
 // A token of a row block: its row in the batch, and its position in its sequence.
@@ -76,7 +79,8 @@ struct KVLayer {
   CachePart values;
 };
 
-// out [T, heads, head_dim] = attention of query [T, heads, head_dim] over the cache. `head_dim` is a multiple of 16, at most 256.
+// out [T, heads, head_dim] = attention of query [T, heads, head_dim] over the cache. `head_dim` is a multiple of
+// kHeadDimMultiple, at most kMaxHeadDim.
 struct AttentionCall {
   const AttentionPlan* plan;
   const KVLayer* kv;

@@ -13,8 +13,8 @@
 namespace quire {
 
 constexpr int64_t kPieceTokens = 1 << 14;
-constexpr int64_t kHeadTokens = 128;  // least tokens in a head that is not complete
-constexpr int64_t kMostHeadTokens = 1024;
+constexpr int64_t kMinHeadTokens = 128;  // least tokens in a head that is not complete
+constexpr int64_t kMaxHeadTokens = 1024;
 constexpr int64_t kMinGroups = 512;
 
 struct LogitRows {
@@ -44,10 +44,10 @@ struct LargestCall {
 };
 
 // Each row's likeliest tokens in order, by logit falling, then by id. The row is cut into groups; all tokens are taken that
-// reach the kHeadTokens-th largest of the groups' maxima. A row with more than kMostHeadTokens of those gets none.
+// reach the kMinHeadTokens-th largest of the groups' maxima. A row with more than kMaxHeadTokens of those gets none.
 struct LikeliestCall {
   LogitRows rows;        // without NaN
-  float* logits;         // [num_rows, kMostHeadTokens], padded with -inf
+  float* logits;         // [num_rows, kMaxHeadTokens], padded with -inf
   int64_t* token_ids;    // the same, padded with 0
   int64_t* counts;       // [num_rows]
   uint8_t* is_complete;  // [num_rows] whether no token with a finite logit is missing
@@ -61,7 +61,7 @@ struct LikeliestCall {
   int64_t num_groups() const { return ceil_div(rows.vocab_size, group_size()); }
   // The groups' maxima of each row; the same again for each thread to put in order; and each thread's tokens.
   int64_t scratch_bytes(int num_threads) const {
-    return (rows.num_rows + num_threads) * num_groups() * sizeof(float) + num_threads * (kMostHeadTokens + 1) * sizeof(Token);
+    return (rows.num_rows + num_threads) * num_groups() * sizeof(float) + num_threads * (kMaxHeadTokens + 1) * sizeof(Token);
   }
 };
 

@@ -58,7 +58,7 @@ void check_largest(const Kernels& kernels, ThreadPool& pool, const Batch& batch)
 
 void check_likeliest(const Kernels& kernels, ThreadPool& pool, const Batch& batch) {
   const LogitRows rows = batch.rows();
-  std::vector<float> logits(rows.num_rows * kMostHeadTokens);
+  std::vector<float> logits(rows.num_rows * kMaxHeadTokens);
   std::vector<int64_t> ids(logits.size()), counts(rows.num_rows);
   std::vector<uint8_t> is_complete(rows.num_rows);
   LikeliestCall call{rows, logits.data(), ids.data(), counts.data(), is_complete.data(), nullptr};
@@ -71,13 +71,13 @@ void check_likeliest(const Kernels& kernels, ThreadPool& pool, const Batch& batc
     const int64_t num_finite = std::count_if(of_row, of_row + rows.vocab_size, [](float logit) { return logit > -kInfinity; });
     CHECK(!is_complete[row] || counts[row] == num_finite, "%s: %ld of %ld tokens are all", kernels.instruction_set,
           static_cast<long>(counts[row]), static_cast<long>(num_finite));
-    CHECK(is_complete[row] || counts[row] == 0 || counts[row] >= std::min(kHeadTokens, num_finite), "%s: only %ld tokens",
+    CHECK(is_complete[row] || counts[row] == 0 || counts[row] >= std::min(kMinHeadTokens, num_finite), "%s: only %ld tokens",
           kernels.instruction_set, static_cast<long>(counts[row]));
-    for (int64_t place = 0; place < kMostHeadTokens; ++place) {
+    for (int64_t place = 0; place < kMaxHeadTokens; ++place) {
       const bool is_there = place < counts[row];
-      const int64_t id = ids[row * kMostHeadTokens + place];
+      const int64_t id = ids[row * kMaxHeadTokens + place];
       CHECK(id == (is_there ? expected[place] : 0), "%s: token %ld", kernels.instruction_set, static_cast<long>(id));
-      CHECK(logits[row * kMostHeadTokens + place] == (is_there ? of_row[id] : -kInfinity), "%s", kernels.instruction_set);
+      CHECK(logits[row * kMaxHeadTokens + place] == (is_there ? of_row[id] : -kInfinity), "%s", kernels.instruction_set);
     }
   }
 }

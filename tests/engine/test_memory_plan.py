@@ -165,18 +165,6 @@ def test_activations_grow_with_the_step(qwen: ModelConfig):
     assert activations(512, 512) > 512 * 151_936 * 4  # float32 logits, at the least
 
 
-def test_the_bounds_are_the_kernels_own():
-    from quire.kernels import bounds, sampling, tiles
-    from quire.kernels.cpu import _native, kernel_set
-
-    assert tiles.TILE is bounds.TILE
-    assert tiles.SCRATCH_FLOATS is bounds.SCRATCH_FLOATS
-    assert sampling.MAX_HEAD_TOKENS is bounds.MAX_HEAD_TOKENS
-    assert _native.MOST_HEAD_TOKENS == bounds.MAX_HEAD_TOKENS
-    assert kernel_set.HEAD_DIM_MULTIPLE is bounds.HEAD_DIM_MULTIPLE
-    assert kernel_set.MAX_HEAD_DIM is bounds.MAX_HEAD_DIM
-
-
 def test_native_attention_needs_little_beside_the_reference(qwen: ModelConfig):
     def activations(model: ModelConfig, **kernels: bool) -> int:
         scheduler = SchedulerConfig(max_num_seqs=8)

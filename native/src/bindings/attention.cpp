@@ -7,6 +7,7 @@
 #include "module.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace quire {
 namespace {
@@ -39,26 +40,48 @@ void attend(const AttentionPlanner& planner, const KVLayer& kv, uintptr_t query,
   context.kernels().attention(call, context.pool());
 }
 
+int64_t scratch_bytes(const AttentionPlanner& planner, const KVLayer& kv, int num_threads) {
+  AttentionCall call{};
+  call.plan = &planner.plan();
+  call.kv = &kv;
+  return Context::get().kernels().attention_scratch(call, num_threads);
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& module) {
+  module.attr("TILE") = kTileTokens;
+  module.attr("SPAN") = kSpanTokens;
+  module.attr("HEAD_DIM_MULTIPLE") = kHeadDimMultiple;
+  module.attr("MAX_HEAD_DIM") = kMaxHeadDim;
+  module.attr("MAX_SPAN_BYTES") = kMaxPartialBytes;
   nb::class_<KVLayer>(module, "KVLayer")
-      .def("__init__", [](KVLayer* self, int type, int64_t num_kv_heads, int64_t head_dim, uintptr_t keys,
-                          const Strides& key_strides, uintptr_t values, const Strides& value_strides, uintptr_t key_scales,
-                          const Strides& key_scale_strides, uintptr_t value_scales, const Strides& value_scale_strides) {
-        new (self)
-            KVLayer{static_cast<DType>(type), num_kv_heads, head_dim, make_part(keys, key_strides, key_scales, key_scale_strides),
-                    make_part(values, value_strides, value_scales, value_scale_strides)};
-      });
+      .def(
+          "__init__",
+          [](KVLayer* self, int type, int64_t num_kv_heads, int64_t head_dim, uintptr_t keys, const Strides& key_strides,
+             uintptr_t values, const Strides& value_strides, uintptr_t key_scales, const Strides& key_scale_strides,
+             uintptr_t value_scales, const Strides& value_scale_strides) {
+            new (self) KVLayer{static_cast<DType>(type), num_kv_heads, head_dim,
+                               make_part(keys, key_strides, key_scales, key_scale_strides),
+                               make_part(values, value_strides, value_scales, value_scale_strides)};
+          },
+          "type"_a, "num_kv_heads"_a, "head_dim"_a, "keys"_a, "key_strides"_a, "values"_a, "value_strides"_a, "key_scales"_a,
+          "key_scale_strides"_a, "value_scales"_a, "value_scale_strides"_a);
   nb::class_<AttentionPlanner>(module, "AttentionPlan")
-      .def("__init__",
-           [](AttentionPlanner* self, uintptr_t num_computed_tokens, uintptr_t num_tokens, int64_t num_sequences,
-              uintptr_t block_tables, int64_t table_stride, int block_size, int window, int group) {
-             new (self) AttentionPlanner({at_address<const int64_t>(num_computed_tokens), at_address<const int64_t>(num_tokens),
-                                          num_sequences, at_address<const int32_t>(block_tables), table_stride, block_size},
-                                         window, group);
-           })
-      .def("attend", &attend, nb::call_guard<nb::gil_scoped_release>());
+      .def(
+          "__init__",
+          [](AttentionPlanner* self, uintptr_t num_computed_tokens, uintptr_t num_tokens, int64_t num_sequences,
+             uintptr_t block_tables, int64_t table_stride, int block_size, int window, int group) {
+            new (self) AttentionPlanner({at_address<const int64_t>(num_computed_tokens), at_address<const int64_t>(num_tokens),
+                                         num_sequences, at_address<const int32_t>(block_tables), table_stride, block_size},
+                                        window, group);
+          },
+          "num_computed_tokens"_a, "num_tokens"_a, "num_sequences"_a, "block_tables"_a, "table_stride"_a, "block_size"_a,
+          "window"_a, "group"_a)
+      .def("attend", &attend, "kv"_a, "query"_a, "query_type"_a, "query_stride"_a, "out"_a, "scale"_a, "softcap"_a, "sinks"_a,
+           "key_scores"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("scratch_bytes", &scratch_bytes, "kv"_a, "num_threads"_a,
+           "Return the bytes of scratch memory that a call takes which computes no key scores.");
 }
 
 }  // namespace quire

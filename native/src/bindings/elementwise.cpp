@@ -1,6 +1,7 @@
 #include "module.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace quire {
 namespace {
@@ -55,9 +56,17 @@ void rotary_and_write_kv(const KVLayer& kv, uintptr_t qkv, int type, int64_t num
 }  // namespace
 
 void bind_elementwise(nb::module_& module) {
-  module.def("norm", &norm, nb::call_guard<nb::gil_scoped_release>());
-  module.def("gated_activation", &gated_activation, nb::call_guard<nb::gil_scoped_release>());
-  module.def("rotary_and_write_kv", &rotary_and_write_kv, nb::call_guard<nb::gil_scoped_release>());
+  nb::enum_<Activation>(module, "Activation")
+      .value("silu", Activation::kSilu)
+      .value("gelu_tanh", Activation::kGeluTanh)
+      .value("gelu", Activation::kGelu);
+  module.def("norm", &norm, "rows"_a, "delta"_a, "weight"_a, "out"_a, "type"_a, "num_rows"_a, "num_features"_a, "row_stride"_a,
+             "delta_stride"_a, "out_stride"_a, "scale"_a, "eps"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def("gated_activation", &gated_activation, "gate_up"_a, "out"_a, "type"_a, "activation"_a, "num_rows"_a,
+             "num_features"_a, "row_stride"_a, "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def("rotary_and_write_kv", &rotary_and_write_kv, "kv"_a, "qkv"_a, "type"_a, "num_rows"_a, "row_stride"_a, "num_heads"_a,
+             "cos"_a, "sin"_a, "half"_a, "q_norm"_a, "k_norm"_a, "q_norm_size"_a, "k_norm_size"_a, "eps"_a, "blocks"_a,
+             "offsets"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire

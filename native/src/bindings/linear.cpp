@@ -6,6 +6,7 @@
 #include "module.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace quire {
 namespace {
@@ -44,16 +45,34 @@ void linear(const PackedWeight& weight, uintptr_t rows, int row_type, int64_t ro
 }  // namespace
 
 void bind_linear(nb::module_& module) {
+  nb::enum_<DType>(module, "DType")
+      .value("float32", DType::kFloat32)
+      .value("bfloat16", DType::kBFloat16)
+      .value("float16", DType::kFloat16)
+      .value("int8", DType::kInt8)
+      .value("uint8", DType::kUInt8);
+  nb::enum_<WeightFormat>(module, "WeightFormat")
+      .value("float32", WeightFormat::kFloat32)
+      .value("bfloat16", WeightFormat::kBFloat16)
+      .value("float16", WeightFormat::kFloat16)
+      .value("int8", WeightFormat::kInt8)
+      .value("int4", WeightFormat::kInt4);
   nb::class_<PackedWeight>(module, "PackedWeight")
-      .def("__init__",
-           [](PackedWeight* self, int format, int64_t out_features, int64_t in_features, int64_t group_size, uintptr_t panels) {
-             new (self) PackedWeight(make_weight(format, out_features, in_features, group_size, panels));
-           })
-      .def("pack", &pack, nb::call_guard<nb::gil_scoped_release>())
-      .def("linear", &linear, nb::call_guard<nb::gil_scoped_release>());
-  module.def("packed_bytes", [](int format, int64_t out_features, int64_t in_features, int64_t group_size) {
-    return make_weight(format, out_features, in_features, group_size, 0).bytes();
-  });
+      .def(
+          "__init__",
+          [](PackedWeight* self, int format, int64_t out_features, int64_t in_features, int64_t group_size, uintptr_t panels) {
+            new (self) PackedWeight(make_weight(format, out_features, in_features, group_size, panels));
+          },
+          "format"_a, "out_features"_a, "in_features"_a, "group_size"_a, "panels"_a)
+      .def("pack", &pack, "sources"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("linear", &linear, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "bias"_a, "out"_a, "out_type"_a,
+           "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def(
+      "packed_bytes",
+      [](int format, int64_t out_features, int64_t in_features, int64_t group_size) {
+        return make_weight(format, out_features, in_features, group_size, 0).bytes();
+      },
+      "format"_a, "out_features"_a, "in_features"_a, "group_size"_a);
 }
 
 }  // namespace quire

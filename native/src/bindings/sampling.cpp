@@ -1,6 +1,7 @@
 #include "module.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace quire {
 namespace {
@@ -56,11 +57,16 @@ void ranks(uintptr_t logits, int64_t row_stride, uintptr_t rows, int64_t num_row
 }  // namespace
 
 void bind_sampling(nb::module_& module) {
-  module.attr("MOST_HEAD_TOKENS") = kMostHeadTokens;
-  module.def("largest", &largest, nb::call_guard<nb::gil_scoped_release>());
-  module.def("likeliest", &likeliest, nb::call_guard<nb::gil_scoped_release>());
-  module.def("sum_exp", &sum_exp, nb::call_guard<nb::gil_scoped_release>());
-  module.def("ranks", &ranks, nb::call_guard<nb::gil_scoped_release>());
+  module.attr("MIN_HEAD_TOKENS") = kMinHeadTokens;
+  module.attr("MAX_HEAD_TOKENS") = kMaxHeadTokens;
+  module.def("largest", &largest, "logits"_a, "row_stride"_a, "rows"_a, "num_rows"_a, "vocab_size"_a, "token_ids"_a, "maxima"_a,
+             nb::call_guard<nb::gil_scoped_release>());
+  module.def("likeliest", &likeliest, "logits"_a, "row_stride"_a, "rows"_a, "num_rows"_a, "vocab_size"_a, "head_logits"_a,
+             "token_ids"_a, "counts"_a, "is_complete"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def("sum_exp", &sum_exp, "logits"_a, "row_stride"_a, "rows"_a, "num_rows"_a, "vocab_size"_a, "maxima"_a,
+             "temperatures"_a, "sums"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def("ranks", &ranks, "logits"_a, "row_stride"_a, "rows"_a, "num_rows"_a, "vocab_size"_a, "token_ids"_a, "ranks"_a,
+             nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire

@@ -10,7 +10,6 @@
 namespace quire::QUIRE_ISA {
 
 constexpr int kTileVectors = kTileTokens / kLanes;
-constexpr int kMaxHeadDim = 256;
 
 // Where the keys and values of a tile lie, and their scales (int8 only). Tokens that nobody sees lead to zeros.
 struct Tile {

@@ -8,8 +8,7 @@
 
 namespace quire::QUIRE_ISA {
 
-constexpr int64_t kTasksPerThread = 4;                   // below that, the spans of a row block become tasks of their own
-constexpr int64_t kMaxPartialBytes = int64_t{64} << 20;  // unless their states would take more than this
+constexpr int64_t kTasksPerThread = 4;  // below that, the spans of a row block become tasks of their own
 
 // What a thread works in: the places of its parts from the start of the thread's memory, in bytes.
 struct ThreadScratch {

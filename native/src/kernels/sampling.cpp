@@ -83,14 +83,14 @@ Token largest_of_piece(const float* row, int64_t begin, int64_t end) {
 
 // -- the likeliest tokens ------------------------------------------------------------------------------------------------
 
-// Appends the tokens of [begin, end) that reach the threshold; returns the new count, which is over kMostHeadTokens if they are
+// Appends the tokens of [begin, end) that reach the threshold; returns the new count, which is over kMaxHeadTokens if they are
 // too many.
 int64_t take_tokens(const float* row, int64_t begin, int64_t end, float threshold, Token* tokens, int64_t count) {
   for (int64_t column = begin; column < end; column += kLanes) {
     if (!any_of_lanes(load_logits(row + column, end - column) >= threshold)) continue;
     for (int64_t id = column; id < min(column + kLanes, end); ++id) {
       if (!(row[id] >= threshold)) continue;
-      if (count == kMostHeadTokens) return count + 1;
+      if (count == kMaxHeadTokens) return count + 1;
       tokens[count++] = {row[id], static_cast<int32_t>(id)};
     }
   }
@@ -98,9 +98,9 @@ int64_t take_tokens(const float* row, int64_t begin, int64_t end, float threshol
 }
 
 void write_head(const LikeliestCall& call, int64_t index, const Token* tokens, int64_t count) {
-  float* logits = call.logits + index * kMostHeadTokens;
-  int64_t* token_ids = call.token_ids + index * kMostHeadTokens;
-  for (int64_t place = 0; place < kMostHeadTokens; ++place) {
+  float* logits = call.logits + index * kMaxHeadTokens;
+  int64_t* token_ids = call.token_ids + index * kMaxHeadTokens;
+  for (int64_t place = 0; place < kMaxHeadTokens; ++place) {
     logits[place] = place < count ? tokens[place].logit : -kInfinity;
     token_ids[place] = place < count ? tokens[place].id : 0;
   }
@@ -216,17 +216,17 @@ void likeliest(const LikeliestCall& call, ThreadPool& pool) {
     if (has_threshold) {
       float* ordered = to_order + thread * num_groups;
       std::memcpy(ordered, of_row, num_groups * sizeof(float));
-      const float reached = nth_largest(ordered, num_groups, kHeadTokens);
+      const float reached = nth_largest(ordered, num_groups, kMinHeadTokens);
       if (reached > threshold) threshold = reached;
     }
-    Token* tokens = taken + thread * (kMostHeadTokens + 1);
+    Token* tokens = taken + thread * (kMaxHeadTokens + 1);
     int64_t count = 0;
-    for (int64_t group = 0; group < num_groups && count <= kMostHeadTokens; ++group) {
+    for (int64_t group = 0; group < num_groups && count <= kMaxHeadTokens; ++group) {
       if (has_threshold && of_row[group] < threshold) continue;
       const int64_t begin = group * group_size;
       count = take_tokens(rows.row(row), begin, min(begin + group_size, rows.vocab_size), threshold, tokens, count);
     }
-    const bool is_crowded = count > kMostHeadTokens;
+    const bool is_crowded = count > kMaxHeadTokens;
     if (is_crowded) count = 0;
     sort_tokens(tokens, count);
     write_head(call, row, tokens, count);

@@ -10,9 +10,9 @@ INTERMEDIATES = 4  # queries, keys or values, scores, sums
 HEAD_DIM_MULTIPLE = 16
 MAX_HEAD_DIM = 256
 SPAN = 1024  # tokens
-SPAN_BYTES = 4 << 20  # states of the spans of one number, over all threads
+SPAN_BYTES = 4 << 20  # states of the spans of one number, over up to 14 threads with heads of 128
 MAX_SPAN_BYTES = 64 << 20
-THREAD_BYTES = 16 << 20  # what the threads need of their own
+THREAD_BYTES = 16 << 20  # what up to 14 threads need of their own
 
 # Sampling orders the most likely tokens of a row.
 MIN_HEAD_TOKENS = 128  # least tokens in a head that is not complete

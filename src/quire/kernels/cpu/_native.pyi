@@ -1,16 +1,43 @@
-"""The extension module: see native/src/bindings. Addresses are of memory that outlives the call."""
+"""The extension module. Addresses are of memory that outlives the call.
+
+Written by tools/native_stub.py from native/src/bindings; edit those, build them, then run it.
+"""
+
+import enum
+from collections.abc import Sequence
 
 def set_threads(num_threads: int) -> None: ...
 def num_threads() -> int: ...
 def set_instruction_set(name: str) -> bool: ...
 def instruction_set() -> str: ...
-def packed_bytes(format: int, out_features: int, in_features: int, group_size: int) -> int: ...
+
+class DType(enum.Enum):
+    float32 = 0
+
+    bfloat16 = 1
+
+    float16 = 2
+
+    int8 = 3
+
+    uint8 = 4
+
+class WeightFormat(enum.Enum):
+    float32 = 0
+
+    bfloat16 = 1
+
+    float16 = 2
+
+    int8 = 3
+
+    int4 = 4
 
 class PackedWeight:
     def __init__(
         self, format: int, out_features: int, in_features: int, group_size: int, panels: int
     ) -> None: ...
-    def pack(self, sources: list[tuple[int, int, int, int, int]]) -> None: ...
+    def pack(self, sources: Sequence[tuple[int, int, int, int, int]]) -> None: ...
     def linear(
         self,
         rows: int,
@@ -23,6 +50,18 @@ class PackedWeight:
         out_stride: int,
     ) -> None: ...
 
+def packed_bytes(format: int, out_features: int, in_features: int, group_size: int) -> int: ...
+
+TILE: int = 64
+
+SPAN: int = 1024
+
+HEAD_DIM_MULTIPLE: int = 16
+
+MAX_HEAD_DIM: int = 256
+
+MAX_SPAN_BYTES: int = 67108864
+
 class KVLayer:
     def __init__(
         self,
@@ -30,13 +69,13 @@ class KVLayer:
         num_kv_heads: int,
         head_dim: int,
         keys: int,
-        key_strides: tuple[int, int, int],
+        key_strides: Sequence[int],
         values: int,
-        value_strides: tuple[int, int, int],
+        value_strides: Sequence[int],
         key_scales: int,
-        key_scale_strides: tuple[int, int, int],
+        key_scale_strides: Sequence[int],
         value_scales: int,
-        value_scale_strides: tuple[int, int, int],
+        value_scale_strides: Sequence[int],
     ) -> None: ...
 
 class AttentionPlan:
@@ -63,6 +102,17 @@ class AttentionPlan:
         sinks: int,
         key_scores: int,
     ) -> None: ...
+    def scratch_bytes(self, kv: KVLayer, num_threads: int) -> int:
+        """
+        Return the bytes of scratch memory that a call takes which computes no key scores.
+        """
+
+class Activation(enum.Enum):
+    silu = 0
+
+    gelu_tanh = 1
+
+    gelu = 2
 
 def norm(
     rows: int,
@@ -107,16 +157,12 @@ def rotary_and_write_kv(
     offsets: int,
 ) -> None: ...
 
-MOST_HEAD_TOKENS: int
+MIN_HEAD_TOKENS: int = 128
+
+MAX_HEAD_TOKENS: int = 1024
 
 def largest(
-    logits: int,
-    row_stride: int,
-    rows: int,
-    num_rows: int,
-    vocab_size: int,
-    token_ids: int,
-    maxima: int,
+    logits: int, row_stride: int, rows: int, num_rows: int, vocab_size: int, token_ids: int, maxima: int
 ) -> None: ...
 def likeliest(
     logits: int,
@@ -140,11 +186,5 @@ def sum_exp(
     sums: int,
 ) -> None: ...
 def ranks(
-    logits: int,
-    row_stride: int,
-    rows: int,
-    num_rows: int,
-    vocab_size: int,
-    token_ids: int,
-    ranks: int,
+    logits: int, row_stride: int, rows: int, num_rows: int, vocab_size: int, token_ids: int, ranks: int
 ) -> None: ...

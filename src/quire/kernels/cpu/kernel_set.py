@@ -32,7 +32,7 @@ from quire.kernels.sampling import SamplingKernels
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.weights import Weight
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # Activation in native/src/elementwise.h
+_ACTIVATIONS = {kind.name: kind.value for kind in _native.Activation}
 _REFERENCE = ReferenceKernels()
 
 

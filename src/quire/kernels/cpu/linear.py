@@ -17,13 +17,6 @@ from quire.kernels.linear import Linear, quantization_of
 from quire.kernels.memory import WeightMemory
 from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize, num_rows
 
-FORMATS = {  # WeightFormat in native/src/linear.h
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    "int8": 3,
-    "int4": 4,
-}
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 
 
@@ -52,7 +45,8 @@ class PackedLinear(Linear):
         kind = quantization_of(parts, quantization, group_size)
         group_size = _group_size(parts, group_size) if kind == "int4" else 0
         parts = [_as_source(part, kind, group_size) for part in parts]
-        layout = (FORMATS[dtype if kind == "none" else kind], self.out_features, self.in_features, group_size)
+        weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
+        layout = weight_format.value, self.out_features, self.in_features, group_size
         memory = memory or WeightMemory()
         self._panels = memory.allocate(_native.packed_bytes(*layout))
         self._weight = _native.PackedWeight(*layout, self._panels.data_ptr())

@@ -34,7 +34,7 @@ class NativeSampling(SamplingKernels):
     def likeliest(self, logits: Float32Array, rows: Int64Array | None = None) -> Head:
         where = _where(logits, rows)
         num_rows = where[3]
-        values = np.empty((num_rows, _native.MOST_HEAD_TOKENS), dtype=np.float32)
+        values = np.empty((num_rows, _native.MAX_HEAD_TOKENS), dtype=np.float32)
         token_ids = np.empty(values.shape, dtype=np.int64)
         count = np.empty(num_rows, dtype=np.int64)
         complete = np.empty(num_rows, dtype=np.bool_)

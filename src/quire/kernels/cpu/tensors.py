@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import torch
 
-TYPE_NUMBERS = {  # DType in native/src/types.h
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.int8: 3,
-    torch.uint8: 4,
-}
+from quire.kernels.cpu import _native
 
+TYPE_NUMBERS: dict[torch.dtype, int] = {getattr(torch, kind.name): kind.value for kind in _native.DType}
 _FLOAT_TYPES = {dtype: TYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
