@@ -62,13 +62,14 @@ sanitize:  ## Test the native kernels under AddressSanitizer and ThreadSanitizer
 conformance: $(READY)  ## List each row of the specifications with the tests that show it
 	@$(BIN)/pytest tests/conformance --conformance-list
 
-lint: $(READY)  ## Check style, types and the floors, and that generated pages are current
+lint: $(READY)  ## Check style, types and the floors, and that generated files are current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(wildcard native/src/*.cpp native/src/*.h native/src/*/*.cpp native/src/*/*.h native/tests/*.cpp native/tests/*.h)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/config_docs.py --check
+	$(BIN)/python tools/native_stub.py --check
 
 bench: bench-start  ## Run the benchmarks of Quire alone
 	$(BIN)/quire bench throughput --num-prompts 1 --input-len 64 --output-len 128 --warmup 1 --rounds 3
@@ -133,8 +134,9 @@ soak: $(READY)  ## Drive the scheduler through 200,000 random steps and check ev
 eval: $(READY)  ## Score the built-in model on its held-out questions
 	@$(BIN)/quire eval
 
-docs: $(READY)  ## Write the pages that are generated from the code
+docs: $(READY)  ## Write the pages and the stub that are generated from the code
 	$(BIN)/python tools/config_docs.py
+	$(BIN)/python tools/native_stub.py
 
 docs-site: $(READY)  ## Build the documentation as a site in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

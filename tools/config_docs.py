@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+from generated import write_or_check
 from quire.cli.options import PANELS, config_fields
 from quire.limits import Limits
 from quire.structured_outputs import StructuredOutputsParams
@@ -91,17 +91,5 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main() -> int:
-    """Write or check the page; return the exit status."""
-    current = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(current, encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") != current:
-        print(f"{PAGE} is not current; run: python tools/config_docs.py", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_check(PAGE, page()))

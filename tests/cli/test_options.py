@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import config_docs
 from quire.cli.console import flag_name, in_flags
 from quire.cli.main import app
 from quire.cli.options import FLAG_TYPES, config_fields, config_options
@@ -170,21 +169,14 @@ def test_messages_speak_of_flags():
     assert in_flags("top_k is -1; it must be from 0", "top_k") == "--top-k is -1; it must be from 0"
 
 
-def config_docs():
-    path = Path(__file__).parents[2] / "tools" / "config_docs.py"
-    spec = importlib.util.spec_from_file_location("config_docs", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_configuration_page_is_current():
-    docs = config_docs()
-    assert docs.page() == docs.PAGE.read_text(encoding="utf-8"), "run: python tools/config_docs.py"
+    assert config_docs.page() == config_docs.PAGE.read_text(encoding="utf-8"), (
+        "run: python tools/config_docs.py"
+    )
 
 
 def test_the_configuration_page_has_every_field():
-    page = config_docs().page()
+    page = config_docs.page()
     for cls in (EngineConfig, SchedulerConfig, SamplingParams, ServerConfig):
         for field in dataclasses.fields(cls):
             assert f"| `{field.name}` |" in page or field.name in ("scheduler", "speculation")
