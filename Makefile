@@ -44,6 +44,8 @@ serve: $(READY)  ## Serve the built-in model on 127.0.0.1:8000 until Ctrl-C
 	@$(BIN)/quire serve
 
 TEST_PROCESSES := 2
+# Many tests start processes; without kept bytecode each of them compiles every module again.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)  ## Run all tests, two beside each other
 	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
