@@ -14,7 +14,8 @@ import pytest
 from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.http_target import ServerTarget
 from quire.cli.bench.load import LoadGenerator
-from quire.cli.bench.targets import RequestUsage, open_target
+from quire.cli.bench.target import RequestUsage
+from quire.cli.bench.targets import open_target
 from quire.cli.bench.workload import BenchRequest
 from quire.config import EngineConfig, SchedulerConfig
 from quire.errors import ConfigError, EngineDeadError, QueueFullError, QuireError

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 
 from quire.cli.bench.config import TargetConfig
-from quire.cli.bench.targets import RequestUsage, Target
+from quire.cli.bench.target import RequestUsage, Target
 from quire.cli.bench.workload import BenchRequest, regular_token_ids
 from quire.errors import QuireError
 from quire.models.checkpoints.hub import resolve_model

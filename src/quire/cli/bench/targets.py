@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.offline import fixed_length_sampling
+from quire.cli.bench.target import RequestUsage, Target
 from quire.cli.bench.workload import BenchRequest, regular_token_ids
 from quire.cli.console import flag_name
 from quire.cli.options import config_fields
@@ -16,37 +17,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from quire.front.async_llm import AsyncLLM
-
-
-class RequestUsage(NamedTuple):
-    """Token counts of a finished request: those generated, and those found in the prefix cache."""
-
-    num_output_tokens: int
-    num_cached_tokens: int
-
-
-class Target(Protocol):
-    """Serves requests and streams their outputs."""
-
-    vocabulary: np.ndarray
-    """Token ids [n] that prompts consist of."""
-
-    max_model_len: int | None
-    """Maximum number of tokens of a prompt and its output together; None if unknown."""
-
-    async def send(self, request: BenchRequest, on_output: Callable[[], None]) -> RequestUsage:
-        """Run one request to its end.
-
-        Args:
-            on_output: called when an output with new tokens is received.
-
-        Raises:
-            QuireError: the request failed.
-            EngineDeadError: the engine has ended; all other requests will fail too.
-        """
 
 
 def open_target(config: TargetConfig, engine: EngineConfig) -> contextlib.AbstractAsyncContextManager[Target]:
