@@ -36,8 +36,15 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; called by the registry."""
+        for name, meaning, value in self._gauges():
+            yield GaugeMetricFamily(name, meaning, value=value)
+        for name, meaning, value in self._counters():
+            yield CounterMetricFamily(name, meaning, value=value)
+
+    def _gauges(self) -> tuple[tuple[str, str, float], ...]:
+        """Return name, meaning and value of what goes up and down."""
         stats = self._stats
-        gauges: tuple[tuple[str, str, float], ...] = (
+        return (
             ("quire_engine_up", "1 if the engine is alive and making progress.", self._engine_up),
             ("quire_requests_running", "Number of requests in the running batch.", stats.num_running),
             (
@@ -67,7 +74,11 @@ class EngineCollector(Collector):
                 stats.num_leased_blocks,
             ),
         )
-        counters: tuple[tuple[str, str, float], ...] = (
+
+    def _counters(self) -> tuple[tuple[str, str, float], ...]:
+        """Return name, meaning and value of what only grows."""
+        stats = self._stats
+        return (
             ("quire_engine_steps", "Number of engine steps.", stats.num_steps),
             ("quire_scheduled_tokens", "Number of tokens computed in all steps.", stats.num_scheduled_tokens),
             ("quire_preemptions", "Number of preemptions for lack of KV blocks.", stats.num_preemptions),
@@ -103,10 +114,6 @@ class EngineCollector(Collector):
                 stats.num_failed_loads,
             ),
         )
-        for name, meaning, value in gauges:
-            yield GaugeMetricFamily(name, meaning, value=value)
-        for name, meaning, value in counters:
-            yield CounterMetricFamily(name, meaning, value=value)
 
 
 class Metrics:
