@@ -1,6 +1,7 @@
 """Settings and fixtures shared by all tests."""
 
 import collections
+import gc
 import os
 import signal
 from pathlib import Path
@@ -25,6 +26,12 @@ def pytest_configure(config):
 
         settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("quire")
+
+
+def pytest_collection_finish():
+    """Keep collected tests and imported modules out of garbage collections, some of which tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_make_parametrize_id(val):
