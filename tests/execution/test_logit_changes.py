@@ -4,18 +4,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_reference import adjusted
-from transformers import (
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from quire.execution.constraints import UNTIL_THE_END, Constraints
 from quire.execution.penalties import Penalties, TokenCounts
 from quire.sampling_params import SamplingParams
 
 VOCAB_SIZE = 60
+
+
+def processors():
+    """The logits processors of `transformers`, which takes seconds to import."""
+    from transformers.generation import logits_process
+
+    return logits_process
 
 
 def ids(tokens):
@@ -65,7 +66,7 @@ def test_token_counts_follow_an_output_that_changes(prompt, outputs):
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 7.0])
 def test_repetition_penalty_is_that_of_transformers(penalty):
     row, prompt, output = random_row(), [3, 4, 4, 59], [7, 7, 3, 0]
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(
+    expected = processors().RepetitionPenaltyLogitsProcessor(penalty)(
         torch.tensor([prompt + output]), torch.from_numpy(row[None].copy())
     )
     changed = penalized(row, SamplingParams(repetition_penalty=penalty), prompt, output)
@@ -97,7 +98,9 @@ def test_constraints_say_until_when_they_matter():
 def test_bad_words_are_those_of_transformers(output):
     sequences = ((5,), (9, 6), (9, 9, 8, 7), (8, 7, 2), (7, 8, 7))
     row = random_row()
-    processor = NoBadWordsLogitsProcessor([list(s) for s in sequences], eos_token_id=VOCAB_SIZE - 1)
+    processor = processors().NoBadWordsLogitsProcessor(
+        [list(s) for s in sequences], eos_token_id=VOCAB_SIZE - 1
+    )
     expected = processor(torch.tensor([output], dtype=torch.int64), torch.from_numpy(row[None].copy()))
     changed = constrained(row, SamplingParams(bad_words_token_ids=sequences), output)
     assert np.array_equal(changed, expected[0].numpy())
@@ -105,7 +108,7 @@ def test_bad_words_are_those_of_transformers(output):
 
 def test_bias_is_that_of_transformers():
     row, bias = random_row(), {3: -100.0, 4: 2.5}
-    processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+    processor = processors().SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
     expected = processor(torch.tensor([[1, 2]]), torch.from_numpy(row[None].copy()))
     np.testing.assert_allclose(
         constrained(row, SamplingParams(logit_bias=bias), [1, 2]), expected[0].numpy(), rtol=1e-6
@@ -115,7 +118,7 @@ def test_bias_is_that_of_transformers():
 @pytest.mark.parametrize("output", [[], [4, 4], [4, 4, 4]])
 def test_min_tokens_is_that_of_transformers(output):
     row, prompt = random_row(), [2, 3]
-    processor = MinNewTokensLengthLogitsProcessor(2, 3, [1, 6], device="cpu")
+    processor = processors().MinNewTokensLengthLogitsProcessor(2, 3, [1, 6], device="cpu")
     expected = processor(torch.tensor([prompt + output]), torch.from_numpy(row[None].copy()))
     params = SamplingParams(min_tokens=3, stop_token_ids=(6,))
     assert np.array_equal(constrained(row, params, output, eos_token_ids=(1,)), expected[0].numpy())

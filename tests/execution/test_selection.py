@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 from sampling_reference import chosen, kept_weights
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from quire.execution.rng import uniforms
 from quire.execution.selection import Filters, draw
@@ -84,23 +83,25 @@ def test_draws_follow_the_distribution(params, seed):
 @pytest.mark.parametrize(
     ("params", "warpers"),
     [
-        (SamplingParams(temperature=0.7), []),
-        (SamplingParams(top_k=7), [TopKLogitsWarper(7)]),
-        (SamplingParams(top_p=0.75), [TopPLogitsWarper(0.75)]),
-        (SamplingParams(min_p=0.08), [MinPLogitsWarper(0.08)]),
-        (SamplingParams(temperature=1.7, min_p=0.03), [MinPLogitsWarper(0.03)]),
+        (SamplingParams(temperature=0.7), {}),
+        (SamplingParams(top_k=7), {"TopKLogitsWarper": 7}),
+        (SamplingParams(top_p=0.75), {"TopPLogitsWarper": 0.75}),
+        (SamplingParams(min_p=0.08), {"MinPLogitsWarper": 0.08}),
+        (SamplingParams(temperature=1.7, min_p=0.03), {"MinPLogitsWarper": 0.03}),
         (
             SamplingParams(temperature=1.3, top_k=30, top_p=0.9),
-            [TopKLogitsWarper(30), TopPLogitsWarper(0.9)],
+            {"TopKLogitsWarper": 30, "TopPLogitsWarper": 0.9},
         ),
     ],
 )
 def test_filters_agree_with_transformers(params, warpers):
+    from transformers.generation import logits_process  # takes seconds
+
     rng = np.random.default_rng(5)
     logits = (rng.normal(size=(60, 500)) * 2).astype(np.float32)
     scores = torch.from_numpy(logits).double()
-    for warper in [TemperatureLogitsWarper(params.temperature), *warpers]:
-        scores = warper(None, scores)
+    for name, number in {"TemperatureLogitsWarper": params.temperature, **warpers}.items():
+        scores = getattr(logits_process, name)(number)(None, scores)
     probabilities, ids = torch.softmax(scores, dim=-1).sort(dim=-1, descending=True, stable=True)
     cumulative = probabilities.cumsum(dim=-1).numpy()
     numbers = rng.random(len(logits))

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.models.config import RopeConfig
 from quire.models.ropes import read_rope
@@ -48,6 +46,10 @@ LONGROPE = {
     ],
 )
 def test_frequencies_equal_transformers(parameters: dict[str, Any], length: int | None) -> None:
+    # transformers takes seconds to import, in each process that collects this module
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     hf = LlamaConfig(
         hidden_size=4 * HEAD_DIM,
         num_attention_heads=4,

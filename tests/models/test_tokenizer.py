@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, processors
-from transformers import AutoTokenizer
 
 from checkpoints import CHAT_TEMPLATE, make_tokenizer
 from quire.errors import InvalidRequestError, ModelError
@@ -67,10 +66,17 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def from_transformers(directory: Path) -> Any:
+    """The same tokenizer by `transformers`, which takes seconds to import."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_ids_and_text_equal_transformers(directory: Path, text: str, add_special_tokens: bool) -> None:
-    ours, theirs = read_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    ours, theirs = read_tokenizer(directory), from_transformers(directory)
     ids = ours.encode(text, add_special_tokens=add_special_tokens)
     assert ids == theirs.encode(text, add_special_tokens=add_special_tokens)
     for skip in (True, False):
@@ -78,7 +84,7 @@ def test_ids_and_text_equal_transformers(directory: Path, text: str, add_special
 
 
 def test_facts_equal_transformers(directory: Path) -> None:
-    ours, theirs = read_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    ours, theirs = read_tokenizer(directory), from_transformers(directory)
     assert ours.vocab_size == len(theirs)
     assert ours.bos_token_id == theirs.bos_token_id
     assert ours.eos_token_ids == (theirs.eos_token_id,)
@@ -151,7 +157,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_chat_template_equals_transformers(tmp_path: Path, name: str, add_generation_prompt: bool) -> None:
     make_tokenizer(tmp_path, chat_template=TEMPLATES[name])
-    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+    expected = from_transformers(tmp_path).apply_chat_template(
         MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt
     )
     tokenizer = read_tokenizer(tmp_path)

@@ -10,7 +10,6 @@ from typing import Any
 import gguf
 import pytest
 import tokenizers
-from transformers import Qwen2Tokenizer
 
 from checkpoints import CHAT_TEMPLATE, make_tokenizer
 from quire.errors import ModelError
@@ -90,6 +89,8 @@ def test_as_the_text_of_a_tokenizer_json(published: Path, tmp_path: Path) -> Non
 
 
 def test_the_rules_of_qwen2(published: Path, tmp_path: Path) -> None:
+    from transformers import Qwen2Tokenizer  # takes seconds
+
     model = json.loads((published / "tokenizer.json").read_text())["model"]
     merges = [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]
