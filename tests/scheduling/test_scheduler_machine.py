@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from fake_runner import FakeRunner, next_token
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from mixed_actions import NEED_LIVE, drain
 from mixed_driver import MixedDriver
 from mixed_world import RandomChooser
@@ -20,7 +28,10 @@ from quire.scheduling.context import SchedulerContext
 MAX_MODEL_LEN = 48
 STOP_ID = 3
 PIECES = [[1] * 4, [2] * 4, [1, 2, 3, 4, 5, 6, 7, 8], list(range(16)), [9]]
-SUPPRESSED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+MACHINE_SETTINGS = settings(
+    stateful_step_count=50,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
 
 
 # One number for all choices within an event: hypothesis varies and shrinks the sequence of events, and its
@@ -218,11 +229,12 @@ class OracleMachine(RuleBasedStateMachine):
         assert not self.sequences
 
 
-TestMixedMachine = MixedMachine.TestCase
-TestMixedMachine.settings = settings(
-    max_examples=180, stateful_step_count=50, suppress_health_check=SUPPRESSED
-)
-TestOracleMachine = OracleMachine.TestCase
-TestOracleMachine.settings = settings(
-    max_examples=300, stateful_step_count=50, suppress_health_check=SUPPRESSED
-)
+# In parts that run beside each other.
+@pytest.mark.parametrize("part", range(4))
+def test_all_features_at_once(part):
+    run_state_machine_as_test(MixedMachine, settings=settings(MACHINE_SETTINGS, max_examples=45))
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_the_deterministic_part_against_an_oracle(part):
+    run_state_machine_as_test(OracleMachine, settings=settings(MACHINE_SETTINGS, max_examples=150))
