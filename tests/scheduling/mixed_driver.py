@@ -16,7 +16,7 @@ from quire.errors import DuplicateRequestError, InvalidRequestError, QueueFullEr
 from quire.request import Request
 from quire.scheduling import PauseState
 from quire.status import RequestStatus
-from quire.step import DraftTokenIds, SchedulerOutput
+from quire.step import NO_TOKEN, DraftTokenIds, SchedulerOutput
 
 IN_TRANSIT = (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.PREEMPTED)  # rare, and worth an abort
 
@@ -307,7 +307,12 @@ class MixedDriver:
         if expected is not None and not expected.is_beam_search:
             ahead = expected.outputs[request_id][len(expected.got[request_id]) :]
         drafts = ahead[: choose.integer(0, 4)]
-        return [choose.integer(0, VOCAB - 1) if choose.chance(30) else token for token in drafts]
+        if choose.chance(20):
+            drafts.insert(choose.integer(0, len(drafts)), NO_TOKEN)
+        return [
+            choose.integer(0, VOCAB - 1) if token != NO_TOKEN and choose.chance(30) else token
+            for token in drafts
+        ]
 
     def look(self, choose: Chooser) -> None:
         """Ask what an operator asks."""

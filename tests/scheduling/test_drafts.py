@@ -148,6 +148,36 @@ def test_drafts_are_replaced_in_a_plan_by_as_many_or_fewer(kept):
     scene.check_naive()
 
 
+@pytest.mark.parametrize("padding", [[-1], [-1, -1], [-1, 7]])
+@pytest.mark.parametrize("num_kept", [0, 1, 2])
+def test_what_stands_behind_padding_is_no_draft(num_kept, padding):
+    drafts = [*right(9)[1 : 1 + num_kept], *padding]
+    scene = started()
+    propose(scene, [wrong(token) for token in right(5)[1:]])
+    plan = scene.plan()
+    scene.scheduler.update_draft_token_ids_in_output(DraftTokenIds(["a"], [drafts]), plan)
+    assert dict(plan.num_scheduled_tokens) == {"a": 1 + num_kept}
+    scene.apply(plan)
+    assert scene.outputs["a"] == right(2 + num_kept)
+    scene.finish()
+    scene.check_naive()
+    scene = started()
+    propose(scene, drafts)
+    assert scene.step() == {"a": 1 + num_kept}
+    scene.finish()
+    scene.check_naive()
+
+
+def test_a_request_in_the_middle_of_its_prompt_takes_no_drafts():
+    scene = Scene(max_num_batched_tokens=4)
+    scene.add("a", PROMPT)
+    scene.step()
+    propose(scene, right(2))
+    assert scene.step() == {"a": 2}
+    scene.finish()
+    scene.check_naive()
+
+
 def test_a_request_left_out_of_the_replacement_has_no_drafts():
     scene = started()
     propose(scene, right(3)[1:])

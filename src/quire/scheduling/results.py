@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -92,7 +93,7 @@ class ResultsPhase:
         found = zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True)
         by_slot = {slot: ids for name, ids in found if (slot := running.slot_of(name)) is not None}
         width = max(map(len, by_slot.values()), default=0)
-        padded = [ids + [NO_TOKEN] * (width - len(ids)) for ids in by_slot.values()]
+        padded = [[*ids, *[NO_TOKEN] * (width - len(ids))] for ids in by_slot.values()]
         drafts = np.array(padded, np.int32).reshape(len(by_slot), width)
         self._propose(np.array(list(by_slot), np.int32), drafts)
 
@@ -102,7 +103,7 @@ class ResultsPhase:
         planned = scheduler_output.num_drafts
         for row in np.flatnonzero(planned).tolist():
             request_id = scheduler_output.request_ids[row]
-            drafts = given.get(request_id, [])[: planned[row]]
+            drafts = _without_padding(given.get(request_id, []))[: planned[row]]
             if request_id in self.grammars:
                 drafts = self.grammars.valid_drafts(request_id, drafts)
             scheduler_output.draft_token_ids[row] = NO_TOKEN
@@ -282,6 +283,10 @@ class ResultsPhase:
             error=None if end is None else end.error,
             kv_transfer_params=None if end is None else request.kv_transfer_params,
         )
+
+
+def _without_padding(draft_ids: list[int]) -> list[int]:
+    return list(itertools.takewhile(lambda token_id: token_id != NO_TOKEN, draft_ids))
 
 
 def _note_stop_token(request: Request, token_id: int) -> None:
