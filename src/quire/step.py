@@ -225,3 +225,14 @@ class ModelRunnerOutput:
     draft_token_ids: IntArray | None = None  # [R, K]
     kv_connector_output: KVConnectorOutput | None = None
     is_applied: bool = True
+
+    @classmethod
+    def failed(cls, planned: SchedulerOutput, error: str) -> ModelRunnerOutput:
+        """Return the output of a step that failed as a whole: each of its requests has the error."""
+        request_ids = list(planned.request_ids)
+        return cls(
+            request_ids,
+            np.full((len(request_ids), 1), NO_TOKEN, dtype=np.int32),
+            errors=dict.fromkeys(request_ids, error),
+            is_applied=False,
+        )

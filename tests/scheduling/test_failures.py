@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fake_runner import naive_generation
 from scene import Scene
 
 from faulty_connector import FaultyConnector
 from quire.status import FinishReason, RequestStatus
+from quire.step import NO_TOKEN
 
 
 class Failing(FaultyConnector):
@@ -108,3 +111,88 @@ def test_a_refused_reset_breaks_no_pin():
     scene.finish_but_pins()
     assert scene.scheduler.reset_prefix_cache()
     scene.check_nothing_is_held()
+
+
+# -- runners that return something else ---------------------------------------------------------------------
+
+
+def without_sample(computed, *request_ids):
+    sampled = computed.sampled_token_ids.copy()
+    sampled[[computed.request_ids.index(name) for name in request_ids]] = NO_TOKEN
+    return dataclasses.replace(computed, sampled_token_ids=sampled)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_request_that_gets_no_token_ends_with_the_reason(step):
+    scene = Scene()
+    scene.add("a", range(5))
+    scene.add("b", range(10, 15))
+    for _ in range(step):
+        scene.step()
+    plan = scene.plan()
+    scene.apply(plan, without_sample(scene.compute(plan), "a"))
+    assert "returned no token" in scene.errors["a"]
+    scene.finish()
+    scene.check_naive("b")
+
+
+def test_a_request_that_gets_no_token_while_the_next_step_is_planned_ends_too():
+    scene = Scene(overlap_steps=True)
+    scene.add("a", range(5))
+    first = scene.plan()
+    computed = scene.compute(first)
+    second = scene.plan()
+    also = scene.compute(second)
+    scene.apply(first, without_sample(computed, "a"))
+    scene.apply(second, also)
+    assert "returned no token" in scene.errors["a"]
+    scene.finish()
+
+
+def test_a_search_whose_beam_gets_no_candidates_ends_with_the_reason():
+    scene = Scene()
+    scene.add("a", range(5), beam_width=2, logprobs=2, n=2, beam_sequence_ids=("a.0", "a.1"))
+    plan = scene.plan()
+    scene.apply(plan, dataclasses.replace(scene.compute(plan), logprobs={}))
+    assert "returned no token" in scene.errors["a.0"]
+    assert "returned no token" in scene.errors["a.1"]
+    scene.finish()
+
+
+@pytest.mark.parametrize("fault", ["order", "missing", "rows"])
+def test_an_output_of_other_requests_fails_the_step(fault):
+    scene = Scene()
+    scene.add("a", range(5))
+    scene.add("b", range(10, 15))
+    plan = scene.plan()
+    computed = scene.compute(plan)
+    match fault:
+        case "order":
+            computed = dataclasses.replace(computed, request_ids=["b", "a"])
+        case "missing":
+            computed = dataclasses.replace(computed, request_ids=["a"])
+        case "rows":
+            computed = dataclasses.replace(computed, sampled_token_ids=computed.sampled_token_ids[:1])
+    scene.apply(plan, computed)
+    assert all("another step than was planned" in scene.errors[name] for name in "ab")
+    scene.add("after", range(5))
+    scene.finish()
+    scene.check_naive("after")
+
+
+def test_an_error_of_a_request_that_has_ended_is_not_that_of_its_namesake():
+    scene = Scene(overlap_steps=True)
+    scene.add("a", range(5))
+    first = scene.plan()
+    scene.runner.fail = {"a"}
+    computed = scene.compute(first)
+    scene.runner.fail = set()
+    scene.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    scene.add("a", range(20, 25), beam_width=2, logprobs=2, n=1)
+    second = scene.plan()
+    assert "a" in second.request_ids
+    also = scene.compute(second)
+    scene.apply(first, computed)
+    scene.apply(second, also)
+    scene.finish()
+    assert scene.reasons["a"] is FinishReason.LENGTH

@@ -9,12 +9,11 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-import numpy as np
 from typing_extensions import override
 
 from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutput
-from quire.step import NO_TOKEN, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class Stepper(ABC):
             logger.exception(
                 "computing a step failed; its %d requests end with an error", len(scheduled.request_ids)
             )
-            return _all_failed(scheduled, describe_failure(error))
+            return ModelRunnerOutput.failed(scheduled, describe_failure(error))
 
     def _update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
         by_client = self._scheduler.update_from_output(scheduled, computed)
@@ -133,14 +132,3 @@ def describe_failure(error: Exception) -> str:
 
 def _does_something(scheduled: SchedulerOutput) -> bool:
     return bool(scheduled.request_ids or scheduled.finished_req_ids)
-
-
-def _all_failed(scheduled: SchedulerOutput, error: str) -> ModelRunnerOutput:
-    """Return the output of a failed step: each of its requests has the error."""
-    request_ids = list(scheduled.request_ids)
-    return ModelRunnerOutput(
-        request_ids=request_ids,
-        sampled_token_ids=np.full((len(request_ids), 1), NO_TOKEN, dtype=np.int32),
-        errors=dict.fromkeys(request_ids, error),
-        is_applied=False,
-    )

@@ -50,6 +50,7 @@ class Inspection:
         """
         config, running, waiting = self.config, self.state.running, self.state.waiting
         self.state.kv.check(self.holdings.held_blocks())
+        self._check_all_can_go_on()
         assert len(running) <= config.max_num_seqs, "invariant 5: more sequences than max_num_seqs"
         assert running.num_free + len(running) + self.fences.num_slots == config.max_num_seqs, (
             "invariant 8: a slot leaks"
@@ -61,3 +62,13 @@ class Inspection:
         if not len(running) + len(waiting):
             assert not len(self.deadlines), "invariant 8: a deadline leaks"
             assert not len(self.loads), "invariant 8: a load leaks"
+
+    def _check_all_can_go_on(self) -> None:
+        """Check, as far as invariant 3 goes, that each running request has tokens left to compute."""
+        running = self.state.running
+        slots = running.in_order()
+        if self.in_flight or not slots.size:
+            return
+        is_stuck = (running.num_computed[slots] >= running.num_tokens[slots]) & ~running.is_beam[slots]
+        stuck = running.request_ids[slots[is_stuck]].tolist()
+        assert not stuck, f"invariant 3: all tokens of {stuck} are computed, so no step will schedule them"

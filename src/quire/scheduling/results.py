@@ -17,6 +17,7 @@ from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 from quire.scheduling.request_finisher import RequestFinisher
+from quire.scheduling.runner_faults import checked
 from quire.scheduling.running_slots import RunningSlots
 from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.transfers import TransferPhase
@@ -71,6 +72,7 @@ class ResultsPhase:
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Apply one step and return its outputs by client; requests that have ended are skipped."""
+        computed = checked(scheduler_output, computed, self.running)
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
             self.transfer_phase.take(computed.kv_connector_output, scheduler_output.slots)

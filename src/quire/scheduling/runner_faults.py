@@ -1,0 +1,59 @@
+"""What a model runner returned, checked against the plan: a fault becomes an error, never a silent wait."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from quire.scheduling.running_slots import RunningSlots
+from quire.step import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+
+NO_SAMPLE = "the model runner returned no token for this request, although all of its tokens were computed"
+
+
+def checked(
+    planned: SchedulerOutput, computed: ModelRunnerOutput, running: RunningSlots
+) -> ModelRunnerOutput:
+    """Return what a step computed, with an error for each of its requests that it leaves without an answer.
+
+    An output whose rows are not those of the plan is that of a failed step. Errors of requests that have left
+    their slot are dropped: their ids may be in use anew.
+    """
+    if computed.request_ids is not planned.request_ids and computed.request_ids != planned.request_ids:
+        return _failed(planned, computed, f"requests {computed.request_ids}, planned {planned.request_ids}")
+    if len(computed.sampled_token_ids) != len(planned.slots):
+        rows = f"{len(computed.sampled_token_ids)} rows of tokens for {len(planned.slots)} requests"
+        return _failed(planned, computed, rows)
+    errors = (
+        _missing_samples(planned, computed, running) | computed.errors
+        if computed.is_applied
+        else computed.errors
+    )
+    if not errors:
+        return computed
+    is_there = running.occupied[planned.slots].tolist()
+    there = {request_id for request_id, there in zip(planned.request_ids, is_there, strict=True) if there}
+    return dataclasses.replace(
+        computed, errors={name: error for name, error in errors.items() if name in there}
+    )
+
+
+def _failed(planned: SchedulerOutput, computed: ModelRunnerOutput, what: str) -> ModelRunnerOutput:
+    failed = ModelRunnerOutput.failed(
+        planned, f"the model runner returned another step than was planned: {what}"
+    )
+    return dataclasses.replace(failed, kv_connector_output=computed.kv_connector_output)
+
+
+def _missing_samples(
+    planned: SchedulerOutput, computed: ModelRunnerOutput, running: RunningSlots
+) -> dict[str, str]:
+    """Return the error of each request that was to sample and did not."""
+    samples = planned.samples
+    lacks = samples & (computed.sampled_token_ids[:, 0] == NO_TOKEN)
+    missing = [planned.request_ids[row] for row in lacks.nonzero()[0].tolist()]
+    for row in np.flatnonzero(samples & running.is_beam[planned.slots]).tolist():
+        if planned.request_ids[row] not in computed.logprobs:
+            missing.append(planned.request_ids[row])
+    return dict.fromkeys(missing, NO_SAMPLE)
