@@ -1,6 +1,6 @@
 // Attention of a ragged batch over a paged KV cache.
 //
-// Keys are cut into tiles at absolute positions. A row (one head of one token) takes up the tiles it sees in rising order,
+// Keys are cut into tiles at fixed places of a sequence's cache; positions are these places. A row (one head of one token) takes up the tiles it sees in rising order,
 // with a running maximum, sum and total (FlashAttention-2, Dao 2023). Tiles are gathered in spans, also at absolute
 // positions: each span starts anew, and the spans of a row are merged in rising order. So a row's bits depend neither on the
 // other rows, nor on the block size, nor on which thread computes what.
@@ -70,6 +70,19 @@ struct AttentionPlan {
   int64_t max_rows() const { return group > kBlockRows ? group : kBlockRows; }
 };
 
+constexpr float kScoreUnit = 1.0f / (int64_t{1} << 32);
+
+// What the keys get of the attention of the step's tokens, over all heads. Rows and sums are of kTileTokens numbers for each tile
+// of their sequence and are zero where a key is not seen. All of both is overwritten. The sums are in kScoreUnit.
+struct KeyScores {
+  const int64_t* row_starts;  // [T] where a token's row begins in `rows`; negative: it has none
+  const int64_t* sum_starts;  // [T] where the sums of a token's sequence begin in `sums`; negative: it has none
+  float* rows;
+  int64_t* sums;
+  int64_t num_row_numbers;
+  int64_t num_sums;
+};
+
 // One layer's part of the cache.
 struct KVLayer {
   DType type;
@@ -89,10 +102,10 @@ struct AttentionCall {
   int64_t query_stride;  // between tokens; a token's numbers are adjacent
   void* out;             // as the query; tokens are adjacent
   float scale;
-  float softcap;       // 0: none
-  const float* sinks;  // [heads] or null
-  float* key_scores;   // [num_blocks, block_size], added to; or null
-  char* scratch;       // attention_scratch() bytes, aligned to 64
+  float softcap;                // 0: none
+  const float* sinks;           // [heads] or null
+  const KeyScores* key_scores;  // or null
+  char* scratch;                // attention_scratch() bytes, aligned to 64
 };
 
 }  // namespace quire

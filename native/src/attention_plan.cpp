@@ -29,7 +29,7 @@ AttentionPlanner::AttentionPlanner(const AttentionStep& step, int window, int gr
   for (const int32_t sequence : order_by_tables()) {
     const int64_t count = step.num_tokens[sequence];
     for (int64_t done = 0; done < count;) {
-      const int64_t position = step.num_computed_tokens[sequence] + done;
+      const int64_t position = step.num_cached_tokens[sequence] + done;
       Segment next{sequence, static_cast<int32_t>(num_open), 0, position};
       next.num_tokens = static_cast<int32_t>(std::min(count - done, tokens_per_block - num_open));
       if (!segments.empty() && (next.num_tokens == 0 || !can_follow(segments.back(), next))) {
@@ -66,7 +66,7 @@ std::vector<int32_t> AttentionPlanner::order_by_tables() const {
   std::vector<int32_t> order(step_.num_sequences);
   std::iota(order.begin(), order.end(), 0);
   const auto num_entries = [&](int32_t sequence) {
-    return ceil_div(step_.num_computed_tokens[sequence] + step_.num_tokens[sequence], step_.block_size);
+    return ceil_div(step_.num_cached_tokens[sequence] + step_.num_tokens[sequence], step_.block_size);
   };
   std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
     const int64_t num_a = num_entries(a), num_b = num_entries(b);

@@ -9,8 +9,8 @@ namespace quire {
 
 // One step's sequences. `block_tables` is read during the calls too.
 struct AttentionStep {
-  const int64_t* num_computed_tokens;  // [num_sequences]
-  const int64_t* num_tokens;           // [num_sequences], each at least 1
+  const int64_t* num_cached_tokens;  // [num_sequences]
+  const int64_t* num_tokens;         // [num_sequences], each at least 1
   int64_t num_sequences;
   const int32_t* block_tables;  // [num_sequences, table_stride]
   int64_t table_stride;

@@ -19,7 +19,7 @@ struct Case {
 
 // Sequences of which the first two begin with the same blocks.
 struct Step {
-  std::vector<int64_t> num_computed, num_tokens;
+  std::vector<int64_t> num_cached, num_tokens;
   std::vector<int32_t> tables;
   int64_t table_stride = 0, num_blocks = 0, num_rows = 0;
 
@@ -28,7 +28,7 @@ struct Step {
                                           random_int(1000, 2300)};
     for (const int64_t length : lengths) {
       num_tokens.push_back(random_int(1, std::min<int64_t>(length, 90)));
-      num_computed.push_back(length - num_tokens.back());
+      num_cached.push_back(length - num_tokens.back());
       num_rows += num_tokens.back();
       table_stride = std::max(table_stride, (length + block_size - 1) / block_size);
     }
@@ -38,6 +38,57 @@ struct Step {
         const bool is_shared = i == 1 && (entry + 1) * block_size <= 128;
         tables[i * table_stride + entry] = static_cast<int32_t>(is_shared ? tables[entry] : num_blocks++);
       }
+    }
+  }
+};
+
+// Of each sequence the tokens from `first_scoring` have key scores: every second sequence has rows, the others have sums.
+struct Scores {
+  std::vector<int64_t> row_starts, sum_starts;
+  std::vector<float> rows;
+  std::vector<int64_t> sums;
+  std::vector<double> expected_rows, expected_sums;
+
+  explicit Scores(const Step& step) {
+    int64_t num_rows = 0, num_sums = 0;
+    for (size_t i = 0; i < step.num_tokens.size(); ++i) {
+      const int64_t first_scoring = random_int(0, step.num_tokens[i]);
+      const int64_t size = round_up(step.num_cached[i] + step.num_tokens[i], kTileTokens);
+      for (int64_t token = 0; token < step.num_tokens[i]; ++token) {
+        const bool has_row = token >= first_scoring && i % 2 == 0, has_sums = token >= first_scoring && i % 2 != 0;
+        row_starts.push_back(has_row ? num_rows : -1);
+        sum_starts.push_back(has_sums ? num_sums : -1);
+        num_rows += has_row ? size : 0;
+      }
+      num_sums += i % 2 == 0 ? 0 : size;
+    }
+    rows.assign(num_rows, std::nanf(""));
+    sums.assign(num_sums, -1);
+    expected_rows.assign(num_rows, 0.0);
+    expected_sums.assign(num_sums, 0.0);
+  }
+
+  KeyScores call() {
+    return {row_starts.data(),
+            sum_starts.data(),
+            rows.data(),
+            sums.data(),
+            static_cast<int64_t>(rows.size()),
+            static_cast<int64_t>(sums.size())};
+  }
+
+  void expect(size_t row, int64_t key, double weight) {
+    if (row_starts[row] >= 0) expected_rows[row_starts[row] + key] += weight;
+    if (sum_starts[row] >= 0) expected_sums[sum_starts[row] + key] += weight;
+  }
+
+  void check(const char* name) const {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      CHECK(std::fabs(rows[i] - expected_rows[i]) < 1e-5, "%s, score %zu: %.9g, not %.9g", name, i, rows[i], expected_rows[i]);
+    }
+    for (size_t i = 0; i < sums.size(); ++i) {
+      const double sum = static_cast<double>(sums[i]) * kScoreUnit;
+      CHECK(std::fabs(sum - expected_sums[i]) < 1e-4, "%s, sum %zu: %.9g, not %.9g", name, i, sum, expected_sums[i]);
     }
   }
 };
@@ -69,12 +120,12 @@ void check_case(const Case& shape, DType type) {
   const std::vector<float> query = random_floats(step.num_rows * num_heads * head_dim);
   const std::vector<float> sinks = random_floats(num_heads);
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-  const AttentionPlanner planner({step.num_computed.data(), step.num_tokens.data(), static_cast<int64_t>(step.num_tokens.size()),
+  const AttentionPlanner planner({step.num_cached.data(), step.num_tokens.data(), static_cast<int64_t>(step.num_tokens.size()),
                                   step.tables.data(), step.table_stride, static_cast<int32_t>(shape.block_size)},
                                  shape.window, static_cast<int>(shape.group));
 
   std::vector<double> expected;
-  std::vector<double> expected_scores(step.num_blocks * shape.block_size, 0.0);
+  Scores scores(step);
   const auto cached = [&](int part, int64_t sequence, int64_t position, int64_t head, int64_t feature) {
     const int64_t block = step.tables[sequence * step.table_stride + position / shape.block_size];
     const int64_t token = (block * shape.num_kv_heads + head) * shape.block_size + position % shape.block_size;
@@ -82,7 +133,7 @@ void check_case(const Case& shape, DType type) {
   };
   for (size_t sequence = 0, row = 0; sequence < step.num_tokens.size(); ++sequence) {
     for (int64_t i = 0; i < step.num_tokens[sequence]; ++i, ++row) {
-      const int64_t position = step.num_computed[sequence] + i;
+      const int64_t position = step.num_cached[sequence] + i;
       const int64_t first = shape.window == 0 ? 0 : std::max<int64_t>(0, position - shape.window + 1);
       for (int64_t head = 0; head < num_heads; ++head) {
         std::vector<double> weights;
@@ -99,8 +150,7 @@ void check_case(const Case& shape, DType type) {
         for (int64_t key = first; key <= position; ++key) {
           const double weight = weights[key - first] / sum;
           for (int64_t f = 0; f < head_dim; ++f) total[f] += weight * cached(1, sequence, key, head / shape.group, f);
-          const int64_t block = step.tables[sequence * step.table_stride + key / shape.block_size];
-          expected_scores[block * shape.block_size + key % shape.block_size] += weight;
+          scores.expect(row, key, weight);
         }
         expected.insert(expected.end(), total.begin(), total.end());
       }
@@ -108,15 +158,15 @@ void check_case(const Case& shape, DType type) {
   }
 
   for (const Kernels* kernels : all_kernels()) {
-    std::vector<float> first_result;
+    std::vector<float> first_result, first_rows;
+    std::vector<int64_t> first_sums;
     for (const int num_threads : {1, 2, 5}) {
       ThreadPool pool(num_threads);
       std::vector<float> out(query.size(), std::nanf(""));
-      std::vector<float> key_scores(expected_scores.size(), 0.0f);
-      AttentionCall call{
-          &planner.plan(), &kv,   query.data(), DType::kFloat32, num_heads * head_dim,
-          out.data(),      scale, 0.0f,         sinks.data(),    shape.has_key_scores ? key_scores.data() : nullptr,
-          nullptr};
+      const KeyScores key_scores = scores.call();
+      AttentionCall call{&planner.plan(), &kv,   query.data(), DType::kFloat32, num_heads * head_dim,
+                         out.data(),      scale, 0.0f,         sinks.data(),    shape.has_key_scores ? &key_scores : nullptr,
+                         nullptr};
       Aligned scratch(kernels->attention_scratch(call, num_threads));
       call.scratch = scratch.data;
       kernels->attention(call, pool);
@@ -124,12 +174,11 @@ void check_case(const Case& shape, DType type) {
         CHECK(std::fabs(out[i] - expected[i]) < 1e-5, "%s, number %zu: %.9g, not %.9g", kernels->instruction_set, i, out[i],
               expected[i]);
       }
-      for (size_t i = 0; shape.has_key_scores && i < key_scores.size(); ++i) {
-        CHECK(std::fabs(key_scores[i] - expected_scores[i]) < 1e-4, "%s, score %zu: %.9g, not %.9g", kernels->instruction_set, i,
-              key_scores[i], expected_scores[i]);
-      }
-      if (num_threads == 1) first_result = out;
+      if (shape.has_key_scores) scores.check(kernels->instruction_set);
+      if (num_threads == 1) first_result = out, first_rows = scores.rows, first_sums = scores.sums;
       CHECK(std::memcmp(first_result.data(), out.data(), out.size() * sizeof(float)) == 0, "%s: bits of %d threads",
+            kernels->instruction_set, num_threads);
+      CHECK(!shape.has_key_scores || (first_rows == scores.rows && first_sums == scores.sums), "%s: key scores of %d threads",
             kernels->instruction_set, num_threads);
     }
   }

@@ -19,13 +19,13 @@ struct Sequence {
 int64_t num_row_blocks(const std::vector<Sequence>& sequences) {
   const int64_t count = static_cast<int64_t>(sequences.size());
   constexpr int64_t kStride = 16;
-  std::vector<int64_t> num_computed, num_tokens(count, 1);
+  std::vector<int64_t> num_cached, num_tokens(count, 1);
   std::vector<int32_t> tables(count * kStride, INT32_MAX);
   for (int64_t i = 0; i < count; ++i) {
-    num_computed.push_back(sequences[i].length - 1);
+    num_cached.push_back(sequences[i].length - 1);
     std::copy(sequences[i].blocks.begin(), sequences[i].blocks.end(), tables.begin() + i * kStride);
   }
-  const AttentionPlanner planner({num_computed.data(), num_tokens.data(), count, tables.data(), kStride, kBlockSize}, 0, 1);
+  const AttentionPlanner planner({num_cached.data(), num_tokens.data(), count, tables.data(), kStride, kBlockSize}, 0, 1);
   CHECK(planner.plan().num_tokens == count, "%ld tokens", static_cast<long>(planner.plan().num_tokens));
   return planner.plan().num_blocks;
 }

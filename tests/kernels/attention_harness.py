@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.bounds import SCORE_UNIT
+from quire.kernels.key_scores import KeyScores
+from quire.kernels.kv_layer import KVLayer
 from quire.kernels.reference import ReferenceKernels, quantize_heads, write_kv
 from quire.kv.tensors import KVCacheTensors
 
@@ -167,34 +171,128 @@ def naive_weights_and_values(
     return weights, torch.einsum("hqk,khd->qhd", weights, value)
 
 
+@dataclasses.dataclass
+class ScoredStep:
+    """A step of random sequences, of which the first two share blocks."""
+
+    sequences: Sequences
+    kv: KVLayer
+    tables: np.ndarray[Any, np.dtype[np.int64]]
+    block_size: int
+
+    LENGTHS = (150, 200, 1, 71, 1100)
+    COUNTS = (30, 70, 1, 1, 9)
+
+    @classmethod
+    def random(cls, block_size: int) -> ScoredStep:
+        sequences = Sequences.random([150, 200], 6, 2, 32, shared=128)
+        others = Sequences.random([1, 71, 1100], 6, 2, 32, seed=1)
+        states = [[*ours, *theirs] for ours, theirs in zip(_parts(sequences), _parts(others), strict=True)]
+        sequences = Sequences(*states)
+        lengths = np.array(cls.LENGTHS)
+        needed = -(-lengths // block_size)
+        tables = np.arange(len(lengths) * needed.max()).reshape(len(lengths), -1)
+        tables[1, : 128 // block_size] = tables[0, : 128 // block_size]
+        cache = KVCacheTensors(tables.size, 1, 2, block_size, 32, torch.float32)
+        cache.tensor.fill_(float("nan"))
+        whole = AttentionBatch.build(np.zeros(len(lengths), dtype=np.int64), lengths, tables, block_size)
+        write_kv(torch.cat(sequences.key), torch.cat(sequences.value), cache.layer(0), whole)
+        return cls(sequences, cache.layer(0), tables, block_size)
+
+    def scores(
+        self,
+        kernel: Any,
+        counts: Sequence[int] = COUNTS,
+        *,
+        first: Sequence[int],
+        summed: Sequence[bool],
+        which: Sequence[int] = range(5),
+        ends: Sequence[int] = LENGTHS,
+        **options: Any,
+    ) -> tuple[torch.Tensor, KeyScores]:
+        """Return the attention and the key scores of a step of the sequences `which`.
+
+        Args:
+            kernel: the `paged_attention` to use; it gets `options`.
+            counts: last tokens of each of the five sequences, which the step computes.
+            first: of these tokens, for each sequence, the first one that scores.
+            summed: whether the scores of a sequence are summed.
+            which: sequences that are in the step.
+            ends: tokens of each sequence after the step.
+            options: of the kernel.
+        """
+        sequences = list(which)
+        lengths, chosen = np.array(ends)[sequences], np.array(counts)[sequences]
+        step = AttentionBatch.build(
+            lengths - chosen,
+            chosen,
+            self.tables[sequences],
+            self.block_size,
+            first_scoring_token=np.array(first)[sequences],
+            sums_scores=np.array(summed)[sequences],
+        )
+        query = [self.sequences.query[s][ends[s] - counts[s] : ends[s]] for s in sequences]
+        assert step.key_scores is not None
+        step.key_scores.rows.fill_(float("nan"))
+        step.key_scores.sums.fill_(-1)
+        return kernel(torch.cat(query), self.kv, step, scale=32**-0.5, **options), step.key_scores
+
+
 def check_key_scores(kernel: Any, *, block_size: int, window: int) -> None:
-    """Compare the key scores of a ragged step, two of whose sequences share blocks, with float64 ones."""
-    lengths, counts, shared = np.array([150, 200, 1, 71]), np.array([30, 70, 1, 1]), 128
-    sequences = Sequences.random([150, 200], 6, 2, 32, shared=shared)
-    others = Sequences.random([1, 71], 6, 2, 32, seed=1)
-    states = [[*ours, *theirs] for ours, theirs in zip(_parts(sequences), _parts(others), strict=True)]
-    sequences = Sequences(*states)
-    needed = -(-lengths // block_size)
-    tables = np.arange(4 * needed.max()).reshape(4, -1)
-    tables[1, : shared // block_size] = tables[0, : shared // block_size]
-    cache = KVCacheTensors(tables.size, 1, 2, block_size, 32, torch.float32)
-    cache.tensor.fill_(float("nan"))
-    kv = cache.layer(0)
-    whole = AttentionBatch.build(np.zeros(4, dtype=np.int64), lengths, tables, block_size)
-    write_kv(torch.cat(sequences.key), torch.cat(sequences.value), kv, whole)
-    step = AttentionBatch.build(lengths - counts, counts, tables, block_size)
-    query = torch.cat([part[-count:] for part, count in zip(sequences.query, counts, strict=True)])
-    sinks = torch.linspace(-1, 2, 6)
-    options = {"window": window, "softcap": 3.0, "sinks": sinks}
-    scores = torch.full((tables.size, block_size), 5.0)  # to be added to
-    kernel(query, kv, step, scale=32**-0.5, key_scores=scores, **options)
-    expected = torch.full(scores.shape, 5.0, dtype=torch.float64)
-    for index, count in enumerate(counts):
-        weights, _ = naive_weights_and_values(sequences, index, **options)
-        position = np.arange(lengths[index])
-        places = torch.from_numpy(tables[index, position // block_size] * block_size + position % block_size)
-        expected.view(-1).index_add_(0, places, weights[:, -count:].sum((0, 1)))
-    torch.testing.assert_close(scores.double(), expected, atol=2e-5, rtol=0)
+    """Compare the key scores of a ragged step with float64 ones."""
+    scored = ScoredStep.random(block_size)
+    options = {"window": window, "softcap": 3.0, "sinks": torch.linspace(-1, 2, 6)}
+    first, summed = [0, 60, 0, 1, 2], [True, False, False, False, True]
+    _, scores = scored.scores(kernel, first=first, summed=summed, **options)
+    for index, (length, count) in enumerate(zip(scored.LENGTHS, scored.COUNTS, strict=True)):
+        weights, _ = naive_weights_and_values(scored.sequences, index, **options)
+        expected = weights.sum(0)[length - count + first[index] :]
+        if summed[index]:
+            sums = scores.sums_of(index).double() * SCORE_UNIT
+            torch.testing.assert_close(sums, expected.sum(0), atol=2e-5, rtol=0)
+        else:
+            rows = scores.rows_of(index)
+            assert rows.shape == (count - first[index], length)
+            torch.testing.assert_close(rows.double(), expected, atol=2e-5, rtol=0)
+
+
+def check_bits_of_key_scores(kernel: Any, **options: Any) -> None:
+    """Compare the bits of key scores in company, alone, and in chunks."""
+    scored = ScoredStep.random(16)
+    rows, sums = [False] * 5, [True] * 5
+    first = [0] * 5
+    attended, scores = scored.scores(kernel, first=first, summed=rows, **options)
+    summed_attended, all_sums = scored.scores(kernel, first=first, summed=sums, **options)
+    assert torch.equal(attended, summed_attended)
+    silent = kernel_without_scores(scored, kernel, **options)
+    assert torch.equal(attended, silent)
+    for s, count in enumerate(scored.COUNTS):
+        alone = scored.scores(kernel, first=first, summed=rows, which=[s], **options)[1].rows_of(0)
+        assert torch.equal(alone, scores.rows_of(s))
+        total = torch.zeros_like(all_sums.sums_of(s))
+        for end in range(count, 0, -7):  # in chunks of 7, the last chunk first
+            chunk, ends = [min(end, 7)] * 5, [length - count + end for length in scored.LENGTHS]
+            part, row_part = (
+                scored.scores(kernel, chunk, first=first, summed=kind, which=[s], ends=ends, **options)[1]
+                for kind in (sums, rows)
+            )
+            total[: len(part.sums_of(0))] += part.sums_of(0)
+            expected = scores.rows_of(s)[end - chunk[0] : end]
+            assert torch.equal(row_part.rows_of(0), expected[:, : ends[s]])
+            assert not expected[:, ends[s] :].any()
+        assert torch.equal(total, all_sums.sums_of(s))
+
+
+def kernel_without_scores(scored: ScoredStep, kernel: Any, **options: Any) -> torch.Tensor:
+    """Return the attention of the step if nobody wants its key scores."""
+    counts, lengths = np.array(scored.COUNTS), np.array(scored.LENGTHS)
+    step = AttentionBatch.build(
+        lengths - counts, counts, scored.tables, scored.block_size, first_scoring_token=counts
+    )
+    assert step.key_scores is None
+    query = [part[-count:] for part, count in zip(scored.sequences.query, scored.COUNTS, strict=True)]
+    attended: torch.Tensor = kernel(torch.cat(query), scored.kv, step, scale=32**-0.5, **options)
+    return attended
 
 
 def _parts(sequences: Sequences) -> tuple[list[torch.Tensor], ...]:

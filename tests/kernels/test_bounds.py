@@ -14,7 +14,7 @@ from quire.kernels.kv_layer import KVLayer
 
 SHARED = [
     "TILE", "SPAN", "HEAD_DIM_MULTIPLE", "MAX_HEAD_DIM", "MAX_SPAN_BYTES",
-    "MIN_HEAD_TOKENS", "MAX_HEAD_TOKENS",
+    "MIN_HEAD_TOKENS", "MAX_HEAD_TOKENS", "SCORE_UNIT",
 ]  # fmt: skip
 
 

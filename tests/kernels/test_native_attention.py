@@ -8,13 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_harness import Sequences, check_key_scores, naive_attention, run_paged
+from attention_harness import (
+    Sequences,
+    check_bits_of_key_scores,
+    check_key_scores,
+    naive_attention,
+    run_paged,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native_settings import on_instruction_sets, threads
 
 from pairwise import pairwise
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.reference import ReferenceKernels
@@ -165,15 +172,39 @@ def test_key_scores_are_sums_of_weights(instruction_set: str, block_size: int, w
     check_key_scores(paged_attention, block_size=block_size, window=window)
 
 
+@on_instruction_sets(window=[0, 50])
+def test_key_scores_do_not_depend_on_company_and_chunks(instruction_set: str, window: int) -> None:
+    check_bits_of_key_scores(paged_attention, window=window)
+
+
 def test_key_scores_do_not_depend_on_threads(several_threads: None) -> None:
     check_key_scores(paged_attention, block_size=16, window=0)
-    batch, cache, query = _random_step([300, 1500], [20, 1])
-    scores = torch.zeros(2, cache.num_blocks, cache.block_size)
-    paged_attention(query, cache.layer(0), batch, scale=0.1, key_scores=scores[0])
+    check_bits_of_key_scores(paged_attention)
+    batch, cache, query = _random_step([300, 1500], [20, 1], first_scoring_token=[3, 0])
+    scores = batch.key_scores
+    assert scores is not None
+    paged_attention(query, cache.layer(0), batch, scale=0.1)
+    rows = scores.rows.clone()
     with threads(1):
-        paged_attention(query, cache.layer(0), batch, scale=0.1, key_scores=scores[1])
-    assert torch.equal(scores[0], scores[1])
-    assert scores[0].sum().item() == pytest.approx(21 * query.shape[1], rel=1e-5)
+        paged_attention(query, cache.layer(0), batch, scale=0.1)
+    assert torch.equal(rows, scores.rows)
+    assert rows.sum().item() == pytest.approx(18 * query.shape[1], rel=1e-5)
+
+
+@on_instruction_sets(sums=[False, True])
+def test_key_scores_of_what_is_not_a_number_are_zero(instruction_set: str, sums: bool) -> None:
+    for kernels in (paged_attention, ReferenceKernels().paged_attention):
+        batch, cache, query = _random_step(
+            [70, 90], [2, 3], first_scoring_token=[0, 0], sums_scores=[sums] * 2
+        )
+        cache.tensor[2, 0, 0, 1, 0] = float("nan")  # a key of the first sequence's second KV head
+        scores = batch.key_scores
+        assert scores is not None
+        kernels(query, cache.layer(0), batch, scale=0.1)
+        of = scores.sums_of if sums else scores.rows_of
+        unit = SCORE_UNIT if sums else 1.0
+        assert of(0).double().sum().item() * unit == pytest.approx(2 * 2, rel=1e-4)
+        assert of(1).double().sum().item() * unit == pytest.approx(3 * 4, rel=1e-4)
 
 
 @on_instruction_sets(chunk=[1, 20])
@@ -256,7 +287,7 @@ def test_layers_of_one_window_share_a_plan() -> None:
 
 
 def _random_step(
-    lengths: list[int], counts: list[int]
+    lengths: list[int], counts: list[int], **options: Any
 ) -> tuple[AttentionBatch, KVCacheTensors, torch.Tensor]:
     """Return a step, a cache of one layer with random content, and queries of 4 heads of 32."""
     needed = [-(-length // 16) for length in lengths]
@@ -266,6 +297,6 @@ def _random_step(
     ids = iter(range(sum(needed)))
     for row, count in enumerate(needed):
         tables[row, :count] = [next(ids) for _ in range(count)]
-    batch = AttentionBatch.build(np.subtract(lengths, counts), np.array(counts), tables, 16)
+    batch = AttentionBatch.build(np.subtract(lengths, counts), np.array(counts), tables, 16, **options)
     query = torch.randn(sum(counts), 4, 32, generator=torch.Generator().manual_seed(2))
     return batch, cache, query

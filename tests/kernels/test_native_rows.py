@@ -187,7 +187,7 @@ class Step:
         kv, qkv = self.cache(), _view(self.qkv)[rows]
         batch = AttentionBatch(
             self.batch.positions[rows], 8, self.batch.slot_blocks[rows], self.batch.slot_offsets[rows],
-            self.batch.num_computed_tokens, self.batch.num_tokens, self.batch.block_tables,
+            self.batch.num_cached_tokens, self.batch.num_tokens, self.batch.block_tables,
         )  # fmt: skip
         query = kernels.rotary_and_write_kv(
             qkv, kv, batch, heads=self.heads, q_norm=self.q_norm, k_norm=self.k_norm, eps=1e-6,

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_harness import Sequences, check_key_scores, naive_attention, run_paged
+from attention_harness import (
+    Sequences,
+    check_bits_of_key_scores,
+    check_key_scores,
+    naive_attention,
+    run_paged,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,6 +141,11 @@ def test_key_scores_are_sums_of_weights(block_size: int, window: int) -> None:
     check_key_scores(ReferenceKernels().paged_attention, block_size=block_size, window=window)
 
 
+@pairwise(window=[0, 50])
+def test_key_scores_do_not_depend_on_company_and_chunks(window: int) -> None:
+    check_bits_of_key_scores(ReferenceKernels().paged_attention, window=window)
+
+
 def test_batch_places_tokens_as_a_loop_would() -> None:
     rng = np.random.default_rng(3)
     computed, counts = rng.integers(0, 60, 9), rng.integers(1, 30, 9)
@@ -148,7 +159,17 @@ def test_batch_places_tokens_as_a_loop_would() -> None:
     places = (batch.slot_blocks * 5 + batch.slot_offsets).tolist()
     assert list(zip(batch.positions.tolist(), places, strict=True)) == expected
     assert batch.num_tokens.tolist() == counts.tolist()
-    assert batch.num_computed_tokens.tolist() == computed.tolist()
+    assert batch.num_cached_tokens.tolist() == computed.tolist()
+
+
+def test_evicted_tokens_leave_their_places_but_not_their_positions() -> None:
+    computed, counts, evicted = np.array([40, 7]), np.array([3, 2]), np.array([25, 0])
+    tables = np.arange(20).reshape(2, 10)
+    batch = AttentionBatch.build(computed, counts, tables, 5, num_evicted_tokens=evicted)
+    assert batch.positions.tolist() == [40, 41, 42, 7, 8]
+    assert batch.slot_blocks.tolist() == [3, 3, 3, 11, 11]
+    assert batch.slot_offsets.tolist() == [0, 1, 2, 2, 3]
+    assert batch.num_cached_tokens.tolist() == [15, 7]
 
 
 def test_plan_is_shared_between_layers_of_one_shape() -> None:

@@ -22,7 +22,7 @@ CachePart make_part(uintptr_t numbers, const Strides& strides, uintptr_t scales,
 }
 
 void attend(const AttentionPlanner& planner, const KVLayer& kv, uintptr_t query, int query_type, int64_t query_stride,
-            uintptr_t out, float scale, float softcap, uintptr_t sinks, uintptr_t key_scores) {
+            uintptr_t out, float scale, float softcap, uintptr_t sinks, const KeyScores* key_scores) {
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
   AttentionCall call{&planner.plan(),
@@ -34,7 +34,7 @@ void attend(const AttentionPlanner& planner, const KVLayer& kv, uintptr_t query,
                      scale,
                      softcap,
                      at_address<const float>(sinks),
-                     at_address<float>(key_scores),
+                     key_scores,
                      nullptr};
   call.scratch = context.scratch(context.kernels().attention_scratch(call, context.pool().num_threads()));
   context.kernels().attention(call, context.pool());
@@ -55,6 +55,7 @@ void bind_attention(nb::module_& module) {
   module.attr("HEAD_DIM_MULTIPLE") = kHeadDimMultiple;
   module.attr("MAX_HEAD_DIM") = kMaxHeadDim;
   module.attr("MAX_SPAN_BYTES") = kMaxPartialBytes;
+  module.attr("SCORE_UNIT") = kScoreUnit;
   nb::class_<KVLayer>(module, "KVLayer")
       .def(
           "__init__",
@@ -67,19 +68,32 @@ void bind_attention(nb::module_& module) {
           },
           "type"_a, "num_kv_heads"_a, "head_dim"_a, "keys"_a, "key_strides"_a, "values"_a, "value_strides"_a, "key_scales"_a,
           "key_scale_strides"_a, "value_scales"_a, "value_scale_strides"_a);
+  nb::class_<KeyScores>(module, "KeyScores")
+      .def(
+          "__init__",
+          [](KeyScores* self, uintptr_t row_starts, uintptr_t sum_starts, uintptr_t rows, uintptr_t sums, int64_t num_row_numbers,
+             int64_t num_sums) {
+            new (self) KeyScores{at_address<const int64_t>(row_starts),
+                                 at_address<const int64_t>(sum_starts),
+                                 at_address<float>(rows),
+                                 at_address<int64_t>(sums),
+                                 num_row_numbers,
+                                 num_sums};
+          },
+          "row_starts"_a, "sum_starts"_a, "rows"_a, "sums"_a, "num_row_numbers"_a, "num_sums"_a);
   nb::class_<AttentionPlanner>(module, "AttentionPlan")
       .def(
           "__init__",
-          [](AttentionPlanner* self, uintptr_t num_computed_tokens, uintptr_t num_tokens, int64_t num_sequences,
+          [](AttentionPlanner* self, uintptr_t num_cached_tokens, uintptr_t num_tokens, int64_t num_sequences,
              uintptr_t block_tables, int64_t table_stride, int block_size, int window, int group) {
-            new (self) AttentionPlanner({at_address<const int64_t>(num_computed_tokens), at_address<const int64_t>(num_tokens),
+            new (self) AttentionPlanner({at_address<const int64_t>(num_cached_tokens), at_address<const int64_t>(num_tokens),
                                          num_sequences, at_address<const int32_t>(block_tables), table_stride, block_size},
                                         window, group);
           },
-          "num_computed_tokens"_a, "num_tokens"_a, "num_sequences"_a, "block_tables"_a, "table_stride"_a, "block_size"_a,
+          "num_cached_tokens"_a, "num_tokens"_a, "num_sequences"_a, "block_tables"_a, "table_stride"_a, "block_size"_a,
           "window"_a, "group"_a)
       .def("attend", &attend, "kv"_a, "query"_a, "query_type"_a, "query_stride"_a, "out"_a, "scale"_a, "softcap"_a, "sinks"_a,
-           "key_scores"_a, nb::call_guard<nb::gil_scoped_release>())
+           "key_scores"_a.none(), nb::call_guard<nb::gil_scoped_release>())
       .def("scratch_bytes", &scratch_bytes, "kv"_a, "num_threads"_a,
            "Return the bytes of scratch memory that a call takes which computes no key scores.");
 }

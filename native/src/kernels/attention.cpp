@@ -1,6 +1,7 @@
 // See attention.h. Compiled once for each instruction set.
 #include "attention.h"
 
+#include "attention_key_scores.h"
 #include "attention_rows.h"
 #include "attention_scratch.h"
 #include "attention_softmax.h"
@@ -15,7 +16,7 @@ template <class Path, class T>
 class HeadTask {
  public:
   HeadTask(const AttentionCall& call, const Layout& layout, const RowBlock& block, int64_t head, int thread)
-      : call_(call), layout_(layout), rows_(call, block, head) {
+      : call_(call), layout_(layout), rows_(call, block, head), kept_(call, layout) {
     char* memory = call.scratch + layout.threads + thread * layout.thread.total;
     query_ = reinterpret_cast<Number*>(memory + layout.thread.query);
     keys_ = memory + layout.thread.keys;
@@ -46,12 +47,14 @@ class HeadTask {
     finish();
   }
 
-  // The weight that each key of each visit gets from the block's rows; needs the rows' normalizers.
-  void score_keys() {
+  // Adds what the block's rows give to each key to the sums of their sequences; needs the rows' normalizers.
+  void sum_key_scores() {
     rows_.take_query(query_);
     for (int span = 0; span < rows_.block.num_spans; ++span) {
       const AttentionSpan& visits = rows_.span(span);
-      for (int64_t visit = visits.first_visit; visit < visits.first_visit + visits.num_visits; ++visit) score_keys_of(visit);
+      for (int64_t visit = visits.first_visit; visit < visits.first_visit + visits.num_visits; ++visit) {
+        if (has_sums(rows_.plan.visits[visit])) sum_key_scores_of(rows_.plan.visits[visit]);
+      }
     }
   }
 
@@ -138,7 +141,10 @@ class HeadTask {
       last_seen = last > last_seen ? last : last_seen;
       f32x16 scores[kTileVectors];
       finish_scores_of(i, tile, first, last, scores);
-      factors[i] = weigh(scores, value_scales, state.best + row, state.sums + row * kLanes, weights_ + i * kTileTokens);
+      float* kept = nullptr;
+      if (call_.key_scores != nullptr) kept = kept_.weights(rows_.token_of(row), rows_.query_head(row), visit.tile);
+      factors[i] = weigh(scores, value_scales, state.best + row, state.sums + row * kLanes, weights_ + i * kTileTokens, kept);
+      if (kept != nullptr) kept_.note_best(kept, state.best[row]);
     }
     add_values<Path>(count,
                      {weights_, factors, first_seen, last_seen + 1, rows_.head_dim, state.totals + first_row * rows_.head_dim},
@@ -191,43 +197,71 @@ class HeadTask {
         store(to + place * head_dim + i, values);
       }
       if (call_.key_scores != nullptr) {
-        float* normalizers = reinterpret_cast<float*>(call_.scratch + layout_.normalizers) + 2 * place;
-        normalizers[0] = best;
-        normalizers[1] = 1.0f / sum;
+        kept_.finish_row(rows_.token_of(row), rows_.query_head(row), merged_.best[row], factor / sum);
+        note_normalizers(row, best, 1.0f / sum);
       }
     }
     return sum_of_lanes(unsound) == 0.0f;
   }
 
-  void score_keys_of(int64_t index) {
-    const AttentionVisit& visit = rows_.plan.visits[index];
+  float* normalizers(int64_t row) const {
+    return reinterpret_cast<float*>(call_.scratch + layout_.normalizers) + 2 * rows_.place(row);
+  }
+
+  void note_normalizers(int64_t row, float best, float inverse_sum) const {
+    if (call_.key_scores->num_sums == 0) return;
+    normalizers(row)[0] = best;
+    normalizers(row)[1] = inverse_sum;
+  }
+
+  int64_t sum_start(int64_t row) const { return call_.key_scores->sum_starts[rows_.token_of(row).row]; }
+
+  bool has_sums(const AttentionVisit& visit) const {
+    for (int64_t row = rows_.first_row(visit); row < rows_.end_row(visit); row += rows_.plan.group) {
+      if (sum_start(row) >= 0) return true;
+    }
+    return false;
+  }
+
+  void sum_key_scores_of(const AttentionVisit& visit) {
     Tile& tile = tiles_[0];
     rows_.template locate<T>(visit, rows_.head, tile);
     Ahead nothing{nullptr, 0, 0};
     pack_keys<Path, T>(tile, nothing, visit.first_key, visit.end_key, rows_.head_dim, keys_);
-    const float* normalizers = reinterpret_cast<const float*>(call_.scratch + layout_.normalizers);
-    f32x16 sums[kTileVectors] = {};
+    TileSums sums;
+    int64_t* to = nullptr;  // the sums of the rows' sequence; the next row may be of another one
     const int64_t end_row = rows_.end_row(visit);
     for (int64_t row = rows_.first_row(visit); row < end_row; row += kChunkRows) {
       const int count = static_cast<int>(min(kChunkRows, end_row - row));
       score<Path>(count, query_ + row * rows_.head_dim, rows_.head_dim, keys_, scores_, nothing);
       for (int i = 0; i < count; ++i) {
-        int first, last;
-        rows_.limits(visit, row + i, &first, &last);
-        f32x16 scores[kTileVectors];
-        finish_scores_of(i, tile, first, last, scores);
-        const float* normalizer = normalizers + 2 * rows_.place(row + i);
-        if (!(normalizer[1] > 0.0f)) continue;  // NaN: others may see the same keys
-        for (int j = 0; j < kTileVectors; ++j) sums[j] = sums[j] + exp(scores[j] - normalizer[0]) * normalizer[1];
+        const int64_t start = sum_start(row + i);
+        if (start < 0) continue;
+        int64_t* own = call_.key_scores->sums + start + static_cast<int64_t>(visit.tile) * kTileTokens;
+        if (own != to && to != nullptr) sums.move_to(to);
+        to = own;
+        add_weights(visit, row + i, i, sums);
       }
     }
-    float* to = reinterpret_cast<float*>(call_.scratch + layout_.visit_scores) + index * kTileTokens;
-    for (int i = 0; i < kTileVectors; ++i) store(to + i * kLanes, sums[i]);
+    sums.move_to(to);
+  }
+
+  // Adds the weights of row `row`, which has its scores at `index`; if they are not finite, nothing.
+  QUIRE_INLINE void add_weights(const AttentionVisit& visit, int64_t row, int index, TileSums& sums) const {
+    const float best = normalizers(row)[0], inverse_sum = normalizers(row)[1];
+    if (!(inverse_sum > 0.0f)) return;
+    int first, last;
+    rows_.limits(visit, row, &first, &last);
+    f32x16 weights[kTileVectors];
+    finish_scores_of(index, tiles_[0], first, last, weights);
+    for (f32x16& weight : weights) weight = exp(weight - best) * inverse_sum;
+    sums.add(weights);
   }
 
   const AttentionCall& call_;
   const Layout& layout_;
   const HeadRows rows_;
+  const KeptWeights kept_;
   Number* query_;
   char* keys_;
   char* values_;
@@ -238,21 +272,6 @@ class HeadTask {
   State merged_;
 };
 
-// In the order of visits, head after head, by one thread: several visits may be of the same keys.
-void add_key_scores(const AttentionCall& call, const Layout& layout) {
-  const AttentionPlan& plan = *call.plan;
-  const float* from = reinterpret_cast<const float*>(call.scratch + layout.visit_scores);
-  for (int64_t index = 0; index < plan.num_visits; ++index, from += kTileTokens) {
-    const AttentionVisit& visit = plan.visits[index];
-    const int32_t* table = plan.block_tables + visit.sequence * plan.table_stride;
-    for (int key = visit.first_key; key < visit.end_key; ++key) {
-      const int64_t position = static_cast<int64_t>(visit.tile) * kTileTokens + key;
-      const int64_t block = table[position / plan.block_size];
-      call.key_scores[block * plan.block_size + position % plan.block_size] += from[key];
-    }
-  }
-}
-
 template <class Path, class T>
 void attend(const AttentionCall& call, ThreadPool& pool) {
   using Task = HeadTask<Path, T>;
@@ -262,6 +281,9 @@ void attend(const AttentionCall& call, ThreadPool& pool) {
   const auto task_of = [&](int64_t task, int thread) {
     return Task(call, layout, plan.blocks[task / call.kv->num_kv_heads], task % call.kv->num_kv_heads, thread);
   };
+  const KeptWeights kept(call, layout);
+  const int64_t num_heads = call.kv->num_kv_heads * plan.group;
+  if (call.key_scores != nullptr) kept.clear(num_heads);
   if (layout.is_split) {
     parallel_for(pool, call.kv->num_kv_heads * plan.num_spans, [&](int64_t task, int thread) {
       const int64_t span = task % plan.num_spans;
@@ -276,11 +298,10 @@ void attend(const AttentionCall& call, ThreadPool& pool) {
     parallel_for(pool, num_tasks, [&](int64_t task, int thread) { task_of(task, thread).attend(); });
   }
   if (call.key_scores == nullptr) return;
-  for (int64_t head = 0; head < call.kv->num_kv_heads; ++head) {
-    parallel_for(pool, plan.num_blocks,
-                 [&](int64_t block, int thread) { Task(call, layout, plan.blocks[block], head, thread).score_keys(); });
-    add_key_scores(call, layout);
-  }
+  parallel_for(pool, kept.num_tile_groups(), [&](int64_t tiles, int) { kept.write_tiles(tiles, num_heads); });
+  if (call.key_scores->num_sums == 0) return;
+  std::memset(call.key_scores->sums, 0, call.key_scores->num_sums * sizeof(int64_t));
+  parallel_for(pool, num_tasks, [&](int64_t task, int thread) { task_of(task, thread).sum_key_scores(); });
 }
 
 }  // namespace

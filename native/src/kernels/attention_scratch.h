@@ -44,9 +44,10 @@ struct ThreadScratch {
 // Where the parts of a call's memory begin, in bytes.
 struct Layout {
   ThreadScratch thread;
-  int64_t normalizers;   // [T, heads, 2] maximum and reciprocal sum of each row, if there are key scores
-  int64_t visit_scores;  // [visits, 64], likewise
-  int64_t partials;      // states of the spans, if those are tasks of their own
+  int64_t normalizers;   // [T, heads, 2] maximum and reciprocal sum of each row, if key scores are summed
+  int64_t kept_weights;  // see KeptWeights
+  int64_t kept_best;
+  int64_t partials;  // states of the spans, if those are tasks of their own
   int64_t partial_bytes;
   int64_t threads;
   int64_t total;
@@ -55,9 +56,12 @@ struct Layout {
   Layout(const AttentionCall& call, int num_threads) : thread(call) {
     const AttentionPlan& plan = *call.plan;
     const int64_t num_heads = call.kv->num_kv_heads * plan.group;
+    const int64_t num_kept = call.key_scores != nullptr ? num_heads * call.key_scores->num_row_numbers : 0;
+    const bool has_sums = call.key_scores != nullptr && call.key_scores->num_sums > 0;
     normalizers = 0;
-    visit_scores = normalizers + (call.key_scores != nullptr ? round_up(2 * plan.num_tokens * num_heads * 4, kLine) : 0);
-    partials = visit_scores + (call.key_scores != nullptr ? plan.num_visits * kTileTokens * 4 : 0);
+    kept_weights = normalizers + (has_sums ? round_up(2 * plan.num_tokens * num_heads * 4, kLine) : 0);
+    kept_best = kept_weights + num_kept * 4;
+    partials = kept_best + round_up(num_kept / kTileTokens * 4, kLine);
     partial_bytes = round_up(State::bytes(plan.max_rows(), call.kv->head_dim), kLine);
     const int64_t all_partials = plan.num_spans * call.kv->num_kv_heads * partial_bytes;
     is_split = num_threads > 1 && plan.num_spans > plan.num_blocks && all_partials <= kMaxPartialBytes &&

@@ -57,10 +57,10 @@ QUIRE_INLINE void finish_scores(const AttentionCall& call, const float* raw, con
 }
 
 // Turns the scores of a row into weights, and takes them into the row's maximum and sum. Returns the factor by which what
-// was summed before counts from now on.
+// was summed before counts from now on. `kept`: where the weights go as they are; or null.
 template <class Number>
 QUIRE_INLINE float weigh(const f32x16 (&scores)[kTileVectors], const float* value_scales, float* best, float* sums,
-                         Number* weights) {
+                         Number* weights, float* kept) {
   const float found = largest(maximum(maximum(scores[0], scores[1]), maximum(scores[2], scores[3])));
   const float before = *best;
   float factor = 1.0f;
@@ -75,6 +75,9 @@ QUIRE_INLINE float weigh(const f32x16 (&scores)[kTileVectors], const float* valu
 #pragma GCC unroll 4
   for (int i = 0; i < kTileVectors; ++i) shares[i] = exp(scores[i] - now);
   store(sums, sum + ((shares[0] + shares[1]) + (shares[2] + shares[3])));
+  if (kept != nullptr) {
+    for (int i = 0; i < kTileVectors; ++i) store(kept + i * kLanes, shares[i]);
+  }
 #pragma GCC unroll 4
   for (int i = 0; i < kTileVectors; ++i) {
     if (value_scales != nullptr) shares[i] = shares[i] * load(value_scales + i * kLanes);

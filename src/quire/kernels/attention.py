@@ -9,7 +9,8 @@ import dataclasses
 
 import torch
 
-from quire.kernels.bounds import TILE
+from quire.kernels.bounds import SCORE_UNIT, TILE
+from quire.kernels.key_scores import NOWHERE, KeyScores
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.tiles import HeadLayout, TileWork
 
@@ -30,7 +31,7 @@ def attend(
     *,
     heads: HeadLayout,
     how: Scores,
-    key_scores: torch.Tensor | None,
+    key_scores: KeyScores | None,
 ) -> torch.Tensor:
     """Return the attention of the rows of `work`, [Q * R, heads, head_dim] float32.
 
@@ -60,7 +61,7 @@ def attend(
     if sinks is not None:
         weight_sum += sinks.sub(best).exp_()
     if key_scores is not None:
-        _add_key_scores(key_scores, weights, weight_sum, work, heads)
+        _write_key_scores(key_scores, weights, weight_sum, work, heads)
     total /= weight_sum.unsqueeze(-1)
     total = total.view(-1, heads.num_kv_heads, work.rows, work.group, heads.head_dim)
     total = total[:, :, :, : heads.group].transpose(1, 2)  # [Q, R, H, group, D]
@@ -74,24 +75,31 @@ def _padded_sinks(sinks: torch.Tensor, work: TileWork, heads: HeadLayout) -> tor
     return padded.flatten(1)
 
 
-def _add_key_scores(
-    key_scores: torch.Tensor,
+def _write_key_scores(
+    key_scores: KeyScores,
     weights: torch.Tensor,
     weight_sum: torch.Tensor,
     work: TileWork,
     heads: HeadLayout,
 ) -> None:
-    """Add weights [I, H, M, TILE], divided by their sums [Q, H, M], at the places of their keys."""
-    shares = weights / weight_sum.index_select(0, work.item_query).unsqueeze(-1)
-    shares = shares.view(*shares.shape[:2], work.rows, work.group, TILE)[:, :, :, : heads.group].sum((1, 3))
-    is_row = work.is_row.index_select(0, work.item_query).unsqueeze(-1)  # [I, R, 1]
-    sums = shares.where(is_row, 0.0).sum(1)[: work.num_items]  # [I, TILE]
-    if work.offsets is None:
-        sums = sums.view(-1, key_scores.shape[1])
-        key_scores.index_add_(0, work.blocks[: len(sums)], sums)
-    else:
-        places = work.blocks * key_scores.shape[1] + work.offsets
-        key_scores.view(-1).index_add_(0, places[: sums.numel()], sums.flatten())
+    """Write weights [I, H, M, TILE], divided by sums [Q, H, M], to the rows and sums of their tokens."""
+    rows = work.query_rows.view(-1, work.rows)
+    by_row = -1, heads.num_kv_heads, work.rows, work.group
+    for starts, is_summed in ((key_scores.row_starts, False), (key_scores.sum_starts, True)):
+        starts_of = torch.from_numpy(starts)[rows].masked_fill_(~work.is_row, NOWHERE)  # [Q, R]
+        item, row = torch.nonzero(starts_of[work.item_query[: work.num_items]] != NOWHERE, as_tuple=True)
+        query = work.item_query[item]
+        shares = weights.view(*by_row, TILE)[item, :, row, : heads.group]  # [N, H, group, TILE]
+        row_sums = weight_sum.view(by_row)[query, :, row, : heads.group].unsqueeze(-1)
+        shares = torch.where(row_sums > 0.0, shares / row_sums, 0.0)
+        places = starts_of[query, row] // TILE + work.tiles[item]
+        shares = shares.flatten(1, 2)  # [N, heads, TILE]
+        if is_summed:
+            units = (shares / SCORE_UNIT).to(torch.int64).sum(1)
+            key_scores.sums.view(-1, TILE).index_add_(0, places, units)
+        else:
+            first, *others = shares.unbind(1)
+            key_scores.rows.view(-1, TILE).index_copy_(0, places, sum(others, start=first))
 
 
 def _query_blocks(query: torch.Tensor, work: TileWork, heads: HeadLayout) -> torch.Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.kernels.key_scores import KeyScores
 from quire.kernels.tiles import AttentionPlan, HeadLayout, Int64Array, plan_attention
 
 
@@ -19,17 +20,19 @@ from quire.kernels.tiles import AttentionPlan, HeadLayout, Int64Array, plan_atte
 class AttentionBatch:
     """One step's tokens, sequence after sequence: prefill chunks and decodes alike.
 
-    S sequences, T tokens. Sequence s computes `num_tokens[s]` tokens, the ones after its first
-    `num_computed_tokens[s]`.
+    S sequences, T tokens. Sequence s computes `num_tokens[s]` tokens, the ones after the tokens that it has
+    computed. Their keys and values follow the `num_cached_tokens[s]` in its cache, which are all of these
+    unless some were evicted: then a token's place in the cache is not its position.
     """
 
     positions: torch.Tensor  # [T] int64, absolute
     block_size: int  # tokens
     slot_blocks: torch.Tensor  # [T] int64, block of each token
     slot_offsets: torch.Tensor  # [T] int64, place of each token in its block
-    num_computed_tokens: Int64Array  # [S], before this step
+    num_cached_tokens: Int64Array  # [S], before this step
     num_tokens: Int64Array  # [S], in this step, each at least 1
     block_tables: npt.NDArray[np.int32]  # [S, max_blocks]
+    key_scores: KeyScores | None = None  # what attention reports of each layer; None: nothing
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
 
     @classmethod
@@ -39,14 +42,23 @@ class AttentionBatch:
         num_tokens: npt.NDArray[Any],
         block_tables: npt.NDArray[Any],
         block_size: int,
+        *,
+        num_evicted_tokens: npt.NDArray[Any] | None = None,
+        first_scoring_token: npt.NDArray[Any] | None = None,
+        sums_scores: npt.NDArray[np.bool_] | None = None,
     ) -> Self:
         """Return the batch of one step.
 
         Args:
-            num_computed_tokens: [S] tokens whose KV is already in the cache.
+            num_computed_tokens: [S] tokens that have been computed before.
             num_tokens: [S] tokens to compute now, each at least 1.
             block_tables: [S, B] block ids; entries past a sequence's last block are never read.
             block_size: tokens per block.
+            num_evicted_tokens: [S] computed tokens whose KV is no longer in the cache, so that all later ones
+                have moved up by that many places; None: none of any sequence. The windows of attention count
+                places.
+            first_scoring_token: [S] as for `KeyScores.build`; None: no token scores.
+            sums_scores: [S] whether the scores of a sequence are summed over its tokens; None: none is.
         """
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
         counts = np.asarray(num_tokens, dtype=np.int64)
@@ -54,16 +66,23 @@ class AttentionBatch:
         first_row = np.cumsum(counts) - counts
         sequence = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(sequence)) + (computed - first_row)[sequence]
-        entries, offsets = np.divmod(positions, block_size)
+        cached, places = computed, positions
+        if num_evicted_tokens is not None:
+            evicted = np.asarray(num_evicted_tokens, dtype=np.int64)
+            cached, places = computed - evicted, positions - evicted[sequence]
+        entries, offsets = np.divmod(places, block_size)
         blocks = tables[sequence, entries].astype(np.int64)
         return cls(
             positions=torch.from_numpy(positions),
             block_size=block_size,
             slot_blocks=torch.from_numpy(blocks),
             slot_offsets=torch.from_numpy(offsets),
-            num_computed_tokens=computed,
+            num_cached_tokens=cached,
             num_tokens=counts,
             block_tables=tables,
+            key_scores=None
+            if first_scoring_token is None
+            else KeyScores.build(counts, cached + counts, first_scoring_token, sums_scores),
         )
 
     def plan(self, heads: HeadLayout, window: int) -> AttentionPlan:
@@ -72,7 +91,7 @@ class AttentionBatch:
         plan: AttentionPlan | None = self.plans.get(key)
         if plan is None:
             plan = plan_attention(
-                self.num_computed_tokens,
+                self.num_cached_tokens,
                 self.num_tokens,
                 self.block_tables,
                 block_size=self.block_size,

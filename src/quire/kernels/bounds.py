@@ -2,6 +2,8 @@
 
 TILE = 64  # tokens of an attention tile; independent of the block size, so that numbers do not change with it
 
+SCORE_UNIT = 2.0**-32  # of sums of key scores
+
 # The reference attention. An intermediate has no more numbers, unless one query block needs more.
 SCRATCH_FLOATS = 1_048_576
 INTERMEDIATES = 4  # queries, keys or values, scores, sums

@@ -140,7 +140,6 @@ class KernelSet(ABC):
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
-        key_scores: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of every token of the step over its sequence's cache, itself included.
@@ -148,15 +147,12 @@ class KernelSet(ABC):
         Args:
             query: [T, heads, head_dim]; the numbers of a token are adjacent, tokens may be further apart.
             kv: the layer's cache; the step's own keys and values are already written.
-            batch: the step.
+            batch: the step; its `key_scores` are overwritten with this layer's.
             scale: multiplies the scores.
             window: a token sees itself and the `window - 1` tokens before it; 0: all.
             softcap: scores become `softcap * tanh(score / softcap)`; 0: no cap (Gemma 2, section 2.4).
             sinks: [heads] float32, a score of each head that takes part in the softmax's sum and has no value
                 (gpt-oss); None: none.
-            key_scores: [num_blocks, block_size] float32, to which is added, at each key's place, the
-                attention weight that the key gets from all rows and heads of the step (the scores by which
-                `CacheEvictionConfig` evicts); None: not computed.
             out: [T, heads, head_dim] contiguous, to be overwritten with the result and returned; None: new.
 
         Returns:

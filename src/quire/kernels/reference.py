@@ -121,14 +121,15 @@ class ReferenceKernels(KernelSet):
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
-        key_scores: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = HeadLayout(query.shape[1], kv.keys.shape[1], query.shape[2])
         output = query.new_empty(query.shape) if out is None else out
         scores = Scores(scale, softcap, sinks)
+        if batch.key_scores is not None:
+            batch.key_scores.clear()
         for work in batch.plan(heads, window):
-            attended = attend(query, kv, work, heads=heads, how=scores, key_scores=key_scores)
+            attended = attend(query, kv, work, heads=heads, how=scores, key_scores=batch.key_scores)
             output.index_copy_(0, work.query_rows, attended.to(query.dtype))
         return output
 

@@ -1,8 +1,8 @@
 """Cuts a step's attention into tiles, so that every sum has one order whatever the batch and the chunking.
 
-The keys of a sequence are cut into tiles of `TILE` tokens at absolute positions. A *work item* is one block
-of query rows against one tile; its matrix products have the same inner shapes in every step. Softmax sums of
-a row are then added over the tiles by the binary tree over absolute tile numbers: node j of one level is the
+The keys of a sequence are cut into tiles of `TILE` tokens at fixed places of its cache. A *work item* is one
+block of query rows against one tile; its matrix products have the same inner shapes in every step. Softmax
+sums of a row are then added over the tiles by the binary tree over tile numbers: node j of one level is the
 sum of nodes 2j and 2j + 1 of the level below. A tile that a row does not see contributes an exact zero, so
 leaving it out changes no bit. The maximum needs no order.
 """
@@ -51,6 +51,7 @@ class TileWork:
     query_rows: torch.Tensor  # [Q * R] token of each row
     is_row: torch.Tensor  # [Q, R] bool, False for rows that pad
     item_query: torch.Tensor  # [I] query block of each item
+    tiles: torch.Tensor  # [I] tile of each item
     blocks: torch.Tensor  # [I * blocks per tile], or [I * TILE] if tiles are not whole blocks
     offsets: torch.Tensor | None  # [I * TILE] place in the block, if tiles are not whole blocks
     hidden: torch.Tensor  # [E, 1, R, 1, TILE] bool, keys that a row must not see
@@ -80,7 +81,7 @@ class _QueryBlocks:
 
 
 def plan_attention(
-    num_computed_tokens: Int64Array,
+    num_cached_tokens: Int64Array,
     num_tokens: Int64Array,
     block_tables: npt.NDArray[np.int32],
     *,
@@ -90,7 +91,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Return the work of one step for layers of this shape; `window` 0 means that all earlier keys are seen.
 
-    Arguments as for `AttentionBatch.build`. Each work's intermediates stay near `SCRATCH_FLOATS`.
+    Arguments as for `AttentionBatch`; a token's position is here its place in the cache. Each work's
+    intermediates stay near `SCRATCH_FLOATS`.
     """
     row_start = np.cumsum(num_tokens) - num_tokens
     works = []
@@ -101,7 +103,7 @@ def plan_attention(
         sequences = np.flatnonzero(in_class)
         if not len(sequences):
             continue
-        blocks = _cut_rows(sequences, num_computed_tokens, num_tokens, row_start, rows=rows, window=window)
+        blocks = _cut_rows(sequences, num_cached_tokens, num_tokens, row_start, rows=rows, window=window)
         for part in _parts_within_scratch(blocks, heads, rows):
             works.append(_build_work(part, block_tables, block_size, heads=heads, rows=rows, window=window))
     return tuple(works)
@@ -109,7 +111,7 @@ def plan_attention(
 
 def _cut_rows(
     sequences: Int64Array,
-    num_computed_tokens: Int64Array,
+    num_cached_tokens: Int64Array,
     num_tokens: Int64Array,
     row_start: Int64Array,
     *,
@@ -121,8 +123,8 @@ def _cut_rows(
     number = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = number * rows
     last = np.minimum(first + rows, num_tokens[sequence]) - 1
-    first_position = num_computed_tokens[sequence] + first
-    last_position = num_computed_tokens[sequence] + last
+    first_position = num_cached_tokens[sequence] + first
+    last_position = num_cached_tokens[sequence] + last
     oldest = np.maximum(first_position - window + 1, 0) if window else np.zeros_like(first_position)
     first_tile = oldest // TILE
     num_tiles = last_position // TILE + 1 - first_tile
@@ -184,6 +186,7 @@ def _build_work(
         query_rows=torch.from_numpy((blocks.first_row[:, None] + np.minimum(row, last_row)).ravel()),
         is_row=torch.from_numpy(row <= last_row),
         item_query=torch.from_numpy(item_query),
+        tiles=torch.from_numpy(tile),
         blocks=torch.from_numpy(block_ids.ravel()),
         offsets=None if offsets is None else torch.from_numpy(offsets.ravel()),
         hidden=torch.from_numpy(hidden[:, None, :, None, :]),

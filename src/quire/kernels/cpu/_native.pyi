@@ -62,6 +62,8 @@ MAX_HEAD_DIM: int = 256
 
 MAX_SPAN_BYTES: int = 67108864
 
+SCORE_UNIT: float = 2.3283064365386963e-10
+
 class KVLayer:
     def __init__(
         self,
@@ -78,10 +80,15 @@ class KVLayer:
         value_scale_strides: Sequence[int],
     ) -> None: ...
 
+class KeyScores:
+    def __init__(
+        self, row_starts: int, sum_starts: int, rows: int, sums: int, num_row_numbers: int, num_sums: int
+    ) -> None: ...
+
 class AttentionPlan:
     def __init__(
         self,
-        num_computed_tokens: int,
+        num_cached_tokens: int,
         num_tokens: int,
         num_sequences: int,
         block_tables: int,
@@ -100,7 +107,7 @@ class AttentionPlan:
         scale: float,
         softcap: float,
         sinks: int,
-        key_scores: int,
+        key_scores: KeyScores | None,
     ) -> None: ...
     def scratch_bytes(self, kv: KVLayer, num_threads: int) -> int:
         """

@@ -11,7 +11,7 @@ from typing_extensions import override
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native, threads
-from quire.kernels.cpu.layers import native_layer, native_plan
+from quire.kernels.cpu.layers import native_key_scores, native_layer, native_plan
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.rotary import rotary_layer, rotary_step
 from quire.kernels.cpu.sampling import NativeSampling
@@ -161,14 +161,12 @@ class NativeKernels(KernelSet):
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
-        key_scores: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = query.shape
         if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
             return _REFERENCE.paged_attention(
-                query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks,
-                key_scores=key_scores, out=out,
+                query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
             )  # fmt: skip
         query_stride = token_stride("the query", query)
         if out is None:
@@ -184,7 +182,7 @@ class NativeKernels(KernelSet):
             scale,
             softcap,
             address(sinks),
-            address(key_scores),
+            native_key_scores(batch),
         )
         return out
 

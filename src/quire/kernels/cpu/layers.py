@@ -11,6 +11,7 @@ from quire.kernels.kv_layer import KVLayer
 
 _NAME = "cpu"  # among a layer's handles
 _PLAN = "cpu attention"  # among a batch's plans
+_KEY_SCORES = "cpu key scores"  # likewise
 
 
 def native_layer(kv: KVLayer) -> _native.KVLayer:
@@ -66,7 +67,7 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
     if plan is None:
         tables = batch.block_tables
         plan = batch.plans[key] = _native.AttentionPlan(
-            batch.num_computed_tokens.ctypes.data,
+            batch.num_cached_tokens.ctypes.data,
             batch.num_tokens.ctypes.data,
             len(batch.num_tokens),
             tables.ctypes.data,
@@ -76,3 +77,21 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
             group,
         )
     return plan
+
+
+def native_key_scores(batch: AttentionBatch) -> _native.KeyScores | None:
+    """Return the native form of where the step's key scores go, made once; None: it has none."""
+    scores = batch.key_scores
+    if scores is None:
+        return None
+    native: _native.KeyScores | None = batch.plans.get(_KEY_SCORES)
+    if native is None:
+        native = batch.plans[_KEY_SCORES] = _native.KeyScores(
+            scores.row_starts.ctypes.data,
+            scores.sum_starts.ctypes.data,
+            scores.rows.data_ptr(),
+            scores.sums.data_ptr(),
+            scores.rows.numel(),
+            scores.sums.numel(),
+        )
+    return native
