@@ -79,11 +79,46 @@ class ArrayBlocks:
         self.blocks[block_id] = content
 
 
+class UnreliableConnector(MemoryConnector):
+    """Fails now and then, and says so before it has done anything."""
+
+    def __init__(self, rng: random.Random, share_of_failures: float, block_size: int, **options) -> None:
+        super().__init__(block_size, **options)
+        self.rng = rng
+        self.share_of_failures = share_of_failures
+
+    def _fail_now_and_then(self) -> None:
+        if self.share_of_failures and self.rng.random() < self.share_of_failures:
+            raise ConnectionError("no answer")
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self._fail_now_and_then()
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        self._fail_now_and_then()
+        super().update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def request_finished(self, request, block_ids):
+        self._fail_now_and_then()
+        return super().request_finished(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output):
+        self._fail_now_and_then()
+        return super().build_connector_meta(scheduler_output)
+
+
 def random_context(
     rng: random.Random, block_size: int, *, grammars: bool = True, share_of_failures: float = 0.0
 ) -> SchedulerContext:
-    """Surroundings that answer by chance, with this share of grammars that are none."""
-    connector = MemoryConnector(block_size, load_steps=rng.choice([0, 2]), send_steps=rng.choice([None, 2]))
+    """Surroundings that answer by chance, with this share of grammars, and of answers, that are none."""
+    connector = UnreliableConnector(
+        rng,
+        share_of_failures / 4,
+        block_size,
+        load_steps=rng.choice([0, 2]),
+        send_steps=rng.choice([None, 2]),
+    )
     connector.register_kv_caches(ArrayBlocks(500))
     return SchedulerContext(
         clock=Clock(rng),
@@ -113,9 +148,10 @@ def random_request(rng: random.Random, name: str, *, grammars: bool) -> Request:
     )
 
 
-def run(scheduler, rng: random.Random, num_steps: int, *, grammars: bool = True) -> None:
-    """Drive a scheduler by chance; what it refuses is passed over."""
+def run(scheduler, rng: random.Random, num_steps: int, *, grammars: bool = True) -> int:
+    """Drive a scheduler by chance, what it refuses is passed over; return the steps that could be planned."""
     added: list[str] = []
+    num_planned = 0
     for _ in range(num_steps):
         for _ in range(rng.choice([0, 0, 1, 2])):
             request = random_request(rng, f"request-{len(added)}", grammars=grammars)
@@ -124,7 +160,11 @@ def run(scheduler, rng: random.Random, num_steps: int, *, grammars: bool = True)
                 scheduler.add_request(request)
         interfere(scheduler, rng, added)
         scheduler.explain(added[-1] if added else "nobody")
-        plan = scheduler.schedule(throttle_prefills=rng.random() < 0.1)
+        try:
+            plan = scheduler.schedule(throttle_prefills=rng.random() < 0.1)
+        except ConnectionError:
+            continue
+        num_planned += 1
         with contextlib.suppress(InvalidRequestError):
             scheduler.get_grammar_bitmask(plan)
         if rng.random() < 0.1 and plan.num_drafts.any():
@@ -136,6 +176,7 @@ def run(scheduler, rng: random.Random, num_steps: int, *, grammars: bool = True)
             scheduler.update_draft_token_ids(DraftTokenIds([plan.request_ids[0]], [[1, 2]]))
     scheduler.set_pause_state(PauseState.UNPAUSED)
     scheduler.shutdown()
+    return num_planned
 
 
 def interfere(scheduler, rng: random.Random, added: list[str]) -> None:

@@ -263,11 +263,13 @@ class MixedDriver:
         if connector is None:
             return
         what = choose.among(
-            ["fail", "fail", "silent", "answer", "dead peer", "living peer", "put off", "know"]
+            ["fail", "raise", "silent", "answer", "dead peer", "living peer", "put off", "know"]
         )
         match what:
             case "fail":
                 connector.fail_next_loads(1, num_good_blocks=choose.integer(0, 2))
+            case "raise":
+                connector.num_failures = choose.integer(1, 4)
             case "silent":
                 connector.never_answer_next_loads(1)
             case "answer":

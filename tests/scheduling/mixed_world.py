@@ -67,14 +67,38 @@ def draw_config(choose: Chooser) -> SchedulerConfig:
 
 
 class ReluctantConnector(FaultyConnector):
-    """Says for some requests, as long as it is told to, that it does not know yet."""
+    """Says for some requests, as long as it is told to, that it does not know yet; raises when told to."""
 
     def __init__(self, block_size: int, **options) -> None:
         super().__init__(block_size, **options)
         self.is_reluctant = False
         self.put_off: set[str] = set()
+        self.num_failures = 0  # of the next calls
+
+    def _fail_if_told(self) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise ConnectionError("no answer")
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        self._fail_if_told()
+        super().update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def cancel_load(self, request_id):
+        super().cancel_load(request_id)
+        self._fail_if_told()
+
+    def request_finished(self, request, block_ids):
+        answer = super().request_finished(request, block_ids)
+        self._fail_if_told()
+        return answer
+
+    def leases_renewed(self):
+        self._fail_if_told()
+        return super().leases_renewed()
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self._fail_if_told()
         if self.is_reluctant and len(request.prompt_token_ids) % 2:
             self.put_off.add(request.request_id)
             return None, False

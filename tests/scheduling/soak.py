@@ -7,6 +7,7 @@ to see whether what the scheduler holds when it is idle grows with the requests 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 import traceback
@@ -139,6 +140,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200_000, help="fewest steps, long histories not counted")
     parser.add_argument("--seed", type=int, default=0, help="of the first history; the next have the next")
     options = parser.parse_args()
+    logging.disable(logging.ERROR)  # of injected faults
     started = time.monotonic()
     counts: Counter[str] = Counter()
     num_histories, growth = 0, 0.0

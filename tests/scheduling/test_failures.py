@@ -9,43 +9,156 @@ from fake_runner import naive_generation
 from scene import Scene
 
 from faulty_connector import FaultyConnector
+from quire.scheduling.policies.admission import AdmissionPolicy
 from quire.status import FinishReason, RequestStatus
 from quire.step import NO_TOKEN
 
 
 class Failing(FaultyConnector):
-    """Knows nothing of `unsure`, and raises where it is told to."""
+    """Raises in the calls that it is told to, and knows nothing of `unsure`."""
 
-    raises_for: str = ""
-    raises_at_end_of: str = ""
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.fails: set[tuple[str, str]] = set()  # (call, request id)
+
+    def _raise_if_told(self, call, request_id=""):
+        if (call, request_id) in self.fails:
+            raise RuntimeError("the network is gone")
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        if request.request_id == self.raises_for:
-            raise RuntimeError("the network is gone")
+        self._raise_if_told("find", request.request_id)
         if request.request_id == "unsure":
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        self._raise_if_told("load", request.request_id)
+        super().update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def cancel_load(self, request_id):
+        super().cancel_load(request_id)
+        self._raise_if_told("cancel", request_id)
+
+    def build_connector_meta(self, scheduler_output):
+        self._raise_if_told("metadata")
+        return super().build_connector_meta(scheduler_output)
+
     def request_finished(self, request, block_ids):
-        if request.request_id == self.raises_at_end_of:
-            raise RuntimeError("the network is gone")
+        self._raise_if_told("end", request.request_id)
         return super().request_finished(request, block_ids)
 
+    def leases_renewed(self):
+        self._raise_if_told("renew")
+        return super().leases_renewed()
 
-def test_a_connector_that_raises_while_requests_start_loses_neither_requests_nor_blocks():
-    connector = Failing(4)
-    scene = Scene(connector=connector)
+    def reset(self):
+        self._raise_if_told("reset")
+        return super().reset()
+
+
+def three_stored(**options) -> Scene:
+    """A scene whose connector has the prompts of three requests that are about to start."""
+    settings = options.pop("scene_settings", {})
+    scene = Scene(connector=Failing(4, **options), num_blocks=40, enable_prefix_caching=False, **settings)
+    for name in ("before", ""):
+        for number in range(3):
+            scene.add(f"{name}{number}", range(10 * number, 10 * number + 9))
+        if name:
+            scene.finish()
+    return scene
+
+
+def test_a_request_that_a_connector_fails_to_look_up_is_computed(caplog):
+    scene = three_stored()
+    scene.connector.fails = {("find", "1")}
+    assert scene.step() == {"0": 1, "1": 9, "2": 1}
+    scene.finish()
+    scene.check_naive()
+    assert "'1'" in caplog.text
+
+
+@pytest.mark.parametrize("load_steps", [0, 1])
+def test_a_connector_that_fails_to_begin_a_load_costs_only_that_load(load_steps):
+    scene = three_stored(load_steps=load_steps)
+    scene.connector.fails = {("load", "1")}
+    scene.finish()
+    scene.check_naive()
+    assert [scene.cached[name] for name in "012"] == [8, 0, 8]
+    stats = scene.scheduler.make_stats()
+    assert (stats.num_failed_loads, stats.num_loaded_tokens) == (1, 16)
+
+
+@pytest.mark.parametrize("load_steps", [0, 1])
+def test_a_load_that_cannot_begin_ends_its_request_if_so_configured(load_steps):
+    scene = three_stored(load_steps=load_steps, scene_settings={"kv_load_failure": "fail"})
+    scene.connector.fails = {("load", "1")}
+    scene.finish()
+    assert "KV of this request could not be loaded" in scene.errors["1"]
+    scene.check_naive("0", "2")
+
+
+def test_a_connector_that_fails_to_cancel_a_load_keeps_nobody_from_ending():
+    scene = three_stored(load_steps=3)
+    scene.step()
+    scene.connector.fails = {("cancel", "1")}
+    scene.scheduler.finish_requests("1", RequestStatus.FINISHED_ABORTED)
+    scene.finish()
+    scene.check_naive("0", "2")
+
+
+@pytest.mark.parametrize("overlap_steps", [False, True])
+def test_a_step_without_metadata_is_taken_back_and_told_again(overlap_steps):
+    scene = three_stored(scene_settings={"overlap_steps": overlap_steps})
+    first = scene.plan()
+    if not overlap_steps:
+        scene.apply(first)
+    scene.scheduler.finish_requests("0", RequestStatus.FINISHED_ABORTED)
+    scene.connector.fails = {("metadata", "")}
+    with pytest.raises(RuntimeError, match="network"):
+        scene.scheduler.schedule()
+    scene.scheduler.check_invariants()
+    scene.connector.fails = set()
+    if overlap_steps:
+        scene.apply(first)
+    scene.finish()
+    scene.check_naive("1", "2")
+
+
+def test_a_connector_that_fails_to_name_the_living_peers_stops_no_step():
+    scene = three_stored()
+    scene.connector.fails = {("renew", "")}
+    scene.finish()
+    scene.check_naive()
+
+
+def test_a_connector_that_fails_to_reset_is_not_reset():
+    scene = three_stored()
+    scene.finish()
+    scene.connector.fails = {("reset", "")}
+    assert not scene.scheduler.reset_prefix_cache(reset_connector=True)
+    assert scene.scheduler.reset_prefix_cache()
+
+
+class FailingAdmission(AdmissionPolicy):
+    """Fails for the first request with a longer prompt."""
+
+    def admits(self, candidate, memory):
+        if candidate.num_tokens > 9:
+            raise RuntimeError("cannot decide")
+        return True
+
+
+def test_a_policy_that_raises_while_requests_start_loses_neither_requests_nor_blocks():
+    scene = Scene(connector=Failing(4), admission=FailingAdmission)
     scene.add("before", range(9), max_tokens=2)
     scene.finish()
-    connector.raises_for = "fatal"
-    for name, prompt in (("unsure", [1] * 9), ("cached", range(9)), ("fatal", [3] * 9)):
+    for name, prompt in (("unsure", [1] * 9), ("cached", range(9)), ("fatal", [3] * 10)):
         scene.add(name, prompt)
-    with pytest.raises(RuntimeError, match="network"):
+    with pytest.raises(RuntimeError, match="cannot decide"):
         scene.scheduler.schedule()
     scene.scheduler.check_invariants()
     ended = scene.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
     assert {request.request_id for request in ended} == {"unsure", "cached", "fatal"}
-    connector.raises_for = ""
     scene.add("after", [5] * 9)
     scene.finish()
     assert scene.outputs["after"] == naive_generation([5] * 9, 4, set())
@@ -53,7 +166,7 @@ def test_a_connector_that_raises_while_requests_start_loses_neither_requests_nor
 
 def test_a_connector_that_raises_at_a_requests_end_takes_no_answer_away(caplog):
     connector = Failing(4)
-    connector.raises_at_end_of = "b"
+    connector.fails = {("end", "b")}
     scene = Scene(connector=connector)
     for name, prompt in (("a", range(5)), ("b", range(10, 15)), ("c", range(20, 25))):
         scene.add(name, prompt, max_tokens=2)

@@ -78,6 +78,22 @@ def test_a_request_waits_for_an_asynchronous_load_without_a_slot():
     assert scene.cached["a"] == 16
 
 
+def test_a_connector_sees_a_requests_transfer_parameters_to_its_end():
+    scene = scene_with_stored_prompt(send_steps=1)
+    seen = {}
+    finish = scene.connector.request_finished
+
+    def request_finished(request, block_ids):
+        seen[request.request_id] = request.kv_transfer_params
+        return finish(request, block_ids)
+
+    scene.connector.request_finished = request_finished
+    scene.add("a", PROMPT, kv_transfer_params={"remote": "b"})
+    scene.finish()
+    assert seen == {"a": {"remote": "b"}}
+    assert scene.ends["a"].kv_transfer_params["request_id"] == "a", "the client gets the connector's answer"
+
+
 def test_only_what_the_own_cache_does_not_have_is_loaded():
     scene = scene_with_stored_prompt(scene_settings={"enable_prefix_caching": True})
     scene.scheduler.reset_prefix_cache()

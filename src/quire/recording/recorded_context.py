@@ -25,19 +25,20 @@ from quire.scheduling.context import SchedulerContext
 
 if TYPE_CHECKING:
     from quire.request import Request
-    from quire.step import IntArray
+    from quire.step import IntArray, SchedulerOutput
     from quire.structured_outputs import StructuredOutputsParams
 
 T = TypeVar("T")
 
 
 class Answer(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What was asked, about which request if any, and the answer as plain data or what was refused."""
+    """What was asked, about which request if any, and the answer as plain data, a refusal or a failure."""
 
     question: str
     subject: str
     value: Any = None
     refusal: str | None = None
+    failure: str | None = None
 
 
 class ContextAnswers(ABC):
@@ -49,6 +50,7 @@ class ContextAnswers(ABC):
 
         Raises:
             InvalidRequestError: that is its answer.
+            Exception: the function fails, or has failed when it was recorded.
         """
 
 
@@ -74,6 +76,9 @@ class ContextRecorder(ContextAnswers):
         except InvalidRequestError as error:
             self._note(Answer(question, subject, refusal=str(error)))
             raise
+        except Exception as error:
+            self._note(Answer(question, subject, failure=f"{type(error).__name__}: {error}"))
+            raise
         self._note(Answer(question, subject, value))
         return value
 
@@ -86,19 +91,26 @@ class DivergedError(Exception):
     """A scheduler has asked another question than when it was recorded."""
 
 
+class RecordedFailureError(Exception):
+    """What was asked had failed when it was recorded; the message begins with the type of that error."""
+
+
 class ContextPlayer(ContextAnswers):
     """Gives recorded answers, in order."""
 
     def __init__(self) -> None:
         self._answers: list[Answer] = []
         self._position = 0
+        self._diverged: DivergedError | None = None
 
     def insert(self, answers: list[Answer]) -> None:
         """Answer from `answers` from now on."""
-        self._answers, self._position = answers, 0
+        self._answers, self._position, self._diverged = answers, 0, None
 
     def check_at_end(self) -> None:
-        """Raise `DivergedError` if a recorded answer has not been asked for."""
+        """Raise `DivergedError` if another question was asked, or a recorded answer was not asked for."""
+        if self._diverged is not None:  # the scheduler goes on when its surroundings fail
+            raise self._diverged
         if self._position < len(self._answers):
             recorded = self._answers[self._position]
             raise DivergedError(f"asked for nothing more; when recorded, for {_named(recorded)}")
@@ -110,17 +122,27 @@ class ContextPlayer(ContextAnswers):
         Raises:
             DivergedError: this question was not asked here.
         """
-        asked = _named(Answer(question, subject))
-        if self._position >= len(self._answers):
-            raise DivergedError(f"asked for {asked}; when recorded, for nothing more")
-        answer = self._answers[self._position]
-        if (question, subject) != (answer.question, answer.subject):
-            raise DivergedError(f"asked for {asked}; when recorded, for {_named(answer)}")
-        self._position += 1
+        answer = self._next_answer(question, subject)
         if answer.refusal is not None:
             raise InvalidRequestError(answer.refusal)
+        if answer.failure is not None:
+            raise RecordedFailureError(answer.failure)
         value: T = answer.value
         return value
+
+    def _next_answer(self, question: str, subject: str) -> Answer:
+        asked = _named(Answer(question, subject))
+        if self._position >= len(self._answers):
+            raise self._diverge(f"asked for {asked}; when recorded, for nothing more")
+        answer = self._answers[self._position]
+        if (question, subject) != (answer.question, answer.subject):
+            raise self._diverge(f"asked for {asked}; when recorded, for {_named(answer)}")
+        self._position += 1
+        return answer
+
+    def _diverge(self, message: str) -> DivergedError:
+        self._diverged = self._diverged or DivergedError(message)
+        return self._diverged
 
 
 class Silence:
@@ -196,7 +218,7 @@ class RecordedGrammar(Grammar):
 
 
 class RecordedConnector(KVConnector):
-    """A connector whose scheduler side is recorded, except the metadata, which no plan depends on."""
+    """A connector whose scheduler side is recorded; of the metadata only that there is one."""
 
     def __init__(self, answers: ContextAnswers, connector: KVConnector) -> None:
         self._answers = answers
@@ -228,7 +250,15 @@ class RecordedConnector(KVConnector):
     def cancel_load(self, request_id: str) -> None:
         self._answers.ask("connector.cancel", request_id, self._connector.cancel_load, request_id)
 
-    build_connector_meta = forwarded("_connector", KVConnector.build_connector_meta)
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
+        built: list[object | None] = [None]
+
+        def build() -> None:
+            built[0] = self._connector.build_connector_meta(scheduler_output)
+
+        self._answers.ask("connector.metadata", "", build)
+        return built[0]
 
     @override
     def request_finished(

@@ -14,7 +14,13 @@ from quire.recording import calls, file_format
 from quire.recording.calls import Plans
 from quire.recording.compilations import CompilationPlayer
 from quire.recording.file_format import Frame, Header, Recording, RecordingError
-from quire.recording.recorded_context import ContextPlayer, DivergedError, Silence, recorded_context
+from quire.recording.recorded_context import (
+    ContextPlayer,
+    DivergedError,
+    RecordedFailureError,
+    Silence,
+    recorded_context,
+)
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
 
@@ -105,6 +111,8 @@ class _Player:
             self._context_player.check_at_end()
         except DivergedError as diverged:
             return Difference(number, self._step, str(name), "questions", *_sides(diverged))
+        except RecordedFailureError as failure:
+            error = str(failure)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
         self._count(frame, report)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.config import SchedulerConfig
-from quire.kv.connector import KVConnector
 from quire.kv.manager import NO_PREFIX, KVCacheManager, Prefix
 from quire.request import Request
+from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.outputs import SchedulerStats
@@ -22,6 +22,7 @@ from quire.scheduling.request_finisher import RequestFinisher
 from quire.scheduling.running_slots import RunningSlots, token_limit
 from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.step_mix import StepMix
+from quire.scheduling.transfers import TransferPhase
 from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
 from quire.step import IntArray, NewRequestData, ResumedRequestData
@@ -50,12 +51,13 @@ class AdmissionPhase:
 
     config: SchedulerConfig
     max_model_len: int
-    connector: KVConnector | None
+    connector: ConnectorCalls
     kv: KVCacheManager
     running: RunningSlots
     waiting: WaitingRequests
     loads: RemoteLoads
     holdings: KVHoldings
+    transfer_phase: TransferPhase
     slots: SlotManager
     finisher: RequestFinisher
     deadlines: Deadlines
@@ -141,11 +143,10 @@ class AdmissionPhase:
 
     def _ask_connector(self, request: Request, prefix: Prefix) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded (None: ask later), and whether they are waited for."""
-        connector = self.connector
         is_settled = prefix.is_held or prefix.copy_from is not None or request.kv_load_failed
-        if connector is None or is_settled or request.sampling_params.prompt_logprobs is not None:
+        if is_settled or request.sampling_params.prompt_logprobs is not None:
             return 0, False
-        count, is_async = connector.get_num_new_matched_tokens(request, prefix.num_tokens)
+        count, is_async = self.connector.find(request, prefix.num_tokens)
         if count is None:
             return None, False
         # The last token is always computed, for its logits.
@@ -227,15 +228,16 @@ class AdmissionPhase:
     # -- admitting -----------------------------------------------------------------------------------------
 
     def _begin_load(self, request: Request, prefix: Prefix, num_external: int) -> None:
-        assert self.connector is not None
         num_tokens = prefix.num_tokens + num_external
         self.kv.pool.acquire(prefix.block_ids)
         missing = self.kv.blocks_for(num_tokens) - len(prefix.block_ids)
         block_ids = np.concatenate((prefix.block_ids, self.kv.pool.allocate(missing)))
         deadline = self.holdings.transfer_deadline
-        self.loads.begin(RemoteLoad(request, block_ids, len(prefix.block_ids), num_tokens, deadline))
+        load = RemoteLoad(request, block_ids, len(prefix.block_ids), num_tokens, deadline)
+        self.loads.begin(load)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self.connector.update_state_after_alloc(request, block_ids.tolist(), num_external)
+        if not self.connector.begin_load(request, block_ids, num_external):
+            self.transfer_phase.give_up(load, "could not be loaded")
 
     def _admit(self, request: Request, prefix: Prefix, num_external: int, chunk: int) -> _Admitted:
         """Give a request that has left the queue a slot, and promise it its blocks."""
@@ -258,13 +260,13 @@ class AdmissionPhase:
     def _place(self, plan: Plan, admitted: list[_Admitted]) -> None:
         """Give the admitted requests what they were promised, and tell runner and connector."""
         self._give_blocks(admitted)
+        admitted = self._start_loads(admitted)
         for one in admitted:
             table = self.kv.table(one.slot)
             if one.prefix.copy_from is not None:
                 plan.block_copies.append((one.prefix.copy_from, int(table[len(one.prefix.block_ids)])))
             self._tell_runner(plan, one, table)
         plan.add([(one.slot, one.chunk) for one in admitted])
-        self._start_loads(admitted)
 
     def _give_blocks(self, admitted: list[_Admitted]) -> None:
         """Open the block tables of all admitted requests, with one allocation for all of them."""
@@ -275,14 +277,23 @@ class AdmissionPhase:
             self.kv.open(one.slot, one.prefix.block_ids, fresh[start:end], num_cached=one.num_cached)
             start = end
 
-    def _start_loads(self, admitted: list[_Admitted]) -> None:
-        """Ask the connector to load what the step waits for."""
-        for one in admitted:
-            if one.num_external:
-                assert self.connector is not None
-                block_ids = self.kv.table(one.slot).tolist()
-                self.connector.update_state_after_alloc(one.request, block_ids, one.num_external)
-                self.stats.num_loaded_tokens += one.num_external
+    def _start_loads(self, admitted: list[_Admitted]) -> list[_Admitted]:
+        """Ask the connector to load what the step waits for; return who takes part in the step."""
+        return [one for one in admitted if not one.num_external or self._starts_load(one)]
+
+    def _starts_load(self, one: _Admitted) -> bool:
+        """Begin the load of an admitted request; False if that fails and its request ends.
+
+        A request whose load fails has the blocks for its tokens all the same, and computes them.
+        """
+        request, table = one.request, self.kv.table(one.slot)
+        if self.connector.begin_load(request, table, one.num_external):
+            self.stats.num_loaded_tokens += one.num_external
+            return True
+        request.num_computed_tokens = one.prefix.num_tokens
+        request.num_cached_tokens = min(request.num_cached_tokens, one.prefix.num_tokens)
+        self.running.num_computed[one.slot] = one.prefix.num_tokens
+        return not self.transfer_phase.fails(request, "could not be loaded")
 
     def _tell_runner(self, plan: Plan, one: _Admitted, table: IntArray) -> None:
         request = one.request

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.kv.connector import KVConnector
+from quire.scheduling.connector_calls import ConnectorCalls
+from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import SchedulerStats
 from quire.scheduling.plan import Plan
@@ -22,10 +23,11 @@ NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
 class CommitPhase:
     """Turns plans into data for the runner, and counts their tokens as computed from now on."""
 
-    connector: KVConnector | None
+    connector: ConnectorCalls
     draft_length: Callable[[int], int]
     running: RunningSlots
     in_flight: StepsInFlight
+    lost_steps: LostSteps
     outbox: Outbox
     stats: SchedulerStats
 
@@ -54,15 +56,21 @@ class CommitPhase:
             block_copies=_pairs(plan.block_copies),
             num_drafts_wanted=self.draft_length(len(running)),
         )
-        if self.connector is not None:
-            metadata = self.connector.build_connector_meta(output)
-            output = dataclasses.replace(output, kv_connector_metadata=metadata)
         running.num_computed[slots] += num_tokens
         running.num_pending[slots] += num_computed + num_tokens >= num_known
         running.num_drafts[slots] = 0
         self.in_flight.launch(output)
         self.stats.num_scheduled_tokens += int(num_tokens.sum())
-        return output
+        return self._with_metadata(output)
+
+    def _with_metadata(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Add what the connector's worker side must know; if the connector fails, take the step back."""
+        try:
+            metadata = self.connector.metadata_of(output)
+        except Exception:
+            self.lost_steps.withdraw_newest()
+            raise
+        return output if metadata is None else dataclasses.replace(output, kv_connector_metadata=metadata)
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> IntArray:

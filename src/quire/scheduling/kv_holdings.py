@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from quire.kv.connector import KVConnector
 from quire.kv.leases import LeaseKind, LeaseSummary, LeaseTable
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
+from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.fences import Fences
 from quire.scheduling.remote_loads import RemoteLoads
 from quire.scheduling.step_clock import StepClock
@@ -24,7 +24,7 @@ class KVHoldings:
         kv: has the blocks.
         loads: loads whose request does not run yet.
         fences: hold the blocks of a cancelled load back.
-        connector: is told which loads are cancelled; None: there are none.
+        connector: is told which loads are cancelled.
         clock: of deadlines.
         transfer_timeout: seconds without news after which a load or a transfer is given up.
     """
@@ -34,7 +34,7 @@ class KVHoldings:
         kv: KVCacheManager,
         loads: RemoteLoads,
         fences: Fences,
-        connector: KVConnector | None,
+        connector: ConnectorCalls,
         clock: StepClock,
         *,
         transfer_timeout: float,
@@ -116,8 +116,8 @@ class KVHoldings:
         if load.has_arrived:
             self._kv.pool.release(load.block_ids[::-1])
         else:
-            self._cancel(request_id)
             self._fences.fence_blocks(request_id, load.block_ids)
+            self._connector.cancel_load(request_id)
 
     def drop_newest_load(self, spared: Request | None = None) -> bool:
         """Give up the newest load that has arrived, but not that of `spared`; False if there is none."""
@@ -129,11 +129,7 @@ class KVHoldings:
     def cancel_loads_again(self, step: int) -> None:
         """Cancel once more the loads that steps up to `step` cancelled: the runner may not have seen it."""
         for request_id in self._fences.refence_blocks(step):
-            self._cancel(request_id)
-
-    def _cancel(self, request_id: str) -> None:
-        assert self._connector is not None
-        self._connector.cancel_load(request_id)
+            self._connector.cancel_load(request_id)
 
     # -- accounts ------------------------------------------------------------------------------------------
 

@@ -34,6 +34,10 @@ class LostSteps:
             self.void(step)
         self.fences.lift(lost[-1].step)
 
+    def withdraw_newest(self) -> None:
+        """Take back the step that was planned last."""
+        self.void(self.in_flight.withdraw_newest())
+
     def void(self, step: SchedulerOutput, at_fault: Container[str] = ()) -> None:
         """Take back a step that the runner may not have seen.
 

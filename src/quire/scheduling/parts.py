@@ -15,6 +15,7 @@ from quire.scheduling.arrivals import Arrivals
 from quire.scheduling.beam_groups import BeamGroups
 from quire.scheduling.beams import BeamPhase
 from quire.scheduling.commit_phase import CommitPhase
+from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.explanation import Explanation
@@ -50,6 +51,7 @@ class SchedulerParts:
         self._context = context
         self._max_model_len = max_model_len
         self.stats = SchedulerStats(num_blocks=num_blocks)
+        self.connector = ConnectorCalls(context.connector)
         self.outbox = Outbox()
         self.in_flight = StepsInFlight()
         self.deadlines = Deadlines()
@@ -96,7 +98,7 @@ class SchedulerParts:
             self.kv,
             self.loads,
             self.fences,
-            self._context.connector,
+            self.connector,
             self.clock,
             transfer_timeout=self._config.kv_transfer_timeout,
         )
@@ -125,7 +127,7 @@ class SchedulerParts:
             slots=self.slots,
             deadlines=self.deadlines,
             grammars=self.grammars,
-            connector=self._context.connector,
+            connector=self.connector,
             outbox=self.outbox,
             stats=self.stats,
         )
@@ -170,7 +172,7 @@ class SchedulerParts:
         )
         self.transfer_phase = TransferPhase(
             config=config,
-            connector=context.connector,
+            connector=self.connector,
             clock=self.clock,
             kv=self.kv,
             running=self.running,
@@ -198,12 +200,13 @@ class SchedulerParts:
         self.admission_phase = AdmissionPhase(
             config=config,
             max_model_len=self._max_model_len,
-            connector=context.connector,
+            connector=self.connector,
             kv=self.kv,
             running=self.running,
             waiting=self.waiting,
             loads=self.loads,
             holdings=self.holdings,
+            transfer_phase=self.transfer_phase,
             slots=self.slots,
             finisher=self.finisher,
             deadlines=self.deadlines,
@@ -212,10 +215,11 @@ class SchedulerParts:
             stats=self.stats,
         )
         self.commit_phase = CommitPhase(
-            connector=context.connector,
+            connector=self.connector,
             draft_length=context.draft_length,
             running=self.running,
             in_flight=self.in_flight,
+            lost_steps=self.lost_steps,
             outbox=self.outbox,
             stats=self.stats,
         )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 from quire.grammar.manager import GrammarManager
-from quire.kv.connector import KVConnector
 from quire.kv.manager import NO_PREFIX, KVCacheManager
 from quire.request import Request
+from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.outbox import Outbox
@@ -19,8 +18,6 @@ from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
 from quire.step import IntArray
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -35,7 +32,7 @@ class RequestFinisher:
     slots: SlotManager
     deadlines: Deadlines
     grammars: GrammarManager
-    connector: KVConnector | None
+    connector: ConnectorCalls
     outbox: Outbox
     stats: SchedulerStats
 
@@ -75,19 +72,12 @@ class RequestFinisher:
 
     def _tell_connector(self, request: Request, slot: int | None) -> None:
         """Tell the connector that a request has ended, and hold its blocks for a peer if it says so."""
-        request.kv_transfer_params = None  # what came with it said where to load from
-        if self.connector is None:
-            return
         if slot is not None:
             self.running.update_request(slot)
         held = self._held_blocks(request.request_id, slot)
-        try:
-            delay_free, params = self.connector.request_finished(request, held.tolist())
-        except Exception:  # the client's answer must not depend on it
-            logger.exception("the KV connector failed at the end of request %r", request.request_id)
-            return
-        request.kv_transfer_params = params
-        if delay_free and len(held):
+        is_read_later, params = self.connector.finish(request, held)
+        request.kv_transfer_params = params  # what came with it said where to load from
+        if is_read_later and len(held):
             self.holdings.hold_for_peer(request.request_id, held)
 
     def _held_blocks(self, request_id: str, slot: int | None) -> IntArray:

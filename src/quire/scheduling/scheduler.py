@@ -44,6 +44,7 @@ class Scheduler(SchedulerInterface):
         parts = SchedulerParts(config, num_blocks=num_blocks, max_model_len=max_model_len, context=context)
         self._config = config
         self._connector = context.connector
+        self._connector_calls = parts.connector
         self._pause_state = PauseState.UNPAUSED
         self._state = parts.state
         self._clock = parts.clock
@@ -189,7 +190,7 @@ class Scheduler(SchedulerInterface):
                 self._slots.preempt_if_running(slot)
         elif len(running) or len(self._loads) or self._holdings.num_blocks_in_transfer:
             return False
-        if self._connector is not None and reset_connector and not self._connector.reset():
+        if reset_connector and not self._connector_calls.reset():
             return False
         self._holdings.break_pins()
         self._state.pool.forget_contents()

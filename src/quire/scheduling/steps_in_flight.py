@@ -33,6 +33,10 @@ class StepsInFlight:
             raise ValueError(f"step {step.step} applied, but {expected} is in flight")
         self._steps.popleft()
 
+    def withdraw_newest(self) -> SchedulerOutput:
+        """Remove the step that was planned last, and return it."""
+        return self._steps.pop()
+
     def require_newest(self, step: SchedulerOutput) -> None:
         """Raise `ValueError` unless `step` is the newest in flight."""
         if not self._steps or step.step != self._steps[-1].step:

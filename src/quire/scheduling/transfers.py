@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 
 from quire.config import SchedulerConfig
-from quire.kv.connector import KVConnector
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.beam_groups import BeamGroups
+from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.outputs import SchedulerStats
 from quire.scheduling.remote_loads import RemoteLoad, RemoteLoads
@@ -28,7 +28,7 @@ class TransferPhase:
     """Ends loads and leases, when the connector says so or their deadline has passed."""
 
     config: SchedulerConfig
-    connector: KVConnector | None
+    connector: ConnectorCalls
     clock: StepClock
     kv: KVCacheManager
     running: RunningSlots
@@ -55,10 +55,8 @@ class TransferPhase:
         """Give up the loads that have timed out, and end the leases that nobody renewed."""
         for load in self.loads.on_their_way():
             if load.deadline <= self.clock.now:
-                self.holdings.drop_load(load.request.request_id)
-                self._go_on_without(load.request, "did not arrive within kv_transfer_timeout")
-        if self.connector is not None:
-            self.holdings.renew(sorted(self.connector.leases_renewed()))
+                self.give_up(load, "did not arrive within kv_transfer_timeout")
+        self.holdings.renew(self.connector.leases_renewed())
         self.holdings.end_expired_leases()
 
     def cancel_all_loads(self) -> None:
@@ -95,18 +93,22 @@ class TransferPhase:
                 continue  # a beam of a search that has ended with another of its beams
             group = self.beams.at(slot)
             request = self.running.request_at(slot) if group is None else group.request
-            if not self._fails(request, "could not be loaded"):
-                request.kv_load_failed = True
+            if not self.fails(request, "could not be loaded"):
                 self.slots.preempt_if_running(slot)
 
+    def give_up(self, load: RemoteLoad, what_happened: str) -> None:
+        """Cancel a load; its request computes the tokens, or ends."""
+        self.holdings.drop_load(load.request.request_id)
+        self._go_on_without(load.request, what_happened)
+
     def _go_on_without(self, request: Request, what_happened: str) -> None:
-        if not self._fails(request, what_happened):
-            request.kv_load_failed = True
+        if not self.fails(request, what_happened):
             self._queue(request)
 
-    def _fails(self, request: Request, what_happened: str) -> bool:
+    def fails(self, request: Request, what_happened: str) -> bool:
         """Note a failed load; end its request if that is what `kv_load_failure` asks for."""
         self.stats.num_failed_loads += 1
+        request.kv_load_failed = True
         if self.config.kv_load_failure == "recompute":
             return False
         self.finisher.fail(

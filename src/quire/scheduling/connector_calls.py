@@ -1,0 +1,88 @@
+"""The scheduler side of a KV connector, as the phases of a step call it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from quire.kv.connector import KVConnector
+from quire.request import Request
+from quire.step import IntArray, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class ConnectorCalls:
+    """Calls a connector that may raise at any call: what it raises is logged and costs one request its load.
+
+    Args:
+        connector: None: nothing is ever found elsewhere.
+    """
+
+    def __init__(self, connector: KVConnector | None) -> None:
+        self._connector = connector
+
+    def find(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `KVConnector.get_num_new_matched_tokens`; nothing is found if that fails."""
+        if self._connector is None:
+            return 0, False
+        try:
+            count, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        except Exception:
+            logger.exception("the KV connector failed to look request %r up", request.request_id)
+            return 0, False
+        return count, is_async
+
+    def begin_load(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> bool:
+        """See `KVConnector.update_state_after_alloc`; False if that fails."""
+        assert self._connector is not None, "without a connector nothing is found elsewhere"
+        try:
+            self._connector.update_state_after_alloc(request, block_ids.tolist(), num_external_tokens)
+        except Exception:
+            logger.exception("the KV connector failed to load for request %r", request.request_id)
+            return False
+        return True
+
+    def cancel_load(self, request_id: str) -> None:
+        """See `KVConnector.cancel_load`."""
+        assert self._connector is not None, "without a connector nothing is being loaded"
+        try:
+            self._connector.cancel_load(request_id)
+        except Exception:
+            logger.exception("the KV connector failed to cancel the load of request %r", request_id)
+
+    def finish(self, request: Request, block_ids: IntArray) -> tuple[bool, Mapping[str, Any] | None]:
+        """See `KVConnector.request_finished`; nothing is held if that fails."""
+        if self._connector is None:
+            return False, None
+        try:
+            is_read_later, params = self._connector.request_finished(request, block_ids.tolist())
+        except Exception:
+            logger.exception("the KV connector failed at the end of request %r", request.request_id)
+            return False, None
+        return is_read_later, params
+
+    def leases_renewed(self) -> list[str]:
+        """See `KVConnector.leases_renewed`; none if that fails."""
+        if self._connector is None:
+            return []
+        try:
+            return sorted(self._connector.leases_renewed())
+        except Exception:
+            logger.exception("the KV connector failed to say which leases are renewed")
+            return []
+
+    def reset(self) -> bool:
+        """See `KVConnector.reset`; False if that fails."""
+        if self._connector is None:
+            return True
+        try:
+            return self._connector.reset()
+        except Exception:
+            logger.exception("the KV connector failed to forget what it stores")
+            return False
+
+    def metadata_of(self, output: SchedulerOutput) -> object | None:
+        """See `KVConnector.build_connector_meta`; what that raises is raised: the step cannot be computed."""
+        return None if self._connector is None else self._connector.build_connector_meta(output)
