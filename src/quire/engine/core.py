@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.assembly import ProgressCallback, build_context, build_runner, build_scheduler
+from quire.engine.cache_warming import CacheWarmer
 from quire.engine.drafting import find_draft_model
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.memory_plan import plan_memory
@@ -65,6 +66,8 @@ class EngineCore:
         )
         stepper_cls = OverlappedStepper if config.scheduler.overlap_steps else SerialStepper
         self._stepper = stepper_cls(self.scheduler, self.runner)
+        self._warmer = CacheWarmer(self.runner.kv_cache.tensor, self.scheduler.next_blocks)
+        self._warmer.resume()
         self.info = EngineInfo(
             model=config.model,
             max_model_len=plan.max_model_len,
@@ -111,6 +114,7 @@ class EngineCore:
         If computing the step fails, its requests end; if planning it or applying its results fails, all
         requests end. The engine continues.
         """
+        self._warmer.pause()
         try:
             return self._stepper.step()
         except Exception as error:
@@ -118,6 +122,8 @@ class EngineCore:
             return self.finish(None, RequestStatus.FINISHED_ERROR, describe_failure(error)), True
         finally:
             self._publish_kv_events()
+            if not self.has_unfinished_requests():
+                self._warmer.resume()
 
     def has_requests(self) -> bool:
         """Whether a step has anything to do."""
@@ -157,6 +163,7 @@ class EngineCore:
     def shutdown(self) -> list[EngineCoreOutput]:
         """Abort all remaining requests and release everything; return the terminal outputs."""
         self._stepper.close()
+        self._warmer.close()
         outputs = self.finish(None, RequestStatus.FINISHED_ABORTED)
         self.scheduler.shutdown()
         if self._publisher is not None:

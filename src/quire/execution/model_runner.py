@@ -74,6 +74,11 @@ class ModelRunner:
         )
 
     @property
+    def kv_cache(self) -> KVCacheTensors:
+        """Where keys and values live."""
+        return self._kv_cache
+
+    @property
     def num_requests(self) -> int:
         """Requests that hold memory here, running or preempted."""
         return len(self._batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import torch
@@ -9,6 +10,8 @@ import torch
 ALIGNMENT = 64  # bytes of a cache line
 PAGE = 2 << 20  # bytes of a large page
 SLAB = 64 << 20  # bytes asked of the system at once, unless a buffer is larger
+
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14; the mmap module does not name it
 
 
 class WeightMemory:
@@ -41,3 +44,18 @@ def map_large_pages(num_bytes: int) -> torch.Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
     skipped = -whole.data_ptr() % PAGE
     return whole[skipped : skipped + size]
+
+
+def populate(memory: torch.Tensor) -> bool:
+    """Have the system provide the pages of `memory` now rather than when they are written; contents stay.
+
+    Returns:
+        False if the system cannot do that, or has no memory left for it.
+    """
+    start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = memory.data_ptr() + memory.nbytes - start
+    libc = ctypes.CDLL(None)  # releases the interpreter's lock
+    if not hasattr(libc, "madvise"):
+        return False
+    status: int = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+    return status == 0

@@ -121,6 +121,10 @@ class BlockPool:
         self._counts[taken] = 1
         return taken
 
+    def next_blank(self, count: int) -> IntArray:
+        """Return up to `count` blank blocks, in the order in which `allocate` will hand them out."""
+        return self._blank[max(len(self._blank) - count, 0) :][::-1]
+
     def acquire(self, block_ids: IntArray) -> None:
         """Add one reference to each of `block_ids` (no duplicates): cached blocks, or blocks in use."""
         if len(block_ids):

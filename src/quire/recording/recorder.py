@@ -216,6 +216,7 @@ class RecordingScheduler(SchedulerInterface):
     explain = forwarded("scheduler", SchedulerInterface.explain)
     get_kv_cache_usage = forwarded("scheduler", SchedulerInterface.get_kv_cache_usage)
     make_stats = forwarded("scheduler", SchedulerInterface.make_stats)
+    next_blocks = forwarded("scheduler", SchedulerInterface.next_blocks)
 
     @override
     def get_kv_connector(self) -> KVConnector | None:

@@ -6,13 +6,15 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+import numpy as np
+
 from quire.config import SchedulerConfig
 from quire.kv.connector import KVConnector
 from quire.request import Request
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats
 from quire.status import RequestStatus
-from quire.step import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.step import DraftTokenIds, GrammarOutput, IntArray, ModelRunnerOutput, SchedulerOutput
 
 
 class PauseState(enum.Enum):
@@ -161,6 +163,10 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def get_kv_cache_usage(self) -> float:
         """Share of the KV blocks that running requests hold, 0 to 1."""
+
+    def next_blocks(self) -> IntArray:
+        """Return the blank KV blocks that the next step may use, in order; none if that is not known."""
+        return np.zeros(0, dtype=np.int32)
 
     @abstractmethod
     def make_stats(self) -> SchedulerStats | None:

@@ -26,7 +26,7 @@ from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats
 from quire.scheduling.parts import SchedulerParts
 from quire.scheduling.plan import Plan
 from quire.status import RequestStatus
-from quire.step import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.step import DraftTokenIds, GrammarOutput, IntArray, ModelRunnerOutput, SchedulerOutput
 
 
 class Scheduler(SchedulerInterface):
@@ -43,6 +43,9 @@ class Scheduler(SchedulerInterface):
         context = context or SchedulerContext()
         parts = SchedulerParts(config, num_blocks=num_blocks, max_model_len=max_model_len, context=context)
         self._config = config
+        self._max_blocks_per_step = (
+            config.max_num_batched_tokens // config.block_size + 2 * config.max_num_seqs
+        )
         self._connector = context.connector
         self._connector_calls = parts.connector
         self._pause_state = PauseState.UNPAUSED
@@ -94,10 +97,8 @@ class Scheduler(SchedulerInterface):
 
     def _commit_memory_ahead(self) -> None:
         """Let a growing cache commit as many blocks as this step can use at most."""
-        config, pool = self._config, self._state.pool
-        if pool.num_uncommitted:
-            most_tokens = config.max_num_batched_tokens
-            pool.commit_ahead(most_tokens // config.block_size + 2 * config.max_num_seqs)
+        if self._state.pool.num_uncommitted:
+            self._state.pool.commit_ahead(self._max_blocks_per_step)
 
     def _fill(self, plan: Plan) -> None:
         match self._pause_state:
@@ -212,6 +213,10 @@ class Scheduler(SchedulerInterface):
     @override
     def get_kv_cache_usage(self) -> float:
         return self._state.pool.num_in_use / self._state.pool.num_blocks
+
+    @override
+    def next_blocks(self) -> IntArray:
+        return self._state.pool.next_blank(self._max_blocks_per_step)
 
     @override
     def make_stats(self) -> SchedulerStats:
