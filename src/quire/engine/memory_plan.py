@@ -6,9 +6,9 @@ import bisect
 import dataclasses
 from typing import TYPE_CHECKING
 
-from quire.engine.memory_limits import available_memory
 from quire.errors import ConfigError
 from quire.kernels import bounds, has_native_kernels
+from quire.kv.memory_limits import available_memory
 from quire.models.config import DTYPE_BYTES, INT8_SCALE_BYTES
 from quire.models.weights import count_parameters, held_quantization, weight_bytes
 
