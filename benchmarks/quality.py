@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from quire.kernels.batch import AttentionBatch
-from quire.kv.tensors import KVCacheTensors
+from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 
@@ -65,14 +65,10 @@ def compute_logits(path: Path, kind: Kind, token_ids: torch.Tensor) -> torch.Ten
     options = WeightOptions(dtype=kind.dtype, quantization=kind.quantization, group_size=kind.group_size)
     decoder = load_decoder(path, config, options=options)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    kv_cache = KVCacheTensors(
-        num_blocks=num_blocks,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        block_size=BLOCK_SIZE,
-        head_dim=config.head_dim,
-        dtype=getattr(torch, kind.kv_dtype),
+    metadata = PagedAttentionCacheMetaData.for_layers(
+        config.kv_layers, page_size=BLOCK_SIZE, dtype=kind.kv_dtype, num_pages=num_blocks
     )
+    kv_cache = PagedAttentionCache.init_cache(None, metadata)
     table = np.arange(num_blocks, dtype=np.int32)[None]
     batch = AttentionBatch.build(np.array([0]), np.array([len(token_ids)]), table, BLOCK_SIZE)
     return decoder.logits(decoder.forward(token_ids, kv_cache, batch)).clone()

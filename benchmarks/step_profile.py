@@ -24,6 +24,7 @@ from quire.execution.model_runner import ModelRunner
 from quire.execution.sampler import Sampler
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.linear import Linear
+from quire.kv import PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
 from quire.models.decoder import Decoder
 from quire.scheduling import Scheduler
@@ -120,7 +121,10 @@ def limits(
     result["  logits"] = max(
         head * min(weight_bytes, 2.0) / options.bandwidth, 2 * head * num_requests / options.rate
     )
-    kv_bytes = config.kv_bytes_per_token(config.dtype) * context * num_requests
+    cache = PagedAttentionCacheMetaData.for_layers(
+        config.kv_layers, page_size=1, dtype=config.dtype, num_pages=1
+    )
+    kv_bytes = cache.bytes_per_token * context * num_requests
     result["    paged_attention"] = kv_bytes / options.bandwidth
     return result
 

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import torch
 
+from caches import make_cache
 from quire.kernels.batch import AttentionBatch
-from quire.kv.tensors import KVCacheTensors
 from quire.models.decoder import Decoder
 
 
@@ -29,7 +29,7 @@ class PagedHarness:
         num_blocks = sum(needed) + 3
         self.decoder = decoder
         self.block_size = block_size
-        self.kv_cache = KVCacheTensors(
+        self.kv_cache = make_cache(
             num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim, decoder.dtype
         )
         self.kv_cache.tensor.fill_(float("nan"))

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import torch
 
+from caches import make_cache
 from quire.execution.model_runner import ModelRunner
-from quire.kv.tensors import KVCacheTensors
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,
@@ -251,16 +251,16 @@ class StepDriver:
                 on_step(number)
 
 
-def make_cache(model, num_blocks=200):
+def model_cache(model, num_blocks=200):
     config = model.config
-    return KVCacheTensors(
+    return make_cache(
         num_blocks, config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim, model.dtype
     )
 
 
 def make_driver(model, *, num_blocks=200, seed=0, max_num_seqs=MAX_NUM_SEQS, **parts):
     """A driver of a new runner; `parts` are its proposer and connector."""
-    kv_cache = make_cache(model, num_blocks)
+    kv_cache = model_cache(model, num_blocks)
     runner = ModelRunner(
         model,
         kv_cache,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from step_driver import BLOCK_SIZE, add_all, int_array, make_driver, plan
 
-from quire.kv.tensors import KVCacheTensors
+from caches import make_cache
 from quire.sampling_params import SamplingParams
 from quire.step import ForkData, NewRequestData
 
@@ -154,7 +154,7 @@ def test_a_request_told_again_is_replaced(models, prompts):
 
 
 def test_blocks_are_copied_whole_and_as_they_were():
-    cache = KVCacheTensors(6, 2, 2, BLOCK_SIZE, 8, torch.float32)
+    cache = make_cache(6, 2, 2, BLOCK_SIZE, 8, torch.float32)
     cache.tensor.copy_(torch.randn(cache.tensor.shape))
     before = cache.tensor.clone()
     cache.copy_blocks(int_array([[0, 3], [3, 4], [1, 0]]))

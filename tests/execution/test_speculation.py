@@ -9,8 +9,8 @@ from step_driver import (
     StepDriver,
     add_all,
     int_array,
-    make_cache,
     make_driver,
+    model_cache,
     outputs,
     plan,
     preempt_now_and_then,
@@ -215,7 +215,7 @@ def test_a_draft_model_that_is_the_model_itself_is_always_right(models, prompts,
     plain = make_driver(model)
     add_all(plain, prompts, GREEDY)
     plain.run(NUM_OUTPUT)
-    cache = make_cache(model)
+    cache = model_cache(model)
     driver = ProposingDriver.of(model, DraftModelProposer(model, cache))
     with torch.inference_mode():
         cache.tensor.fill_(float("nan"))
@@ -231,7 +231,7 @@ def test_a_draft_model_survives_preemption_and_chunks(models, prompts):
     plain = make_driver(model)
     add_all(plain, prompts, GREEDY)
     plain.run(NUM_OUTPUT)
-    cache = make_cache(model)
+    cache = model_cache(model)
     driver = ProposingDriver.of(model, DraftModelProposer(model, cache), seed=3, max_num_seqs=4)
     add_all(driver, prompts, GREEDY)
     with torch.inference_mode():
@@ -247,7 +247,7 @@ def test_a_draft_model_of_another_family_changes_no_token(models, prompts, tmp_p
     model = models["float32"]
     assert draft.config.vocab_size == model.config.vocab_size
     expected, _ = run(model, prompts, params)
-    driver = ProposingDriver.of(model, DraftModelProposer(draft, make_cache(draft)))
+    driver = ProposingDriver.of(model, DraftModelProposer(draft, model_cache(draft)))
     for index, prompt in enumerate(prompts):
         driver.add(index, prompt, params[index])
     driver.run_proposing()
@@ -257,7 +257,7 @@ def test_a_draft_model_of_another_family_changes_no_token(models, prompts, tmp_p
 
 def test_a_draft_model_proposes_nothing_from_unsound_logits_or_past_its_blocks(models, prompts):
     model = models["float32"]
-    cache = make_cache(model)
+    cache = model_cache(model)
     driver = ProposingDriver.of(model, DraftModelProposer(model, cache))
     add_all(driver, prompts[2:4], GREEDY)
     driver.step({"r0": 17, "r1": 40})
@@ -277,7 +277,7 @@ def test_a_draft_model_takes_part_in_block_copies(models, prompts):
     plain.add("r", prompt, GREEDY)
     plain.run(6)
     expected = plain.requests["r"].output
-    cache = make_cache(model)
+    cache = model_cache(model)
     runner = make_driver(model, proposer=DraftModelProposer(model, cache)).runner
     with torch.inference_mode():
         cache.tensor.fill_(float("nan"))

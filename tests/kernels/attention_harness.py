@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.key_scores import KeyScores
 from quire.kernels.kv_layer import KVLayer
-from quire.kernels.reference import ReferenceKernels, quantize_heads, write_kv
-from quire.kv.tensors import KVCacheTensors
+from quire.kernels.page_quantizers import quantize_heads
+from quire.kernels.reference import ReferenceKernels, write_kv
 
 _PAGED_ATTENTION = ReferenceKernels().paged_attention
 
@@ -99,9 +100,9 @@ def run_paged(
     _, kv_heads, head_dim = sequences.key[0].shape
     needed = -(-lengths // block_size)
     num_blocks = int(needed.sum()) + 2
-    cache = KVCacheTensors(num_blocks, 3, kv_heads, block_size, head_dim, kv_dtype or dtype)
+    cache = make_cache(num_blocks, 3, kv_heads, block_size, head_dim, kv_dtype or dtype)
     cache.tensor.view(torch.uint8).fill_(255)  # NaN as any type of floats
-    kv = cache.layer(1)
+    kv = cache.views[1]
     order = np.random.default_rng(seed).permutation(num_blocks)
     tables = np.full((len(lengths), needed.max()), 2**31 - 1)
     for row, (start, count) in enumerate(zip(np.cumsum(needed) - needed, needed, strict=True)):
@@ -123,8 +124,8 @@ def run_paged(
         if poison_left_of_window:
             for s in running:
                 unseen = np.arange(max(done[s] - options["window"] + 1, 0))
-                for blocks in (kv.keys, kv.values):
-                    blocks[tables[s, unseen // block_size], :, unseen % block_size] = float("nan")
+                for pages in (kv.key_pages, kv.value_pages):
+                    pages[:, tables[s, unseen // block_size], unseen % block_size] = float("nan")
         query = now(sequences.query)
         # As in a model, queries lie beside something else, and results go where something was.
         query = torch.cat([query, torch.full_like(query, float("nan"))], dim=1)[:, : query.shape[1]]
@@ -193,11 +194,11 @@ class ScoredStep:
         needed = -(-lengths // block_size)
         tables = np.arange(len(lengths) * needed.max()).reshape(len(lengths), -1)
         tables[1, : 128 // block_size] = tables[0, : 128 // block_size]
-        cache = KVCacheTensors(tables.size, 1, 2, block_size, 32, torch.float32)
+        cache = make_cache(tables.size, 1, 2, block_size, 32, torch.float32)
         cache.tensor.fill_(float("nan"))
         whole = AttentionBatch.build(np.zeros(len(lengths), dtype=np.int64), lengths, tables, block_size)
-        write_kv(torch.cat(sequences.key), torch.cat(sequences.value), cache.layer(0), whole)
-        return cls(sequences, cache.layer(0), tables, block_size)
+        write_kv(torch.cat(sequences.key), torch.cat(sequences.value), cache.views[0], whole)
+        return cls(sequences, cache.views[0], tables, block_size)
 
     def scores(
         self,

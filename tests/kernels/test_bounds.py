@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from caches import make_cache
 from quire.kernels import attention, bounds, sampling, tiles
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.layers import native_layer, native_plan
-from quire.kernels.kv_layer import KVLayer
 
 SHARED = [
     "TILE", "SPAN", "HEAD_DIM_MULTIPLE", "MAX_HEAD_DIM", "MAX_SPAN_BYTES",
@@ -36,8 +36,7 @@ def test_attention_of_fourteen_threads_stays_within_its_bounds(
 ) -> None:
     tables = np.arange(num_seqs * -(-length // 16)).reshape(num_seqs, -1)
     batch = AttentionBatch.build(np.full(num_seqs, length - 1), np.full(num_seqs, 1), tables, 16)
-    cache = torch.empty(1, num_kv_heads, 16, 128)
-    layer = native_layer(KVLayer(cache, cache))
+    layer = native_layer(make_cache(1, 1, num_kv_heads, 16, 128, torch.float32).views[0])
     needed = native_plan(batch, window=0, group=4).scratch_bytes(layer, num_threads=14)
     spans = -(-length // bounds.SPAN)
     states = min(spans * bounds.SPAN_BYTES, bounds.MAX_SPAN_BYTES) if spans > 1 else 0

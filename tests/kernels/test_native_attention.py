@@ -19,13 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native_settings import on_instruction_sets, threads
 
+from caches import make_cache
 from pairwise import pairwise
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.reference import ReferenceKernels
-from quire.kv.tensors import KVCacheTensors
+from quire.kv import PagedAttentionCache
 
 paged_attention = NativeKernels().paged_attention
 SHAPES = [(4, 2, 64), (6, 6, 80), (3, 1, 96), (4, 2, 128), (2, 1, 256), (14, 2, 32), (5, 1, 16)]
@@ -183,10 +184,10 @@ def test_key_scores_do_not_depend_on_threads(several_threads: None) -> None:
     batch, cache, query = _random_step([300, 1500], [20, 1], first_scoring_token=[3, 0])
     scores = batch.key_scores
     assert scores is not None
-    paged_attention(query, cache.layer(0), batch, scale=0.1)
+    paged_attention(query, cache.views[0], batch, scale=0.1)
     rows = scores.rows.clone()
     with threads(1):
-        paged_attention(query, cache.layer(0), batch, scale=0.1)
+        paged_attention(query, cache.views[0], batch, scale=0.1)
     assert torch.equal(rows, scores.rows)
     assert rows.sum().item() == pytest.approx(18 * query.shape[1], rel=1e-5)
 
@@ -200,7 +201,7 @@ def test_key_scores_of_what_is_not_a_number_are_zero(instruction_set: str, sums:
         cache.tensor[2, 0, 0, 1, 0] = float("nan")  # a key of the first sequence's second KV head
         scores = batch.key_scores
         assert scores is not None
-        kernels(query, cache.layer(0), batch, scale=0.1)
+        kernels(query, cache.views[0], batch, scale=0.1)
         of = scores.sums_of if sums else scores.rows_of
         unit = SCORE_UNIT if sums else 1.0
         assert of(0).double().sum().item() * unit == pytest.approx(2 * 2, rel=1e-4)
@@ -270,7 +271,7 @@ def test_other_heads_go_to_the_reference() -> None:
 
 def test_what_the_kernel_cannot_take_is_refused() -> None:
     batch, cache, query = _random_step([20], [4])
-    kv = cache.layer(0)
+    kv = cache.views[0]
     with pytest.raises(ValueError, match="must be adjacent"):
         paged_attention(query.transpose(0, 1).contiguous().transpose(0, 1), kv, batch, scale=1.0)
     with pytest.raises(TypeError, match=r"torch\.float64"):
@@ -282,16 +283,16 @@ def test_what_the_kernel_cannot_take_is_refused() -> None:
 def test_layers_of_one_window_share_a_plan() -> None:
     batch, cache, query = _random_step([20], [4])
     for window in (0, 8, 0, 8):
-        paged_attention(query, cache.layer(0), batch, scale=1.0, window=window)
+        paged_attention(query, cache.views[0], batch, scale=1.0, window=window)
     assert len(batch.plans) == 2
 
 
 def _random_step(
     lengths: list[int], counts: list[int], **options: Any
-) -> tuple[AttentionBatch, KVCacheTensors, torch.Tensor]:
+) -> tuple[AttentionBatch, PagedAttentionCache, torch.Tensor]:
     """Return a step, a cache of one layer with random content, and queries of 4 heads of 32."""
     needed = [-(-length // 16) for length in lengths]
-    cache = KVCacheTensors(sum(needed), 1, 2, 16, 32, torch.float32)
+    cache = make_cache(sum(needed), 1, 2, 16, 32, torch.float32)
     cache.tensor.normal_(generator=torch.Generator().manual_seed(1))
     tables = np.zeros((len(lengths), max(needed)), dtype=np.int32)
     ids = iter(range(sum(needed)))

@@ -9,13 +9,13 @@ import pytest
 import torch
 from native_settings import on_instruction_sets, threads
 
+from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.tiles import HeadLayout
-from quire.kv.tensors import KVCacheTensors
 
 native, reference = NativeKernels(), ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -173,11 +173,11 @@ class Step:
 
     def cache(self) -> KVLayer:
         """Return a layer in which every number and scale is poison."""
-        tensors = KVCacheTensors(
+        tensors = make_cache(
             self.num_blocks, 2, self.heads.num_kv_heads, 8, self.heads.head_dim, self.cache_dtype
         )
-        kv = tensors.layer(1)
-        for part in (kv.keys, kv.values, kv.key_scales, kv.value_scales):
+        kv = tensors.views[1]
+        for part in (kv.key_pages, kv.value_pages, kv.key_scales, kv.value_scales):
             if part is not None:
                 part.fill_(99 if part.dtype == torch.int8 else POISON)
         return kv
@@ -199,7 +199,9 @@ class Step:
 
 
 def _parts(kv: KVLayer) -> list[torch.Tensor]:
-    return [part for part in (kv.keys, kv.values, kv.key_scales, kv.value_scales) if part is not None]
+    return [
+        part for part in (kv.key_pages, kv.value_pages, kv.key_scales, kv.value_scales) if part is not None
+    ]
 
 
 LAYOUTS = {
@@ -229,8 +231,8 @@ def test_rotary_and_write_kv(
     for part, expected in zip(_parts(kv), _parts(expected_kv), strict=True):
         torch.testing.assert_close(part, expected, rtol=tolerance, atol=3 * tolerance, equal_nan=True)
     if norm == turned == "none":
-        assert torch.equal(kv.keys.nan_to_num(), expected_kv.keys.nan_to_num())
-    assert torch.equal(kv.values.nan_to_num(), expected_kv.values.nan_to_num())
+        assert torch.equal(kv.key_pages.nan_to_num(), expected_kv.key_pages.nan_to_num())
+    assert torch.equal(kv.value_pages.nan_to_num(), expected_kv.value_pages.nan_to_num())
 
 
 @on_instruction_sets(
@@ -256,11 +258,11 @@ def test_int8_after_rotation_is_within_one_step(instruction_set: str, norm: str)
     step = Step(LAYOUTS["6x2x64"], torch.float32, torch.int8, [30], 32, norm)
     _, kv = step.run(native)
     _, expected = step.run(reference)
-    difference = (kv.keys.int() - expected.keys.int()).abs()
+    difference = (kv.key_pages.int() - expected.key_pages.int()).abs()
     assert difference.max() <= 1
     assert (difference != 0).float().mean() < 1e-3
     torch.testing.assert_close(kv.key_scales, expected.key_scales, rtol=1e-6, atol=0, equal_nan=True)
-    assert torch.equal(kv.values, expected.values)
+    assert torch.equal(kv.value_pages, expected.value_pages)
 
 
 @on_instruction_sets(cache_dtype={"bfloat16_cache": torch.bfloat16, "int8_cache": torch.int8})
@@ -271,14 +273,14 @@ def test_tokens_keep_their_bits_in_any_company(instruction_set: str, cache_dtype
     for row in (0, 1, 33, 61):
         alone, cache = step.run(native, slice(row, row + 1))
         assert torch.equal(alone[0], query[row])
-        place = step.batch.slot_blocks[row], slice(None), step.batch.slot_offsets[row]
+        place = slice(None), step.batch.slot_blocks[row], step.batch.slot_offsets[row]
         for part, expected in zip(_parts(cache), _parts(kv), strict=True):
             assert torch.equal(part[place], expected[place])
     with threads(2):
         again, cache = step.run(native)
     assert torch.equal(again, query)
     for part, expected in zip(_parts(cache)[:2], _parts(kv)[:2], strict=True):
-        place = step.batch.slot_blocks, slice(None), step.batch.slot_offsets
+        place = slice(None), step.batch.slot_blocks, step.batch.slot_offsets
         assert torch.equal(part[place], expected[place])
 
 

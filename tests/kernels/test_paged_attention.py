@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pairwise import pairwise
 from quire.kernels import tiles
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.reference import ReferenceKernels, quantize_heads
+from quire.kernels.page_quantizers import quantize_heads
+from quire.kernels.reference import ReferenceKernels
 
 SHAPES = [(4, 4, 16), (4, 2, 24), (3, 1, 32), (8, 1, 64), (14, 2, 64), (6, 6, 80), (2, 1, 128)]
 LENGTHS = [1, 5, 64, 65, 200]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from caches import make_cache
 from pairwise import pairwise
 from quire.kernels.reference import ReferenceKernels, apply_rotary, gelu, gelu_tanh, silu
-from quire.kv.tensors import KVCacheTensors
 
 reference = ReferenceKernels()
 ROWS = 300
@@ -91,13 +91,13 @@ def test_apply_rotary_turns_pairs_of_features() -> None:
 
 
 def test_kv_cache_layout_is_block_major() -> None:
-    cache = KVCacheTensors(5, 3, 2, 4, 8, torch.bfloat16)
+    cache = make_cache(5, 3, 2, 4, 8, torch.bfloat16)
     assert cache.tensor.shape == (5, 3, 2, 2, 4, 8)
     assert cache.bytes_per_block == 3 * 2 * 2 * 4 * 8 * 2 == cache.tensor[0].nbytes
     assert cache.nbytes == cache.tensor.nbytes
-    key_blocks, value_blocks = cache.layer(1).keys, cache.layer(1).values
-    assert key_blocks.shape == value_blocks.shape == (5, 2, 4, 8)
-    key_blocks.fill_(1.0)
-    value_blocks.fill_(2.0)
+    view = cache.views[1]
+    assert view.key_pages.shape == view.value_pages.shape == (2, 5, 4, 8)
+    view.key_pages.fill_(1.0)
+    view.value_pages.fill_(2.0)
     assert (cache.tensor[:, 1, 0] == 1).all()
     assert (cache.tensor[:, 1, 1] == 2).all()

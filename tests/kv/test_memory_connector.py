@@ -9,11 +9,11 @@ from connector_contract import BLOCK, PROMPT, ConnectorContract, Engine, kv_of, 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from caches import make_cache
 from faulty_connector import FaultyConnector
 from held import num_held
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.host_blocks import HostBlocks, TensorBlocks
-from quire.kv.tensors import KVCacheTensors
 from quire.status import RequestStatus
 from subprocesses import python_output
 
@@ -145,7 +145,7 @@ def test_a_block_larger_than_the_store_is_not_kept():
 
 
 def test_tensors_are_copied_block_by_block():
-    cache = KVCacheTensors(
+    cache = make_cache(
         num_blocks=4, num_layers=2, num_kv_heads=1, block_size=BLOCK, head_dim=8, dtype=torch.bfloat16
     )
     cache.tensor.copy_(torch.randn(cache.tensor.shape))

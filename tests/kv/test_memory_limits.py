@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.kv.memory_limits import available_memory, cgroup_headroom
+from quire.kv.memory_limits import MemoryLimit, available_memory, cgroup_limits, memory_limit
 
 
 def write_group(folder: Path, **files: str) -> None:
@@ -28,7 +28,8 @@ def test_cgroup_v2_limits_of_the_group_and_its_parent(tmp_path: Path):
     write_group(
         mount / "service/worker", memory__max="max\n", memory__current="9\n", memory__stat="inactive_file 1\n"
     )
-    assert cgroup_headroom(tmp_path) == [150]
+    assert cgroup_limits(tmp_path) == [MemoryLimit(1000, 150)]
+    assert cgroup_limits(tmp_path)[0].in_use == 850
 
 
 def test_cgroup_v1_counts_page_cache_as_free(tmp_path: Path):
@@ -39,7 +40,7 @@ def test_cgroup_v1_counts_page_cache_as_free(tmp_path: Path):
         memory__usage_in_bytes="4000\n",
         memory__stat="cache 300\ntotal_inactive_file 200\n",
     )
-    assert cgroup_headroom(tmp_path) == [1200]
+    assert cgroup_limits(tmp_path) == [MemoryLimit(5000, 1200)]
 
 
 def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path):
@@ -50,9 +51,9 @@ def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path):
         memory__usage_in_bytes="800\n",
         memory__stat="total_inactive_file 0\n",
     )
-    assert cgroup_headroom(tmp_path) == [0]
+    assert cgroup_limits(tmp_path) == [MemoryLimit(700, 0)]
 
 
 def test_no_cgroups_means_no_limit(tmp_path: Path):
-    assert cgroup_headroom(tmp_path) == []
-    assert available_memory() > 0
+    assert cgroup_limits(tmp_path) == []
+    assert 0 < available_memory() <= memory_limit().limit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,21 +63,24 @@ def plan(
     console.print(sequence_table(result))
 
 
+_PLAN_FIELDS = (
+    "dtype", "quantization", "kv_dtype", "num_parameters", "weight_bytes", "activation_bytes",
+    "available_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_model_len",
+    "model_max_len",    "kv_bytes_per_block", "kv_bytes", "num_kv_tokens", "total_bytes",
+)  # fmt: skip
+
+
 def shown_lengths(plan: MemoryPlan) -> list[int]:
     """Return the sequence lengths to show, in tokens: round ones, and the maximum."""
     return [*(length for length in SHORT_LENGTHS if length < plan.max_model_len), plan.max_model_len]
 
 
 def as_dict(name: str, architecture: str, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the plan as plain data: the fields and the derived sizes of `MemoryPlan`."""
+    """Return the plan as plain data: its sizes, and those that follow from them."""
     return {
         "model": name,
         "architecture": architecture,
-        **dataclasses.asdict(plan),
-        "kv_bytes_per_block": plan.kv_bytes_per_block,
-        "kv_bytes": plan.kv_bytes,
-        "num_kv_tokens": plan.num_kv_tokens,
-        "total_bytes": plan.total_bytes,
+        **{name: getattr(plan, name) for name in _PLAN_FIELDS},
         "max_sequences": {str(length): plan.max_sequences_at(length) for length in shown_lengths(plan)},
     }
 

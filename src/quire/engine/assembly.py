@@ -113,28 +113,18 @@ def build_runner(
     # Threads that spin for long after each parallel region take the cores from the front and from other
     # processes; threads that sleep at once wake up too late. libgomp reads this once, when torch loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    import torch
-
     from quire.execution.model_runner import ModelRunner
     from quire.kernels.dispatch import kernel_set
-    from quire.kv.tensors import KVCacheTensors
+    from quire.kv.paged_cache import PagedAttentionCache
     from quire.models.checkpoints.loading import load_decoder
 
     kernel_set(config.kernels).use_threads(config.num_threads)
     model = load_decoder(
         model_path, model_config, options=weight_options(config, model_config), on_progress=on_progress
     )
-    kv_cache = KVCacheTensors(
-        num_blocks=plan.num_blocks,
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        block_size=plan.block_size,
-        head_dim=model_config.head_dim,
-        dtype=getattr(torch, plan.kv_dtype),
-    )
     return ModelRunner(
         model,
-        kv_cache,
+        PagedAttentionCache.init_cache(None, plan.kv_caches[0]),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.memory_plan import dtype_of, kv_dtype_of
+from quire.engine.memory_plan import dtype_of
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
@@ -63,23 +63,13 @@ def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: M
         return NgramProposer(speculation.ngram_min, speculation.ngram_max)
     if draft_model is None:
         return None
-    import torch
-
     from quire.execution.draft_model_proposer import DraftModelProposer
-    from quire.kv.tensors import KVCacheTensors
+    from quire.kv.paged_cache import PagedAttentionCache
     from quire.models.checkpoints.loading import load_decoder
 
     shape = dataclasses.replace(draft_model.config, max_model_len=plan.max_model_len)
     decoder = load_decoder(draft_model.path, shape, options=weight_options(config, shape))
-    kv_cache = KVCacheTensors(
-        num_blocks=plan.num_blocks,
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        block_size=plan.block_size,
-        head_dim=shape.head_dim,
-        dtype=getattr(torch, kv_dtype_of(config, shape)),
-    )
-    return DraftModelProposer(decoder, kv_cache)
+    return DraftModelProposer(decoder, PagedAttentionCache.init_cache(None, plan.kv_caches[1]))
 
 
 def weight_options(config: EngineConfig, model: ModelConfig) -> WeightOptions:

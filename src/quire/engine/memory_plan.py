@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
 from quire.kernels import bounds, has_native_kernels
+from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.memory_limits import available_memory
-from quire.models.config import DTYPE_BYTES, INT8_SCALE_BYTES
+from quire.kv.page_layout import SCALE_BYTES
+from quire.models.config import DTYPE_BYTES
 from quire.models.weights import count_parameters, held_quantization, weight_bytes
 
 if TYPE_CHECKING:
@@ -27,22 +29,19 @@ class MemoryPlan:
     """Memory for weights, activations and KV cache.
 
     Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the temporary tensors of
-    the largest step; the other sizes are exact. `num_parameters`, `weight_bytes` and `kv_bytes_per_token`
-    include the draft model, if there is one; `dtype`, `quantization` and `kv_dtype` are those of the target
-    model, `quantization` that of most matrices: none, int8 or int4. `max_model_len` is the limit for
+    the largest step; the other sizes are exact. The properties, `num_parameters` and `weight_bytes` include
+    the draft model, if there is one; `dtype`, `quantization` and `kv_dtype` are those of the target model,
+    `quantization` that of most matrices: none, int8 or int4. `max_model_len` is the limit for
     requests: the configured length, or the model's maximum, reduced to what fits into the KV cache.
     """
 
     dtype: str
     quantization: str
-    kv_dtype: str
     num_parameters: int
     weight_bytes: int
     activation_bytes: int
     available_bytes: int
-    kv_bytes_per_token: int
-    block_size: int
-    num_blocks: int
+    kv_caches: tuple[PagedAttentionCacheMetaData, ...]  # the target model's first
     max_num_seqs: int
     max_model_len: int
     model_max_len: int
@@ -53,9 +52,29 @@ class MemoryPlan:
         return self.dtype if self.quantization == "none" else self.quantization
 
     @property
+    def kv_dtype(self) -> str:
+        """Dtype of the target model's KV cache."""
+        return self.kv_caches[0].dtype
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self.kv_caches[0].page_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of KV blocks."""
+        return self.kv_caches[0].num_pages_per_layer
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return self.kv_bytes_per_block // self.block_size
+
+    @property
     def kv_bytes_per_block(self) -> int:
         """Bytes of one KV block over all layers."""
-        return self.kv_bytes_per_token * self.block_size
+        return sum(cache.bytes_per_block for cache in self.kv_caches)
 
     @property
     def kv_bytes(self) -> int:
@@ -134,10 +153,10 @@ def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
     """
     if config.kv_cache_dtype == "auto":
         return dtype_of(config, model)
-    if config.kv_cache_dtype == "int8" and model.head_dim % INT8_SCALE_BYTES:
+    if config.kv_cache_dtype == "int8" and model.head_dim % SCALE_BYTES:
         raise ConfigError(
             f"EngineConfig.kv_cache_dtype is 'int8', which needs a head size that is a multiple of "
-            f"{INT8_SCALE_BYTES}; this model's is {model.head_dim}: set it to 'auto'"
+            f"{SCALE_BYTES}; this model's is {model.head_dim}: set it to 'auto'"
         )
     return config.kv_cache_dtype
 
@@ -192,19 +211,34 @@ def _plan_at(
     empty = MemoryPlan(
         dtype=models[0].dtype,
         quantization=held_quantization(models[0].model, config.quantization),
-        kv_dtype=models[0].kv_dtype,
         num_parameters=sum(each.num_parameters for each in models),
         weight_bytes=sum(each.weight_bytes for each in models),
         activation_bytes=sum(activations),  # each model has its own buffers
         available_bytes=available_bytes,
-        kv_bytes_per_token=sum(each.model.kv_bytes_per_token(each.kv_dtype) for each in models),
-        block_size=scheduler.block_size,
-        num_blocks=0,
+        kv_caches=_kv_caches(scheduler, models, length, num_blocks=0),
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=length,
         model_max_len=models[0].model.max_model_len,
     )
-    return dataclasses.replace(empty, num_blocks=_num_blocks(config, empty))
+    num_blocks = _num_blocks(config, empty)
+    return dataclasses.replace(empty, kv_caches=_kv_caches(scheduler, models, length, num_blocks=num_blocks))
+
+
+def _kv_caches(
+    scheduler: SchedulerConfig, models: list[_ModelSizes], length: int, *, num_blocks: int
+) -> tuple[PagedAttentionCacheMetaData, ...]:
+    """Return what the KV caches of the models are, each with `num_blocks` blocks."""
+    return tuple(
+        PagedAttentionCacheMetaData.for_layers(
+            each.model.kv_layers,
+            page_size=scheduler.block_size,
+            dtype=each.kv_dtype,
+            num_pages=num_blocks,
+            batch_size=scheduler.max_num_seqs,
+            max_sequences=length,
+        )
+        for each in models
+    )
 
 
 def activation_bytes(

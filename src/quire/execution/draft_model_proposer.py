@@ -8,7 +8,7 @@ import torch
 from quire.execution.arrays import BoolArray, Int64Array
 from quire.execution.proposer import Proposer, RowsToContinue
 from quire.kernels.batch import AttentionBatch
-from quire.kv.tensors import KVCacheTensors
+from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.decoder import Decoder
 from quire.step import NO_TOKEN, IntArray
 
@@ -27,7 +27,7 @@ class DraftModelProposer(Proposer):
         kv_cache: its own, with as many blocks, of as many tokens, as the target's.
     """
 
-    def __init__(self, model: Decoder, kv_cache: KVCacheTensors) -> None:
+    def __init__(self, model: Decoder, kv_cache: PagedAttentionCache) -> None:
         self._model = model
         self._kv_cache = kv_cache
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.kv.connector import KVConnector
-from quire.kv.tensors import KVCacheTensors
+from quire.kv.paged_cache import PagedAttentionCache
 from quire.step import KVConnectorOutput, SchedulerOutput
 
 
@@ -15,7 +15,7 @@ class KVTransfers:
         kv_cache: the tensors that it reads from and writes to.
     """
 
-    def __init__(self, connector: KVConnector, kv_cache: KVCacheTensors) -> None:
+    def __init__(self, connector: KVConnector, kv_cache: PagedAttentionCache) -> None:
         self._connector = connector
         self._kv_cache = kv_cache
         connector.register_kv_caches(kv_cache)
@@ -30,8 +30,8 @@ class KVTransfers:
 
     def after_attention(self, layer: int) -> None:
         """Start storing what the step has written to the layer."""
-        kv = self._kv_cache.layer(layer)
-        self._connector.save_kv_layer(layer, kv.keys, kv.values)
+        kv = self._kv_cache.views[layer]
+        self._connector.save_kv_layer(layer, kv.key_pages.transpose(0, 1), kv.value_pages.transpose(0, 1))
 
     def end(self, output: SchedulerOutput) -> KVConnectorOutput:
         """Wait for the stores of a step, and return what has ended or failed since the last step."""

@@ -18,7 +18,7 @@ from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kv.connector import KVConnector
-from quire.kv.tensors import KVCacheTensors
+from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.decoder import Decoder
 from quire.step import (
     NO_TOKEN,
@@ -51,7 +51,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        kv_cache: KVCacheTensors,
+        kv_cache: PagedAttentionCache,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -74,7 +74,7 @@ class ModelRunner:
         )
 
     @property
-    def kv_cache(self) -> KVCacheTensors:
+    def kv_cache(self) -> PagedAttentionCache:
         """Where keys and values live."""
         return self._kv_cache
 

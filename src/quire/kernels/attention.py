@@ -12,6 +12,7 @@ import torch
 from quire.kernels.bounds import SCORE_UNIT, TILE
 from quire.kernels.key_scores import NOWHERE, KeyScores
 from quire.kernels.kv_layer import KVLayer
+from quire.kernels.page_quantizers import PageQuantizer
 from quire.kernels.tiles import HeadLayout, TileWork
 
 
@@ -40,7 +41,7 @@ def attend(
     num_items = len(work.item_query)
     num_masked = work.hidden.shape[0]
     rows = _query_blocks(query, work, heads).mul_(how.scale).index_select(0, work.item_query)  # [I, H, M, D]
-    keys = _tiles(kv.keys, kv.key_scales, work, num_items)  # [I, H, TILE, D]
+    keys = _tiles(kv.key_pages, kv.key_scales, kv.quantizer, work, num_items)  # [I, H, TILE, D]
     scores = torch.bmm(rows.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
     if how.softcap:
         scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
@@ -52,7 +53,7 @@ def attend(
     if sinks is not None:
         best = torch.maximum(best, sinks)
     weights = scores.sub_(best.index_select(0, work.item_query).unsqueeze(-1)).exp_()
-    values = _tiles(kv.values, kv.value_scales, work, num_items)
+    values = _tiles(kv.value_pages, kv.value_scales, kv.quantizer, work, num_items)
     # The weight of an unseen place is zero, but zero times NaN would be NaN.
     values.view(-1, heads.head_dim).index_fill_(0, work.unseen, 0.0)
     sums = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(num_items, *rows.shape[1:])
@@ -112,24 +113,36 @@ def _query_blocks(query: torch.Tensor, work: TileWork, heads: HeadLayout) -> tor
     return padded.flatten(2, 3)
 
 
-def _tiles(blocks: torch.Tensor, scales: torch.Tensor | None, work: TileWork, num_items: int) -> torch.Tensor:
+def _tiles(
+    pages: torch.Tensor,
+    scales: torch.Tensor | None,
+    quantizer: PageQuantizer | None,
+    work: TileWork,
+    num_items: int,
+) -> torch.Tensor:
     """Gather [I, H, TILE, D] float32 out of the paged cache."""
-    tiles = _gather(blocks, work, num_items)
-    if scales is not None:
-        tiles *= _gather(scales.unsqueeze(-1), work, num_items)
-    return tiles
+    if quantizer is None:
+        return _gather(pages, work, num_items, torch.float32)
+    numbers = _gather(pages, work, num_items, pages.dtype)
+    if scales is None:
+        return quantizer.dequantize(numbers, None).float()
+    of_vectors = _gather(
+        scales.flatten(3) if scales.dim() > 3 else scales.unsqueeze(3), work, num_items, scales.dtype
+    )
+    return quantizer.dequantize(numbers, of_vectors.view(*numbers.shape[:3], *scales.shape[3:])).float()
 
 
-def _gather(blocks: torch.Tensor, work: TileWork, num_items: int) -> torch.Tensor:
-    num_heads, head_dim = blocks.shape[1], blocks.shape[3]
-    tiles = torch.empty(num_items, num_heads, TILE, head_dim)
+def _gather(pages: torch.Tensor, work: TileWork, num_items: int, dtype: torch.dtype) -> torch.Tensor:
+    """Gather [I, H, TILE, n] of pages [H, num_pages, page_size, n]."""
+    num_heads, _, _, size = pages.shape
+    tiles = torch.empty(num_items, num_heads, TILE, size, dtype=dtype)
     if work.offsets is None:
-        gathered = blocks.index_select(0, work.blocks)  # [I * per tile, H, block_size, D]
+        gathered = pages.transpose(0, 1).index_select(0, work.blocks)  # [I * per tile, H, page_size, n]
         gathered = gathered.view(num_items, -1, *gathered.shape[1:]).transpose(1, 2)
         tiles.view(gathered.shape).copy_(gathered)
     else:
-        gathered = blocks.transpose(1, 2)[work.blocks, work.offsets]  # [I * TILE, H, D]
-        tiles.copy_(gathered.view(num_items, TILE, num_heads, head_dim).transpose(1, 2))
+        gathered = pages.movedim(0, 2)[work.blocks, work.offsets]  # [I * TILE, H, n]
+        tiles.copy_(gathered.view(num_items, TILE, num_heads, size).transpose(1, 2))
     return tiles
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from quire.kernels.page_quantizers import PageQuantizer
 
-@dataclasses.dataclass(slots=True, frozen=True)
-class KVLayer:
-    """Keys and values of one layer, each [num_blocks, kv_heads, block_size, head_dim].
 
-    The features of a head are adjacent; all other strides are free. With scales the two are int8, and the
-    number at a place is the int8 times its scale. Places that were never written may hold anything.
+class KVLayer(Protocol):
+    """Keys and values of one layer; `quire.kv.PagedAttentionCacheView` is one.
+
+    The features of a head are adjacent; all other strides are free. Places that were never written may hold
+    anything.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_scales: torch.Tensor | None = None  # [num_blocks, kv_heads, block_size] float32
-    value_scales: torch.Tensor | None = None
-    handles: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    key_pages: torch.Tensor
+    """[kv_heads, num_pages, page_size, head_dim], or what the quantizer makes of head_dim features."""
+    value_pages: torch.Tensor
+    key_scales: torch.Tensor | None
+    """[kv_heads, num_pages, page_size], or more dimensions; of a quantizer that has scales."""
+    value_scales: torch.Tensor | None
+    quantizer: PageQuantizer | None
+    """Makes the pages' numbers; None: keys and values are rounded to the pages' type."""
+    handles: dict[str, Any]
     """What the kernels keep of this layer, by their name."""

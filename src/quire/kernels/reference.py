@@ -123,7 +123,7 @@ class ReferenceKernels(KernelSet):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        heads = HeadLayout(query.shape[1], kv.keys.shape[1], query.shape[2])
+        heads = HeadLayout(query.shape[1], kv.key_pages.shape[0], query.shape[2])
         output = query.new_empty(query.shape) if out is None else out
         scores = Scores(scale, softcap, sinks)
         if batch.key_scores is not None:
@@ -154,26 +154,18 @@ def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv: KVLayer, batch: AttentionBatch) -> None:
-    """Write the step's keys and values [T, kv_heads, head_dim] to their places, in place.
-
-    A layer with scales gets each head's numbers of a token as int8: 127 stands for the largest magnitude.
-    """
+    """Write the step's keys and values [T, kv_heads, head_dim] to their places, in place."""
     places = batch.slot_blocks, batch.slot_offsets
-    for states, blocks, scales in ((key, kv.keys, kv.key_scales), (value, kv.values, kv.value_scales)):
-        if scales is None:
-            blocks.transpose(1, 2)[places] = states.to(blocks.dtype)
-        else:
-            numbers, scale = quantize_heads(states)
-            blocks.transpose(1, 2)[places] = numbers
-            scales.transpose(1, 2)[places] = scale
+    stored = [_as_stored(states, kv) for states in (key, value)]
+    pages = (kv.key_pages, kv.key_scales), (kv.value_pages, kv.value_scales)
+    for (numbers, scales), (number_pages, scale_pages) in zip(stored, pages, strict=True):
+        number_pages.movedim(0, 2)[places] = numbers.to(number_pages.dtype)
+        if scales is not None and scale_pages is not None:
+            scale_pages.movedim(0, 2)[places] = scales
 
 
-def quantize_heads(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return states [..., head_dim] as int8 [..., head_dim] times scales [...] float32, ties to even."""
-    wide = states.float()
-    limit = wide.abs().amax(-1)
-    inverse = torch.where(limit > 0.0, 127.0 / limit, 0.0)
-    return (wide * inverse.unsqueeze(-1)).round_().to(torch.int8), limit / 127.0
+def _as_stored(states: torch.Tensor, kv: KVLayer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (states, None) if kv.quantizer is None else kv.quantizer.quantize(states)
 
 
 def silu(values: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,51 @@
-"""Where keys and values live: the logical side (blocks, hashes) and the physical (tensors)."""
+"""Where keys and values live: the logical side (blocks, hashes) and the physical (tensors).
+
+The public names are imported when first used, so that the logical side does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+TYPE_CHECKING = False  # as in `quire`
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from quire.kernels.page_quantizers import Int8PageQuantizer, PageQuantizer
+    from quire.kv.cache_metadata import PagedAttentionCacheMetaData, PartitionAxis
+    from quire.kv.cache_view import PagedAttentionCacheView
+    from quire.kv.page_layout import KVLayerSpec
+    from quire.kv.paged_cache import PagedAttentionCache
+
+__all__ = [
+    "Int8PageQuantizer",
+    "KVLayerSpec",
+    "PageQuantizer",
+    "PagedAttentionCache",
+    "PagedAttentionCacheMetaData",
+    "PagedAttentionCacheView",
+    "PartitionAxis",
+]
+
+_HOMES = {
+    "Int8PageQuantizer": "quire.kernels.page_quantizers",
+    "KVLayerSpec": "quire.kv.page_layout",
+    "PageQuantizer": "quire.kernels.page_quantizers",
+    "PagedAttentionCache": "quire.kv.paged_cache",
+    "PagedAttentionCacheMetaData": "quire.kv.cache_metadata",
+    "PagedAttentionCacheView": "quire.kv.cache_view",
+    "PartitionAxis": "quire.kv.cache_metadata",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.tensors import KVCacheTensors
+    from quire.kv.paged_cache import PagedAttentionCache
     from quire.request import Request
     from quire.step import SchedulerOutput
 
@@ -102,7 +102,7 @@ class KVConnector(ABC):
     # -- worker side ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def register_kv_caches(self, kv_caches: KVCacheTensors) -> None:
+    def register_kv_caches(self, kv_caches: PagedAttentionCache) -> None:
         """Take note of the tensors to read from and write to; called once."""
 
     @abstractmethod

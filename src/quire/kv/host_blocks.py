@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from quire.kv.block_hash import BlockKey
 
 if TYPE_CHECKING:
-    from quire.kv.tensors import KVCacheTensors
+    from quire.kv.paged_cache import PagedAttentionCache
 
 
 class BlockContent(Protocol):
@@ -33,11 +33,11 @@ class BlockStore(Protocol):
 class TensorBlocks:
     """`BlockStore` over the cache's tensors; all layers of a block are one contiguous span."""
 
-    def __init__(self, kv_caches: KVCacheTensors) -> None:
+    def __init__(self, kv_caches: PagedAttentionCache) -> None:
         self._tensor = kv_caches.tensor
 
     def read_block(self, block_id: int) -> BlockContent:
-        """Return a copy in host memory, shaped as a block of `KVCacheTensors.tensor`."""
+        """Return a copy in host memory, shaped as a block of `PagedAttentionCache.tensor`."""
         return self._tensor[block_id].to("cpu", copy=True)
 
     def write_block(self, block_id: int, content: Any) -> None:
@@ -45,7 +45,7 @@ class TensorBlocks:
         self._tensor[block_id].copy_(content)
 
 
-def block_store(kv_caches: KVCacheTensors | BlockStore) -> BlockStore:
+def block_store(kv_caches: PagedAttentionCache | BlockStore) -> BlockStore:
     """Return the cache as single blocks."""
     return kv_caches if isinstance(kv_caches, BlockStore) else TensorBlocks(kv_caches)
 

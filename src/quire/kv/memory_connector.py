@@ -22,7 +22,7 @@ from quire.status import RequestStatus
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.tensors import KVCacheTensors
+    from quire.kv.paged_cache import PagedAttentionCache
     from quire.step import SchedulerOutput
 
 
@@ -175,7 +175,7 @@ class MemoryConnector(KVConnector):
     # -- worker side ---------------------------------------------------------------------------------------
 
     @override
-    def register_kv_caches(self, kv_caches: KVCacheTensors | BlockStore) -> None:
+    def register_kv_caches(self, kv_caches: PagedAttentionCache | BlockStore) -> None:
         """Anything with `read_block` and `write_block` will do."""
         self._blocks = block_store(kv_caches)
 

@@ -26,25 +26,44 @@ _V1 = _Controller(
 _V2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """One limit on what this process allocates, in bytes."""
+
+    limit: int
+    available: int  # of `limit`: what nobody uses, or what can be reclaimed
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of `limit` that are taken, by this process or others."""
+        return self.limit - self.available
+
+
+def memory_limit() -> MemoryLimit:
+    """Return the limit that leaves this process least: the machine's memory, or that of a control group."""
+    memory = psutil.virtual_memory()
+    machine = MemoryLimit(int(memory.total), int(memory.available))
+    return min([machine, *cgroup_limits()], key=lambda each: each.available)
+
+
 def available_memory() -> int:
     """Return the bytes this process can still allocate: free in the machine and within its cgroup limits."""
-    free = int(psutil.virtual_memory().available)
-    return min([free, *cgroup_headroom()])
+    return memory_limit().available
 
 
-def cgroup_headroom(root: Path = Path("/")) -> list[int]:
-    """Return the bytes left under each memory limit on this process: of its control group and the parents.
+def cgroup_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """Return the memory limits on this process: of its control group and the parents.
 
     Args:
         root: the folder of `proc` and `sys`; tests replace it.
     """
-    headroom = []
+    limits = []
     for controller, group in _memory_groups(root):
         for folder in _existing_folders(root / controller.mount, group):
-            left = _headroom_of(controller, folder)
-            if left is not None:
-                headroom.append(left)
-    return headroom
+            limit = _limit_of(controller, folder)
+            if limit is not None:
+                limits.append(limit)
+    return limits
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[_Controller, str]]:
@@ -75,8 +94,8 @@ def _existing_folders(mount: Path, group: str) -> Iterator[Path]:
     yield mount
 
 
-def _headroom_of(controller: _Controller, folder: Path) -> int | None:
-    """Return limit - usage + reclaimable page cache, or None if the group has no limit."""
+def _limit_of(controller: _Controller, folder: Path) -> MemoryLimit | None:
+    """Return a group's limit, with limit - usage + reclaimable page cache available; None: it has none."""
     try:
         limit = (folder / controller.limit).read_text().strip()
         usage = int((folder / controller.usage).read_text())
@@ -86,4 +105,5 @@ def _headroom_of(controller: _Controller, folder: Path) -> int | None:
     if limit == "max":
         return None
     counters = dict(line.split() for line in statistics.splitlines())
-    return max(0, int(limit) - usage + int(counters.get(controller.reclaimable, 0)))
+    reclaimable = int(counters.get(controller.reclaimable, 0))
+    return MemoryLimit(int(limit), max(0, int(limit) - usage + reclaimable))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from quire.kv.page_layout import KVLayerSpec
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-INT8_SCALE_BYTES = 4  # an int8 KV cache has a float32 scale for each head of a token
 NO_ROPE = -1
 
 
@@ -71,11 +72,11 @@ class ModelConfig:
     moe_intermediate_size: int = 0  # features inside one expert
     normalize_expert_weights: bool = False  # a token's expert weights sum to 1
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of one token's keys and values over all layers, held as `dtype`.
-
-        With int8 that includes the scales; see `quire.kv.tensors.KVCacheTensors`.
-        """
-        is_int8 = dtype == "int8"
-        head_bytes = self.head_dim + INT8_SCALE_BYTES if is_int8 else self.head_dim * DTYPE_BYTES[dtype]
-        return 2 * self.num_layers * self.num_kv_heads * head_bytes
+    @property
+    def kv_layers(self) -> tuple[KVLayerSpec, ...]:
+        """What each layer keeps of a token in the KV cache."""
+        windows = self.sliding_windows or (0,) * self.num_layers
+        return tuple(
+            KVLayerSpec(self.num_kv_heads, self.head_dim, self.head_dim, window)
+            for window in windows[: self.num_layers]
+        )

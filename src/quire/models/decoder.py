@@ -14,7 +14,7 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
 from quire.kernels.tiles import HeadLayout
-from quire.kv.tensors import KVCacheTensors
+from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import NO_ROPE, ModelConfig
 from quire.models.moe import Expert, mixture_of_experts
 from quire.models.rotary import RotaryTable
@@ -95,7 +95,7 @@ class Decoder:
     def forward(
         self,
         token_ids: torch.Tensor,
-        kv_cache: KVCacheTensors,
+        kv_cache: PagedAttentionCache,
         batch: AttentionBatch,
         *,
         hook: LayerHook | None = None,
@@ -120,7 +120,7 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if hook is not None:
                 hook.before_layer(index)
-            delta = self._attention(index, layer, inputs, buffers, angles, kv_cache.layer(index), batch)
+            delta = self._attention(index, layer, inputs, buffers, angles, kv_cache.views[index], batch)
             if hook is not None:
                 hook.after_attention(index)
             inputs = self._add(hidden, delta, layer.attention_post_norm, layer.mlp_norm, buffers)

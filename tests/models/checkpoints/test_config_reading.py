@@ -10,6 +10,7 @@ import pytest
 
 from checkpoints import make_model
 from quire.errors import ModelError, UnknownArchitectureError
+from quire.kv import KVLayerSpec
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
 from quire.models.families import ARCHITECTURES, FAMILIES
@@ -46,9 +47,7 @@ def _read(directory: Path, values: dict[str, Any]) -> ModelConfig:
 def test_a_published_model(tmp_path: Path) -> None:
     config = _read(tmp_path, QWEN3_0_6B)
     assert count_parameters(config) == 596_049_920  # the model card: 0.6 B, 0.44 B without embeddings
-    assert config.kv_bytes_per_token("bfloat16") == 2 * 28 * 8 * 128 * 2 == 114_688
-    assert config.kv_bytes_per_token("float32") == 2 * 114_688
-    assert config.kv_bytes_per_token("int8") == 2 * 28 * 8 * (128 + 4)
+    assert config.kv_layers == (KVLayerSpec(8, 128, 128),) * 28
     assert (config.dtype, config.max_model_len, config.qk_norm) == ("bfloat16", 40960, "head")
     assert config.ropes[0].theta == 1e6
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native, threads
-from quire.kernels.cpu.layers import native_key_scores, native_layer, native_plan
+from quire.kernels.cpu.layers import is_native, native_key_scores, native_layer, native_plan
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.rotary import rotary_layer, rotary_step
 from quire.kernels.cpu.sampling import NativeSampling
@@ -126,6 +126,10 @@ class NativeKernels(KernelSet):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
+        if not is_native(kv):
+            return _REFERENCE.rotary_and_write_kv(
+                qkv, kv, batch, heads=heads, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, eps=eps
+            )
         step = rotary_step(batch, heads, cos, sin)
         layer = rotary_layer(kv, heads, q_norm, k_norm)
         qkv_stride = row_stride("qkv", qkv, (step.num_rows, layer.width))
@@ -164,7 +168,7 @@ class NativeKernels(KernelSet):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = query.shape
-        if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
+        if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM or not is_native(kv):
             return _REFERENCE.paged_attention(
                 query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
             )  # fmt: skip
@@ -173,7 +177,7 @@ class NativeKernels(KernelSet):
             out = query.new_empty((num_tokens, num_heads, head_dim))
         else:
             check_attended(out, query)
-        native_plan(batch, window, num_heads // kv.keys.shape[1]).attend(
+        native_plan(batch, window, num_heads // kv.key_pages.shape[0]).attend(
             native_layer(kv),
             query.data_ptr(),
             float_type("the query", query),

@@ -8,6 +8,7 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.tensors import TYPE_NUMBERS, address
 from quire.kernels.kv_layer import KVLayer
+from quire.kernels.page_quantizers import Int8PageQuantizer
 
 _NAME = "cpu"  # among a layer's handles
 _PLAN = "cpu attention"  # among a batch's plans
@@ -19,7 +20,7 @@ def native_layer(kv: KVLayer) -> _native.KVLayer:
 
     Raises:
         TypeError: keys and values differ in type, or have scales but are not int8, or the reverse.
-        ValueError: the features of a head are not adjacent.
+        ValueError: the features of a head are not adjacent, or keys and values differ in shape.
     """
     handle: _native.KVLayer | None = kv.handles.get(_NAME)
     if handle is None:
@@ -28,24 +29,33 @@ def native_layer(kv: KVLayer) -> _native.KVLayer:
 
 
 def _make(kv: KVLayer) -> _native.KVLayer:
-    for name, blocks, scales in (("keys", kv.keys, kv.key_scales), ("values", kv.values, kv.value_scales)):
-        if blocks.dtype != kv.keys.dtype or (scales is None) == (blocks.dtype == torch.int8):
+    dtype = kv.key_pages.dtype
+    for name, pages, scales in (
+        ("keys", kv.key_pages, kv.key_scales),
+        ("values", kv.value_pages, kv.value_scales),
+    ):
+        if pages.dtype != dtype or (scales is None) == (pages.dtype == torch.int8):
             having = "without" if scales is None else "with"
             raise TypeError(
-                f"the cache's {name} are {blocks.dtype} {having} scales; keys and values must be of one "
+                f"the cache's {name} are {pages.dtype} {having} scales; keys and values must be of one "
                 "type, with scales if and only if it is int8"
             )
-        if blocks.stride(-1) != 1:
-            raise ValueError(f"the {name} have strides {blocks.stride()}; a head's features must be adjacent")
-    _, num_kv_heads, _, head_dim = kv.keys.shape
+        if pages.stride(-1) != 1:
+            raise ValueError(f"the {name} have strides {pages.stride()}; a head's features must be adjacent")
+    if kv.key_pages.shape != kv.value_pages.shape:
+        raise ValueError(
+            f"keys are {tuple(kv.key_pages.shape)} and values {tuple(kv.value_pages.shape)}; the native "
+            "kernels need both of one shape"
+        )
+    num_kv_heads, _, _, head_dim = kv.key_pages.shape
     return _native.KVLayer(
-        TYPE_NUMBERS[kv.keys.dtype],
+        TYPE_NUMBERS[dtype],
         num_kv_heads,
         head_dim,
-        kv.keys.data_ptr(),
-        _strides(kv.keys),
-        kv.values.data_ptr(),
-        _strides(kv.values),
+        kv.key_pages.data_ptr(),
+        _strides(kv.key_pages),
+        kv.value_pages.data_ptr(),
+        _strides(kv.value_pages),
         address(kv.key_scales),
         _strides(kv.key_scales),
         address(kv.value_scales),
@@ -53,11 +63,17 @@ def _make(kv: KVLayer) -> _native.KVLayer:
     )
 
 
-def _strides(blocks: torch.Tensor | None) -> tuple[int, int, int]:
-    if blocks is None:
+def _strides(pages: torch.Tensor | None) -> tuple[int, int, int]:
+    """Return the strides of page, head and token."""
+    if pages is None:
         return 0, 0, 0
-    block, head, token = blocks.stride()[:3]
-    return block, head, token
+    head, page, token = pages.stride()[:3]
+    return page, head, token
+
+
+def is_native(kv: KVLayer) -> bool:
+    """Return whether the native kernels know what the layer's numbers mean."""
+    return kv.quantizer is None or type(kv.quantizer) is Int8PageQuantizer
 
 
 def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.AttentionPlan:

@@ -66,8 +66,9 @@ class RotaryLayer:
         self.q_norm_address, self.k_norm_address = address(q_norm), address(k_norm)
         self.q_norm_size = _norm_size("q_norm", q_norm, heads.num_heads, heads.head_dim)
         self.k_norm_size = _norm_size("k_norm", k_norm, heads.num_kv_heads, heads.head_dim)
-        if kv.keys.shape[1] != heads.num_kv_heads or kv.keys.shape[3] != heads.head_dim:
-            raise ValueError(f"the cache's keys are {tuple(kv.keys.shape)}; they do not fit {heads}")
+        num_kv_heads, _, _, head_dim = kv.key_pages.shape
+        if (num_kv_heads, head_dim) != (heads.num_kv_heads, heads.head_dim):
+            raise ValueError(f"the cache's keys are {tuple(kv.key_pages.shape)}; they do not fit {heads}")
 
     def is_of(self, heads: HeadLayout, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None) -> bool:
         """Return whether it was made of these very objects."""

@@ -6,40 +6,41 @@ import numpy as np
 import pytest
 import torch
 
+from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.reference import write_kv
+from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.kv.host_blocks import TensorBlocks
-from quire.kv.tensors import KVCacheTensors
 from quire.models.config import ModelConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 SHAPE = {"num_blocks": 5, "num_layers": 3, "num_kv_heads": 2, "block_size": 4, "head_dim": 8}
 
 
-def _filled(dtype: torch.dtype) -> KVCacheTensors:
+def _filled(dtype: torch.dtype) -> PagedAttentionCache:
     """Return a cache that holds tokens 0 to 15 in blocks 0 to 3, different ones in each layer."""
-    cache = KVCacheTensors(**SHAPE, dtype=dtype)
+    cache = make_cache(**SHAPE, dtype=dtype)
     batch = AttentionBatch.build(np.array([0]), np.array([16]), np.array([[0, 1, 2, 3]]), 4)
     generator = torch.Generator().manual_seed(0)
     for layer in range(3):
         key, value = torch.randn(2, 16, 2, 8, generator=generator)
-        write_kv(key, value, cache.layer(layer), batch)
+        write_kv(key, value, cache.views[layer], batch)
     return cache
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_block_is_one_span_that_holds_all_of_it(dtype: torch.dtype) -> None:
-    cache = KVCacheTensors(**SHAPE, dtype=dtype)
+    cache = make_cache(**SHAPE, dtype=dtype)
     assert cache.tensor[0].is_contiguous()
     assert cache.tensor[0].nbytes == cache.bytes_per_block
     assert cache.nbytes == cache.tensor.nbytes
     start = cache.tensor.data_ptr() + cache.bytes_per_block
     covered = np.zeros(cache.bytes_per_block, dtype=int)
     for index in range(3):
-        layer = cache.layer(index)
-        for part in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
+        layer = cache.views[index]
+        for part in (layer.key_pages, layer.value_pages, layer.key_scales, layer.value_scales):
             if part is not None:
-                where = part[1].data_ptr() - start + _byte_places(part[1])
+                where = part[:, 1].data_ptr() - start + _byte_places(part[:, 1])
                 covered[where] += 1
     assert (covered == 1).all()
 
@@ -53,10 +54,14 @@ def _byte_places(part: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_model_counts_the_same_bytes(dtype: torch.dtype) -> None:
-    cache = KVCacheTensors(**SHAPE, dtype=dtype)
+def test_the_metadata_of_a_model_counts_the_same_bytes(dtype: torch.dtype) -> None:
+    cache = make_cache(**SHAPE, dtype=dtype)
     model = ModelConfig(num_layers=3, num_kv_heads=2, head_dim=8)
-    assert model.kv_bytes_per_token(str(dtype).removeprefix("torch.")) * 4 == cache.bytes_per_block
+    metadata = PagedAttentionCacheMetaData.for_layers(
+        model.kv_layers, page_size=4, dtype=str(dtype).removeprefix("torch."), num_pages=5
+    )
+    assert metadata == cache.metadata
+    assert metadata.bytes_per_block == 4 * metadata.bytes_per_token == cache.bytes_per_block
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,19 +79,14 @@ def test_copies_and_saved_blocks_are_whole(dtype: torch.dtype) -> None:
 
 
 def test_an_int8_cache_holds_numbers_and_scales() -> None:
-    layer = _filled(torch.int8).layer(2)
-    assert layer.keys.dtype == layer.values.dtype == torch.int8
+    layer = _filled(torch.int8).views[2]
+    assert layer.key_pages.dtype == layer.value_pages.dtype == torch.int8
     assert layer.key_scales is not None
-    assert layer.key_scales.shape == (5, 2, 4)
-    assert layer.keys[:4].abs().amax(-1).eq(127).all()
+    assert layer.key_scales.shape == (2, 5, 4)
+    assert layer.key_pages[:, :4].abs().amax(-1).eq(127).all()
     assert layer.key_scales.data_ptr() % 4 == 0
 
 
 def test_int8_needs_room_for_aligned_scales() -> None:
     with pytest.raises(ValueError, match="multiple of 4, and this is 6"):
-        KVCacheTensors(2, 1, 1, 4, 6, torch.int8)
-
-
-def test_the_layer_is_the_same_object_every_time() -> None:
-    cache = KVCacheTensors(**SHAPE, dtype=torch.float32)
-    assert cache.layer(1) is cache.layer(1)
+        make_cache(2, 1, 1, 4, 6, torch.int8)

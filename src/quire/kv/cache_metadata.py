@@ -1,0 +1,455 @@
+"""What a paged KV cache is, in numbers: its layers, its pages, and how many of them fit into memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
+
+from quire.kv.memory_limits import memory_limit
+from quire.kv.page_layout import (
+    CACHE_DTYPES,
+    SCALE_BYTES,
+    KVLayerSpec,
+    PageLayout,
+    VectorFormat,
+    cache_format,
+)
+from quire.kv.plain_data import PlainData, check_keys
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+PagesSharding = tuple[str | None, ...]
+"""For each dimension of a layer's pages (KV heads, pages, tokens, features), the mesh axis that splits it."""
+
+REPLICATED: PagesSharding = (None, None, None, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartitionAxis:
+    """Names of mesh axes.
+
+    Args:
+        kv_head_axis: the axis over which KV heads are divided; None: every device has all of them.
+    """
+
+    kv_head_axis: str | None = "tp"
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttentionCacheMetaData(PlainData):
+    """Sizes of a paged KV cache. `create`, `create_for_layers` and `for_layers` make and check one.
+
+    A page is what the scheduler calls a block: the keys and values of `page_size` tokens, in all layers.
+
+    Args:
+        partition_axis: which mesh axis KV heads are divided over.
+        dtype: of keys and values: float32, bfloat16, float16, or int8 with a float32 scale for each token
+            and head.
+        batch_size: sequences that are served at once.
+        num_hidden_layers: layers, those without KV included.
+        num_pages_per_layer: pages of the cache; each has room for every layer.
+        num_pages_per_sequence: pages of the longest sequence.
+        max_sequences: length of the longest sequence in tokens.
+        page_size: tokens of a page.
+        num_kv_heads: KV heads of a layer, over all devices; the most of any, where layers differ.
+        kv_head_dim_size: features of a head; the most of any, where layers or keys and values differ.
+        hbm_utilization: share of the device's memory that may be in use once the cache is there.
+        hbm_bytes: bytes for the cache, over all devices that KV heads are divided among.
+        layers: what each layer keeps; None: nothing.
+        kv_head_shards: devices along the mesh axis that KV heads are divided over.
+    """
+
+    partition_axis: PartitionAxis
+    dtype: str
+    batch_size: int
+    num_hidden_layers: int
+    num_pages_per_layer: int
+    num_pages_per_sequence: int
+    max_sequences: int
+    page_size: int
+    num_kv_heads: int
+    kv_head_dim_size: int
+    hbm_utilization: float
+    hbm_bytes: int
+    layers: tuple[KVLayerSpec | None, ...] = ()
+    kv_head_shards: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            spec = KVLayerSpec(self.num_kv_heads, self.kv_head_dim_size, self.kv_head_dim_size)
+            object.__setattr__(self, "layers", (spec,) * self.num_hidden_layers)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        self._check()
+
+    @classmethod
+    def create(  # noqa: PLR0917 - EasyDeL's signature
+        cls,
+        mesh: DeviceMesh | None,
+        partition_axis: PartitionAxis,
+        batch_size: int,
+        num_hidden_layers: int,
+        max_sequences: int,
+        page_size: int,
+        num_kv_heads: int,
+        kv_head_dim_size: int,
+        hbm_utilization: float,
+        dtype: object = "bfloat16",
+    ) -> Self:
+        """Size a cache whose layers are all alike by the memory of its devices.
+
+        Args:
+            mesh: the devices; None: one.
+            partition_axis: names the mesh axis that KV heads are divided over.
+            batch_size: sequences that are served at once.
+            num_hidden_layers: layers, each with keys and values.
+            max_sequences: length of the longest sequence in tokens.
+            page_size: tokens of a page.
+            num_kv_heads: KV heads of each layer, over all devices.
+            kv_head_dim_size: features of a head.
+            hbm_utilization: share of each device's memory that may be in use once the cache is there.
+            dtype: of keys and values, by name or as torch's type.
+
+        Raises:
+            ValueError: a value is out of range, or no page fits; names field and value.
+        """
+        for name, value in (
+            ("num_hidden_layers", num_hidden_layers),
+            ("num_kv_heads", num_kv_heads),
+            ("kv_head_dim_size", kv_head_dim_size),
+        ):
+            check_positive(name, value)
+        spec = KVLayerSpec(num_kv_heads, kv_head_dim_size, kv_head_dim_size)
+        return cls.create_for_layers(
+            mesh,
+            partition_axis,
+            batch_size,
+            (spec,) * num_hidden_layers,
+            max_sequences,
+            page_size,
+            hbm_utilization,
+            dtype,
+        )
+
+    @classmethod
+    def create_for_layers(  # noqa: PLR0917 - `create` with other layers
+        cls,
+        mesh: DeviceMesh | None,
+        partition_axis: PartitionAxis,
+        batch_size: int,
+        layers: Sequence[KVLayerSpec | None],
+        max_sequences: int,
+        page_size: int,
+        hbm_utilization: float,
+        dtype: object = "bfloat16",
+    ) -> Self:
+        """Size a cache by the memory of its devices, as `create` does, with a description of each layer.
+
+        Args:
+            mesh, partition_axis, batch_size: as for `create`.
+            layers: what each layer keeps; None: nothing.
+            max_sequences, page_size, hbm_utilization, dtype: as for `create`.
+
+        Raises:
+            ValueError: a value is out of range, or no page fits; names field and value.
+        """
+        check_positive("max_sequences", max_sequences)
+        if not 0.0 < hbm_utilization < 1.0:
+            raise ValueError(f"hbm_utilization is {hbm_utilization}; it must be above 0 and below 1")
+        single = cls.for_layers(
+            layers,
+            page_size=page_size,
+            dtype=dtype,
+            num_pages=1,
+            batch_size=batch_size,
+            max_sequences=max_sequences,
+            partition_axis=partition_axis,
+            kv_head_shards=_kv_head_shards(mesh, partition_axis, layers),
+        )
+        memory = memory_limit()
+        per_device = int(memory.limit * hbm_utilization) - memory.in_use
+        num_pages = per_device // single.bytes_per_block
+        if num_pages <= 0:
+            tokens = max(0, per_device // single.bytes_per_token)
+            raise ValueError(
+                f"hbm_utilization {hbm_utilization} leaves {per_device:,} bytes for the KV cache: of the "
+                f"limit of {memory.limit:,} bytes, {memory.in_use:,} are in use; a page of "
+                f"{page_size} tokens takes {single.bytes_per_block:,}, so that the longest sequence "
+                f"that fits has {tokens} tokens; raise hbm_utilization, or lower page_size to that length"
+            )
+        return single.replace(
+            num_pages_per_layer=num_pages,
+            hbm_utilization=hbm_utilization,
+            hbm_bytes=per_device * single.num_sharing_devices,
+        )
+
+    @classmethod
+    def for_layers(
+        cls,
+        layers: Sequence[KVLayerSpec | None],
+        *,
+        page_size: int,
+        dtype: object,
+        num_pages: int,
+        batch_size: int = 1,
+        max_sequences: int | None = None,
+        partition_axis: PartitionAxis = PartitionAxis(),
+        kv_head_shards: int = 1,
+    ) -> Self:
+        """Describe a cache of a given number of pages.
+
+        Args:
+            layers: what each layer keeps; None: nothing.
+            page_size: tokens of a page.
+            dtype: of keys and values, by name or as torch's type.
+            num_pages: pages of the cache, 0 or more.
+            batch_size: sequences that are served at once.
+            max_sequences: length of the longest sequence in tokens; None: what the cache holds.
+            partition_axis: names the mesh axis that KV heads are divided over.
+            kv_head_shards: devices along that axis.
+
+        Raises:
+            ValueError: a value is out of range; names field and value.
+        """
+        check_positive("page_size", page_size)
+        longest = max(1, num_pages * page_size) if max_sequences is None else max_sequences
+        check_positive("max_sequences", longest)
+        specs = [spec for spec in layers if spec is not None]
+        if not specs:
+            raise ValueError(f"layers is {list(layers)}; at least one layer must have keys and values")
+        metadata = cls(
+            partition_axis=partition_axis,
+            dtype=dtype_name(dtype),
+            batch_size=batch_size,
+            num_hidden_layers=len(layers),
+            num_pages_per_layer=num_pages,
+            num_pages_per_sequence=-(-longest // page_size),
+            max_sequences=longest,
+            page_size=page_size,
+            num_kv_heads=max(spec.num_kv_heads for spec in specs),
+            kv_head_dim_size=max(max(spec.key_head_dim, spec.value_head_dim) for spec in specs),
+            hbm_utilization=1.0,
+            hbm_bytes=0,
+            layers=tuple(layers),
+            kv_head_shards=kv_head_shards,
+        )
+        return metadata.replace(hbm_bytes=num_pages * metadata.bytes_per_block * metadata.num_sharing_devices)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one page on one device, all layers together."""
+        return self.page_layout().bytes_per_page
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values on one device, all layers together."""
+        return self.bytes_per_block // self.page_size
+
+    @property
+    def num_sharing_devices(self) -> int:
+        """Devices that hold different KV heads; 1 if no layer's heads can be divided."""
+        return self.kv_head_shards if any(map(self.is_sharded, range(self.num_hidden_layers))) else 1
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers keep vectors of one size, keys and values alike."""
+        if None in self.layers:
+            return False
+        sizes = {(spec.num_kv_heads, spec.key_head_dim, spec.value_head_dim) for spec in self.layers if spec}
+        return len(sizes) == 1 and all(key_dim == value_dim for _, key_dim, value_dim in sizes)
+
+    def is_sharded(self, layer_index: int) -> bool:
+        """Return whether a layer's KV heads are divided among devices; if not, each device has all."""
+        spec = self.layers[layer_index]
+        return spec is not None and self.kv_head_shards > 1 and not spec.num_kv_heads % self.kv_head_shards
+
+    def kv_heads_per_rank(self, layer_index: int) -> int:
+        """Return how many of a layer's KV heads one device has; 0 for a layer without KV."""
+        spec = self.layers[layer_index]
+        if spec is None:
+            return 0
+        return spec.num_kv_heads // (self.kv_head_shards if self.is_sharded(layer_index) else 1)
+
+    def pages_sharding(self, layer_index: int) -> PagesSharding:
+        """Return how a layer's pages are divided: over their KV heads, or not at all."""
+        return (
+            (self.partition_axis.kv_head_axis, *REPLICATED[1:])
+            if self.is_sharded(layer_index)
+            else REPLICATED
+        )
+
+    def page_layout(self, format_of: Callable[[int], VectorFormat] | None = None) -> PageLayout:
+        """Return what lies where in a page of one device.
+
+        Args:
+            format_of: how a vector of so many features is held; None: as `dtype` says.
+        """
+        on_device = tuple(
+            spec and dataclasses.replace(spec, num_kv_heads=self.kv_heads_per_rank(index))
+            for index, spec in enumerate(self.layers)
+        )
+        if format_of is not None:
+            return PageLayout.of(on_device, self.page_size, format_of)
+        return _layout(on_device, self.page_size, self.dtype)
+
+    def of_layer(self, layer_index: int) -> Self:
+        """Return the metadata of a cache of this layer only."""
+        return self.replace(num_hidden_layers=1, layers=(self.layers[layer_index],))
+
+    def sharded_over(self, mesh: DeviceMesh | None, kv_pages_sharding: PagesSharding | None) -> Self:
+        """Return the metadata of this cache on a mesh.
+
+        Args:
+            mesh: the devices; None: as many as there are shards.
+            kv_pages_sharding: how pages are divided, none of them or over KV heads; None: as it is.
+
+        Raises:
+            ValueError: the mesh has another number of devices, or pages cannot be divided so.
+        """
+        devices = kv_head_axis_size(mesh, self.partition_axis)
+        if mesh is not None and devices != self.kv_head_shards:
+            raise ValueError(
+                f"mesh has {devices} devices along {self.partition_axis.kv_head_axis!r}, and kv_head_shards "
+                f"is {self.kv_head_shards}; metadata must be created for the mesh it is used on"
+            )
+        if kv_pages_sharding is None:
+            return self
+        if tuple(kv_pages_sharding) == REPLICATED:
+            return self.replace(kv_head_shards=1)
+        if tuple(kv_pages_sharding) != (self.partition_axis.kv_head_axis, *REPLICATED[1:]):
+            raise ValueError(
+                f"kv_pages_sharding is {tuple(kv_pages_sharding)}; pages (KV heads, pages, tokens, features) "
+                f"can be divided over the first, ({self.partition_axis.kv_head_axis!r}, None, None, None), "
+                f"or not at all, {REPLICATED}"
+            )
+        return self
+
+    def replace(self, **kwargs: Any) -> Self:
+        """Return a copy with other values.
+
+        Raises:
+            ValueError: a value is out of range; names field and value.
+        """
+        return dataclasses.replace(self, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return {
+            **dataclasses.asdict(self),
+            "layers": [spec and dataclasses.asdict(spec) for spec in self.layers],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the metadata that `to_dict` wrote down.
+
+        Raises:
+            ValueError: a key is missing or unknown, or a value is out of range; names it.
+        """
+        check_keys(cls.__name__, data, [field.name for field in dataclasses.fields(cls)])
+        check_keys("partition_axis", data["partition_axis"], ["kv_head_axis"])
+        for spec in data["layers"]:
+            if spec is not None:
+                check_keys("layers", spec, [field.name for field in dataclasses.fields(KVLayerSpec)])
+        layers = tuple(spec and KVLayerSpec(**spec) for spec in data["layers"])
+        axis = PartitionAxis(**data["partition_axis"])
+        return cls(**{**data, "partition_axis": axis, "layers": layers})
+
+    def _check(self) -> None:
+        for name in _POSITIVE:
+            check_positive(name, getattr(self, name))
+        if not _is_whole(self.num_pages_per_layer) or self.num_pages_per_layer < 0:
+            raise ValueError(f"num_pages_per_layer is {self.num_pages_per_layer!r}; it must be at least 0")
+        if not 0.0 < self.hbm_utilization <= 1.0:
+            raise ValueError(f"hbm_utilization is {self.hbm_utilization}; it must be above 0 and at most 1")
+        if len(self.layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"layers has {len(self.layers)} entries, and num_hidden_layers is {self.num_hidden_layers}; "
+                "there must be one for each layer"
+            )
+        for index, spec in enumerate(self.layers):
+            if spec is not None:
+                _check_layer(f"layers[{index}]", spec, self.dtype)
+
+
+_POSITIVE = (
+    "batch_size", "num_hidden_layers", "num_pages_per_sequence", "max_sequences", "page_size", "num_kv_heads",
+    "kv_head_dim_size", "kv_head_shards",
+)  # fmt: skip
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise ValueError unless a field is a whole number above 0; names field and value."""
+    if not _is_whole(value) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a type that a cache can have, given by name or as torch's or numpy's type.
+
+    Raises:
+        ValueError: it is none; names it and those that are.
+    """
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    if name not in CACHE_DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; a KV cache holds {', '.join(CACHE_DTYPES)}")
+    return name
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_layer(name: str, spec: KVLayerSpec, dtype: str) -> None:
+    for field in ("num_kv_heads", "key_head_dim", "value_head_dim"):
+        check_positive(f"{name}.{field}", getattr(spec, field))
+    if not _is_whole(spec.window) or spec.window < 0:
+        raise ValueError(f"{name}.window is {spec.window!r}; it must be at least 0")
+    for field in ("key_head_dim", "value_head_dim"):
+        if dtype == "int8" and getattr(spec, field) % SCALE_BYTES:
+            raise ValueError(
+                f"dtype is int8, which needs a {name}.{field} that is a multiple of {SCALE_BYTES}, and this "
+                f"is {getattr(spec, field)}; use another type"
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(layers: tuple[KVLayerSpec | None, ...], page_size: int, dtype: str) -> PageLayout:
+    return PageLayout.of(layers, page_size, functools.partial(cache_format, dtype))
+
+
+def _kv_head_shards(
+    mesh: DeviceMesh | None, partition_axis: PartitionAxis, layers: Sequence[KVLayerSpec | None]
+) -> int:
+    """Return the devices along the axis of KV heads; warn of layers whose heads cannot be divided."""
+    shards = kv_head_axis_size(mesh, partition_axis)
+    odd = sorted({spec.num_kv_heads for spec in layers if spec is not None and spec.num_kv_heads % shards})
+    if odd:
+        logger.warning(
+            "num_kv_heads %s cannot be divided evenly over the %d devices of the mesh axis %r; every device "
+            "holds all of these heads",
+            ", ".join(map(str, odd)), shards, partition_axis.kv_head_axis,
+        )  # fmt: skip
+    return shards
+
+
+def kv_head_axis_size(mesh: DeviceMesh | None, partition_axis: PartitionAxis) -> int:
+    """Return the devices along the mesh axis of KV heads; 1 without a mesh or an axis.
+
+    Raises:
+        ValueError: the mesh has no such axis, or its devices are no CPUs.
+    """
+    axis = partition_axis.kv_head_axis
+    if mesh is None or axis is None:
+        return 1
+    if mesh.device_type != "cpu":
+        raise ValueError(f"mesh is of devices {mesh.device_type!r}; Quire keeps KV in the memory of CPUs")
+    names = mesh.mesh_dim_names or ()
+    if axis not in names:
+        raise ValueError(f"partition_axis.kv_head_axis is {axis!r}; the mesh has the axes {list(names)}")
+    return int(mesh.size(names.index(axis)))

@@ -1,0 +1,155 @@
+"""Where in a page of the KV cache each layer's keys and values lie, in bytes.
+
+A page (the scheduler calls it a block) is one contiguous span: layer after layer, of each layer the keys and
+then the values, of these head after head, and of a head the numbers of its tokens and then their scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+NUMBER_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of a number, by the name of its type."""
+
+CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
+"""Types that keys and values can be held as without a quantizer of one's own."""
+
+SCALE_BYTES = 4  # an int8 cache has a float32 for each token and head
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVLayerSpec:
+    """What one layer keeps of each token.
+
+    Args:
+        num_kv_heads: heads of keys and values.
+        key_head_dim, value_head_dim: features of one head.
+        window: tokens that the layer sees, itself included; 0: all.
+    """
+
+    num_kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    window: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VectorFormat:
+    """How the key or the value of one token and head is held.
+
+    Args:
+        dtype: type of the numbers.
+        num_numbers: how many there are.
+        scale_dtype: type of the scales; empty: there are none.
+        scale_shape: shape of a vector's scales, () for a single one.
+    """
+
+    dtype: str
+    num_numbers: int
+    scale_dtype: str = ""
+    scale_shape: tuple[int, ...] = ()
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of the numbers."""
+        return self.num_numbers * NUMBER_BYTES[self.dtype]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales."""
+        if not self.scale_dtype:
+            return 0
+        size = NUMBER_BYTES[self.scale_dtype]
+        for length in self.scale_shape:
+            size *= length
+        return size
+
+    @property
+    def alignment(self) -> int:
+        """Bytes of which every address of the vector's parts is a multiple."""
+        return max(NUMBER_BYTES[self.dtype], NUMBER_BYTES.get(self.scale_dtype, 1))
+
+
+def cache_format(dtype: str, head_dim: int) -> VectorFormat:
+    """Return how a cache of `dtype` holds a vector: int8 with a float32 scale, the others as they are."""
+    return VectorFormat(dtype, head_dim, "float32" if dtype == "int8" else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadsLayout:
+    """Where a layer's keys, or its values, lie in a page."""
+
+    format: VectorFormat
+    num_heads: int
+    offset: int  # bytes from the page's start to the first head
+    scales_offset: int  # bytes from a head's start to its scales
+    head_bytes: int  # from one head to the next
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """Where one layer lies in a page."""
+
+    keys: HeadsLayout
+    values: HeadsLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageLayout:
+    """What lies where in a page: a `LayerLayout` for each layer that has keys and values, None for others."""
+
+    page_size: int  # tokens
+    layers: tuple[LayerLayout | None, ...]
+    bytes_per_page: int
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[KVLayerSpec | None], page_size: int, format_of: Callable[[int], VectorFormat]
+    ) -> PageLayout:
+        """Lay out pages of `page_size` tokens.
+
+        Args:
+            layers: what each layer keeps; None: nothing.
+            page_size: in tokens.
+            format_of: how a vector of so many features is held.
+        """
+        placed: list[LayerLayout | None] = []
+        end = 0
+        alignment = 1
+        for spec in layers:
+            if spec is None:
+                placed.append(None)
+                continue
+            keys = _place(end, spec.num_kv_heads, format_of(spec.key_head_dim), page_size)
+            values = _place(_end(keys), spec.num_kv_heads, format_of(spec.value_head_dim), page_size)
+            end = _end(values)
+            alignment = max(alignment, keys.format.alignment, values.format.alignment)
+            placed.append(LayerLayout(keys, values))
+        return cls(page_size, tuple(placed), _aligned(end, alignment))
+
+
+def _place(start: int, num_heads: int, vector: VectorFormat, page_size: int) -> HeadsLayout:
+    scales = page_size * vector.number_bytes
+    if vector.scale_dtype:
+        scales = _aligned(scales, NUMBER_BYTES[vector.scale_dtype])
+    head_bytes = _aligned(scales + page_size * vector.scale_bytes, vector.alignment)
+    return HeadsLayout(vector, num_heads, _aligned(start, vector.alignment), scales, head_bytes)
+
+
+def _end(heads: HeadsLayout) -> int:
+    return heads.offset + heads.num_heads * heads.head_bytes
+
+
+def _aligned(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment

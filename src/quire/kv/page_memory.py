@@ -1,0 +1,116 @@
+"""The memory of a paged KV cache, and tensors over the parts of its pages."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from quire.kernels.memory import map_large_pages
+from quire.kernels.page_quantizers import ConvertingQuantizer, Int8PageQuantizer, PageQuantizer
+from quire.kv.cache_metadata import PagedAttentionCacheMetaData
+from quire.kv.page_layout import NUMBER_BYTES, HeadsLayout, VectorFormat
+
+
+class PageMemory:
+    """The pages of one device, one after the other. They are not initialized.
+
+    `tensor` is the same memory, page by page, as `PagedAttentionCache` describes it.
+
+    Args:
+        metadata: of the cache.
+        quantizer: makes the pages' numbers; None: keys and values are rounded to `metadata.dtype`.
+
+    Raises:
+        ValueError: what the quantizer makes cannot be held in pages; says why.
+    """
+
+    def __init__(self, metadata: PagedAttentionCacheMetaData, quantizer: PageQuantizer | None) -> None:
+        has_own_format = quantizer is not None and type(quantizer) is not Int8PageQuantizer
+        format_of = None if quantizer is None else functools.partial(_format, quantizer)
+        self.layout = metadata.page_layout(format_of)
+        self._num_pages = metadata.num_pages_per_layer
+        num_bytes = self._num_pages * self.layout.bytes_per_page
+        self._bytes = map_large_pages(num_bytes)[:num_bytes]  # takes up memory as it is written to
+        first = self.layout.layers[0]
+        if first is not None and not has_own_format and metadata.has_equal_layers:
+            self.tensor = self._by_layer(first.keys)
+        else:
+            self.tensor = self._bytes.view(self._num_pages, self.layout.bytes_per_page)
+
+    def numbers(self, heads: HeadsLayout) -> torch.Tensor:
+        """Return the numbers of a layer's keys or values, (heads, pages, page_size, numbers of a vector)."""
+        return self._part(heads, heads.format.dtype, (heads.format.num_numbers,), heads.offset)
+
+    def scales(self, heads: HeadsLayout) -> torch.Tensor | None:
+        """Return the scales of a layer's keys or values, (heads, pages, page_size, ...), if it has any."""
+        vector = heads.format
+        if not vector.scale_dtype:
+            return None
+        return self._part(heads, vector.scale_dtype, vector.scale_shape, heads.offset + heads.scales_offset)
+
+    def _part(
+        self, heads: HeadsLayout, dtype: str, vector_shape: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        size = NUMBER_BYTES[dtype]
+        shape = heads.num_heads, self._num_pages, self.layout.page_size, *vector_shape
+        strides = [heads.head_bytes // size, self.layout.bytes_per_page // size, math.prod(vector_shape)]
+        strides += [math.prod(vector_shape[place:]) for place in range(1, len(vector_shape) + 1)]
+        numbers = self._bytes.view(getattr(torch, dtype))
+        return numbers.as_strided(shape, strides, numbers.storage_offset() + offset // size)
+
+    def _by_layer(self, heads: HeadsLayout) -> torch.Tensor:
+        """Return [pages, layers, 2, heads, page_size, head_dim]; with scales the last two are one."""
+        shape = [self._num_pages, len(self.layout.layers), 2, heads.num_heads]
+        vector = heads.format
+        if vector.scale_dtype:
+            return self._bytes.view(torch.int8).view(*shape, heads.head_bytes)
+        return self._bytes.view(getattr(torch, vector.dtype)).view(
+            *shape, self.layout.page_size, vector.num_numbers
+        )
+
+
+def page_quantizer(dtype: str, quantizer: object | None) -> PageQuantizer | None:
+    """Return what makes the numbers of a cache's pages.
+
+    Args:
+        dtype: the cache's type; int8 has a quantizer of its own.
+        quantizer: an object with `quantize` and `dequantize` (see `PageQuantizer`), or a function that
+            returns states [..., head_dim] as numbers [..., n] that need only be converted back; None: what
+            `dtype` asks for.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if quantizer is None:
+        return Int8PageQuantizer() if dtype == "int8" else None
+    if isinstance(quantizer, PageQuantizer):
+        return quantizer
+    if callable(quantizer):
+        return ConvertingQuantizer(quantizer)
+    raise ValueError(
+        f"quantizer is {quantizer!r}; it must have quantize() and dequantize(), or be a function of keys or "
+        "values"
+    )
+
+
+def _format(quantizer: PageQuantizer, head_dim: int) -> VectorFormat:
+    """Return what a quantizer makes of a vector, by trying it on one."""
+    numbers, scales = quantizer.quantize(torch.zeros(1, 1, head_dim))
+    return VectorFormat(
+        _type_of("numbers", numbers),
+        numbers.shape[-1],
+        "" if scales is None else _type_of("scales", scales),
+        () if scales is None else tuple(scales.shape[2:]),
+    )
+
+
+def _type_of(part: str, result: torch.Tensor) -> str:
+    name = str(result.dtype).removeprefix("torch.")
+    if name not in NUMBER_BYTES or result.shape[:2] != (1, 1):
+        raise ValueError(
+            f"the quantizer makes {part} {name} {list(result.shape)} of [1, 1, head_dim]; they must "
+            f"begin with [1, 1] and be of {', '.join(NUMBER_BYTES)}"
+        )
+    return name

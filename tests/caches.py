@@ -1,0 +1,18 @@
+"""Paged KV caches for tests."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
+
+
+def make_cache(
+    num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> PagedAttentionCache:
+    """Return a cache whose layers are all alike."""
+    spec = KVLayerSpec(num_kv_heads, head_dim, head_dim)
+    metadata = PagedAttentionCacheMetaData.for_layers(
+        [spec] * num_layers, page_size=block_size, dtype=dtype, num_pages=num_blocks
+    )
+    return PagedAttentionCache.init_cache(None, metadata)
