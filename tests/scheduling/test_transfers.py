@@ -8,6 +8,7 @@ from fake_runner import naive_generation
 from scene import Scene
 
 from faulty_connector import FaultyConnector
+from opcodes import num_opcodes
 from quire.errors import DuplicateRequestError
 from quire.status import FinishReason, RequestStatus
 from quire.step import ModelRunnerOutput
@@ -92,6 +93,44 @@ def test_a_connector_sees_a_requests_transfer_parameters_to_its_end():
     scene.finish()
     assert seen == {"a": {"remote": "b"}}
     assert scene.ends["a"].kv_transfer_params["request_id"] == "a", "the client gets the connector's answer"
+
+
+@pytest.mark.parametrize("admission", ["reserve", "past-future"])
+def test_a_load_begins_only_if_the_rest_of_its_prompt_will_fit_beside_the_others(admission):
+    settings = {"admission": admission, "num_blocks": 10}
+    scene = scene_with_stored_prompt(load_steps=2, scene_settings=settings)
+    scene.connector.allocated.clear()
+    for name, start in (("a", 30), ("b", 60)):
+        scene.add(name, PROMPT + list(range(start, start + 11)), max_tokens=1)
+    scene.finish()
+    scene.check_naive()
+    assert [name for name, _, count in scene.connector.allocated if count] == ["a", "b"], "each loads once"
+    assert scene.scheduler.make_stats().num_loaded_tokens == 32
+
+
+def test_what_does_not_fit_beside_a_load_waits_until_that_has_timed_out():
+    scene = scene_with_stored_prompt(load_steps=2, scene_settings={"num_blocks": 8})
+    scene.connector.never_answer_next_loads(1)
+    scene.add("a", PROMPT)
+    scene.add("b", range(30, 49))
+    assert scene.step() == {}
+    scene.clock.advance(scene.config.kv_transfer_timeout + 1)
+    scene.finish()
+    scene.check_naive()
+
+
+def test_planning_costs_the_same_however_many_loads_are_on_their_way():
+    costs = []
+    for num_loads in (10, 200):
+        settings = {"num_blocks": 2000, "max_num_queued_reqs": 1000}
+        scene = scene_with_stored_prompt(load_steps=1000, scene_settings=settings)
+        for number in range(num_loads):
+            scene.add(f"load {number}", PROMPT)
+        scene.step()
+        assert scene.scheduler.make_stats().num_awaiting == num_loads
+        scene.add("other", [1, 2, 3], max_tokens=50)
+        costs.append(num_opcodes(scene.scheduler.schedule))
+    assert costs[1] < 1.1 * costs[0]
 
 
 def test_only_what_the_own_cache_does_not_have_is_loaded():

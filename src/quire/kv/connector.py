@@ -80,7 +80,7 @@ class KVConnector(ABC):
         """Note that a request has ended; called exactly once for each that was accepted.
 
         Args:
-            request: with its terminal status, its tokens up to date, and the `kv_transfer_params` it came with.
+            request: with its terminal status, its tokens up to date and its own `kv_transfer_params`.
             block_ids: its table; empty if it never got one.
 
         Returns:

@@ -163,6 +163,7 @@ class AdmissionPhase:
             block_size=self.config.block_size,
             num_blocks=self.kv.pool.num_blocks,
             num_free=self.kv.pool.num_free,
+            num_reserved_for_loads=self.loads.num_missing_blocks,
             read_running=functools.partial(self._running_memory, self.running.in_order()),
         )
 
@@ -190,15 +191,16 @@ class AdmissionPhase:
     def _find_blocks(
         self, candidate: Candidate, request: Request, prefix: Prefix, memory: MemoryView
     ) -> bool:
-        """Ask the policy for the candidate's blocks; if nothing runs, free them instead. False if in vain.
+        """Ask the policy for the candidate's blocks; free them if the engine is idle. False if in vain.
 
         An idle engine starts the request whatever the policy says, because otherwise it would wait for ever.
+        It is not idle while loads are on their way: they arrive, or time out.
         """
         # Loaded tokens take no budget, so they may need more blocks than were committed ahead of the step.
         needed = candidate.num_chunk_blocks - candidate.num_cached_blocks
         self.kv.pool.commit_ahead(self._num_promised + needed)
         memory.num_free = self._num_free_for(prefix)
-        if len(self.running):
+        if len(self.running) or self.loads.num_coming:
             is_admitted = self.policy.admits(candidate, memory)
         else:
             is_admitted = self._make_room(request, prefix, needed)
@@ -233,7 +235,8 @@ class AdmissionPhase:
         missing = self.kv.blocks_for(num_tokens) - len(prefix.block_ids)
         block_ids = np.concatenate((prefix.block_ids, self.kv.pool.allocate(missing)))
         deadline = self.holdings.transfer_deadline
-        load = RemoteLoad(request, block_ids, len(prefix.block_ids), num_tokens, deadline)
+        num_missing = self.kv.blocks_for(request.num_tokens) - len(block_ids)
+        load = RemoteLoad(request, block_ids, len(prefix.block_ids), num_tokens, num_missing, deadline)
         self.loads.begin(load)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         if not self.connector.begin_load(request, block_ids, num_external):

@@ -33,6 +33,7 @@ class Fences:
         self._pool = pool
         self._slots: deque[tuple[int, int]] = deque()  # (last step that names it, slot)
         self._blocks: deque[_FencedBlocks] = deque()
+        self.num_blocks = 0  # fenced
 
     def free_slot(self, slot: int) -> None:
         """Make a slot that was left usable: now, or once all steps in flight have been applied."""
@@ -44,6 +45,7 @@ class Fences:
     def fence_blocks(self, request_id: str, block_ids: IntArray) -> None:
         """Hold back the blocks of a load that the next step cancels."""
         self._blocks.append(_FencedBlocks(self._in_flight.next_step, request_id, block_ids))
+        self.num_blocks += len(block_ids)
 
     def refence_blocks(self, step: int) -> list[str]:
         """Move the fences around blocks whose loads steps up to `step` cancelled to the next step.
@@ -63,7 +65,9 @@ class Fences:
         while self._slots and self._slots[0][0] <= step:
             self._running.free(self._slots.popleft()[1])
         while self._blocks and self._blocks[0].step <= step:
-            self._pool.release(self._blocks.popleft().block_ids)
+            block_ids = self._blocks.popleft().block_ids
+            self.num_blocks -= len(block_ids)
+            self._pool.release(block_ids)
 
     def held_blocks(self) -> Iterator[int]:
         """Yield the fenced blocks, with repetition: each is one reference."""
@@ -74,8 +78,3 @@ class Fences:
     def num_slots(self) -> int:
         """Number of fenced slots: for leak checks."""
         return len(self._slots)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of fenced blocks."""
-        return sum(len(fenced.block_ids) for fenced in self._blocks)

@@ -121,10 +121,10 @@ class KVHoldings:
 
     def drop_newest_load(self, spared: Request | None = None) -> bool:
         """Give up the newest load that has arrived, but not that of `spared`; False if there is none."""
-        arrived = [load for load in self._loads.arrived() if load.request is not spared]
-        if arrived:
-            self.drop_load(arrived[-1].request.request_id)
-        return bool(arrived)
+        load = self._loads.newest_arrived(spared)
+        if load is not None:
+            self.drop_load(load.request.request_id)
+        return load is not None
 
     def cancel_loads_again(self, step: int) -> None:
         """Cancel once more the loads that steps up to `step` cancelled: the runner may not have seen it."""
@@ -146,8 +146,7 @@ class KVHoldings:
     @property
     def num_blocks_in_transfer(self) -> int:
         """Number of blocks that come back by themselves: a peer reads them, or a load writes to them."""
-        loading = sum(len(load.block_ids) for load in self._loads.on_their_way())
-        return self._fences.num_blocks + loading + self.num_blocks_held_for_peers
+        return self._fences.num_blocks + self._loads.num_coming_blocks + self.num_blocks_held_for_peers
 
     def describe_leases(self) -> list[LeaseSummary]:
         """Return, for each kind of lease that is held, how many blocks and until when."""

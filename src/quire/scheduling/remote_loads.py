@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,6 +21,7 @@ class RemoteLoad:
     block_ids: IntArray  # [blocks]
     num_local_blocks: int  # of them, from the start, were in the prefix cache
     num_tokens: int
+    num_missing_blocks: int  # that the rest of the request's tokens will need
     deadline: float  # seconds on the scheduler's clock
     failed_block_ids: frozenset[int] = frozenset()
     has_arrived: bool = False
@@ -40,41 +42,72 @@ class RemoteLoad:
 
 
 class RemoteLoads:
-    """All loads whose request does not run yet, by request id: on their way, or arrived."""
+    """All loads whose request does not run yet, by request id: on their way, or arrived.
+
+    Loads begin in the order of their deadlines, so that what is due can be found without looking at the rest.
+    """
 
     def __init__(self) -> None:
-        self._loads: dict[str, RemoteLoad] = {}
+        self._coming: dict[str, RemoteLoad] = {}
+        self._arrived: dict[str, RemoteLoad] = {}
+        self.num_coming_blocks = 0  # that loads on their way may write to
+        self.num_missing_blocks = 0  # that their requests will need besides
 
     def __len__(self) -> int:
-        return len(self._loads)
+        return len(self._coming) + len(self._arrived)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._loads
+        return request_id in self._coming or request_id in self._arrived
 
     def __iter__(self) -> Iterator[RemoteLoad]:
-        return iter(self._loads.values())
+        return itertools.chain(self._coming.values(), self._arrived.values())
+
+    @property
+    def num_coming(self) -> int:
+        """Number of loads on their way."""
+        return len(self._coming)
 
     def begin(self, load: RemoteLoad) -> None:
         """Add a load that has been asked for."""
-        self._loads[load.request.request_id] = load
+        self._coming[load.request.request_id] = load
+        self.num_coming_blocks += len(load.block_ids)
+        self.num_missing_blocks += load.num_missing_blocks
+
+    def arrive(self, load: RemoteLoad) -> None:
+        """Note that a load on its way has arrived, and that its request goes to the queue."""
+        self._forget_coming(load.request.request_id)
+        load.has_arrived = True
+        self._arrived[load.request.request_id] = load
 
     def get(self, request_id: str) -> RemoteLoad | None:
         """Return the load of a request, if it has one."""
-        return self._loads.get(request_id)
+        return self._coming.get(request_id) or self._arrived.get(request_id)
 
     def pop(self, request_id: str) -> RemoteLoad | None:
         """Forget a load and return it, if there is one."""
-        return self._loads.pop(request_id, None)
+        return self._forget_coming(request_id) or self._arrived.pop(request_id, None)
 
-    def on_their_way(self) -> list[RemoteLoad]:
-        """Return the loads that have not arrived."""
-        return [load for load in self._loads.values() if not load.has_arrived]
+    def coming(self) -> Iterator[RemoteLoad]:
+        """Iterate over the loads that have not arrived, first due first."""
+        return iter(self._coming.values())
 
-    def arrived(self) -> list[RemoteLoad]:
-        """Return the loads that have arrived and whose request is in the queue, oldest first."""
-        return [load for load in self._loads.values() if load.has_arrived]
+    def due(self, now: float) -> list[RemoteLoad]:
+        """Return the loads on their way whose deadline is not after `now` (seconds)."""
+        return list(itertools.takewhile(lambda load: load.deadline <= now, self._coming.values()))
+
+    def newest_arrived(self, spared: Request | None = None) -> RemoteLoad | None:
+        """Return the load that has arrived last, but not that of `spared`; its request is in the queue."""
+        arrived = reversed(self._arrived.values())
+        return next((load for load in arrived if load.request is not spared), None)
 
     def held(self) -> Iterator[int]:
         """Yield the blocks of all loads, with repetition: each is one reference."""
-        for load in self._loads.values():
+        for load in self:
             yield from load.block_ids.tolist()
+
+    def _forget_coming(self, request_id: str) -> RemoteLoad | None:
+        load = self._coming.pop(request_id, None)
+        if load is not None:
+            self.num_coming_blocks -= len(load.block_ids)
+            self.num_missing_blocks -= load.num_missing_blocks
+        return load

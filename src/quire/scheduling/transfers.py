@@ -53,9 +53,8 @@ class TransferPhase:
 
     def expire(self) -> None:
         """Give up the loads that have timed out, and end the leases that nobody renewed."""
-        for load in self.loads.on_their_way():
-            if load.deadline <= self.clock.now:
-                self.give_up(load, "did not arrive within kv_transfer_timeout")
+        for load in self.loads.due(self.clock.now):
+            self.give_up(load, "did not arrive within kv_transfer_timeout")
         self.holdings.renew(self.connector.leases_renewed())
         self.holdings.end_expired_leases()
 
@@ -69,8 +68,8 @@ class TransferPhase:
     def _arrive(self, load: RemoteLoad) -> None:
         """Queue a request whose load has ended, with what of it is valid."""
         request, block_size = load.request, self.config.block_size
+        self.loads.arrive(load)
         useless = load.drop_failed(block_size)
-        load.has_arrived = True
         self.kv.pool.release(useless[::-1])
         self.stats.num_loaded_tokens += max(0, load.num_tokens - load.num_local_blocks * block_size)
         if not len(load.block_ids):
@@ -85,7 +84,7 @@ class TransferPhase:
 
         Only requests that were in the step are affected: others may have been given the blocks since.
         """
-        for load in self.loads.on_their_way():
+        for load in self.loads.coming():
             load.failed_block_ids |= block_ids
         self.kv.pool.forget_content(np.array(sorted(block_ids), dtype=np.int32))
         for slot in self.kv.slots_holding(block_ids, slots[self.running.occupied[slots]]):

@@ -46,11 +46,11 @@ class WaitingRequests:
         self._num_tokens_beside = 0  # of requests that compile or follow
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._compiling) + len(self._leader_of) + len(self._loads.on_their_way())
+        return len(self.queue) + len(self._compiling) + len(self._leader_of) + self._loads.num_coming
 
     def __iter__(self) -> Iterator[Request]:
         followers = itertools.chain.from_iterable(group.values() for group in self._followers.values())
-        loading = (load.request for load in self._loads.on_their_way())
+        loading = (load.request for load in self._loads.coming())
         return itertools.chain(self.queue, self._compiling.values(), followers, loading)
 
     def __contains__(self, request_id: str) -> bool:
@@ -59,7 +59,7 @@ class WaitingRequests:
     @property
     def num_awaiting(self) -> int:
         """Number of requests whose grammar is being compiled, or whose KV is on its way."""
-        return len(self._compiling) + len(self._loads.on_their_way())
+        return len(self._compiling) + self._loads.num_coming
 
     @property
     def num_tokens(self) -> int:

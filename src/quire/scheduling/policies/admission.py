@@ -43,18 +43,26 @@ class MemoryView:
         block_size: tokens per block.
         num_blocks: blocks in the cache.
         num_free: free blocks, the candidate's cached ones not counted; to be set for each candidate.
+        num_reserved_for_loads: blocks that requests whose KV is on its way will need besides it.
         read_running: returns the running requests; asked at most once, and only if a policy wants to know.
     """
 
     __slots__ = ("_admitted", "_read_running", "_reserved", "_reserved_for_admitted", "_running",
-                 "block_size", "num_blocks", "num_free")  # fmt: skip
+                 "block_size", "num_blocks", "num_free", "num_reserved_for_loads")  # fmt: skip
 
     def __init__(
-        self, *, block_size: int, num_blocks: int, num_free: int, read_running: Callable[[], RunningMemory]
+        self,
+        *,
+        block_size: int,
+        num_blocks: int,
+        num_free: int,
+        num_reserved_for_loads: int = 0,
+        read_running: Callable[[], RunningMemory],
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.num_free = num_free
+        self.num_reserved_for_loads = num_reserved_for_loads
         self._read_running = read_running
         self._running: RunningMemory | None = None
         self._admitted: list[Candidate] = []  # in this step, and not in `_running` yet
@@ -74,12 +82,12 @@ class MemoryView:
 
     @property
     def reserved_blocks(self) -> int:
-        """Blocks that requests in the middle of their prompt still need."""
+        """Blocks that requests in the middle of their prompt, or whose KV is being loaded, still need."""
         if self._reserved is None:
             running = self.running
             wanted = -(-running.num_tokens // self.block_size)
             self._reserved = int(np.maximum(wanted - running.num_blocks, 0).sum())
-        return self._reserved + self._reserved_for_admitted
+        return self._reserved + self._reserved_for_admitted + self.num_reserved_for_loads
 
     @property
     def running(self) -> RunningMemory:
@@ -172,7 +180,8 @@ class PastFuture(AdmissionPolicy):
             block_size=memory.block_size,
             num_shared=num_held - num_in_use,
         )
-        return peak <= memory.num_blocks - int(self.config.watermark * memory.num_blocks)
+        withheld = int(self.config.watermark * memory.num_blocks) + memory.num_reserved_for_loads
+        return peak <= memory.num_blocks - withheld
 
 
 def peak_blocks(
