@@ -19,6 +19,11 @@ class RequestStatus(enum.IntEnum):
     FINISHED_IGNORED = 8
     FINISHED_ERROR = 9
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a request has ended."""
+        return self >= RequestStatus.FINISHED_STOPPED
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended, in OpenAI's words where they exist."""

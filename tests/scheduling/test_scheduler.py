@@ -361,6 +361,25 @@ def test_the_same_id_again_while_a_step_of_its_predecessor_is_in_flight():
     scene.check_naive()
 
 
+@pytest.mark.parametrize("field", ["salt", "tenant"])
+def test_what_is_no_unicode_text_is_refused(field):
+    scene = Scene(policy="longest-prefix")
+    with pytest.raises(InvalidRequestError, match="lone surrogate"):
+        scene.add("a", range(8), **{field: "half \ud83d"})
+    scene.add("b", range(8), **{field: "whole \U0001f600"})
+    scene.finish()
+
+
+def test_only_a_terminal_status_ends_a_request():
+    scene = Scene()
+    scene.add("a", range(8))
+    for status in (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.PREEMPTED):
+        with pytest.raises(ValueError, match=f"{status.name}, which ends no request"):
+            scene.scheduler.finish_requests("a", status)
+    scene.finish()
+    scene.check_naive()
+
+
 def test_a_refused_request_leaves_nothing():
     scene = Scene()
     with pytest.raises(InvalidRequestError, match="no grammar backend"):

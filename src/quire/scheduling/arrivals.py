@@ -11,6 +11,7 @@ from quire.errors import DuplicateRequestError
 from quire.grammar.manager import GrammarManager
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
+from quire.request_options import require_text
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.refusals import (
     refuse_if_beams_never_fit,
@@ -60,6 +61,8 @@ class Arrivals:
                 "held for a transfer",
                 param="request_id",
             )
+        require_text(request.cache_salt, "cache_salt")
+        require_text(request.tenant, "tenant")
         self.grammars.refuse_without_backend(request)
         if not self.reads_priority:
             refuse_unread_priority(request, self.config)
