@@ -245,8 +245,10 @@ class MixedDriver:
 
     def reset(self, choose: Chooser) -> None:
         preempts, of_connector = choose.chance(60), choose.chance(30)
+        is_promised = self.scheduler._holdings.num_blocks_held_for_peers > 0
         is_done = self.scheduler.reset_prefix_cache(preempts, of_connector)
-        assert is_done or not preempts
+        assert not (is_done and is_promised)
+        assert is_done or is_promised or not preempts
         if is_done:
             assert not self.world.events.digests
             self.counts["prefix cache resets"] += 1

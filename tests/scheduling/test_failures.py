@@ -139,6 +139,35 @@ def test_a_connector_that_fails_to_reset_is_not_reset():
     assert scene.scheduler.reset_prefix_cache()
 
 
+@pytest.mark.parametrize("load_steps", [0, 2])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_reset_that_the_connector_refuses_disturbs_nobody(load_steps, raises):
+    scene = three_stored(load_steps=load_steps)
+    scene.add("running", range(50, 59), max_tokens=9)
+    scene.step()
+    if raises:
+        scene.connector.fails = {("reset", "")}
+    else:
+        scene.connector.reset = lambda: False
+    assert not scene.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    scene.finish()
+    scene.check_naive()
+    stats = scene.scheduler.make_stats()
+    assert (stats.num_preemptions, stats.num_loaded_tokens) == (0, 24)
+
+
+def test_no_reset_while_a_peer_reads_what_was_promised():
+    connector = FaultyConnector(4, send_steps=2)
+    scene = Scene(connector=connector)
+    scene.add("sent", range(9), max_tokens=1)
+    scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks
+    assert not scene.scheduler.reset_prefix_cache(reset_running_requests=True)
+    scene.finish_but_pins()
+    assert scene.scheduler.reset_prefix_cache(reset_running_requests=True)
+    scene.check_nothing_is_held()
+
+
 class FailingAdmission(AdmissionPolicy):
     """Fails for the first request with a longer prompt."""
 

@@ -228,6 +228,26 @@ def test_a_pause_holds_and_its_end_lets_all_go_on(state):
     scene.check_naive()
 
 
+@pytest.mark.parametrize("num_steps_of_load", [1, 50])
+def test_a_drain_does_not_wait_for_loads(num_steps_of_load):
+    """Whether they are on their way or have arrived: until the pause ends, nobody can use them."""
+    connector = FaultyConnector(4, load_steps=num_steps_of_load)
+    scene = Scene(num_blocks=12, connector=connector, enable_prefix_caching=False)
+    scene.add("before", range(9), max_tokens=1)
+    scene.finish()
+    scene.add("running", range(20, 24), max_tokens=5)
+    scene.add("loading", range(9))
+    scene.step()
+    assert scene.scheduler.make_stats().num_awaiting == (num_steps_of_load == 50)
+    scene.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    run_until(scene, lambda: scene.scheduler.get_kv_cache_usage() == 0, max_steps=6)
+    assert scene.scheduler.reset_prefix_cache()
+    assert scene.scheduler.get_request_counts() == (0, 1)
+    scene.scheduler.set_pause_state(PauseState.UNPAUSED)
+    scene.finish()
+    scene.check_naive()
+
+
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 def test_time_runs_out_during_a_pause_too(state):
     scene = Scene(request_timeout=5.0)

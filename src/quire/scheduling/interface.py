@@ -21,7 +21,7 @@ class PauseState(enum.Enum):
     """Which requests may run."""
 
     UNPAUSED = enum.auto()
-    PAUSED_NEW = enum.auto()  # running requests go on, nothing is admitted
+    PAUSED_NEW = enum.auto()  # running requests go on, nothing is admitted or loaded
     PAUSED_ALL = enum.auto()  # nothing runs
 
 
@@ -81,6 +81,9 @@ class SchedulerInterface(ABC):
 
         Unknown ids are ignored; None means all requests. Returns the requests that ended. Their blocks are
         free when this returns, or as soon as the step in flight has been applied.
+
+        Raises:
+            ValueError: `finished_status` is not terminal.
         """
 
     @abstractmethod
@@ -108,8 +111,9 @@ class SchedulerInterface(ABC):
         """Forget all cached prefixes, as is needed when weights change.
 
         Running requests are preempted and recomputed if `reset_running_requests`; otherwise nothing happens
-        and False is returned while any block is in use. With `reset_connector`, what the KV connector has
-        stored is forgotten too; False if it cannot be.
+        and False is returned while any block is in use. Nothing happens either as long as a peer reads blocks
+        of a request that has ended: they are promised to it as they are. With `reset_connector`, what the KV
+        connector has stored is forgotten too; if it cannot be, nothing happens and False is returned.
         """
 
     @property

@@ -146,6 +146,8 @@ class Scheduler(SchedulerInterface):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
+        if not finished_status.is_terminal:
+            raise ValueError(f"finished_status is {finished_status.name}, which ends no request")
         if request_ids is None:
             request_ids = self._state.request_ids()
         elif isinstance(request_ids, str):
@@ -185,14 +187,16 @@ class Scheduler(SchedulerInterface):
     @override
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         running = self._state.running
-        if reset_running_requests:
-            self._transfer_phase.cancel_all_loads()
-            for slot in running.in_order()[::-1].tolist():
-                self._slots.preempt_if_running(slot)
-        elif len(running) or len(self._loads) or self._holdings.num_blocks_in_transfer:
+        if self._holdings.num_blocks_held_for_peers:
+            return False
+        is_in_use = len(running) or len(self._loads) or self._holdings.num_blocks_in_transfer
+        if is_in_use and not reset_running_requests:
             return False
         if reset_connector and not self._connector_calls.reset():
             return False
+        self._transfer_phase.cancel_all_loads()
+        for slot in running.in_order()[::-1].tolist():
+            self._slots.preempt_if_running(slot)
         self._holdings.break_pins()
         self._state.pool.forget_contents()
         return True
@@ -205,6 +209,8 @@ class Scheduler(SchedulerInterface):
     @override
     def set_pause_state(self, pause_state: PauseState) -> None:
         self._pause_state = pause_state
+        if pause_state is PauseState.PAUSED_NEW:
+            self._transfer_phase.cancel_all_loads()  # or they would hold their blocks until the pause ends
 
     @override
     def get_kv_connector(self) -> KVConnector | None:
