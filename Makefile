@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast mutants soak sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
+.PHONY: help setup demo serve test test-fast mutants soak soak-tiers sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -132,6 +132,10 @@ SEED := 0
 STEPS := 200000
 soak: $(READY)  ## Drive the scheduler through 200,000 random steps and check every one
 	@PYTHONPATH=tests $(BIN)/python tests/scheduling/soak.py --seed $(SEED) --steps $(STEPS)
+
+KILLS := 200
+soak-tiers: $(READY)  ## Kill 200 engines while they write a KV tier, and compare every answer (a quarter of an hour)
+	@PYTHONPATH=tests $(BIN)/python tests/kv/tier_soak.py --kills $(KILLS)
 
 eval: $(READY)  ## Score the built-in model on its held-out questions
 	@$(BIN)/quire eval

@@ -1,63 +1,35 @@
-"""Keep the KV of prompts in files, so that a restarted engine loads a prompt instead of computing it.
+"""Two engines that share the KV of prompts: what one has computed, the other loads.
 
 python examples/custom_connector.py
 
 A connector is given by its dotted name. The server takes it too: in this folder, run
-`KV_DIRECTORY=/var/tmp/kv quire serve --kv-connector custom_connector.DiskConnector`.
+`quire serve --kv-connector custom_connector.SharedConnector`.
 """
 
-import os
-import tempfile
-from pathlib import Path
-
-import torch
-
 from quire import LLM, SamplingParams
-from quire.kv.block_hash import BlockKey
-from quire.kv.memory_connector import MemoryConnector
+from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.memory_tier import MemoryTier
+from quire.kv.tiers.tier import BlockTier
+
+CAPACITY = 1 << 30  # bytes
+shared_tiers: dict[int, BlockTier] = {}  # by the size of their blocks
 
 
-class BlockFiles:
-    """One file for each block of `block_size` tokens; what `MemoryConnector` asks of its store.
+def shared_tier(bytes_per_block: int) -> BlockTier:
+    """Return this process's tier for blocks of a size; all engines have the same model."""
+    if bytes_per_block not in shared_tiers:
+        shared_tiers[bytes_per_block] = MemoryTier(CAPACITY, bytes_per_block, min_uses=1)
+    return shared_tiers[bytes_per_block]
 
-    Keys do not name the model: every model needs a directory of its own.
+
+class SharedConnector(TierConnector):
+    """A `TierConnector` to a tier of our own. To write a connector from scratch, inherit `KVConnector`.
+
+    Replace `MemoryTier` by a `BlockTier` of yours to keep blocks wherever you like.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.generation = 0  # counts calls of clear(): loads planned before one are not served after it
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return self._file(key).exists()
-
-    def get(self, key: BlockKey) -> torch.Tensor | None:
-        """Return keys and values of a block, all layers, or None if they are not stored."""
-        return torch.load(self._file(key)) if key in self else None
-
-    def put(self, key: BlockKey, content: torch.Tensor) -> None:
-        """Store a block; a file appears whole or not at all."""
-        unfinished = self._file(key).with_suffix(".unfinished")
-        torch.save(content, unfinished)
-        unfinished.rename(self._file(key))
-
-    def clear(self) -> None:
-        """Forget everything, as is needed when the weights change."""
-        self.generation += 1
-        for file in self.directory.iterdir():
-            file.unlink()
-
-    def _file(self, key: BlockKey) -> Path:
-        # The key's digest stands for the block's tokens and all before them.
-        return self.directory / f"{key.digest.hex()}.pt"
-
-
-class DiskConnector(MemoryConnector):
-    """`MemoryConnector` with files for a store. To write a connector from scratch, inherit `KVConnector`."""
-
     def __init__(self, block_size: int) -> None:
-        super().__init__(block_size)
-        # The engine passes the block size and nothing else, so settings come from the environment.
-        self.store = BlockFiles(Path(os.environ["KV_DIRECTORY"]))
+        super().__init__(block_size, shared_tier)
 
 
 def main() -> None:
@@ -67,14 +39,12 @@ def main() -> None:
         {"role": "assistant", "content": "Letting requests join and leave the batch at every step."},
         {"role": "user", "content": "What is a KV block?"},
     ]
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["KV_DIRECTORY"] = directory
-        for engine in ("first", "second"):
-            with LLM("mini", kv_connector="custom_connector.DiskConnector") as llm:
-                [output] = llm.chat(conversation, SamplingParams(temperature=0))
-                num_loaded, num_prompt = llm.stats().num_loaded_tokens, len(output.prompt_token_ids)
-            print(f"{engine} engine: loaded {num_loaded} of {num_prompt} prompt tokens")
-            print(f"  {output.outputs[0].text}")
+    for engine in ("first", "second"):
+        with LLM("mini", kv_connector="custom_connector.SharedConnector") as llm:
+            [output] = llm.chat(conversation, SamplingParams(temperature=0))
+            num_loaded, num_prompt = llm.stats().num_loaded_tokens, len(output.prompt_token_ids)
+        print(f"{engine} engine: loaded {num_loaded} of {num_prompt} prompt tokens")
+        print(f"  {output.outputs[0].text}")
 
 
 if __name__ == "__main__":

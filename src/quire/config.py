@@ -351,10 +351,32 @@ class EngineConfig:
         default="quire.scheduling.Scheduler",
         help="Dotted name of the SchedulerInterface class to use; in Python also the class itself.",
     )
-    kv_connector: Annotated[str, BuiltIn("", "memory")] = knob(
+    kv_tier: Literal["", "memory", "disk"] = knob(
         default="",
-        help="Where KV is kept besides the cache: memory (host memory, for prompts evicted from the cache), "
-        "or the dotted name of a KVConnector class. Empty: nowhere.",
+        help="Where the KV of prompts is kept besides the cache, to be loaded where that is faster than "
+        "computing it: memory (host memory), or disk, where it outlives the engine. Empty: nowhere.",
+    )
+    kv_tier_path: str = knob(
+        default="auto",
+        help="Directory of the disk tier; several engines may share it. auto: quire/kv in the user's cache "
+        "directory.",
+    )
+    kv_tier_size: Annotated[float, Gt(0)] = knob(
+        default=4.0,
+        unit="GB",
+        help="Maximum size of the tier in GB (10^9 bytes), on disk for all models together; the least "
+        "recently used blocks are removed first.",
+    )
+    kv_tier_min_uses: PositiveInt = knob(
+        default=2,
+        unit="requests",
+        help="Number of requests that a prefix must occur in before the tier stores it. 1: each prompt is "
+        "stored at once.",
+    )
+    kv_connector: Annotated[str, BuiltIn("")] = knob(
+        default="",
+        help="Dotted name of a KVConnector class, which finds, loads and stores KV elsewhere; in place of "
+        "kv_tier. Empty: none.",
     )
     record_path: str = knob(
         default="",
@@ -381,6 +403,11 @@ class EngineConfig:
             raise ConfigError(
                 f"EngineConfig.kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r}, but nothing "
                 "is published; set EngineConfig.kv_events_endpoint too"
+            )
+        if self.kv_tier and self.kv_connector:
+            raise ConfigError(
+                f"EngineConfig.kv_tier is {self.kv_tier!r} and kv_connector is {self.kv_connector!r}; an "
+                "engine has one or the other: leave one of them empty"
             )
         object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler).validate())
 

@@ -129,6 +129,8 @@ ROWS: dict[str, list[str]] = {
         "cancel_load",
         "leases_renewed",
         "reset",
+        "stats",
+        "close",
     ],
     "4. KV connector, worker side": [
         "register_kv_caches",
@@ -147,11 +149,14 @@ ROWS: dict[str, list[str]] = {
 }
 
 _RUNNER_SIDE = "tests/execution/test_kv_transfers.py (the real runner's calls, layer by layer)"
+_ENGINE_SIDE = "tests/engine/test_kv_tier.py (what the engine asks of its connector)"
 
 ELSEWHERE: dict[str, str] = {
     "cost at 0 % hits under 1 % of a step": "benchmarks/scheduler.py (a measurement: make bench-scheduler)",
     "wait_for_layer_load": _RUNNER_SIDE,
     "save_kv_layer": _RUNNER_SIDE,
+    "stats": _ENGINE_SIDE,
+    "close": _ENGINE_SIDE,
 }
 """Rows that this folder cannot show, and what does; a row in here may have tests of its own as well."""
 

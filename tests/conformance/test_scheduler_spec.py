@@ -11,10 +11,10 @@ from fake_runner import FakeRunner, naive_generation
 from scene import CLASSES, GatedGrammars, Scene, allowed_by_class
 
 from conformance import row
+from memory_connector import MemoryConnector
 from quire.config import EngineConfig
 from quire.engine.assembly import build_scheduler
 from quire.errors import DuplicateRequestError, InvalidRequestError
-from quire.kv.memory_connector import MemoryConnector
 from quire.scheduling import PauseState, Scheduler, SchedulerInterface
 from quire.scheduling.context import SchedulerContext
 from quire.status import FinishReason, RequestStatus

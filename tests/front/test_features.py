@@ -73,8 +73,8 @@ def expected() -> list[list[list[int]]]:
         {"speculative_method": "draft-model", "draft_model": "mini"},
         {"overlap_steps": True},
         {"overlap_steps": True, "speculative_method": "ngram", "max_num_batched_tokens": 48},
-        {"kv_connector": "memory", "num_kv_blocks": 64},
-        {"kv_connector": "memory", "num_kv_blocks": 64, "overlap_steps": True, "speculative_method": "ngram"},
+        {"kv_tier": "memory", "num_kv_blocks": 64},
+        {"kv_tier": "memory", "num_kv_blocks": 64, "overlap_steps": True, "speculative_method": "ngram"},
         {"num_kv_blocks": 0},
         {"dynamic_split_fuse": False, "policy": "longest-prefix", "admission": "past-future"},
         {"enable_prefix_caching": False, "max_num_seqs": 4, "victim": "fewest-computed", "policy": "fair"},
@@ -181,18 +181,6 @@ def test_whose_time_is_up_ends_alone_and_keeps_what_it_has():
         assert kept.outputs[0].token_ids == long.outputs[0].token_ids
 
 
-def test_what_the_cache_forgot_is_loaded_from_the_connector():
-    prompts = [list(range(start, start + 20 * 16 + 3)) for start in (100, 500, 900)]
-    with LLM("mini", **SMALL) as llm:
-        alone = tokens(llm.generate(prompts, greedy(8)))
-    with LLM("mini", kv_connector="memory", num_kv_blocks=24, num_threads=1) as llm:
-        for _ in range(2):
-            assert [tokens(llm.generate([prompt], greedy(8)))[0] for prompt in prompts] == alone
-        stats = llm.stats()
-        assert stats.num_loaded_tokens == 3 * 20 * 16, "all of it the second time"
-        assert stats.num_failed_loads == 0
-
-
 class Follower:
     """What a router knows of an engine's cache, from its events alone: tokens and parent of each block."""
 
@@ -260,7 +248,7 @@ def test_kv_events_say_what_the_engine_holds(tmp_path):
 
 def test_a_recorded_run_is_replayed_exactly(tmp_path, expected):
     path = tmp_path / "run.quire"
-    options = {"overlap_steps": True, "speculative_method": "ngram", "kv_connector": "memory"}
+    options = {"overlap_steps": True, "speculative_method": "ngram", "kv_tier": "memory"}
     with LLM("mini", record_path=str(path), num_kv_blocks=64, num_threads=1, **options) as llm:
         assert run_batch(llm) == expected
     report = replay(path)

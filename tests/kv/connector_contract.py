@@ -28,12 +28,13 @@ class ArrayCache:
 
     def __init__(self) -> None:
         self.blocks = np.full((NUM_BLOCKS, BLOCK), -1.0)
+        self.bytes_per_block = self.blocks[0].nbytes
 
-    def read_block(self, block_id: int):
-        return self.blocks[block_id].copy()
+    def read_block(self, block_id: int, into: np.ndarray) -> None:
+        into[:] = self.blocks[block_id].view(np.uint8)
 
-    def write_block(self, block_id: int, content) -> None:
-        self.blocks[block_id] = content
+    def write_block(self, block_id: int, content: np.ndarray) -> None:
+        self.blocks[block_id] = content.view(np.float64)
 
 
 def request_of(name: str, tokens: list[int], **options) -> Request:

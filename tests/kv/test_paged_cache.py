@@ -72,7 +72,8 @@ def test_copies_and_saved_blocks_are_whole(dtype: torch.dtype) -> None:
     for source, target in ((1, 4), (2, 0), (2, 2), (3, 3)):
         assert torch.equal(cache.tensor[target].view(torch.uint8), before[source].view(torch.uint8))
     blocks = TensorBlocks(cache)
-    content = blocks.read_block(4)
+    content = np.empty(blocks.bytes_per_block, dtype=np.uint8)
+    blocks.read_block(4, content)
     assert content.nbytes == cache.bytes_per_block
     blocks.write_block(3, content)
     assert torch.equal(cache.tensor[3].view(torch.uint8), before[1].view(torch.uint8))

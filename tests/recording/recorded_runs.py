@@ -7,8 +7,8 @@ import random
 
 import numpy as np
 
+from memory_connector import MemoryConnector
 from quire.errors import InvalidRequestError, QuireError
-from quire.kv.memory_connector import MemoryConnector
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling.context import SchedulerContext
@@ -70,10 +70,11 @@ class ArrayBlocks:
     """A KV cache of one number per block."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.blocks = np.zeros((num_blocks, 1))
+        self.blocks = np.zeros((num_blocks, 8), dtype=np.uint8)
+        self.bytes_per_block = 8
 
-    def read_block(self, block_id: int):
-        return self.blocks[block_id].copy()
+    def read_block(self, block_id: int, into) -> None:
+        into[:] = self.blocks[block_id]
 
     def write_block(self, block_id: int, content) -> None:
         self.blocks[block_id] = content

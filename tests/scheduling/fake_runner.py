@@ -71,11 +71,15 @@ class FakeRunner:
 
     # What a connector's worker side reads and writes.
 
-    def read_block(self, block_id: int) -> np.ndarray:
-        return self.kv[block_id].copy()
+    @property
+    def bytes_per_block(self) -> int:
+        return self.kv[0].nbytes
+
+    def read_block(self, block_id: int, into: np.ndarray) -> None:
+        into[:] = self.kv[block_id].view(np.uint8)
 
     def write_block(self, block_id: int, content: np.ndarray) -> None:
-        self.kv[block_id] = content
+        self.kv[block_id] = content.view(self.kv.dtype)
         self.bad_blocks.discard(block_id)
 
     def execute(self, plan: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scene import Scene
 
-from quire.kv.memory_connector import MemoryConnector
+from memory_connector import MemoryConnector
 from quire.status import FinishReason
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scene import CLASSES, GatedGrammars, Scene, allowed_by_class
 
-from quire.kv.memory_connector import MemoryConnector
+from memory_connector import MemoryConnector
 from quire.status import FinishReason, RequestStatus
 from quire.step import DraftTokenIds
 

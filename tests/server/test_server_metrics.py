@@ -7,6 +7,8 @@ import httpx
 from fake_llm import REPLY
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.kv.connector_stats import KVConnectorStats
+
 
 async def samples(http):
     response = await http.get("/metrics")
@@ -37,6 +39,28 @@ async def test_engine_figures(http):
     assert values["quire_timeouts_total",] == 3
     assert values["quire_loaded_kv_tokens_total",] == 64
     assert values["quire_failed_kv_loads_total",] == 2
+
+
+async def test_figures_of_the_kv_tier(http, llm):
+    assert not [name for name, *_ in await samples(http) if name.startswith("quire_kv_tier")]
+    numbers = dict(zip(KVConnectorStats.__struct_fields__, range(100, 200), strict=False))
+    llm.connector_stats = KVConnectorStats(**numbers)
+    values = await samples(http)
+    assert {name: value for (name, *_), value in values.items() if name.startswith("quire_kv_tier")} == {
+        "quire_kv_tier_capacity_bytes": numbers["capacity_bytes"],
+        "quire_kv_tier_stored_blocks": numbers["num_stored_blocks"],
+        "quire_kv_tier_stored_bytes": numbers["stored_bytes"],
+        "quire_kv_tier_loaded_blocks_total": numbers["num_loaded_blocks"],
+        "quire_kv_tier_failed_reads_total": numbers["num_failed_reads"],
+        "quire_kv_tier_written_blocks_total": numbers["num_written_blocks"],
+        "quire_kv_tier_failed_writes_total": numbers["num_failed_writes"],
+        "quire_kv_tier_dropped_writes_total": numbers["num_dropped_writes"],
+        "quire_kv_tier_evicted_blocks_total": numbers["num_evicted_blocks"],
+        "quire_kv_tier_loads_chosen_total": numbers["num_loads_chosen"],
+        "quire_kv_tier_computations_chosen_total": numbers["num_computations_chosen"],
+        "quire_kv_tier_load_seconds_per_block": numbers["load_seconds_per_block"],
+        "quire_kv_tier_compute_seconds_per_token": numbers["compute_seconds_per_token"],
+    }
 
 
 async def test_request_figures(client, http):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.engine.cache_growth import CacheGrowth
 from quire.engine.drafting import build_proposer, weight_options
+from quire.engine.kv_tier import build_tier
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.kv.connector import KVConnector
 from quire.kv.events import KVEventCollector
-from quire.kv.memory_connector import MemoryConnector
 from quire.registry import Registry
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
@@ -31,9 +31,7 @@ SPARE_SHARE = 0.05
 """Fraction of the memory available at start-up that a growing KV cache leaves free."""
 
 SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls", SchedulerInterface, {})
-CONNECTORS: Registry[KVConnector] = Registry(
-    "EngineConfig.kv_connector", KVConnector, {"memory": MemoryConnector}
-)
+CONNECTORS: Registry[KVConnector] = Registry("EngineConfig.kv_connector", KVConnector, {})
 
 
 def build_context(
@@ -46,7 +44,7 @@ def build_context(
     """Return the context of the engine's scheduler: grammars, KV connector, KV events, cache growth."""
     return SchedulerContext(
         grammars=_grammar_backend(model_path, model_config),
-        connector=_connector(config),
+        connector=_connector(config, model_path, model_config, plan),
         kv_events=kv_events,
         draft_length=config.speculation.draft_length,
         commit_blocks=_growth(config, plan),
@@ -68,7 +66,11 @@ def _grammar_backend(model_path: Path, model_config: ModelConfig) -> LLGuidanceB
     return LLGuidanceBackend(tokenizer, model_config.vocab_size, eos_token_ids)
 
 
-def _connector(config: EngineConfig) -> KVConnector | None:
+def _connector(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> KVConnector | None:
+    if config.kv_tier:
+        return build_tier(config, model_path, model_config, plan)
     if not config.kv_connector:
         return None
     return CONNECTORS.build(config.kv_connector, block_size=config.scheduler.block_size)

@@ -17,6 +17,8 @@ from quire.engine.memory_plan import plan_memory
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
 from quire.errors import InvalidRequestError
+from quire.kv.connector import KVConnector
+from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.events import KVEventCollector
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request
@@ -54,6 +56,8 @@ class EngineCore:
         self._kv_events = KVEventCollector() if config.kv_events_endpoint else None
         self._publisher = _publisher(config)
         context = build_context(config, model_path, model_config, plan, self._kv_events)
+        self._connector = context.connector
+        self._stats_failure_is_logged = False
         self.scheduler = build_scheduler(config, plan, context)
         self.runner = build_runner(
             config,
@@ -134,8 +138,11 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests()
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's state and counters."""
-        return self.scheduler.make_stats() or SchedulerStats()
+        """Return the scheduler's state and counters, and those of the KV connector."""
+        stats = self.scheduler.make_stats() or SchedulerStats()
+        if self._connector is not None:
+            stats.kv_connector = self._connector_stats(self._connector)
+        return stats
 
     def explain(self, sequence_id: str) -> str:
         """Return a sentence about what a sequence is doing or waiting for."""
@@ -166,15 +173,33 @@ class EngineCore:
         self._warmer.close()
         outputs = self.finish(None, RequestStatus.FINISHED_ABORTED)
         self.scheduler.shutdown()
+        if self._connector is not None:
+            _close(self._connector)
         if self._publisher is not None:
             self._publisher.close()
         return outputs
+
+    def _connector_stats(self, connector: KVConnector) -> KVConnectorStats | None:
+        try:
+            return connector.stats()
+        except Exception:
+            if not self._stats_failure_is_logged:
+                self._stats_failure_is_logged = True
+                logger.exception("the KV connector has no statistics")
+            return None
 
     def _publish_kv_events(self) -> None:
         if self._kv_events is not None and self._publisher is not None:
             events = self._kv_events.take()
             if events:
                 self._publisher.publish(events)
+
+
+def _close(connector: KVConnector) -> None:
+    try:
+        connector.close()
+    except Exception:
+        logger.exception("the KV connector could not be closed")
 
 
 def _publisher(config: EngineConfig) -> KVEventPublisher | None:

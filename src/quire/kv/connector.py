@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from quire.kv.connector_stats import KVConnectorStats
     from quire.kv.paged_cache import PagedAttentionCache
     from quire.request import Request
     from quire.step import SchedulerOutput
@@ -98,6 +99,13 @@ class KVConnector(ABC):
 
         What is on its way at that moment must not arrive: such loads fail, such saves are dropped.
         """
+
+    def stats(self) -> KVConnectorStats | None:
+        """Return what is stored and the counters since the engine started; None: nothing is counted."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to release
+        """Finish or give up what is under way and release everything; called once, after the last step."""
 
     # -- worker side ---------------------------------------------------------------------------------------
 

@@ -1,97 +1,58 @@
-"""Contents of KV blocks in host memory, by key: a bounded dictionary, and access to the cache's blocks."""
+"""The KV cache as single blocks, copied to and from host memory as plain bytes."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from quire.kv.block_hash import BlockKey
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from quire.kv.paged_cache import PagedAttentionCache
 
-
-class BlockContent(Protocol):
-    """The keys and values of one block, all layers: an array or a tensor in host memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
+ByteArray = npt.NDArray[np.uint8]
 
 
 @runtime_checkable
 class BlockStore(Protocol):
-    """The engine's KV cache, one block at a time."""
+    """The engine's KV cache, one block at a time: keys and values of all layers, as they lie in memory."""
 
-    def read_block(self, block_id: int) -> BlockContent:
-        """Return a copy of a block."""
+    @property
+    def bytes_per_block(self) -> int:
+        """Size of a block in bytes."""
 
-    def write_block(self, block_id: int, content: Any) -> None:
-        """Overwrite a block with what `read_block` has returned for it or another one."""
+    def read_block(self, block_id: int, into: ByteArray) -> None:
+        """Copy a block into an array of `bytes_per_block` bytes."""
+
+    def write_block(self, block_id: int, content: ByteArray) -> None:
+        """Overwrite a block with `bytes_per_block` bytes that `read_block` has returned for any block."""
 
 
 class TensorBlocks:
-    """`BlockStore` over the cache's tensors; all layers of a block are one contiguous span."""
+    """`BlockStore` over the cache's tensor in host memory; all layers of a block are one contiguous span.
+
+    Blocks may be read and written by several threads, each block by one at a time.
+    """
 
     def __init__(self, kv_caches: PagedAttentionCache) -> None:
-        self._tensor = kv_caches.tensor
+        tensor = kv_caches.tensor
+        uint8 = tensor.new_empty(0).byte().dtype  # this module is also imported where torch is not
+        self._blocks: ByteArray = tensor.view(len(tensor), -1).view(uint8).numpy()
 
-    def read_block(self, block_id: int) -> BlockContent:
-        """Return a copy in host memory, shaped as a block of `PagedAttentionCache.tensor`."""
-        return self._tensor[block_id].to("cpu", copy=True)
+    @property
+    def bytes_per_block(self) -> int:
+        """Size of a block in bytes."""
+        return int(self._blocks.shape[1])
 
-    def write_block(self, block_id: int, content: Any) -> None:
+    def read_block(self, block_id: int, into: ByteArray) -> None:
+        """Copy a block into an array of `bytes_per_block` bytes."""
+        np.copyto(into, self._blocks[block_id])
+
+    def write_block(self, block_id: int, content: ByteArray) -> None:
         """Overwrite a block."""
-        self._tensor[block_id].copy_(content)
+        np.copyto(self._blocks[block_id], content)
 
 
 def block_store(kv_caches: PagedAttentionCache | BlockStore) -> BlockStore:
     """Return the cache as single blocks."""
     return kv_caches if isinstance(kv_caches, BlockStore) else TensorBlocks(kv_caches)
-
-
-class HostBlocks:
-    """Block contents by key, least recently used dropped first.
-
-    `generation` counts how often everything was forgotten: what was found in one generation may not be used
-    in another, because the weights may have changed between them.
-
-    Args:
-        capacity_bytes: maximum number of bytes to keep.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self.generation = 0
-        self.num_bytes = 0
-        self._capacity = capacity_bytes
-        self._contents: OrderedDict[bytes, tuple[BlockKey, BlockContent]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._contents)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        entry = self._contents.get(key.digest)
-        return entry is not None and entry[0] == key
-
-    def get(self, key: BlockKey) -> BlockContent | None:
-        """Return the content of `key` and count it as used, or None."""
-        if key not in self:
-            return None
-        self._contents.move_to_end(key.digest)
-        return self._contents[key.digest][1]
-
-    def put(self, key: BlockKey, content: BlockContent) -> None:
-        """Keep a content, at the cost of the least recently used ones; one that is too large is not kept."""
-        if key.digest in self._contents or content.nbytes > self._capacity:
-            return
-        self._contents[key.digest] = (key, content)
-        self.num_bytes += content.nbytes
-        while self.num_bytes > self._capacity:
-            _, (_, dropped) = self._contents.popitem(last=False)
-            self.num_bytes -= dropped.nbytes
-
-    def clear(self) -> None:
-        """Forget everything and begin a new generation."""
-        self._contents.clear()
-        self.num_bytes = 0
-        self.generation += 1

@@ -11,13 +11,15 @@ from quire.step import IntArray, SchedulerOutput
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Save:
-    """The full blocks of one prompt after a step, from its start.
+    """Blocks of one prompt that are full after a step, each reported once for each time the request runs.
 
-    The step computes the KV of all but the first `num_computed`, and trusts those.
+    The first report also has those that were full before: cached or loaded ones. The step has read the
+    `trusted_block_ids`, from the start of the prompt, and computed the others.
     """
 
+    request_id: str
     blocks: list[tuple[BlockKey, int]]
-    num_computed: int
+    trusted_block_ids: list[int]
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,6 +27,7 @@ class _Table:
     slot: int
     block_ids: list[int]
     keys: SequenceKeys
+    num_reported: int = 0  # leading blocks
 
 
 class PromptBlocks:
@@ -80,8 +83,11 @@ class PromptBlocks:
             if table is None:
                 continue
             num_full = min(len(table.keys), (num_computed + num_tokens) // self._block_size)
-            blocks = [(table.keys[index], table.block_ids[index]) for index in range(num_full)]
-            saves.append(Save(blocks, num_computed // self._block_size))
+            new = range(table.num_reported, num_full)
+            blocks = [(table.keys[index], table.block_ids[index]) for index in new]
+            trusted = table.block_ids[: num_computed // self._block_size]
+            saves.append(Save(request_id, blocks, trusted))
+            table.num_reported = num_full
             if num_full == len(table.keys):
                 self.forget(request_id)
         return saves

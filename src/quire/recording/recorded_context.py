@@ -280,6 +280,8 @@ class RecordedConnector(KVConnector):
     def reset(self) -> bool:
         return self._answers.ask("connector.reset", "", self._connector.reset)
 
+    stats = forwarded("_connector", KVConnector.stats)
+    close = forwarded("_connector", KVConnector.close)
     register_kv_caches = forwarded("_connector", KVConnector.register_kv_caches)
     start_load_kv = forwarded("_connector", KVConnector.start_load_kv)
     wait_for_layer_load = forwarded("_connector", KVConnector.wait_for_layer_load)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.kv.connector_stats import KVConnectorStats
 from quire.status import FinishReason
 from quire.step import PositionLogprobs
 
@@ -54,6 +55,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_failed_loads: int = 0
     num_leased_blocks: int = 0  # held by pins and transfers
     num_awaiting: int = 0  # of those that wait: until a grammar is compiled or KV has come from elsewhere
+    kv_connector: KVConnectorStats | None = None  # what the KV connector counts, if there is one and it does
 
     @property
     def kv_cache_usage(self) -> float:

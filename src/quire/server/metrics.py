@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutError
+from quire.kv.connector_stats import KVConnectorStats
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
 
@@ -40,6 +41,12 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(name, meaning, value=value)
         for name, meaning, value in self._counters():
             yield CounterMetricFamily(name, meaning, value=value)
+        connector = self._stats.kv_connector
+        if connector is not None:
+            for name, meaning, value in _connector_gauges(connector):
+                yield GaugeMetricFamily(name, meaning, value=value)
+            for name, meaning, value in _connector_counters(connector):
+                yield CounterMetricFamily(name, meaning, value=value)
 
     def _gauges(self) -> tuple[tuple[str, str, float], ...]:
         """Return name, meaning and value of what goes up and down."""
@@ -114,6 +121,61 @@ class EngineCollector(Collector):
                 stats.num_failed_loads,
             ),
         )
+
+
+def _connector_gauges(stats: KVConnectorStats) -> tuple[tuple[str, str, float], ...]:
+    return (
+        ("quire_kv_tier_capacity_bytes", "Maximum size of the KV tier.", stats.capacity_bytes),
+        ("quire_kv_tier_stored_bytes", "Bytes of KV that the tier stores.", stats.stored_bytes),
+        ("quire_kv_tier_stored_blocks", "Number of blocks that the tier stores.", stats.num_stored_blocks),
+        (
+            "quire_kv_tier_load_seconds_per_block",
+            "Seconds to load one block from the tier, a moving average.",
+            stats.load_seconds_per_block,
+        ),
+        (
+            "quire_kv_tier_compute_seconds_per_token",
+            "Seconds to compute the KV of one prompt token, a moving average.",
+            stats.compute_seconds_per_token,
+        ),
+    )
+
+
+def _connector_counters(stats: KVConnectorStats) -> tuple[tuple[str, str, float], ...]:
+    return (
+        (
+            "quire_kv_tier_loads_chosen",
+            "Number of prefixes found in the tier and loaded.",
+            stats.num_loads_chosen,
+        ),
+        (
+            "quire_kv_tier_computations_chosen",
+            "Number of prefixes found in the tier, but computed because that was faster.",
+            stats.num_computations_chosen,
+        ),
+        ("quire_kv_tier_loaded_blocks", "Number of blocks loaded from the tier.", stats.num_loaded_blocks),
+        (
+            "quire_kv_tier_failed_reads",
+            "Number of blocks that were damaged, overwritten or unreadable when they were to be loaded.",
+            stats.num_failed_reads,
+        ),
+        ("quire_kv_tier_written_blocks", "Number of blocks written to the tier.", stats.num_written_blocks),
+        (
+            "quire_kv_tier_failed_writes",
+            "Number of blocks that could not be written to the tier.",
+            stats.num_failed_writes,
+        ),
+        (
+            "quire_kv_tier_dropped_writes",
+            "Number of blocks not stored because the writer was behind.",
+            stats.num_dropped_writes,
+        ),
+        (
+            "quire_kv_tier_evicted_blocks",
+            "Number of blocks evicted from the tier for others.",
+            stats.num_evicted_blocks,
+        ),
+    )
 
 
 class Metrics:

@@ -1,4 +1,4 @@
-"""A KV connector to a dictionary in host memory: the reference for what `KVConnector` asks of one.
+"""A KV connector to a dictionary whose loads and sends take a given number of steps, and no threads.
 
 It keeps the full blocks of prompts by their chained keys, so a prompt that comes again is loaded instead of
 computed even after the engine's own cache has dropped it.
@@ -7,14 +7,16 @@ computed even after the engine's own cache has dropped it.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from typing_extensions import override
 
 from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
 from quire.kv.connector import KVConnector
-from quire.kv.host_blocks import BlockStore, HostBlocks, block_store
+from quire.kv.host_blocks import BlockStore, ByteArray, block_store
 from quire.kv.prompt_blocks import PromptBlocks, Save
 from quire.request import Request
 from quire.status import RequestStatus
@@ -24,6 +26,53 @@ if TYPE_CHECKING:
 
     from quire.kv.paged_cache import PagedAttentionCache
     from quire.step import SchedulerOutput
+
+
+class HostBlocks:
+    """Block contents by key, least recently used dropped first.
+
+    `generation` counts how often everything was forgotten: what was found in one generation may not be used
+    in another, because the weights may have changed between them.
+
+    Args:
+        capacity_bytes: maximum number of bytes to keep.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.generation = 0
+        self.num_bytes = 0
+        self._capacity = capacity_bytes
+        self._contents: OrderedDict[bytes, tuple[BlockKey, ByteArray]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        entry = self._contents.get(key.digest)
+        return entry is not None and entry[0] == key
+
+    def get(self, key: BlockKey) -> ByteArray | None:
+        """Return the content of `key` and count it as used, or None."""
+        if key not in self:
+            return None
+        self._contents.move_to_end(key.digest)
+        return self._contents[key.digest][1]
+
+    def put(self, key: BlockKey, content: ByteArray) -> None:
+        """Keep a content, at the cost of the least recently used ones; one that is too large is not kept."""
+        if key.digest in self._contents or content.nbytes > self._capacity:
+            return
+        self._contents[key.digest] = (key, content)
+        self.num_bytes += content.nbytes
+        while self.num_bytes > self._capacity:
+            _, (_, dropped) = self._contents.popitem(last=False)
+            self.num_bytes -= dropped.nbytes
+
+    def clear(self) -> None:
+        """Forget everything and begin a new generation."""
+        self._contents.clear()
+        self.num_bytes = 0
+        self.generation += 1
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -208,13 +257,14 @@ class MemoryConnector(KVConnector):
         """What was computed from blocks that failed to load is not kept."""
         blocks = self._require_blocks()
         for save in self._saves:
-            block_ids = [block_id for _, block_id in save.blocks]
-            if not self._bad_blocks.isdisjoint(block_ids[: save.num_computed]):
+            if not self._bad_blocks.isdisjoint(save.trusted_block_ids):
                 continue
-            self._bad_blocks.difference_update(block_ids)
+            self._bad_blocks.difference_update(block_id for _, block_id in save.blocks)
             for key, block_id in save.blocks:
                 if self.store.get(key) is None:
-                    self.store.put(key, blocks.read_block(block_id))
+                    content = np.empty(blocks.bytes_per_block, dtype=np.uint8)
+                    blocks.read_block(block_id, content)
+                    self.store.put(key, content)
         self._saves = []
 
     @override

@@ -1,0 +1,91 @@
+"""Building the KV tier that the configuration asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.memory_plan import dtype_of
+from quire.errors import ConfigError
+from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.disk_tier import DiskTier
+from quire.kv.tiers.memory_tier import MemoryTier
+from quire.kv.tiers.region import RegionLayout
+from quire.kv.tiers.tier import BlockTier
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.memory_plan import MemoryPlan
+    from quire.models.config import ModelConfig
+
+_ROPES_BY_LENGTH = ("dynamic", "longrope")  # whose frequencies depend on the maximum length
+
+
+def build_tier(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> TierConnector:
+    """Return the connector to the tier that `config.kv_tier` names; it is opened with the KV cache."""
+    open_tier = functools.partial(_open, config, model_path, model_config, plan)
+    return TierConnector(plan.block_size, open_tier)
+
+
+def _open(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan, bytes_per_block: int
+) -> BlockTier:
+    """Open the tier.
+
+    Raises:
+        ConfigError: it does not hold a single block, or its directory cannot be used.
+    """
+    capacity = int(config.kv_tier_size * 1e9)
+    if config.kv_tier == "memory":
+        tier: BlockTier = MemoryTier(capacity, bytes_per_block, min_uses=config.kv_tier_min_uses)
+    else:
+        fingerprint = bytes.fromhex(_fingerprint(config, model_path, model_config, plan))
+        layout = RegionLayout(fingerprint, plan.block_size, bytes_per_block)
+        directory = _directory(config.kv_tier_path)
+        try:
+            tier = DiskTier(directory, capacity, layout, min_uses=config.kv_tier_min_uses)
+        except OSError as error:
+            raise ConfigError(
+                f"EngineConfig.kv_tier_path is {config.kv_tier_path!r}, and {directory} cannot be used: "
+                f"{error}; choose a directory that can be written to"
+            ) from error
+    if not tier.residents.num_places:
+        raise ConfigError(
+            f"EngineConfig.kv_tier_size is {config.kv_tier_size} GB, too little for one block of "
+            f"{tier.bytes_per_place} bytes; raise it to at least {tier.bytes_per_place / 1e9:.6f}"
+        )
+    return tier
+
+
+def _directory(setting: str) -> Path:
+    if setting != "auto":
+        return Path(setting).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "quire" / "kv"
+
+
+def _fingerprint(config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan) -> str:
+    """Return what stands for all that KV depends on besides tokens: KV of another is not used."""
+    from quire.kernels.dispatch import kernel_set
+    from quire.models.checkpoints.weight_cache import cache_key
+
+    return cache_key(
+        model_path,
+        model=_shape(model_config),
+        dtype=dtype_of(config, model_config),
+        kv_dtype=plan.kv_dtype,
+        block_size=plan.block_size,
+        quantization=config.quantization,
+        group_size=config.quantization_group_size,
+        instruction_set=kernel_set(config.kernels).weight_layout or "reference",
+    )
+
+
+def _shape(model: ModelConfig) -> dict[str, Any]:
+    by_length = any(rope.kind in _ROPES_BY_LENGTH for rope in model.ropes)
+    return dataclasses.asdict(dataclasses.replace(model, max_model_len=model.max_model_len * by_length))

@@ -1,0 +1,383 @@
+"""The KV connector to a tier: prompts' blocks leave the cache for it, and come back when that is cheaper.
+
+All loads are asynchronous: threads read the blocks while other requests compute. Stores are copied out of the
+cache at the end of the step that filled them, into a bounded number of buffers that one thread writes; while
+all are in use, nothing is stored. Both sides are in one process, and share the tier's index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from typing_extensions import override
+
+from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.connector import KVConnector
+from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.host_blocks import BlockStore, ByteArray, block_store
+from quire.kv.prompt_blocks import PromptBlocks
+from quire.kv.tiers.buffers import BufferPool
+from quire.kv.tiers.costs import LoadCosts
+from quire.kv.tiers.loads import BlockLoad, LoadInProgress
+from quire.kv.tiers.tier import BlockTier
+from quire.kv.tiers.worker_threads import WorkerThreads
+from quire.request import Request
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.step import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+NUM_READERS = 2
+"""Blocks read at a time."""
+
+BUFFER_BYTES = 256 << 20
+"""Maximum size of all blocks that wait to be written."""
+
+REFRESH_INTERVAL = 5.0
+"""Seconds after which what other processes did to the tier is taken note of."""
+
+LONGEST_READ = 5.0
+"""Seconds that one read takes when the disk hangs; nothing is loaded then."""
+
+CLOSE_TIMEOUT = 30.0
+"""Seconds that blocks which wait to be written have at shutdown."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class TierMetadata:
+    """What one step means for the worker side."""
+
+    generation: int
+    num_tokens: int  # computed by the step
+    cancelled: list[str]  # requests whose load is given up
+    loads: list[BlockLoad]
+    stores: list[tuple[BlockKey, int]]
+
+
+@dataclasses.dataclass(slots=True)
+class _Lookup:
+    """What the scheduler side knows of one request."""
+
+    keys: SequenceKeys
+    num_local: int = 0  # tokens that the cache had when the request was last looked up
+    prefers_loading: bool | None = None  # None: nothing was found yet
+
+
+class TierConnector(KVConnector):
+    """Keeps prompts' blocks in a tier.
+
+    Args:
+        block_size: tokens per block.
+        open_tier: returns the tier for blocks of so many bytes; called once the cache exists.
+        readers: threads that read; None: `NUM_READERS` of its own.
+        writer: the thread that writes; None: its own.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        open_tier: Callable[[int], BlockTier],
+        *,
+        readers: WorkerThreads | None = None,
+        writer: WorkerThreads | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._block_size = block_size
+        self._open_tier = open_tier
+        self._opened: tuple[BlockTier, BlockStore, BufferPool] | None = None
+        self._readers = readers or WorkerThreads("kv-tier-reader", NUM_READERS)
+        self._writer = writer or WorkerThreads("kv-tier-writer", 1)
+        self._clock = clock
+        self._costs = LoadCosts(block_size)
+        self._stats = KVConnectorStats()
+        # Scheduler side.
+        self._prompts = PromptBlocks(block_size)
+        self._lookups: dict[str, _Lookup] = {}
+        self._keys: dict[str, SequenceKeys] = {}
+        self._new_loads: list[BlockLoad] = []
+        self._cancelled: list[str] = []
+        self._refresh_due = 0.0
+        # Worker side.
+        self._loads: dict[str, LoadInProgress] = {}
+        self._stores: list[tuple[BlockKey, int]] = []
+        self._generation = 0  # that the stores belong to
+        self._num_tokens = 0  # of the step being computed
+        self._step_began = 0.0
+        self._being_stored: set[bytes] = set()
+        self._failed_block_ids: set[int] = set()  # to be reported
+        self._reading = threading.local()
+        self._counting = threading.Lock()  # of the counters that several threads write
+
+    # -- scheduler side ------------------------------------------------------------------------------------
+
+    @override
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        lookup = self._lookup(request)
+        lookup.num_local = num_computed_tokens
+        if num_computed_tokens % self._block_size or self._readers.longest_run() > LONGEST_READ:
+            return 0, False
+        first = num_computed_tokens // self._block_size
+        # The last token is always computed, for its logits.
+        end = min(len(lookup.keys), (request.num_tokens - 1) // self._block_size)
+        num_blocks = self._tier.residents.count_leading(map(lookup.keys.__getitem__, range(first, end)))
+        if not num_blocks or not self._prefers_loading(lookup, num_blocks):
+            return 0, False
+        return num_blocks * self._block_size, True
+
+    def _prefers_loading(self, lookup: _Lookup, num_blocks: int) -> bool:
+        """Return the cheaper choice: made once for a request, because it may be asked about in each step."""
+        if lookup.prefers_loading is None:
+            num_queued = sum(load.num_left for load in list(self._loads.values()))
+            lookup.prefers_loading = self._costs.prefers_loading(num_blocks, num_queued)
+            self._stats.num_computations_chosen += not lookup.prefers_loading
+        return lookup.prefers_loading
+
+    @override
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        if not num_external_tokens:
+            return
+        lookup = self._lookup(request)
+        first = lookup.num_local // self._block_size
+        indices = range(first, first + num_external_tokens // self._block_size)
+        blocks = [(lookup.keys[index], int(block_ids[index])) for index in indices]
+        self._new_loads.append(BlockLoad(request.request_id, blocks, self._tier.residents.generation))
+        self._stats.num_loads_chosen += 1
+
+    @override
+    def cancel_load(self, request_id: str) -> None:
+        self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
+        self._cancelled.append(request_id)
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TierMetadata:
+        residents = self._tier.residents
+        stores: list[tuple[BlockKey, int]] = []
+        for save in self._prompts.completed_by(scheduler_output, self._keys):
+            block_ids = dict(save.blocks)
+            stores += [(key, block_ids[key]) for key in residents.use(block_ids)]
+        metadata = TierMetadata(
+            residents.generation,
+            scheduler_output.total_num_scheduled_tokens,
+            self._cancelled,
+            self._new_loads,
+            stores if self._tier.is_writable else [],
+        )
+        self._new_loads, self._cancelled = [], []
+        self._refresh_if_due()
+        return metadata
+
+    def _refresh_if_due(self) -> None:
+        now = self._clock()
+        if now >= self._refresh_due:
+            self._refresh_due = now + REFRESH_INTERVAL
+            self._writer.submit(self._tier.refresh)
+
+    @override
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        self._lookups.pop(request.request_id, None)
+        self._keys.pop(request.request_id, None)
+        self._prompts.forget(request.request_id)
+        return False, None
+
+    @override
+    def leases_renewed(self) -> frozenset[str]:
+        """Nothing is lent."""
+        return frozenset()
+
+    @override
+    def reset(self) -> bool:
+        """Loads under way fail, stores under way are dropped."""
+        self._tier.clear()
+        return True
+
+    def _lookup(self, request: Request) -> _Lookup:
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None:
+            keys = SequenceKeys(root_digest(salt=request.cache_salt), self._block_size)
+            keys.extend(request.prompt_array)
+            lookup = self._lookups[request.request_id] = _Lookup(keys)
+            self._keys[request.request_id] = keys
+        return lookup
+
+    # -- worker side ---------------------------------------------------------------------------------------
+
+    @override
+    def register_kv_caches(self, kv_caches: PagedAttentionCache | BlockStore) -> None:
+        """Open the tier; anything with `read_block` and `write_block` will do for a cache."""
+        blocks = block_store(kv_caches)
+        num_bytes = blocks.bytes_per_block
+        self._opened = (
+            self._open_tier(num_bytes),
+            blocks,
+            BufferPool(num_bytes, BUFFER_BYTES // num_bytes + 1),
+        )
+
+    @override
+    def start_load_kv(self, metadata: object | None) -> None:
+        self._stores, self._num_tokens = [], 0
+        if not isinstance(metadata, TierMetadata):
+            return
+        for request_id in metadata.cancelled:
+            load = self._loads.pop(request_id, None)
+            if load is not None:
+                load.cancel()
+        for new in metadata.loads:
+            self._begin(new)
+        self._stores, self._generation = metadata.stores, metadata.generation
+        self._num_tokens, self._step_began = metadata.num_tokens, self._clock()
+
+    @override
+    def wait_for_layer_load(self, layer: int) -> None:
+        """No step waits for a load."""
+
+    @override
+    def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Blocks are copied whole by `wait_for_save`."""
+
+    @override
+    def wait_for_save(self) -> None:
+        self._costs.note_step(self._clock() - self._step_began, self._num_tokens)
+        stores, self._stores = self._stores, []
+        for key, block_id in stores:
+            if key.digest not in self._being_stored and not self._store(key, block_id):
+                self._count(num_dropped_writes=1)
+
+    @override
+    def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        received = [request_id for request_id, load in self._loads.items() if not load.num_left]
+        for request_id in received:
+            self._end(self._loads.pop(request_id))
+        return frozenset(), frozenset(received)
+
+    @override
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        failed, self._failed_block_ids = frozenset(self._failed_block_ids), set()
+        return failed
+
+    @override
+    def stats(self) -> KVConnectorStats:
+        tier = self._tier
+        num_stored = len(tier.residents)
+        return msgspec.structs.replace(
+            self._stats,
+            capacity_bytes=tier.residents.num_places * tier.bytes_per_place,
+            num_stored_blocks=num_stored,
+            stored_bytes=num_stored * tier.bytes_per_place,
+            num_evicted_blocks=tier.residents.num_evicted,
+            load_seconds_per_block=self._costs.seconds_per_block,
+            compute_seconds_per_token=self._costs.seconds_per_token,
+        )
+
+    @override
+    def close(self) -> None:
+        """Write what waits for it, within `CLOSE_TIMEOUT` seconds; give up all loads."""
+        for load in self._loads.values():
+            load.cancel()
+        self._loads.clear()
+        self._readers.close(CLOSE_TIMEOUT)
+        self._writer.close(CLOSE_TIMEOUT)
+        if self._opened is not None:
+            self._tier.close()
+
+    @property
+    def _tier(self) -> BlockTier:
+        return self._require_opened()[0]
+
+    def _require_opened(self) -> tuple[BlockTier, BlockStore, BufferPool]:
+        if self._opened is None:
+            raise RuntimeError("register_kv_caches() must be called before KV is looked up, loaded or saved")
+        return self._opened
+
+    def _count(self, **counters: int) -> None:
+        with self._counting:
+            for name, number in counters.items():
+                setattr(self._stats, name, getattr(self._stats, name) + number)
+
+    # -- loads ---------------------------------------------------------------------------------------------
+
+    def _begin(self, new: BlockLoad) -> None:
+        tier, blocks, _ = self._require_opened()
+        load = self._loads[new.request_id] = LoadInProgress(new, blocks)
+        for key, block_id in new.blocks:
+            if new.generation != tier.residents.generation:
+                load.end_block(block_id, self._clock(), is_filled=False)
+            else:
+                self._readers.submit(functools.partial(self._read, load, key, block_id))
+
+    def _read(self, load: LoadInProgress, key: BlockKey, block_id: int) -> None:
+        """Fill one block; runs in a reader thread. However it ends, the block is settled."""
+        is_filled = False
+        try:
+            if not load.is_cancelled:
+                load.begin(self._clock())
+                content = self._reading_buffer()
+                if self._tier.read(key, content):
+                    load.fill(block_id, content)
+                    is_filled = True
+        finally:
+            load.end_block(block_id, self._clock(), is_filled=is_filled)
+            if not load.is_cancelled:
+                self._count(num_loaded_blocks=is_filled, num_failed_reads=not is_filled)
+
+    def _reading_buffer(self) -> ByteArray:
+        """Return this thread's own buffer, so that a cancelled load writes to no block."""
+        buffer: ByteArray | None = getattr(self._reading, "buffer", None)
+        if buffer is None:
+            buffer = self._reading.buffer = np.empty(self._tier.bytes_per_block, dtype=np.uint8)
+        return buffer
+
+    def _end(self, load: LoadInProgress) -> None:
+        """Report what failed of a load; all of it if everything was forgotten meanwhile."""
+        if load.load.generation != self._tier.residents.generation:
+            self._failed_block_ids.update(block_id for _, block_id in load.load.blocks)
+            return
+        self._failed_block_ids |= load.failed_block_ids
+        if not load.failed_block_ids:
+            self._costs.note_load(load.seconds, len(load.load.blocks))
+
+    # -- stores --------------------------------------------------------------------------------------------
+
+    def _store(self, key: BlockKey, block_id: int) -> bool:
+        """Copy a block and have it written; False if the writer is behind."""
+        _, blocks, buffers = self._require_opened()
+        content = buffers.take()
+        if content is None:
+            return False
+        try:
+            blocks.read_block(block_id, content)
+        except Exception:
+            buffers.give_back(content)
+            raise
+        self._being_stored.add(key.digest)
+        self._writer.submit(functools.partial(self._write, key, content, self._generation))
+        return True
+
+    def _write(self, key: BlockKey, content: ByteArray, generation: int) -> None:
+        """Write one block; runs in the writer thread."""
+        tier, _, buffers = self._require_opened()
+        is_written = False
+        try:
+            is_written = tier.write(key, content, generation)
+        finally:
+            self._being_stored.discard(key.digest)
+            buffers.give_back(content)
+            self._count(num_written_blocks=is_written, num_failed_writes=not is_written)

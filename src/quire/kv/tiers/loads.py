@@ -1,0 +1,73 @@
+"""Asynchronous loads of blocks, shared between the thread of the step and those that read."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+from quire.kv.block_hash import BlockKey
+from quire.kv.host_blocks import BlockStore, ByteArray
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class BlockLoad:
+    """Blocks to fill for one request, from what was found in a tier's `generation`."""
+
+    request_id: str
+    blocks: list[tuple[BlockKey, int]]
+    generation: int
+
+
+class LoadInProgress:
+    """A load whose blocks are filled one by one, until it has ended or is cancelled.
+
+    Args:
+        load: what to fill.
+        target: where the blocks are.
+    """
+
+    def __init__(self, load: BlockLoad, target: BlockStore) -> None:
+        self.load = load
+        self.seconds = 0.0  # from the first read to the last
+        self.failed_block_ids: set[int] = set()
+        self._target = target
+        self._lock = threading.Lock()
+        self._num_left = len(load.blocks)
+        self._is_cancelled = False
+        self._began: float | None = None
+
+    @property
+    def num_left(self) -> int:
+        """Blocks that are neither filled nor failed."""
+        return self._num_left
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nothing may be written to the blocks any more."""
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """Write nothing to the blocks once this has returned."""
+        with self._lock:
+            self._is_cancelled = True
+
+    def begin(self, now: float) -> None:
+        """Note that a block is about to be read."""
+        with self._lock:
+            if self._began is None:
+                self._began = now
+
+    def fill(self, block_id: int, content: ByteArray) -> None:
+        """Write a block's content, unless the load is cancelled."""
+        with self._lock:
+            if not self._is_cancelled:
+                self._target.write_block(block_id, content)
+
+    def end_block(self, block_id: int, now: float, *, is_filled: bool) -> None:
+        """Note that one more block is settled; called once for each."""
+        with self._lock:
+            if not is_filled:
+                self.failed_block_ids.add(block_id)
+            if self._began is not None:
+                self.seconds = now - self._began
+            self._num_left -= 1

@@ -1,0 +1,60 @@
+"""Where a `TierConnector` keeps blocks: what every tier is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from quire.kv.block_hash import BlockKey
+from quire.kv.host_blocks import ByteArray
+from quire.kv.tiers.residents import ResidentBlocks
+
+
+class BlockTier(ABC):
+    """A bounded store of blocks of one size.
+
+    `read` may be called by several threads at once; `write`, `refresh` and `close` by one at a time; `clear`
+    and what `residents` offers by any thread at any time.
+
+    Args:
+        residents: the index, with one place for each block that fits.
+        bytes_per_block: of keys and values.
+        bytes_per_place: that a place takes up.
+    """
+
+    def __init__(self, residents: ResidentBlocks, bytes_per_block: int, bytes_per_place: int) -> None:
+        self.residents = residents
+        self.bytes_per_block = bytes_per_block
+        self.bytes_per_place = bytes_per_place
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether blocks can be stored."""
+        return True
+
+    @abstractmethod
+    def read(self, key: BlockKey, into: ByteArray) -> bool:
+        """Read a block into an array of `bytes_per_block` bytes.
+
+        Returns:
+            False if it is not, or no longer, there as it was stored; `into` then holds anything.
+        """
+
+    @abstractmethod
+    def write(self, key: BlockKey, content: ByteArray, generation: int) -> bool:
+        """Store a block, at the cost of the least recently used ones; return whether that was possible.
+
+        Args:
+            key: of the block; nothing happens if it is stored already.
+            content: its `bytes_per_block` bytes.
+            generation: of `residents` when `content` was read from the cache; nothing happens if it is over.
+        """
+
+    def refresh(self) -> None:  # noqa: B027 - a tier may belong to one process
+        """Take note of what other processes have done to the tier; called every few seconds."""
+
+    def clear(self) -> None:
+        """Forget everything: what was stored before is never found again, by any process that uses this."""
+        self.residents.clear()
+
+    def close(self) -> None:  # noqa: B027 - memory is let go of by itself
+        """Let go of files."""

@@ -1,0 +1,70 @@
+"""Threads that do what may block, so that the engine's step does not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+logger = logging.getLogger(__name__)
+
+Task = Callable[[], None]
+
+
+class WorkerThreads:
+    """Runs tasks in the order in which they were submitted. A task that raises ends only itself.
+
+    The threads start with the first task, and do not keep the process alive.
+
+    Args:
+        name: of the threads.
+        num_threads: tasks that run at a time.
+        clock: returns seconds.
+    """
+
+    def __init__(self, name: str, num_threads: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._clock = clock
+        self._began: dict[int, float] = {}  # when the task of each busy thread began
+        self._name = name
+        self._num_threads = num_threads
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, task: Task) -> None:
+        """Run a task when a thread is free."""
+        self._tasks.put(task)
+        if not self._threads:
+            self._start()
+
+    def longest_run(self) -> float:
+        """Return for how many seconds the oldest running task has been running; 0 if there is none."""
+        began = list(self._began.values())
+        return self._clock() - min(began) if began else 0.0
+
+    def close(self, timeout: float) -> None:
+        """Run what was submitted, but wait for it at most `timeout` seconds."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = self._clock() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+
+    def _start(self) -> None:
+        for number in range(self._num_threads):
+            thread = threading.Thread(
+                target=self._run, args=(number,), name=f"{self._name}-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._began[number] = self._clock()
+            try:
+                task()
+            except Exception:
+                logger.exception("a task of %s failed", self._name)
+            finally:
+                del self._began[number]
