@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from quire.kv.cache_metadata import PagedAttentionCacheMetaData, PartitionAxis
     from quire.kv.cache_view import PagedAttentionCacheView
     from quire.kv.page_layout import KVLayerSpec
+    from quire.kv.page_manager import PagedAttentionCacheManager
     from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.step_metadata import PagedAttentionMetadata
 
 __all__ = [
     "Int8PageQuantizer",
     "KVLayerSpec",
     "PageQuantizer",
     "PagedAttentionCache",
+    "PagedAttentionCacheManager",
     "PagedAttentionCacheMetaData",
     "PagedAttentionCacheView",
+    "PagedAttentionMetadata",
     "PartitionAxis",
 ]
 
@@ -33,8 +37,10 @@ _HOMES = {
     "KVLayerSpec": "quire.kv.page_layout",
     "PageQuantizer": "quire.kernels.page_quantizers",
     "PagedAttentionCache": "quire.kv.paged_cache",
+    "PagedAttentionCacheManager": "quire.kv.page_manager",
     "PagedAttentionCacheMetaData": "quire.kv.cache_metadata",
     "PagedAttentionCacheView": "quire.kv.cache_view",
+    "PagedAttentionMetadata": "quire.kv.step_metadata",
     "PartitionAxis": "quire.kv.cache_metadata",
 }
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.reference import write_kv
 from quire.kv.page_memory import PageMemory, page_quantizer
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from quire.kernels.page_quantizers import PageQuantizer
     from quire.kv.cache_metadata import PagedAttentionCacheMetaData, PagesSharding
+    from quire.kv.step_metadata import PagedAttentionMetadata, TokenRows
 
 
 class PagedAttentionCacheView:
@@ -107,6 +113,93 @@ class PagedAttentionCacheView:
             value_scales=memory.scales(layout.values),
             quantizer=quantizer,
         )
+
+    def concatenate_to_cache(
+        self, key: torch.Tensor, value: torch.Tensor, metadata: PagedAttentionMetadata
+    ) -> Self:
+        """Write a step's keys and values to their places, prompts and generated tokens alike, in place.
+
+        Nothing is written unless everything can be.
+
+        Args:
+            key: [tokens, num_kv_heads, head_dim], the rows of `metadata.prefill_pos` and then those of
+                `metadata.generate_pos`; the heads are those that this device has.
+            value: likewise.
+            metadata: the step's tables.
+
+        Returns:
+            The view itself.
+
+        Raises:
+            ValueError: the tables contradict each other, name no page for a token, or have another number of
+                rows than `key` and `value`; or these have other heads or head sizes than the layer.
+        """
+        num_prefill = metadata.num_prefill_rows
+        prefill, generate = metadata.prefill_rows(), metadata.generate_rows()
+        self._check_states(key, value, num_prefill + metadata.num_generate_rows)
+        batches = self._batch("prefill", prefill), self._batch("generate", generate)
+        for batch, rows in zip(batches, (prefill.rows, num_prefill + generate.rows), strict=True):
+            self._write(key, value, rows, batch)
+        return self
+
+    def write_prefill_to_cache(
+        self, key: torch.Tensor, value: torch.Tensor, metadata: PagedAttentionMetadata
+    ) -> Self:
+        """Write the prompts' part of a step, as `concatenate_to_cache` does: rows of `prefill_pos` only."""
+        prefill = metadata.prefill_rows()
+        self._check_states(key, value, metadata.num_prefill_rows)
+        self._write(key, value, prefill.rows, self._batch("prefill", prefill))
+        return self
+
+    def write_generate_to_cache(
+        self, key: torch.Tensor, value: torch.Tensor, metadata: PagedAttentionMetadata
+    ) -> Self:
+        """Write the generated part of a step, as `concatenate_to_cache` does: rows of `generate_pos` only."""
+        generate = metadata.generate_rows()
+        self._check_states(key, value, metadata.num_generate_rows)
+        self._write(key, value, generate.rows, self._batch("generate", generate))
+        return self
+
+    def _check_states(self, key: torch.Tensor, value: torch.Tensor, num_rows: int) -> None:
+        spec = self.metadata.layers[self.layer_index]
+        num_heads = self.key_pages.shape[0]
+        assert spec is not None
+        for name, states, head_dim in (
+            ("key", key, spec.key_head_dim),
+            ("value", value, spec.value_head_dim),
+        ):
+            if states.shape != (num_rows, num_heads, head_dim):
+                raise ValueError(
+                    f"{name} is {list(states.shape)}; the step's tables and layer {self.layer_index} ask for "
+                    f"{[num_rows, num_heads, head_dim]} (tokens, KV heads, features)"
+                )
+
+    def _batch(self, name: str, tokens: TokenRows) -> AttentionBatch:
+        """Return the places of a step's tokens."""
+        page_size, num_pages = self.metadata.page_size, self.metadata.num_pages_per_layer
+        first = tokens.num_computed_tokens // page_size
+        end = -(-(tokens.num_computed_tokens + tokens.num_tokens) // page_size)
+        width = tokens.page_tables.shape[1]
+        column = np.arange(width)
+        is_used = (column >= first[:, None]) & (column < end[:, None])
+        is_page = (tokens.page_tables >= 0) & (tokens.page_tables < num_pages)
+        wrong = np.argwhere(is_used & ~is_page)
+        if (end > width).any() or wrong.size:
+            row, place = wrong[0] if wrong.size else (int((end > width).argmax()), width)
+            raise ValueError(
+                f"{name}_page_table has no page for position {place * page_size} of sequence {row}; the "
+                f"cache has pages 0 to {num_pages - 1} of {page_size} tokens"
+            )
+        return AttentionBatch.build(
+            tokens.num_computed_tokens, tokens.num_tokens, tokens.page_tables, page_size
+        )
+
+    def _write(
+        self, key: torch.Tensor, value: torch.Tensor, rows: npt.NDArray[np.int64], batch: AttentionBatch
+    ) -> None:
+        if len(rows):
+            chosen = torch.from_numpy(rows)
+            write_kv(key[chosen], value[chosen], self, batch)
 
     @property
     def is_initialized(self) -> bool:
