@@ -130,8 +130,9 @@ def test_with_preemptions_in_the_middle(numbers, caching):
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_in_a_batch_of_32_and_out_of_the_prefix_cache(numbers):
-    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024) as llm:
+    with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024, max_num_batched_tokens=8192) as llm:
         first = run(llm, ALL)
+        assert sum(output.num_cached_tokens for output in first.values()) > 15 * 16, "shared within a step"
         second = run(llm, ALL)
         assert sum(output.num_cached_tokens for output in second.values()) > 32 * 16
         assert_as_alone(first, numbers)

@@ -120,7 +120,10 @@ class FakeRunner:
         assert count >= 1
         assert start + count <= known + len(drafts)
         assert not drafts or start + count == known + len(drafts)
-        self._write(slot, start, (history + drafts)[start : start + count])
+        if request_id in self.fail and self.connector is None:  # a connector would store what it writes
+            self._write_garbage(slot, start, count)
+        else:
+            self._write(slot, start, (history + drafts)[start : start + count])
         if not self.bad_blocks.isdisjoint(self.tables[slot][: -(-(start + count) // self.block_size)]):
             # Computed from garbage: the scheduler has been told, or is being told with this step.
             emitted = [GARBAGE] if start + count >= known else []
@@ -196,6 +199,11 @@ class FakeRunner:
             if position % self.block_size == 0:
                 self.bad_blocks.discard(self.tables[slot][position // self.block_size])
             self.kv[self.tables[slot][position // self.block_size], position % self.block_size] = token
+
+    def _write_garbage(self, slot: int, start: int, count: int) -> None:
+        self._write(slot, start, [GARBAGE] * count)
+        size = self.block_size
+        self.bad_blocks |= set(self.tables[slot][start // size : -(-(start + count) // size)])
 
     def _read(self, slot: int, count: int) -> list[int]:
         return self.kv[self.tables[slot]].reshape(-1)[:count].tolist()

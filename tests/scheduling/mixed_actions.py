@@ -11,6 +11,7 @@ from quire.scheduling import PauseState
 ACTIONS = {  # by name of the driver's method, how often
     "add": 22,
     "add_siblings": 6,
+    "add_burst": 4,
     "run_steps": 25,
     "plan_step": 10,
     "abort": 3,

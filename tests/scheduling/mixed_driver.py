@@ -9,7 +9,7 @@ from collections import Counter, deque
 
 from fake_runner import VOCAB
 from mixed_checks import check_output, check_plan, check_progress, check_queue_order
-from mixed_requests import Expected, draw_request, draw_siblings, expected_of
+from mixed_requests import Expected, draw_burst, draw_request, draw_siblings, expected_of
 from mixed_world import MAX_MODEL_LEN, Chooser, World
 
 from quire.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
@@ -49,6 +49,14 @@ class MixedDriver:
     def add_siblings(self, choose: Chooser) -> None:
         for request in draw_siblings(choose, self.world, [self._new_id(choose) for _ in range(3)]):
             self._add(request)
+
+    def add_burst(self, choose: Chooser) -> None:
+        """Add requests with a common prefix, at once; now and then the first of them fails."""
+        requests = draw_burst(choose, self.world, [self._new_id(choose) for _ in range(choose.integer(2, 4))])
+        for request in requests:
+            self._add(request)
+        if choose.chance(20) and requests[0].request_id in self.live:
+            self._break(requests[0].request_id, requests[0].request_id)
 
     def _new_id(self, choose: Chooser) -> str:
         self.num_added += 1
@@ -136,8 +144,12 @@ class MixedDriver:
         names = [request_id]
         if expected.is_beam_search:
             names.append(f"{request_id}\0beam-{choose.integer(1, 2)}")
-        self.world.runner.fail.add(choose.among(names))
-        expected.may_break = True
+        self._break(request_id, choose.among(names))
+
+    def _break(self, request_id: str, name: str) -> None:
+        """Let the runner fail a request, or a beam of it, when it computes it next."""
+        self.world.runner.fail.add(name)
+        self.live[request_id].may_break = True
         self.counts["runner errors armed"] += 1
 
     def _forget(self, request_id: str) -> None:
@@ -340,6 +352,7 @@ class MixedDriver:
         self.counts["steps with drafts"] += bool(plan.num_drafts.any())
         self.counts["forks of beams"] += len(plan.forks)
         self.counts["blocks copied"] += len(plan.block_copies)
+        self.counts["prefixes shared within a step"] += len(self.scheduler._sharing.leaners_of(plan.step))
 
     def _count_landed(self) -> None:
         """Add up the scheduler's own counters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from fake_grammar import END, KINDS, allowed_at, parse
-from fake_runner import naive_generation
+from fake_runner import VOCAB, naive_generation
 from mixed_world import MAX_MODEL_LEN, Chooser, World
 from naive_beams import naive_beam_search
 
@@ -84,6 +84,21 @@ def draw_siblings(choose: Chooser, world: World, request_ids: list[str]) -> list
             Request(request_id, prompt, params, eos_token_ids=eos, shares_prompt_with=leader, **options)
         )
     return siblings
+
+
+def draw_burst(choose: Chooser, world: World, request_ids: list[str]) -> list[Request]:
+    """Return requests whose prompts begin alike, with what is hardly cached."""
+    shared = [choose.integer(0, VOCAB - 1) for _ in range(choose.among([4, 8, 16, 20]))]
+    options = _draw_options(choose, world)
+    return [
+        Request(
+            request_id,
+            [*shared, *[choose.integer(0, 9) for _ in range(choose.integer(0, 3))]],
+            _plain_params(choose.integer(1, 20)),
+            **options,
+        )
+        for request_id in request_ids
+    ]
 
 
 def expected_of(request: Request) -> Expected:

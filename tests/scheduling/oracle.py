@@ -55,6 +55,7 @@ class Sequence:
     def __init__(self, name: str, prompt: list[int], limit: int, stops: set[int], salt: str, key) -> None:
         self.name, self.salt, self.key = name, salt, key
         self.tokens = list(prompt)
+        self.num_prompt = len(prompt)
         self.limit, self.stops = limit, stops
         self.computed = 0
         self.blocks: list[Block] = []
@@ -128,29 +129,56 @@ class Oracle:
         self.preempted.append(sequence.name)
 
     def _admit(self, budget: int) -> None:
-        """Blocks are promised one by one and taken together."""
-        promised: list[tuple[Sequence, int]] = []
+        """Blocks are promised one by one and taken together; what one will fill, the next can use already."""
+        filling: dict[tuple, Sequence] = {}
+        for sequence, count in self.plan:
+            if sequence.computed < sequence.num_prompt:
+                first = sequence.computed // self.blocks.size
+                self._note_filling(filling, sequence, first, sequence.computed + count)
+        promised: list[tuple[Sequence, int, list[Sequence]]] = []
         for sequence in sorted(self.waiting, key=lambda sequence: sequence.key):
             found = self._find(sequence)
-            num_found = len(found) * self.blocks.size
+            fillers = self._find_fillers(sequence, len(found), filling)
+            num_had = len(found) + len(fillers)
+            num_found = num_had * self.blocks.size
             chunk = self._first_chunk(len(sequence.tokens) - num_found, budget)
-            needed = self.blocks.needed(num_found + chunk) - len(found)
+            needed = self.blocks.needed(num_found + chunk) - num_had
             free = self.blocks.free() - sum(block in self.blocks.idle for block in found)
-            free -= sum(count for _, count in promised)
+            free -= sum(count for _, count, _ in promised)
             has_slot = len(self.running) < self.config.max_num_seqs
-            if not (budget and chunk and has_slot and self._fits(sequence, found, needed, free, promised)):
+            if not (budget and chunk and has_slot and self._fits(sequence, num_had, needed, free, promised)):
                 break
             self.blocks.hold(found)
             sequence.blocks, sequence.computed, sequence.num_offered = found, num_found, len(found)
             self.waiting.remove(sequence)
             self.running.append(sequence)
-            promised.append((sequence, needed))
+            promised.append((sequence, needed, fillers))
+            first = self.blocks.needed(num_found)
+            self._note_filling(filling, sequence, first, num_found + chunk)
             self.plan.append((sequence, chunk))
             self.admitted.append(sequence)
             budget -= chunk
-        for sequence, count in promised:
-            sequence.blocks = sequence.blocks + self.blocks.take(count)
+        for sequence, count, fillers in promised:
+            start = len(sequence.blocks)
+            shared = [filler.blocks[index] for index, filler in enumerate(fillers, start)]
+            self.blocks.hold(shared)
+            sequence.blocks = sequence.blocks + shared + self.blocks.take(count)
         self._drop_evicted()
+
+    def _note_filling(self, filling: dict, sequence: Sequence, first: int, num_tokens: int) -> None:
+        if self.config.enable_prefix_caching:
+            for index in range(first, num_tokens // self.blocks.size):
+                filling.setdefault(self._content(sequence, index), sequence)
+
+    def _find_fillers(self, sequence: Sequence, num_found: int, filling: dict) -> list[Sequence]:
+        """Who fills, in this step, each of the blocks behind those that were found."""
+        fillers: list[Sequence] = []
+        while (num_found + len(fillers) + 1) * self.blocks.size < len(sequence.tokens):
+            filler = filling.get(self._content(sequence, num_found + len(fillers)))
+            if filler is None:
+                break
+            fillers.append(filler)
+        return fillers
 
     def _first_chunk(self, missing: int, budget: int) -> int:
         if self.config.dynamic_split_fuse:
@@ -160,13 +188,13 @@ class Oracle:
             return budget if budget == most else 0
         return missing if missing <= budget else 0
 
-    def _fits(self, sequence: Sequence, found: list[Block], needed: int, free: int, promised) -> bool:
+    def _fits(self, sequence: Sequence, num_had: int, needed: int, free: int, promised) -> bool:
         if not self.running:
             return needed <= free
         kept = int(self.config.watermark * self.blocks.number)
         if self.config.reserve_full_prompt:
-            needed = self.blocks.needed(len(sequence.tokens)) - len(found)
-            coming = {id(other): count for other, count in promised}
+            needed = self.blocks.needed(len(sequence.tokens)) - num_had
+            coming = {id(other): count + len(fillers) for other, count, fillers in promised}
             for other in self.running:
                 held = len(other.blocks) + coming.get(id(other), 0)
                 kept += max(self.blocks.needed(len(other.tokens)) - held, 0)

@@ -39,6 +39,7 @@ ROWS = {  # of the summary: what the driver counts, under a name for people
     "ended by a stop token": "ended: stop",
     "preemptions": "num_preemptions",
     "prefix tokens found": "prefix_hit_tokens",
+    "prefixes shared within a step": "prefixes shared within a step",
     "tokens loaded from elsewhere": "num_loaded_tokens",
     "drafts verified": "num_draft_tokens",
     "  accepted": "num_accepted_tokens",

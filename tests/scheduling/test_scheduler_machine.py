@@ -56,7 +56,7 @@ class MixedMachine(RuleBasedStateMachine):
         if driver.in_flight and choose.chance(50):
             driver.update()
 
-    @rule(seed=SEEDS, what=st.sampled_from(["add", "add", "add", "add_siblings"]))
+    @rule(seed=SEEDS, what=st.sampled_from(["add", "add", "add_burst", "add_siblings"]))
     def add(self, what, seed):
         self.do(what, seed)
 

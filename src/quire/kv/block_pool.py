@@ -170,13 +170,18 @@ class BlockPool:
         """Remember what blocks in use hold; a second block with the same content stays unknown.
 
         Args:
-            block_ids: N blocks, none of which is known to hold anything else.
+            block_ids: N blocks, none of which is known to hold anything else; requests that share a block may
+                each name it.
             digests: of their contents, see `BlockKey`.
             parents: digests of the blocks before them.
             tokens: [N, block_size].
         """
         owners = list(map(self._by_digest.setdefault, digests, block_ids.tolist()))
-        fresh = np.array(owners, dtype=np.int32) == block_ids
+        fresh = (np.array(owners, dtype=np.int32) == block_ids) & ~self._is_cached[block_ids]
+        if len(set(owners)) < len(owners):
+            first = np.zeros(len(owners), dtype=np.bool_)
+            first[np.unique(block_ids, return_index=True)[1]] = True
+            fresh &= first
         if not fresh.all():
             digests = list(itertools.compress(digests, fresh))
             parents = list(itertools.compress(parents, fresh))

@@ -23,13 +23,21 @@ class Prefix:
 
     It is in `block_ids` and, for the tokens beyond their last full one, at the start of `copy_from`: a block
     that another request writes to and that must be copied. `is_held` says that each of `block_ids` already
-    has a reference for this request.
+    has a reference for this request. The next `num_filling` blocks are those of the request in slot `filler`,
+    which computes them in the step that is being planned.
     """
 
     block_ids: IntArray  # [blocks]
     num_tokens: int
     copy_from: int | None = None
     is_held: bool = False
+    filler: int | None = None
+    num_filling: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that need not be allocated."""
+        return len(self.block_ids) + self.num_filling
 
 
 NO_PREFIX = Prefix(NO_BLOCKS, 0)
@@ -88,6 +96,10 @@ class KVCacheManager:
     def forget(self, request_id: str) -> None:
         """Drop the prefix keys of a request that has ended."""
         self._chains.pop(request_id, None)
+
+    def chain(self, request_id: str) -> list[bytes]:
+        """Return the digests of a request's full blocks, as far as they are known, see `extend_chain`."""
+        return self._chains.get(request_id, [])
 
     def find_prefix(self, request_id: str, token_ids: IntArray) -> Prefix:
         """Return what is cached of the start of a request's tokens ([tokens]). Changes nothing.

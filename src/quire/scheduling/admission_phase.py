@@ -22,6 +22,7 @@ from quire.scheduling.request_finisher import RequestFinisher
 from quire.scheduling.running_slots import RunningSlots, token_limit
 from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.step_mix import StepMix
+from quire.scheduling.step_sharing import StepSharing
 from quire.scheduling.transfers import TransferPhase
 from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
@@ -63,6 +64,7 @@ class AdmissionPhase:
     deadlines: Deadlines
     policy: AdmissionPolicy
     step_mix: StepMix
+    sharing: StepSharing
     stats: SchedulerStats
     _num_promised: int = dataclasses.field(default=0, init=False)  # blocks to be given out in this step
 
@@ -70,6 +72,7 @@ class AdmissionPhase:
         """Admit what fits into the rest of the budget, unless the plan admits nobody."""
         if plan.throttles_prefills or plan.admission_closed or not len(self.waiting.queue):
             return
+        self.sharing.begin(plan.slots, plan.num_tokens)
         passed_over: list[Request] = []
         admitted: list[_Admitted] = []
         try:
@@ -92,6 +95,8 @@ class AdmissionPhase:
                 queue.remove(request.request_id)
                 passed_over.append(request)
                 continue
+            if not num_external:
+                prefix = self._with_filling(request, prefix)
             num_computed = prefix.num_tokens + num_external
             chunk = self.step_mix.first_chunk(request.num_tokens - num_computed, plan.budget)
             if not chunk:
@@ -141,6 +146,12 @@ class AdmissionPhase:
         num_there = min(int(running.num_computed[slot]), self.kv.capacity(slot))
         return slot if num_there >= request.num_prompt_tokens - 1 else None
 
+    def _with_filling(self, request: Request, prefix: Prefix) -> Prefix:
+        """Add the blocks that this step fills, unless the request begins with a load or a leader's prompt."""
+        if prefix.is_held or prefix.copy_from is not None:
+            return prefix
+        return self.sharing.extended(request, prefix)
+
     def _ask_connector(self, request: Request, prefix: Prefix) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded (None: ask later), and whether they are waited for."""
         is_settled = prefix.is_held or prefix.copy_from is not None or request.kv_load_failed
@@ -183,7 +194,7 @@ class AdmissionPhase:
         return Candidate(
             num_tokens=request.num_tokens,
             token_limit=token_limit(request, self.max_model_len),
-            num_cached_blocks=len(prefix.block_ids),
+            num_cached_blocks=prefix.num_blocks,
             num_chunk_blocks=self.kv.blocks_for(num_held_tokens),
             num_output_tokens=len(request.output_token_ids),
         )
@@ -255,8 +266,12 @@ class AdmissionPhase:
             self._count_prefix_hit(request)
         self.deadlines.forget_queue(request.request_id)
         slot = self.slots.enter(request)
-        num_new_blocks = self.kv.blocks_for(request.num_computed_tokens + chunk) - len(prefix.block_ids)
+        num_new_blocks = self.kv.blocks_for(request.num_computed_tokens + chunk) - prefix.num_blocks
         self._num_promised += num_new_blocks
+        if prefix.filler is not None:
+            self.sharing.lean(slot, prefix.filler)
+        if not num_external:
+            self.sharing.add(slot, prefix.num_tokens, chunk)
         beams = self.slots.open_beams(request, slot) if request.sampling_params.beam_width else []
         return _Admitted(request, slot, chunk, prefix, num_cached, num_external, num_new_blocks, beams)
 
@@ -277,8 +292,17 @@ class AdmissionPhase:
         start = self._num_promised = 0
         for one in admitted:
             end = start + one.num_new_blocks
-            self.kv.open(one.slot, one.prefix.block_ids, fresh[start:end], num_cached=one.num_cached)
+            held = self._held_blocks(one.prefix)
+            self.kv.open(one.slot, held, fresh[start:end], num_cached=one.num_cached)
             start = end
+
+    def _held_blocks(self, prefix: Prefix) -> IntArray:
+        """Return the blocks of a prefix, with a reference to each; who fills any of them has its table."""
+        if prefix.filler is None:
+            return prefix.block_ids
+        filling = self.kv.table(prefix.filler)[len(prefix.block_ids) : prefix.num_blocks]
+        self.kv.pool.acquire(filling)
+        return np.concatenate((prefix.block_ids, filling))
 
     def _start_loads(self, admitted: list[_Admitted]) -> list[_Admitted]:
         """Ask the connector to load what the step waits for; return who takes part in the step."""

@@ -35,6 +35,7 @@ from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.state import SchedulerState
 from quire.scheduling.step_clock import StepClock
 from quire.scheduling.step_mix import step_mix
+from quire.scheduling.step_sharing import StepSharing
 from quire.scheduling.steps_in_flight import StepsInFlight
 from quire.scheduling.timeouts import TimeoutPhase
 from quire.scheduling.transfers import TransferPhase
@@ -85,6 +86,7 @@ class SchedulerParts:
         self.admission_policy = ADMISSIONS.build(config.admission, config=config)
         self.victim_policy = VICTIMS.build(config.victim)
         self.step_mix = step_mix(config)
+        self.sharing = StepSharing(self.kv, self.running, self.in_flight)
         self.clock = StepClock(context.clock)
 
     def _build_holdings(self) -> None:
@@ -212,6 +214,7 @@ class SchedulerParts:
             deadlines=self.deadlines,
             policy=self.admission_policy,
             step_mix=self.step_mix,
+            sharing=self.sharing,
             stats=self.stats,
         )
         self.commit_phase = CommitPhase(
@@ -230,6 +233,7 @@ class SchedulerParts:
             beam_phase=self.beam_phase,
             transfer_phase=self.transfer_phase,
             lost_steps=self.lost_steps,
+            sharing=self.sharing,
             slots=self.slots,
             finisher=self.finisher,
             fences=self.fences,

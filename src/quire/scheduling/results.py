@@ -17,9 +17,10 @@ from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 from quire.scheduling.request_finisher import RequestFinisher
-from quire.scheduling.runner_faults import checked
+from quire.scheduling.runner_faults import checked, without_past_errors
 from quire.scheduling.running_slots import RunningSlots
 from quire.scheduling.slot_manager import SlotManager
+from quire.scheduling.step_sharing import StepSharing
 from quire.scheduling.transfers import TransferPhase
 from quire.status import FinishReason, RequestStatus
 from quire.step import (
@@ -61,6 +62,7 @@ class ResultsPhase:
     beam_phase: BeamPhase
     transfer_phase: TransferPhase
     lost_steps: LostSteps
+    sharing: StepSharing
     slots: SlotManager
     finisher: RequestFinisher
     fences: Fences
@@ -76,6 +78,8 @@ class ResultsPhase:
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
             self.transfer_phase.take(computed.kv_connector_output, scheduler_output.slots)
+        self._send_back_leaners(scheduler_output, computed)
+        computed = without_past_errors(scheduler_output, computed, self.running)
         self.beam_phase.fail(computed.errors)
         results = self._settle(scheduler_output, computed)
         self._append(results)
@@ -128,6 +132,13 @@ class ResultsPhase:
             # By slot, because its id may be another request's by now. One that was preempted is sent anew.
             if running.occupied[new.slot]:
                 running.request_at(new.slot).is_known_to_runner = True
+
+    def _send_back_leaners(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> None:
+        """Preempt the requests that used blocks of a request of the same step that has failed."""
+        rows = zip(scheduler_output.request_ids, scheduler_output.slots.tolist(), strict=True)
+        failed = [slot for name, slot in rows if name in computed.errors] if computed.errors else []
+        for slot in self.sharing.land(scheduler_output.step, failed):
+            self.slots.preempt_if_running(slot)
 
     def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _StepResults:
         """Bring the counts of the rows whose requests still run in line with what was computed."""

@@ -17,25 +17,27 @@ def checked(
 ) -> ModelRunnerOutput:
     """Return what a step computed, with an error for each of its requests that it leaves without an answer.
 
-    An output whose rows are not those of the plan is that of a failed step. Errors of requests that have left
-    their slot are dropped: their ids may be in use anew.
+    An output whose rows are not those of the plan is that of a failed step.
     """
     if computed.request_ids is not planned.request_ids and computed.request_ids != planned.request_ids:
         return _failed(planned, computed, f"requests {computed.request_ids}, planned {planned.request_ids}")
     if len(computed.sampled_token_ids) != len(planned.slots):
         rows = f"{len(computed.sampled_token_ids)} rows of tokens for {len(planned.slots)} requests"
         return _failed(planned, computed, rows)
-    errors = (
-        _missing_samples(planned, computed, running) | computed.errors
-        if computed.is_applied
-        else computed.errors
-    )
-    if not errors:
+    missing = _missing_samples(planned, computed, running) if computed.is_applied else {}
+    return dataclasses.replace(computed, errors=missing | computed.errors) if missing else computed
+
+
+def without_past_errors(
+    planned: SchedulerOutput, computed: ModelRunnerOutput, running: RunningSlots
+) -> ModelRunnerOutput:
+    """Drop the errors of requests that have left their slot: their ids may be in use anew."""
+    if not computed.errors:
         return computed
     is_there = running.occupied[planned.slots].tolist()
     there = {request_id for request_id, there in zip(planned.request_ids, is_there, strict=True) if there}
     return dataclasses.replace(
-        computed, errors={name: error for name, error in errors.items() if name in there}
+        computed, errors={name: error for name, error in computed.errors.items() if name in there}
     )
 
 

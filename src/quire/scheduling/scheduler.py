@@ -55,6 +55,7 @@ class Scheduler(SchedulerInterface):
         self._loads = parts.loads
         self._holdings = parts.holdings
         self._fences = parts.fences
+        self._sharing = parts.sharing
         self._outbox = parts.outbox
         self._grammars = parts.grammars
         self._slots = parts.slots
