@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 NUM_READERS = 2
 """Blocks read at a time."""
 
+PREFETCH_BYTES = 8 << 20
+"""Bytes that the disk fetches ahead of what is read."""
+
 BUFFER_BYTES = 256 << 20
 """Maximum size of all blocks that wait to be written."""
 
@@ -317,18 +320,20 @@ class TierConnector(KVConnector):
     def _begin(self, new: BlockLoad) -> None:
         tier, blocks, _ = self._require_opened()
         load = self._loads[new.request_id] = LoadInProgress(new, blocks)
-        for key, block_id in new.blocks:
+        for index, (_, block_id) in enumerate(new.blocks):
             if new.generation != tier.residents.generation:
                 load.end_block(block_id, self._clock(), is_filled=False)
             else:
-                self._readers.submit(functools.partial(self._read, load, key, block_id))
+                self._readers.submit(functools.partial(self._read, load, index))
 
-    def _read(self, load: LoadInProgress, key: BlockKey, block_id: int) -> None:
+    def _read(self, load: LoadInProgress, index: int) -> None:
         """Fill one block; runs in a reader thread. However it ends, the block is settled."""
+        key, block_id = load.load.blocks[index]
         is_filled = False
         try:
             if not load.is_cancelled:
                 load.begin(self._clock())
+                self._prefetch(load, index)
                 content = self._reading_buffer()
                 if self._tier.read(key, content):
                     load.fill(block_id, content)
@@ -337,6 +342,13 @@ class TierConnector(KVConnector):
             load.end_block(block_id, self._clock(), is_filled=is_filled)
             if not load.is_cancelled:
                 self._count(num_loaded_blocks=is_filled, num_failed_reads=not is_filled)
+
+    def _prefetch(self, load: LoadInProgress, index: int) -> None:
+        """Have the disk fetch what is read after this block; with the first block, all up to there."""
+        ahead = -(-PREFETCH_BYTES // self._tier.bytes_per_place)
+        blocks = load.load.blocks
+        for key, _ in blocks[index + ahead : index + ahead + 1] if index else blocks[1 : ahead + 1]:
+            self._tier.prefetch(key)
 
     def _reading_buffer(self) -> ByteArray:
         """Return this thread's own buffer, so that a cancelled load writes to no block."""

@@ -74,6 +74,12 @@ class DiskTier(BlockTier):
         return False
 
     @override
+    def prefetch(self, key: BlockKey) -> None:
+        file, place = self._file, self.residents.place_of(key)
+        if file is not None and place is not None:
+            file.prefetch(self._layout, place)
+
+    @override
     def write(self, key: BlockKey, content: ByteArray, generation: int) -> bool:
         file = self._file
         with self._lock:

@@ -39,6 +39,9 @@ class BlockTier(ABC):
             False if it is not, or no longer, there as it was stored; `into` then holds anything.
         """
 
+    def prefetch(self, key: BlockKey) -> None:  # noqa: B027 - memory is fast enough
+        """Begin to fetch a block that will be read soon, without waiting for it."""
+
     @abstractmethod
     def write(self, key: BlockKey, content: ByteArray, generation: int) -> bool:
         """Store a block, at the cost of the least recently used ones; return whether that was possible.
