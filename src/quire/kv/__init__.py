@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from quire.kernels.page_quantizers import Int8PageQuantizer, PageQuantizer
-    from quire.kv.cache_metadata import PagedAttentionCacheMetaData, PartitionAxis
+    from quire.kv.cache_metadata import PagedAttentionCacheMetaData
     from quire.kv.cache_view import PagedAttentionCacheView
+    from quire.kv.head_sharding import PartitionAxis
     from quire.kv.page_layout import KVLayerSpec
     from quire.kv.page_manager import PagedAttentionCacheManager
     from quire.kv.paged_cache import PagedAttentionCache
@@ -41,7 +42,7 @@ _HOMES = {
     "PagedAttentionCacheMetaData": "quire.kv.cache_metadata",
     "PagedAttentionCacheView": "quire.kv.cache_view",
     "PagedAttentionMetadata": "quire.kv.step_metadata",
-    "PartitionAxis": "quire.kv.cache_metadata",
+    "PartitionAxis": "quire.kv.head_sharding",
 }
 
 

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self
 
-from quire.kv.memory_limits import memory_limit
-from quire.kv.page_layout import (
-    CACHE_DTYPES,
-    SCALE_BYTES,
-    KVLayerSpec,
-    PageLayout,
-    VectorFormat,
-    cache_format,
+from quire.kv.field_checks import check_layer, check_positive, dtype_name, is_whole
+from quire.kv.head_sharding import (
+    REPLICATED,
+    PagesSharding,
+    PartitionAxis,
+    count_kv_head_shards,
+    kv_head_axis_size,
 )
+from quire.kv.memory_limits import memory_limit
+from quire.kv.page_layout import KVLayerSpec, PageLayout, VectorFormat, cache_format
 from quire.kv.plain_data import PlainData, check_keys
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-logger = logging.getLogger(__name__)
-
-PagesSharding = tuple[str | None, ...]
-"""For each dimension of a layer's pages (KV heads, pages, tokens, features), the mesh axis that splits it."""
-
-REPLICATED: PagesSharding = (None, None, None, None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PartitionAxis:
-    """Names of mesh axes.
-
-    Args:
-        kv_head_axis: the axis over which KV heads are divided; None: every device has all of them.
-    """
-
-    kv_head_axis: str | None = "tp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +151,7 @@ class PagedAttentionCacheMetaData(PlainData):
             batch_size=batch_size,
             max_sequences=max_sequences,
             partition_axis=partition_axis,
-            kv_head_shards=_kv_head_shards(mesh, partition_axis, layers),
+            kv_head_shards=count_kv_head_shards(mesh, partition_axis, layers),
         )
         memory = memory_limit()
         per_device = int(memory.limit * hbm_utilization) - memory.in_use
@@ -198,7 +180,7 @@ class PagedAttentionCacheMetaData(PlainData):
         num_pages: int,
         batch_size: int = 1,
         max_sequences: int | None = None,
-        partition_axis: PartitionAxis = PartitionAxis(),
+        partition_axis: PartitionAxis | None = None,
         kv_head_shards: int = 1,
     ) -> Self:
         """Describe a cache of a given number of pages.
@@ -210,7 +192,7 @@ class PagedAttentionCacheMetaData(PlainData):
             num_pages: pages of the cache, 0 or more.
             batch_size: sequences that are served at once.
             max_sequences: length of the longest sequence in tokens; None: what the cache holds.
-            partition_axis: names the mesh axis that KV heads are divided over.
+            partition_axis: names the mesh axis that KV heads are divided over; None: the usual name.
             kv_head_shards: devices along that axis.
 
         Raises:
@@ -223,7 +205,7 @@ class PagedAttentionCacheMetaData(PlainData):
         if not specs:
             raise ValueError(f"layers is {list(layers)}; at least one layer must have keys and values")
         metadata = cls(
-            partition_axis=partition_axis,
+            partition_axis=partition_axis or PartitionAxis(),
             dtype=dtype_name(dtype),
             batch_size=batch_size,
             num_hidden_layers=len(layers),
@@ -363,7 +345,7 @@ class PagedAttentionCacheMetaData(PlainData):
     def _check(self) -> None:
         for name in _POSITIVE:
             check_positive(name, getattr(self, name))
-        if not _is_whole(self.num_pages_per_layer) or self.num_pages_per_layer < 0:
+        if not is_whole(self.num_pages_per_layer) or self.num_pages_per_layer < 0:
             raise ValueError(f"num_pages_per_layer is {self.num_pages_per_layer!r}; it must be at least 0")
         if not 0.0 < self.hbm_utilization <= 1.0:
             raise ValueError(f"hbm_utilization is {self.hbm_utilization}; it must be above 0 and at most 1")
@@ -374,7 +356,7 @@ class PagedAttentionCacheMetaData(PlainData):
             )
         for index, spec in enumerate(self.layers):
             if spec is not None:
-                _check_layer(f"layers[{index}]", spec, self.dtype)
+                check_layer(f"layers[{index}]", spec, self.dtype)
 
 
 _POSITIVE = (
@@ -383,73 +365,6 @@ _POSITIVE = (
 )  # fmt: skip
 
 
-def check_positive(name: str, value: object) -> None:
-    """Raise ValueError unless a field is a whole number above 0; names field and value."""
-    if not _is_whole(value) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
-
-
-def dtype_name(dtype: object) -> str:
-    """Return the name of a type that a cache can have, given by name or as torch's or numpy's type.
-
-    Raises:
-        ValueError: it is none; names it and those that are.
-    """
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
-    if name not in CACHE_DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; a KV cache holds {', '.join(CACHE_DTYPES)}")
-    return name
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_layer(name: str, spec: KVLayerSpec, dtype: str) -> None:
-    for field in ("num_kv_heads", "key_head_dim", "value_head_dim"):
-        check_positive(f"{name}.{field}", getattr(spec, field))
-    if not _is_whole(spec.window) or spec.window < 0:
-        raise ValueError(f"{name}.window is {spec.window!r}; it must be at least 0")
-    for field in ("key_head_dim", "value_head_dim"):
-        if dtype == "int8" and getattr(spec, field) % SCALE_BYTES:
-            raise ValueError(
-                f"dtype is int8, which needs a {name}.{field} that is a multiple of {SCALE_BYTES}, and this "
-                f"is {getattr(spec, field)}; use another type"
-            )
-
-
 @functools.lru_cache(maxsize=64)
 def _layout(layers: tuple[KVLayerSpec | None, ...], page_size: int, dtype: str) -> PageLayout:
     return PageLayout.of(layers, page_size, functools.partial(cache_format, dtype))
-
-
-def _kv_head_shards(
-    mesh: DeviceMesh | None, partition_axis: PartitionAxis, layers: Sequence[KVLayerSpec | None]
-) -> int:
-    """Return the devices along the axis of KV heads; warn of layers whose heads cannot be divided."""
-    shards = kv_head_axis_size(mesh, partition_axis)
-    odd = sorted({spec.num_kv_heads for spec in layers if spec is not None and spec.num_kv_heads % shards})
-    if odd:
-        logger.warning(
-            "num_kv_heads %s cannot be divided evenly over the %d devices of the mesh axis %r; every device "
-            "holds all of these heads",
-            ", ".join(map(str, odd)), shards, partition_axis.kv_head_axis,
-        )  # fmt: skip
-    return shards
-
-
-def kv_head_axis_size(mesh: DeviceMesh | None, partition_axis: PartitionAxis) -> int:
-    """Return the devices along the mesh axis of KV heads; 1 without a mesh or an axis.
-
-    Raises:
-        ValueError: the mesh has no such axis, or its devices are no CPUs.
-    """
-    axis = partition_axis.kv_head_axis
-    if mesh is None or axis is None:
-        return 1
-    if mesh.device_type != "cpu":
-        raise ValueError(f"mesh is of devices {mesh.device_type!r}; Quire keeps KV in the memory of CPUs")
-    names = mesh.mesh_dim_names or ()
-    if axis not in names:
-        raise ValueError(f"partition_axis.kv_head_axis is {axis!r}; the mesh has the axes {list(names)}")
-    return int(mesh.size(names.index(axis)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
@@ -10,17 +13,20 @@ import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.reference import write_kv
-from quire.kv.page_memory import PageMemory, page_quantizer
+from quire.kv.cache_metadata import PagedAttentionCacheMetaData
+from quire.kv.head_sharding import PagesSharding
+from quire.kv.page_memory import PageMemory, page_quantizer, quantizer_name, quantizer_of_name
+from quire.kv.plain_data import PlainData, check_keys
+from quire.kv.saved_tensors import load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from quire.kernels.page_quantizers import PageQuantizer
-    from quire.kv.cache_metadata import PagedAttentionCacheMetaData, PagesSharding
     from quire.kv.step_metadata import PagedAttentionMetadata, TokenRows
 
 
-class PagedAttentionCacheView:
+class PagedAttentionCacheView(PlainData):
     """Keys and values of one layer, in pages.
 
     Without pages the view is uninitialized: it says what the layer is, and a use of its pages raises
@@ -200,6 +206,92 @@ class PagedAttentionCacheView:
         if len(rows):
             chosen = torch.from_numpy(rows)
             write_kv(key[chosen], value[chosen], self, batch)
+
+    def replace(self, **kwargs: Any) -> Self:
+        """Return a view with other arguments of the constructor."""
+        return type(self)(**{**self._arguments(), **kwargs})
+
+    def to_dict(self, tensors: str | Path | None = None) -> dict[str, Any]:
+        """Return which layer of which cache this is, as plain data.
+
+        Args:
+            tensors: a safetensors file to write the pages to; None: they are left out.
+
+        Raises:
+            ValueError: tensors are asked for, and the view has none.
+        """
+        data = {
+            "metadata": self.metadata.to_dict(),
+            "layer_index": self.layer_index,
+            "kv_pages_sharding": list(self.kv_pages_sharding),
+            "quantizer": quantizer_name(self.quantizer),
+        }
+        if tensors is not None:
+            if not self.is_initialized:
+                raise ValueError(f"layer {self.layer_index} has no tensors to write to {tensors}")
+            save_tensors(tensors, self._tensors(), data)
+        return data
+
+    @classmethod
+    def from_dict(
+        cls,
+        data: Mapping[str, Any],
+        tensors: str | Path | None = None,
+        *,
+        quantizer: object | None = None,
+    ) -> Self:
+        """Return the view that `to_dict` wrote down.
+
+        Args:
+            data: what `to_dict` returned.
+            tensors: the file that it wrote, whose pages the view then has to itself; None: it is
+                uninitialized.
+            quantizer: the one that the view had, if it was none of Quire's.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a key is missing or unknown, a value is out of range, or file, data and quantizer
+                belong to different views.
+        """
+        check_keys(cls.__name__, data, ["metadata", "layer_index", "kv_pages_sharding", "quantizer"])
+        metadata = PagedAttentionCacheMetaData.from_dict(data["metadata"])
+        layer_index = data["layer_index"]
+        if not isinstance(layer_index, int) or not 0 <= layer_index < metadata.num_hidden_layers:
+            raise ValueError(
+                f"layer_index is {layer_index!r}; the cache has layers 0 to {metadata.num_hidden_layers - 1}"
+            )
+        own = quantizer_of_name(data["quantizer"], quantizer)
+        sharding = tuple(data["kv_pages_sharding"])
+        if tensors is None:
+            return cls(metadata, layer_index, kv_pages_sharding=sharding, quantizer=own)
+        view = cls.init(None, metadata, layer_index, own)
+        load_tensors(tensors, view._tensors(), data)
+        return view
+
+    def to_json(self, tensors: str | Path | None = None, **kwargs: Any) -> str:
+        """Return `to_dict(tensors)` as JSON; `kwargs` are those of `json.dumps`."""
+        return json.dumps(self.to_dict(tensors), **kwargs)
+
+    @classmethod
+    def from_json(cls, json_str: str, tensors: str | Path | None = None, **kwargs: Any) -> Self:
+        """Return the view that `to_json` wrote down; arguments as for `from_dict`."""
+        return cls.from_dict(json.loads(json_str), tensors, **kwargs)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named = {
+            name: getattr(self, name) for name in ("key_pages", "value_pages", "key_scales", "value_scales")
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _arguments(self) -> dict[str, Any]:
+        tensors = self._tensors() if self.is_initialized else {}
+        return {
+            "metadata": self.metadata,
+            "layer_index": self.layer_index,
+            "kv_pages_sharding": self.kv_pages_sharding,
+            "quantizer": self.quantizer,
+            **tensors,
+        }
 
     @property
     def is_initialized(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from quire.kernels.memory import map_large_pages
 from quire.kernels.page_quantizers import ConvertingQuantizer, Int8PageQuantizer, PageQuantizer
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
-from quire.kv.page_layout import NUMBER_BYTES, HeadsLayout, VectorFormat
+from quire.kv.page_layout import NUMBER_BYTES, HeadsLayout, PageLayout, VectorFormat
 
 
 class PageMemory:
@@ -28,8 +28,7 @@ class PageMemory:
 
     def __init__(self, metadata: PagedAttentionCacheMetaData, quantizer: PageQuantizer | None) -> None:
         has_own_format = quantizer is not None and type(quantizer) is not Int8PageQuantizer
-        format_of = None if quantizer is None else functools.partial(_format, quantizer)
-        self.layout = metadata.page_layout(format_of)
+        self.layout = layout_of(metadata, quantizer)
         self._num_pages = metadata.num_pages_per_layer
         num_bytes = self._num_pages * self.layout.bytes_per_page
         self._bytes = map_large_pages(num_bytes)[:num_bytes]  # takes up memory as it is written to
@@ -71,6 +70,11 @@ class PageMemory:
         )
 
 
+def layout_of(metadata: PagedAttentionCacheMetaData, quantizer: PageQuantizer | None) -> PageLayout:
+    """Return what lies where in a page whose numbers `quantizer` makes."""
+    return metadata.page_layout(None if quantizer is None else functools.partial(_format, quantizer))
+
+
 def page_quantizer(dtype: str, quantizer: object | None) -> PageQuantizer | None:
     """Return what makes the numbers of a cache's pages.
 
@@ -93,6 +97,31 @@ def page_quantizer(dtype: str, quantizer: object | None) -> PageQuantizer | None
         f"quantizer is {quantizer!r}; it must have quantize() and dequantize(), or be a function of keys or "
         "values"
     )
+
+
+def quantizer_name(quantizer: PageQuantizer | None) -> str | None:
+    """Return what a quantizer is called where a cache is written down: int8, or its class."""
+    if quantizer is None:
+        return None
+    kind = type(quantizer)
+    return "int8" if kind is Int8PageQuantizer else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def quantizer_of_name(name: str | None, quantizer: object | None) -> PageQuantizer | None:
+    """Return the quantizer that was written down as `name`, or `quantizer` if that is it.
+
+    Raises:
+        ValueError: it is another, or it is none of Quire's and was not given.
+    """
+    if quantizer is None and name in (None, "int8"):
+        return None if name is None else Int8PageQuantizer()
+    given = page_quantizer("", quantizer)
+    if quantizer_name(given) != name:
+        raise ValueError(
+            f"the cache was written with the quantizer {name}, and quantizer is {quantizer_name(given)}; "
+            "give the one that it had"
+        )
+    return given
 
 
 def _format(quantizer: PageQuantizer, head_dim: int) -> VectorFormat:

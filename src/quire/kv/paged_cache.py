@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kv.cache_metadata import PagedAttentionCacheMetaData, PagesSharding
+from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.cache_view import PagedAttentionCacheView
-from quire.kv.page_memory import PageMemory, page_quantizer
+from quire.kv.head_sharding import PagesSharding
+from quire.kv.page_memory import (
+    PageMemory,
+    layout_of,
+    page_quantizer,
+    quantizer_name,
+    quantizer_of_name,
+)
+from quire.kv.plain_data import PlainData, check_keys, plain_text
+from quire.kv.saved_tensors import load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class PagedAttentionCache:
+class PagedAttentionCache(PlainData):
     """Keys and values of all layers, block after block; a block is a page with its part of every layer.
 
     All layers of one block are one contiguous span of `bytes_per_block` bytes, so that moving a block is one
@@ -31,12 +43,12 @@ class PagedAttentionCache:
 
     Args:
         views: one for each layer.
-        tensor: the memory of the views; None: they have none.
+        memory: that of the views; None: they have none.
     """
 
-    def __init__(self, views: Sequence[PagedAttentionCacheView], tensor: torch.Tensor | None = None) -> None:
+    def __init__(self, views: Sequence[PagedAttentionCacheView], memory: PageMemory | None = None) -> None:
         self.views = list(views)
-        self._tensor = tensor
+        self._memory = memory
 
     @classmethod
     def init_cache(
@@ -68,14 +80,18 @@ class PagedAttentionCache:
             PagedAttentionCacheView.over(memory, metadata, index, own)
             for index in range(metadata.num_hidden_layers)
         ]
-        return cls(views, memory.tensor)
+        return cls(views, memory)
 
     @classmethod
-    def init_empty(cls, metadata: PagedAttentionCacheMetaData | None = None) -> Self:
+    def init_empty(
+        cls, metadata: PagedAttentionCacheMetaData | None = None, quantizer: object | None = None
+    ) -> Self:
         """Return a container without tensors: an uninitialized view of each layer, or no views at all."""
         if metadata is None:
             return cls([])
-        return cls([PagedAttentionCacheView(metadata, index) for index in range(metadata.num_hidden_layers)])
+        own = page_quantizer(metadata.dtype, quantizer)
+        layers = range(metadata.num_hidden_layers)
+        return cls([PagedAttentionCacheView(metadata, index, quantizer=own) for index in layers])
 
     @property
     def metadata(self) -> PagedAttentionCacheMetaData:
@@ -87,9 +103,13 @@ class PagedAttentionCache:
     @property
     def tensor(self) -> torch.Tensor:
         """The memory, block after block."""
-        if self._tensor is None:
+        return self._pages.tensor
+
+    @property
+    def _pages(self) -> PageMemory:
+        if self._memory is None:
             raise AttributeError("the cache has no tensor; PagedAttentionCache.init_cache() makes one")
-        return self._tensor
+        return self._memory
 
     @property
     def num_blocks(self) -> int:
@@ -104,7 +124,7 @@ class PagedAttentionCache:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block, all layers together."""
-        return self.tensor.stride(0) * self.tensor.element_size()
+        return self._pages.layout.bytes_per_page
 
     @property
     def nbytes(self) -> int:
@@ -120,3 +140,74 @@ class PagedAttentionCache:
         if len(copies):
             source, target = torch.from_numpy(copies.astype(np.int64)).unbind(1)
             self.tensor[target] = self.tensor[source]
+
+    def replace(self, **kwargs: Any) -> Self:
+        """Return a cache with other `views` or other `memory`."""
+        return type(self)(**{"views": self.views, "memory": self._memory, **kwargs})
+
+    def to_dict(self, tensors: str | Path | None = None) -> dict[str, Any]:
+        """Return metadata and layout as plain data.
+
+        Args:
+            tensors: a safetensors file to write the memory to; None: tensors are left out.
+
+        Raises:
+            ValueError: tensors are asked for, and the cache has none.
+        """
+        data: dict[str, Any] = {"metadata": None, "quantizer": None, "layout": None}
+        if self.views:
+            quantizer = self.views[0].quantizer
+            data["metadata"] = self.metadata.to_dict()
+            data["quantizer"] = quantizer_name(quantizer)
+            data["layout"] = dataclasses.asdict(layout_of(self.metadata, quantizer))
+        if tensors is not None:
+            if self._memory is None:
+                raise ValueError(f"the cache has no tensors to write to {tensors}")
+            save_tensors(tensors, {"pages": self.tensor}, data)
+        return data
+
+    @classmethod
+    def from_dict(
+        cls,
+        data: Mapping[str, Any],
+        tensors: str | Path | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        quantizer: object | None = None,
+    ) -> Self:
+        """Return the cache that `to_dict` wrote down.
+
+        Args:
+            data: what `to_dict` returned.
+            tensors: the file that it wrote; None: the views are uninitialized.
+            mesh: as for `init_cache`.
+            quantizer: the one that the cache had, if it was none of Quire's.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a key is missing or unknown, a value is out of range, or file, data and quantizer
+                belong to different caches.
+        """
+        check_keys(cls.__name__, data, ["metadata", "quantizer", "layout"])
+        if data["metadata"] is None:
+            return cls.init_empty()
+        metadata = PagedAttentionCacheMetaData.from_dict(data["metadata"])
+        own = quantizer_of_name(data["quantizer"], quantizer)
+        cache = cls.init_empty(metadata, own) if tensors is None else cls.init_cache(mesh, metadata, own)
+        if plain_text(cache.to_dict()) != plain_text(data):
+            raise ValueError(
+                f"the layout of pages is {plain_text(data['layout'])}; here it is "
+                f"{plain_text(cache.to_dict()['layout'])}"
+            )
+        if tensors is not None:
+            load_tensors(tensors, {"pages": cache.tensor}, data)
+        return cache
+
+    def to_json(self, tensors: str | Path | None = None, **kwargs: Any) -> str:
+        """Return `to_dict(tensors)` as JSON; `kwargs` are those of `json.dumps`."""
+        return json.dumps(self.to_dict(tensors), **kwargs)
+
+    @classmethod
+    def from_json(cls, json_str: str, tensors: str | Path | None = None, **kwargs: Any) -> Self:
+        """Return the cache that `to_json` wrote down; arguments as for `from_dict`."""
+        return cls.from_dict(json.loads(json_str), tensors, **kwargs)

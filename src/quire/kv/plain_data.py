@@ -40,6 +40,11 @@ class PlainData(ABC):
         return cls.from_dict(json.loads(json_str))
 
 
+def plain_text(data: Any) -> str:
+    """Return plain data as JSON that is the same for the same content."""
+    return json.dumps(data, sort_keys=True)
+
+
 def check_keys(owner: str, data: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Raise ValueError unless `data` has exactly these keys; names `owner` and the key."""
     known = list(keys)

@@ -1,0 +1,44 @@
+"""Checks of what a cache is described with; every message names field and value."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from quire.kv.page_layout import CACHE_DTYPES, SCALE_BYTES, KVLayerSpec
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise ValueError unless a field is a whole number above 0; names field and value."""
+    if not is_whole(value) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a type that a cache can have, given by name or as torch's or numpy's type.
+
+    Raises:
+        ValueError: it is none; names it and those that are.
+    """
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    if name not in CACHE_DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; a KV cache holds {', '.join(CACHE_DTYPES)}")
+    return name
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a value is a whole number, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_layer(name: str, spec: KVLayerSpec, dtype: str) -> None:
+    """Raise ValueError unless a cache of `dtype` can hold what a layer keeps; names field and value."""
+    for field in ("num_kv_heads", "key_head_dim", "value_head_dim"):
+        check_positive(f"{name}.{field}", getattr(spec, field))
+    if not is_whole(spec.window) or spec.window < 0:
+        raise ValueError(f"{name}.window is {spec.window!r}; it must be at least 0")
+    for field in ("key_head_dim", "value_head_dim"):
+        if dtype == "int8" and getattr(spec, field) % SCALE_BYTES:
+            raise ValueError(
+                f"dtype is int8, which needs a {name}.{field} that is a multiple of {SCALE_BYTES}, and this "
+                f"is {getattr(spec, field)}; use another type"
+            )
