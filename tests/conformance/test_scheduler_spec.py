@@ -104,7 +104,7 @@ def test_add_queues_and_refuses_duplicates_and_what_can_never_fit():
     with pytest.raises(DuplicateRequestError, match="'a'"):
         scene.add("a", range(4))
     with pytest.raises(InvalidRequestError, match="num_kv_blocks"):
-        scene.add("b", range(14), max_tokens=3)
+        scene.add("b", range(14), max_tokens=4)
     assert scene.scheduler.get_request_counts() == (0, 1)
 
 

@@ -50,9 +50,9 @@ def test_a_head_larger_than_the_free_memory_runs_when_what_runs_has_ended():
 
 def test_a_head_larger_than_all_memory_is_refused_with_the_limit():
     scene = Scene(num_blocks=8)
-    with pytest.raises(InvalidRequestError, match=r"could reach 33 tokens.*holds 32.*num_kv_blocks"):
-        scene.add("too large", range(30), max_tokens=3)
-    scene.add("just right", range(30), max_tokens=2)
+    with pytest.raises(InvalidRequestError, match=r"could reach 34 tokens.*holds 32.*num_kv_blocks"):
+        scene.add("too large", range(30), max_tokens=4)
+    scene.add("just right", range(30), max_tokens=3)
     scene.finish()
     scene.check_naive()
 

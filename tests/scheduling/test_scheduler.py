@@ -133,7 +133,7 @@ def test_nobody_overtakes_a_head_that_waits_for_blocks():
     [
         ([], 1, "empty"),
         (range(64), 1, "64 tokens; at most 63"),
-        (range(30), 12, "could reach 42 tokens.*holds 40.*at most 10.*num_kv_blocks"),
+        (range(30), 12, "could reach 42 tokens.*holds 40.*at most 11.*num_kv_blocks"),
     ],
 )
 def test_what_can_never_fit_is_refused_with_the_limit_and_the_knob(prompt, max_tokens, message):
@@ -368,6 +368,22 @@ def test_what_is_no_unicode_text_is_refused(field):
         scene.add("a", range(8), **{field: "half \ud83d"})
     scene.add("b", range(8), **{field: "whole \U0001f600"})
     scene.finish()
+
+
+def test_the_last_token_needs_no_block():
+    """Its KV is never written, because nothing follows it."""
+    scene = Scene(num_blocks=4)
+    scene.add("a", range(16), max_tokens=1)
+    scene.finish()
+    scene.add("b", range(9), max_tokens=8)
+    scene.finish()
+    scene.check_naive()
+    with pytest.raises(InvalidRequestError, match="lower max_tokens to at most 8"):
+        scene.add("c", range(9), max_tokens=9)
+    scene.add("beams", range(8), max_tokens=5, beam_width=2, logprobs=2, n=2, beam_sequence_ids=("x", "y"))
+    scene.finish()
+    with pytest.raises(InvalidRequestError, match="2 beams could need 6 KV blocks"):
+        scene.add("more", range(8), max_tokens=6, beam_width=2, logprobs=2, n=2)
 
 
 def test_only_a_terminal_status_ends_a_request():

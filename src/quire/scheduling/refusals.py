@@ -41,14 +41,19 @@ def refuse_if_never_fits(
             param="prompt",
         )
     capacity = num_blocks * config.block_size
-    most_tokens = token_limit(request, max_model_len)
+    most_tokens = _most_kv_tokens(request, max_model_len)
     if most_tokens > capacity:
         raise InvalidRequestError(
-            f"prompt ({num_prompt} tokens) and output could reach {most_tokens} tokens, but "
-            f"the whole KV cache holds {capacity}; lower max_tokens to at most "
-            f"{max(capacity - num_prompt, 0)}, or raise num_kv_blocks or cache_size",
+            f"prompt ({num_prompt} tokens) and output could reach {most_tokens + 1} tokens, of "
+            f"which all but the last need KV, but the KV cache holds {capacity}; lower max_tokens to at "
+            f"most {max(capacity + 1 - num_prompt, 0)}, or raise num_kv_blocks or cache_size",
             param="max_tokens",
         )
+
+
+def _most_kv_tokens(request: Request, max_model_len: int) -> int:
+    """Return the most tokens whose KV a request needs: all but its last, which nothing follows."""
+    return token_limit(request, max_model_len) - 1
 
 
 def refuse_if_beams_never_fit(
@@ -64,7 +69,7 @@ def refuse_if_beams_never_fit(
         )
     block_size = config.block_size
     num_shared = request.num_prompt_tokens // block_size
-    num_own = -(-token_limit(request, max_model_len) // block_size) - num_shared
+    num_own = -(-_most_kv_tokens(request, max_model_len) // block_size) - num_shared
     if num_shared + width * num_own > num_blocks:
         raise InvalidRequestError(
             f"{width} beams could need {num_shared + width * num_own} KV blocks, {num_shared} for the prompt "
