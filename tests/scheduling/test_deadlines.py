@@ -5,10 +5,13 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scene import Scene
 
 from held import num_held
+from quire.errors import QueueFullError
 from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.drain_rate import LONGEST_WAIT, SHORTEST_WAIT, DrainRate
+from quire.status import RequestStatus
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 KINDS = st.sampled_from(["queue", "total"])
@@ -65,6 +68,26 @@ class Clock:
 @pytest.fixture
 def clock():
     return Clock()
+
+
+def test_an_idle_hour_after_an_abort_is_no_slow_queue():
+    scene = Scene(max_num_seqs=1, max_num_queued_reqs=3, num_blocks=64)
+    for name in ("served", "served too", "aborted"):
+        scene.add(name, [1], max_tokens=2)
+    for _ in range(4):
+        scene.step()
+        scene.clock.advance(0.1)
+    scene.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    scene.finish()
+    scene.clock.advance(3600)
+    scene.add("runs", [8], max_tokens=60)
+    scene.step()
+    for name in ("waits", "waits too", "waits as well"):
+        scene.add(name, [7])
+    with pytest.raises(QueueFullError) as refused:
+        scene.add("one too many", [9])
+    assert refused.value.retry_after < 5
+    scene.finish()
 
 
 def drain(rate, clock, *, seconds, every, num_requests=1, num_tokens=100, queue_is_empty=False):

@@ -107,7 +107,7 @@ class AdmissionPhase:
                     continue
                 break
             if is_async:
-                queue.remove(request.request_id)
+                self.waiting.begin_load(request)
                 self._begin_load(request, prefix, num_external)
             else:
                 self.waiting.admit(request)
@@ -249,7 +249,6 @@ class AdmissionPhase:
         num_missing = self.kv.blocks_for(request.num_tokens) - len(block_ids)
         load = RemoteLoad(request, block_ids, len(prefix.block_ids), num_tokens, num_missing, deadline)
         self.loads.begin(load)
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         if not self.connector.begin_load(request, block_ids, num_external):
             self.transfer_phase.give_up(load, "could not be loaded")
 

@@ -33,7 +33,11 @@ class DrainRate:
             self._num_requests += num_requests
             self._num_tokens += num_tokens
         if queue_is_empty:
-            self._busy_since = None
+            self.pause()
+
+    def pause(self) -> None:
+        """Note that nothing is left in the queue: what comes next begins to wait when it comes."""
+        self._busy_since = None
 
     def retry_after(self, excess_requests: int, excess_tokens: int) -> float:
         """Return the seconds until so many requests and tokens will have left the queue.

@@ -108,6 +108,12 @@ class WaitingRequests:
         if request.status is not RequestStatus.PREEMPTED:
             self.drain_rate.note(request.num_tokens, 1, queue_is_empty=not len(self.queue))
 
+    def begin_load(self, request: Request) -> None:
+        """Take a request out of the queue because it waits for its KV."""
+        self.queue.remove(request.request_id)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._pause_if_queue_is_empty()
+
     def release_followers(self, leader_id: str) -> None:
         """Queue the requests that waited for a prompt: it is computed, or never will be."""
         for request in self._followers.pop(leader_id, {}).values():
@@ -128,6 +134,7 @@ class WaitingRequests:
             self._num_tokens_beside -= group.pop(request_id).num_tokens
             if not group:
                 del self._followers[leader_id]
+        self._pause_if_queue_is_empty()
 
     def leader_of(self, request_id: str) -> str | None:
         """Return the request for whose prompt this one waits, if it does."""
@@ -141,6 +148,10 @@ class WaitingRequests:
         self._followers.setdefault(leader_id, {})[request.request_id] = request
         self._leader_of[request.request_id] = leader_id
         self._num_tokens_beside += request.num_tokens
+
+    def _pause_if_queue_is_empty(self) -> None:
+        if not len(self.queue):
+            self.drain_rate.pause()
 
     def _is_computing_prompt(self, request_id: str) -> bool:
         """Whether a request is live whose prompt is still to be computed."""
