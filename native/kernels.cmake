@@ -7,7 +7,7 @@ target_link_libraries(quire_kernels PUBLIC Threads::Threads)
 set(warnings -Wall -Wextra -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized)
 target_compile_options(quire_kernels PRIVATE ${warnings})
 
-set(rooms packing linear linear_int4 attention elementwise rotary sampling table)
+set(rooms packing linear linear_int4 attention key_masses elementwise rotary sampling table)
 # Portable comes first: should an inline function that all sets share have a copy in each, the linker keeps the first.
 set(sets portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")

@@ -19,6 +19,7 @@ constexpr int kSpanTokens = 1024;
 constexpr int kHeadDimMultiple = 16;
 constexpr int kMaxHeadDim = 256;
 constexpr int64_t kMaxPartialBytes = int64_t{64} << 20;  // spans whose states would take more are no tasks of their own
+constexpr int kMaxStride = 64;                           // of KeySelection
 constexpr int kBlockRows = 128;  // rows that are taken through the tiles together, unless one token alone has more
 
 // A token of a row block: its row in the batch, and its position in its sequence.
@@ -43,11 +44,14 @@ struct AttentionSpan {
   int32_t num_visits;
 };
 
+constexpr int32_t kAllHeads = -1;
+
 struct RowBlock {
   int32_t first_token;
   int32_t num_tokens;
   int32_t first_span;
   int32_t num_spans;
+  int32_t query_head;  // whose rows these are; or kAllHeads
 };
 
 // The work of a step for layers of one window and group; see AttentionPlanner.
@@ -57,7 +61,8 @@ struct AttentionPlan {
   const AttentionSpan* spans;
   const AttentionVisit* visits;
   int64_t num_tokens;
-  int64_t num_blocks;
+  int64_t num_blocks;       // first those of all heads
+  int64_t num_head_blocks;  // then these, each of one query head
   int64_t num_spans;
   int64_t num_visits;
   const int32_t* block_tables;
@@ -66,6 +71,7 @@ struct AttentionPlan {
   int32_t window;  // 0: none
   int32_t group;   // query heads of a KV head
 
+  int64_t num_shared_blocks() const { return num_blocks - num_head_blocks; }
   // Rows that a task may have.
   int64_t max_rows() const { return group > kBlockRows ? group : kBlockRows; }
 };
@@ -81,6 +87,31 @@ struct KeyScores {
   int64_t* sums;
   int64_t num_row_numbers;
   int64_t num_sums;
+};
+
+// Tokens of one sequence that select the key blocks that they see. Blocks of queries and of keys begin at multiples of one size.
+struct QueryBlock {
+  int32_t sequence;
+  int32_t first_row;  // in the batch
+  int32_t num_tokens;
+  int32_t first_position;
+  int32_t first_token;     // in the plan
+  int32_t num_keys;        // in the cache, to the end of the block's own key block at most
+  int32_t num_key_blocks;  // the last one is the block's own
+  int64_t first_mass;      // where its masses begin, [heads, num_key_blocks]
+
+  bool has_choice() const { return num_key_blocks > 2; }
+};
+
+// How tokens select key blocks: see KeySelection in quire/kernels/sparse_prefill.py, which says how masses are estimated.
+struct KeySelection {
+  const QueryBlock* blocks;
+  int64_t num_blocks;
+  int64_t num_masses;
+  int64_t max_keys;    // of a block
+  int32_t block_size;  // tokens, a multiple of kTileTokens
+  int32_t stride;      // divides block_size
+  float threshold;
 };
 
 // One layer's part of the cache.

@@ -17,6 +17,8 @@ struct Kernels {
   void (*linear)(const LinearCall&, ThreadPool&);
   int64_t (*attention_scratch)(const AttentionCall&, int num_threads);  // bytes that a call needs
   void (*attention)(const AttentionCall&, ThreadPool&);
+  int64_t (*mass_scratch)(const AttentionCall&, const KeySelection&, int num_threads);
+  void (*masses)(const AttentionCall&, const KeySelection&, double* masses, ThreadPool&);
   void (*norm)(const NormCall&, ThreadPool&);
   void (*gated_activation)(const GatedActivationCall&, ThreadPool&);
   void (*rotary_and_write_kv)(const RotaryCall&, ThreadPool&);

@@ -15,11 +15,13 @@ struct Case {
   int64_t num_kv_heads, group, head_dim, block_size;
   int window;
   bool has_key_scores;
+  float threshold = 0.0f;  // of the last sequence's tokens for selecting keys; the second one skips some then. 0: neither
 };
 
 // Sequences of which the first two begin with the same blocks.
 struct Step {
   std::vector<int64_t> num_cached, num_tokens;
+  std::vector<int64_t> skipped_start, skipped_end, selecting_end;
   std::vector<int32_t> tables;
   int64_t table_stride = 0, num_blocks = 0, num_rows = 0;
 
@@ -32,6 +34,9 @@ struct Step {
       num_rows += num_tokens.back();
       table_stride = std::max(table_stride, (length + block_size - 1) / block_size);
     }
+    skipped_start = {0, 10, 0, 0, 0};
+    skipped_end = {0, num_cached[1] - 10, 0, 0, 0};
+    selecting_end = {0, 0, 0, 0, lengths[4] - 3};
     tables.assign(lengths.size() * table_stride, INT32_MAX);
     for (size_t i = 0; i < lengths.size(); ++i) {
       for (int64_t entry = 0; entry * block_size < lengths[i]; ++entry) {
@@ -98,6 +103,17 @@ int8_t quire::test::from_float(float number) {
   return static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, number * 40)));
 }
 
+void choose_keys(const Kernels& kernels, AttentionPlanner& planner, AttentionCall& call, ThreadPool& pool) {
+  const KeySelection& selection = planner.selection();
+  const int64_t num_heads = call.kv->num_kv_heads * planner.plan().group;
+  std::vector<double> masses(num_heads * selection.num_masses);
+  Aligned scratch(kernels.mass_scratch(call, selection, pool.num_threads()));
+  call.scratch = scratch.data;
+  kernels.masses(call, selection, masses.data(), pool);
+  planner.choose(masses.data(), num_heads, pool);
+}
+
+// Where keys are selected that way, not all are: then only bits are compared.
 template <class T>
 void check_case(const Case& shape, DType type) {
   const Step step(shape.block_size);
@@ -120,9 +136,18 @@ void check_case(const Case& shape, DType type) {
   const std::vector<float> query = random_floats(step.num_rows * num_heads * head_dim);
   const std::vector<float> sinks = random_floats(num_heads);
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-  const AttentionPlanner planner({step.num_cached.data(), step.num_tokens.data(), static_cast<int64_t>(step.num_tokens.size()),
-                                  step.tables.data(), step.table_stride, static_cast<int32_t>(shape.block_size)},
-                                 shape.window, static_cast<int>(shape.group));
+  AttentionStep attention_step{step.num_cached.data(), step.num_tokens.data(), static_cast<int64_t>(step.num_tokens.size()),
+                               step.tables.data(),     step.table_stride,      static_cast<int32_t>(shape.block_size)};
+  const bool is_sparse = shape.threshold > 0.0f;
+  if (is_sparse) {
+    attention_step.skipped_start = step.skipped_start.data();
+    attention_step.skipped_end = step.skipped_end.data();
+    attention_step.selecting_end = step.selecting_end.data();
+    attention_step.key_block_size = 128;
+    attention_step.stride = 8;
+    attention_step.threshold = shape.threshold;
+  }
+  AttentionPlanner planner(attention_step, shape.window, static_cast<int>(shape.group));
 
   std::vector<double> expected;
   Scores scores(step);
@@ -135,6 +160,9 @@ void check_case(const Case& shape, DType type) {
     for (int64_t i = 0; i < step.num_tokens[sequence]; ++i, ++row) {
       const int64_t position = step.num_cached[sequence] + i;
       const int64_t first = shape.window == 0 ? 0 : std::max<int64_t>(0, position - shape.window + 1);
+      const auto is_skipped = [&](int64_t key) {
+        return is_sparse && key >= step.skipped_start[sequence] && key < step.skipped_end[sequence];
+      };
       for (int64_t head = 0; head < num_heads; ++head) {
         std::vector<double> weights;
         double sum = std::exp(static_cast<double>(sinks[head]));
@@ -143,7 +171,7 @@ void check_case(const Case& shape, DType type) {
           for (int64_t f = 0; f < head_dim; ++f) {
             score += query[(row * num_heads + head) * head_dim + f] * cached(0, sequence, key, head / shape.group, f);
           }
-          weights.push_back(std::exp(score * scale));
+          weights.push_back(is_skipped(key) ? 0.0 : std::exp(score * scale));
           sum += weights.back();
         }
         std::vector<double> total(head_dim, 0.0);
@@ -167,14 +195,17 @@ void check_case(const Case& shape, DType type) {
       AttentionCall call{&planner.plan(), &kv,   query.data(), DType::kFloat32, num_heads * head_dim,
                          out.data(),      scale, 0.0f,         sinks.data(),    shape.has_key_scores ? &key_scores : nullptr,
                          nullptr};
+      if (planner.selection().num_blocks > 0) choose_keys(*kernels, planner, call, pool);
       Aligned scratch(kernels->attention_scratch(call, num_threads));
       call.scratch = scratch.data;
       kernels->attention(call, pool);
-      for (size_t i = 0; i < out.size(); ++i) {
+      const bool has_all_keys = !is_sparse || shape.threshold > 1.0f;
+      for (size_t i = 0; i < out.size(); ++i) CHECK(std::isfinite(out[i]), "%s, number %zu", kernels->instruction_set, i);
+      for (size_t i = 0; has_all_keys && i < out.size(); ++i) {
         CHECK(std::fabs(out[i] - expected[i]) < 1e-5, "%s, number %zu: %.9g, not %.9g", kernels->instruction_set, i, out[i],
               expected[i]);
       }
-      if (shape.has_key_scores) scores.check(kernels->instruction_set);
+      if (shape.has_key_scores && has_all_keys) scores.check(kernels->instruction_set);
       if (num_threads == 1) first_result = out, first_rows = scores.rows, first_sums = scores.sums;
       CHECK(std::memcmp(first_result.data(), out.data(), out.size() * sizeof(float)) == 0, "%s: bits of %d threads",
             kernels->instruction_set, num_threads);
@@ -185,8 +216,8 @@ void check_case(const Case& shape, DType type) {
 }
 
 int main() {
-  const Case cases[] = {
-      {1, 2, 16, 16, 0, true}, {2, 3, 48, 7, 70, false}, {1, 1, 128, 128, 0, false}, {2, 2, 64, 32, 1100, true}};
+  const Case cases[] = {{1, 2, 16, 16, 0, true},    {2, 3, 48, 7, 70, false},      {1, 1, 128, 128, 0, false},
+                        {2, 2, 64, 32, 1100, true}, {2, 2, 32, 16, 0, true, 2.0f}, {1, 3, 48, 7, 0, true, 0.5f}};
   for (const Case& shape : cases) {
     check_case<float>(shape, DType::kFloat32);
     check_case<bf16>(shape, DType::kBFloat16);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,7 @@ def run_paged(
     shared: int = 0,
     poison_left_of_window: bool = False,
     seed: int = 0,
+    sparse: Callable[..., dict[str, Any]] | None = None,
     **options: Any,
 ) -> list[torch.Tensor]:
     """Return every sequence's output, computed in steps of `chunks` tokens: one size, or one each.
@@ -93,6 +94,8 @@ def run_paged(
         shared: tokens that the sequences have in common and that lie in the same blocks.
         poison_left_of_window: overwrite with NaN what no window reaches any more.
         seed: of the blocks' order.
+        sparse: returns options of each step's batch, for the running sequences, their computed tokens, and
+            the step's tokens.
         options: of the kernel.
     """
     lengths = np.array(sequences.lengths)
@@ -118,7 +121,8 @@ def run_paged(
     while len(running := np.flatnonzero(done < lengths)):
         planned = chunk if first_chunks is None or done.any() else np.array(first_chunks)
         counts = np.minimum(planned[running], (lengths - done)[running])
-        batch = AttentionBatch.build(done[running], counts, tables[running], block_size)
+        step_options = {} if sparse is None else sparse(running, done[running], counts)
+        batch = AttentionBatch.build(done[running], counts, tables[running], block_size, **step_options)
         key, value = now(sequences.key), now(sequences.value)
         write_kv(key, value, kv, batch)
         if poison_left_of_window:

@@ -3,6 +3,7 @@
 #include <nanobind/stl/array.h>
 
 #include <array>
+#include <memory>
 
 #include "module.h"
 
@@ -21,8 +22,17 @@ CachePart make_part(uintptr_t numbers, const Strides& strides, uintptr_t scales,
           {scale_strides[0], scale_strides[1], scale_strides[2]}};
 }
 
-void attend(const AttentionPlanner& planner, const KVLayer& kv, uintptr_t query, int query_type, int64_t query_stride,
-            uintptr_t out, float scale, float softcap, uintptr_t sinks, const KeyScores* key_scores) {
+void choose_keys(AttentionPlanner& planner, AttentionCall& call, Context& context) {
+  const KeySelection& selection = planner.selection();
+  const int64_t num_heads = call.kv->num_kv_heads * planner.plan().group;
+  const std::unique_ptr<double[]> masses(new double[num_heads * selection.num_masses]);
+  call.scratch = context.scratch(context.kernels().mass_scratch(call, selection, context.pool().num_threads()));
+  context.kernels().masses(call, selection, masses.get(), context.pool());
+  planner.choose(masses.get(), num_heads, context.pool());
+}
+
+void attend(AttentionPlanner& planner, const KVLayer& kv, uintptr_t query, int query_type, int64_t query_stride, uintptr_t out,
+            float scale, float softcap, uintptr_t sinks, const KeyScores* key_scores) {
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
   AttentionCall call{&planner.plan(),
@@ -36,6 +46,7 @@ void attend(const AttentionPlanner& planner, const KVLayer& kv, uintptr_t query,
                      at_address<const float>(sinks),
                      key_scores,
                      nullptr};
+  if (planner.selection().num_blocks > 0) choose_keys(planner, call, context);
   call.scratch = context.scratch(context.kernels().attention_scratch(call, context.pool().num_threads()));
   context.kernels().attention(call, context.pool());
 }
@@ -55,6 +66,7 @@ void bind_attention(nb::module_& module) {
   module.attr("HEAD_DIM_MULTIPLE") = kHeadDimMultiple;
   module.attr("MAX_HEAD_DIM") = kMaxHeadDim;
   module.attr("MAX_SPAN_BYTES") = kMaxPartialBytes;
+  module.attr("MAX_STRIDE") = kMaxStride;
   module.attr("SCORE_UNIT") = kScoreUnit;
   nb::class_<KVLayer>(module, "KVLayer")
       .def(
@@ -85,13 +97,17 @@ void bind_attention(nb::module_& module) {
       .def(
           "__init__",
           [](AttentionPlanner* self, uintptr_t num_cached_tokens, uintptr_t num_tokens, int64_t num_sequences,
-             uintptr_t block_tables, int64_t table_stride, int block_size, int window, int group) {
+             uintptr_t block_tables, int64_t table_stride, int block_size, int window, int group, uintptr_t skipped_start,
+             uintptr_t skipped_end, uintptr_t selecting_end, int key_block_size, int stride, float threshold) {
             new (self) AttentionPlanner({at_address<const int64_t>(num_cached_tokens), at_address<const int64_t>(num_tokens),
-                                         num_sequences, at_address<const int32_t>(block_tables), table_stride, block_size},
+                                         num_sequences, at_address<const int32_t>(block_tables), table_stride, block_size,
+                                         at_address<const int64_t>(skipped_start), at_address<const int64_t>(skipped_end),
+                                         at_address<const int64_t>(selecting_end), key_block_size, stride, threshold},
                                         window, group);
           },
           "num_cached_tokens"_a, "num_tokens"_a, "num_sequences"_a, "block_tables"_a, "table_stride"_a, "block_size"_a,
-          "window"_a, "group"_a)
+          "window"_a, "group"_a, "skipped_start"_a = 0, "skipped_end"_a = 0, "selecting_end"_a = 0, "key_block_size"_a = 0,
+          "stride"_a = 0, "threshold"_a = 0.0f)
       .def("attend", &attend, "kv"_a, "query"_a, "query_type"_a, "query_stride"_a, "out"_a, "scale"_a, "softcap"_a, "sinks"_a,
            "key_scores"_a.none(), nb::call_guard<nb::gil_scoped_release>())
       .def("scratch_bytes", &scratch_bytes, "kv"_a, "num_threads"_a,

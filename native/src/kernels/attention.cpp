@@ -217,7 +217,7 @@ class HeadTask {
   int64_t sum_start(int64_t row) const { return call_.key_scores->sum_starts[rows_.token_of(row).row]; }
 
   bool has_sums(const AttentionVisit& visit) const {
-    for (int64_t row = rows_.first_row(visit); row < rows_.end_row(visit); row += rows_.plan.group) {
+    for (int64_t row = rows_.first_row(visit); row < rows_.end_row(visit); row += rows_.group) {
       if (sum_start(row) >= 0) return true;
     }
     return false;
@@ -277,9 +277,14 @@ void attend(const AttentionCall& call, ThreadPool& pool) {
   using Task = HeadTask<Path, T>;
   const AttentionPlan& plan = *call.plan;
   const Layout layout(call, pool.num_threads());
-  const int64_t num_tasks = call.kv->num_kv_heads * plan.num_blocks;
+  const int64_t num_shared_tasks = call.kv->num_kv_heads * plan.num_shared_blocks();
+  const int64_t num_tasks = num_shared_tasks + plan.num_head_blocks;
   const auto task_of = [&](int64_t task, int thread) {
-    return Task(call, layout, plan.blocks[task / call.kv->num_kv_heads], task % call.kv->num_kv_heads, thread);
+    if (task < num_shared_tasks) {
+      return Task(call, layout, plan.blocks[task / call.kv->num_kv_heads], task % call.kv->num_kv_heads, thread);
+    }
+    const RowBlock& block = plan.blocks[plan.num_shared_blocks() + task - num_shared_tasks];
+    return Task(call, layout, block, block.query_head / plan.group, thread);
   };
   const KeptWeights kept(call, layout);
   const int64_t num_heads = call.kv->num_kv_heads * plan.group;

@@ -10,7 +10,7 @@ namespace quire::QUIRE_ISA {
 
 alignas(64) constexpr char kZeros[kMaxHeadDim * sizeof(float)] = {};
 
-// Row `i` is head `i % group` of the KV head's, for token `i / group` of the block.
+// Row `i` is head `i % group` of those that have rows, for token `i / group` of the block.
 struct HeadRows {
   const AttentionCall& call;
   const AttentionPlan& plan;
@@ -18,19 +18,26 @@ struct HeadRows {
   const RowBlock& block;
   int64_t head;
   int64_t head_dim;
+  int64_t group;  // query heads that have rows
 
   HeadRows(const AttentionCall& the_call, const RowBlock& the_block, int64_t the_head)
-      : call(the_call), plan(*the_call.plan), kv(*the_call.kv), block(the_block), head(the_head), head_dim(kv.head_dim) {}
+      : call(the_call),
+        plan(*the_call.plan),
+        kv(*the_call.kv),
+        block(the_block),
+        head(the_head),
+        head_dim(kv.head_dim),
+        group(the_block.query_head == kAllHeads ? plan.group : 1) {}
 
-  int64_t count() const { return static_cast<int64_t>(block.num_tokens) * plan.group; }
-  int64_t first_row(const AttentionVisit& visit) const { return static_cast<int64_t>(visit.first_token) * plan.group; }
-  int64_t end_row(const AttentionVisit& visit) const {
-    return first_row(visit) + static_cast<int64_t>(visit.num_tokens) * plan.group;
-  }
+  int64_t count() const { return static_cast<int64_t>(block.num_tokens) * group; }
+  int64_t first_row(const AttentionVisit& visit) const { return static_cast<int64_t>(visit.first_token) * group; }
+  int64_t end_row(const AttentionVisit& visit) const { return first_row(visit) + static_cast<int64_t>(visit.num_tokens) * group; }
   const AttentionSpan& span(int index) const { return plan.spans[block.first_span + index]; }
 
-  const AttentionToken& token_of(int64_t row) const { return plan.tokens[block.first_token + row / plan.group]; }
-  int64_t query_head(int64_t row) const { return head * plan.group + row % plan.group; }
+  const AttentionToken& token_of(int64_t row) const { return plan.tokens[block.first_token + row / group]; }
+  int64_t query_head(int64_t row) const {
+    return block.query_head == kAllHeads ? head * plan.group + row % plan.group : block.query_head;
+  }
   // Among the rows of all heads and tokens: that of the row's result.
   int64_t place(int64_t row) const { return token_of(row).row * kv.num_kv_heads * plan.group + query_head(row); }
 
@@ -38,8 +45,8 @@ struct HeadRows {
   QUIRE_INLINE void limits(const AttentionVisit& visit, int64_t row, int* first, int* last) const {
     const int64_t position = token_of(row).position - static_cast<int64_t>(visit.tile) * kTileTokens;
     const int64_t oldest = plan.window == 0 ? 0 : position - plan.window + 1;
-    *first = oldest > 0 ? static_cast<int>(oldest) : 0;
-    *last = static_cast<int>(min(position, kTileTokens - 1));
+    *first = oldest > visit.first_key ? static_cast<int>(oldest) : visit.first_key;
+    *last = static_cast<int>(min(position, visit.end_key - 1));
   }
 
   // Puts the queries in `to`, [count, head_dim], as the numbers that products are computed in.
@@ -85,11 +92,11 @@ struct HeadRows {
     int64_t next_head = head;
     int64_t next_span = block.first_span + span_index + 1;
     if (span_index + 1 == block.num_spans) {
-      if (++next_head == kv.num_kv_heads) {
-        next_head = 0;
+      if (block.query_head != kAllHeads || ++next_head == kv.num_kv_heads) {
         ++next_block;
+        if (next_block == plan.blocks + plan.num_blocks) return false;
+        next_head = next_block->query_head == kAllHeads ? 0 : next_block->query_head / plan.group;
       }
-      if (next_block == plan.blocks + plan.num_blocks) return false;
       next_span = next_block->first_span;
     }
     locate<T>(plan.visits[plan.spans[next_span].first_visit], next_head, tile);

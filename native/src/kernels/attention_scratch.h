@@ -64,8 +64,8 @@ struct Layout {
     partials = kept_best + round_up(num_kept / kTileTokens * 4, kLine);
     partial_bytes = round_up(State::bytes(plan.max_rows(), call.kv->head_dim), kLine);
     const int64_t all_partials = plan.num_spans * call.kv->num_kv_heads * partial_bytes;
-    is_split = num_threads > 1 && plan.num_spans > plan.num_blocks && all_partials <= kMaxPartialBytes &&
-               plan.num_blocks * call.kv->num_kv_heads < kTasksPerThread * num_threads;
+    is_split = num_threads > 1 && plan.num_head_blocks == 0 && plan.num_spans > plan.num_blocks &&
+               all_partials <= kMaxPartialBytes && plan.num_blocks * call.kv->num_kv_heads < kTasksPerThread * num_threads;
     threads = partials + (is_split ? all_partials : 0);
     total = threads + num_threads * thread.total;
   }

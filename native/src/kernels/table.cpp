@@ -11,6 +11,8 @@ void pack(const PackCall& call, ThreadPool& pool);
 void linear(const LinearCall& call, ThreadPool& pool);
 int64_t attention_scratch(const AttentionCall& call, int num_threads);
 void attention(const AttentionCall& call, ThreadPool& pool);
+int64_t mass_scratch(const AttentionCall& call, const KeySelection& selection, int num_threads);
+void masses(const AttentionCall& call, const KeySelection& selection, double* to, ThreadPool& pool);
 void norm(const NormCall& call, ThreadPool& pool);
 void gated_activation(const GatedActivationCall& call, ThreadPool& pool);
 void rotary_and_write_kv(const RotaryCall& call, ThreadPool& pool);
@@ -21,7 +23,7 @@ void ranks(const RanksCall& call, ThreadPool& pool);
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
-    QUIRE_TEXT(QUIRE_ISA), pack_scratch,        pack,    linear,    attention_scratch, attention, norm,
+    QUIRE_TEXT(QUIRE_ISA), pack_scratch,        pack,    linear,    attention_scratch, attention, mass_scratch, masses, norm,
     gated_activation,      rotary_and_write_kv, largest, likeliest, sum_exp,           ranks,
 };
 

@@ -25,6 +25,14 @@ class Scores:
     sinks: torch.Tensor | None
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class SeenBlocks:
+    """Which key blocks each token sees."""
+
+    seen: torch.Tensor  # [T, heads, key blocks] bool
+    block_size: int  # tokens, a multiple of `TILE`
+
+
 def attend(
     query: torch.Tensor,
     kv: KVLayer,
@@ -33,6 +41,7 @@ def attend(
     heads: HeadLayout,
     how: Scores,
     key_scores: KeyScores | None,
+    seen: SeenBlocks | None = None,
 ) -> torch.Tensor:
     """Return the attention of the rows of `work`, [Q * R, heads, head_dim] float32.
 
@@ -47,6 +56,8 @@ def attend(
         scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
     scores = scores.view(num_items, heads.num_kv_heads, work.rows, work.group, TILE)
     scores[:num_masked].masked_fill_(work.hidden, float("-inf"))
+    if seen is not None:
+        scores.masked_fill_(~_seen_tiles(seen, work, heads), float("-inf"))
     scores = scores.flatten(2, 3)  # [I, H, M, TILE]
     best = _block_max(scores.amax(-1), work)  # [Q, H, M]
     sinks = None if how.sinks is None else _padded_sinks(how.sinks, work, heads)
@@ -67,6 +78,16 @@ def attend(
     total = total.view(-1, heads.num_kv_heads, work.rows, work.group, heads.head_dim)
     total = total[:, :, :, : heads.group].transpose(1, 2)  # [Q, R, H, group, D]
     return total.reshape(-1, heads.num_heads, heads.head_dim)
+
+
+def _seen_tiles(seen: SeenBlocks, work: TileWork, heads: HeadLayout) -> torch.Tensor:
+    """Return which tiles each row sees, [I, H, R, padded group, 1]."""
+    rows = work.query_rows.view(-1, work.rows)[work.item_query]  # [I, R]
+    tiles = seen.seen[rows, :, (work.tiles * TILE // seen.block_size)[:, None]]  # [I, R, heads]
+    tiles = tiles.view(*rows.shape, heads.num_kv_heads, heads.group).transpose(1, 2)
+    padded = tiles.new_ones(*tiles.shape[:3], work.group)
+    padded[..., : heads.group] = tiles
+    return padded.unsqueeze(-1)
 
 
 def _padded_sinks(sinks: torch.Tensor, work: TileWork, heads: HeadLayout) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.key_scores import KeyScores
+from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.tiles import AttentionPlan, HeadLayout, Int64Array, plan_attention
 
 
@@ -33,6 +34,8 @@ class AttentionBatch:
     num_tokens: Int64Array  # [S], in this step, each at least 1
     block_tables: npt.NDArray[np.int32]  # [S, max_blocks]
     key_scores: KeyScores | None = None  # what attention reports of each layer; None: nothing
+    skipped_keys: SkippedKeys | None = None  # in layers without a window; None: none
+    key_selection: KeySelection | None = None  # likewise; None: all tokens see all keys
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
 
     @classmethod
@@ -46,6 +49,8 @@ class AttentionBatch:
         num_evicted_tokens: npt.NDArray[Any] | None = None,
         first_scoring_token: npt.NDArray[Any] | None = None,
         sums_scores: npt.NDArray[np.bool_] | None = None,
+        skipped_keys: SkippedKeys | None = None,
+        key_selection: KeySelection | None = None,
     ) -> Self:
         """Return the batch of one step.
 
@@ -59,6 +64,12 @@ class AttentionBatch:
                 places.
             first_scoring_token: [S] as for `KeyScores.build`; None: no token scores.
             sums_scores: [S] whether the scores of a sequence are summed over its tokens; None: none is.
+            skipped_keys: cached keys that the step's tokens do not see; a sequence that skips any must not
+                score.
+            key_selection: which tokens see only selected keys.
+
+        Raises:
+            ValueError: a sequence skips keys and scores.
         """
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
         counts = np.asarray(num_tokens, dtype=np.int64)
@@ -70,6 +81,11 @@ class AttentionBatch:
         if num_evicted_tokens is not None:
             evicted = np.asarray(num_evicted_tokens, dtype=np.int64)
             cached, places = computed - evicted, positions - evicted[sequence]
+        key_scores = None
+        if first_scoring_token is not None:
+            key_scores = KeyScores.build(counts, cached + counts, first_scoring_token, sums_scores)
+            if skipped_keys is not None:
+                _refuse_scores(skipped_keys, np.asarray(first_scoring_token) < counts)
         entries, offsets = np.divmod(places, block_size)
         blocks = tables[sequence, entries].astype(np.int64)
         return cls(
@@ -80,9 +96,9 @@ class AttentionBatch:
             num_cached_tokens=cached,
             num_tokens=counts,
             block_tables=tables,
-            key_scores=None
-            if first_scoring_token is None
-            else KeyScores.build(counts, cached + counts, first_scoring_token, sums_scores),
+            key_scores=key_scores,
+            skipped_keys=skipped_keys,
+            key_selection=key_selection,
         )
 
     def plan(self, heads: HeadLayout, window: int) -> AttentionPlan:
@@ -97,6 +113,13 @@ class AttentionBatch:
                 block_size=self.block_size,
                 heads=heads,
                 window=window,
+                skipped_keys=None if window else self.skipped_keys,
             )
             self.plans[key] = plan
         return plan
+
+
+def _refuse_scores(skipped: SkippedKeys, scores: npt.NDArray[np.bool_]) -> None:
+    wrong = np.flatnonzero(scores & (skipped.start < skipped.end))
+    if wrong.size:
+        raise ValueError(f"sequence {wrong[0]} skips keys in this step, so its tokens must not score")

@@ -2,6 +2,8 @@
 
 TILE = 64  # tokens of an attention tile; independent of the block size, so that numbers do not change with it
 
+MAX_STRIDE = 64  # tokens, of a selection of keys
+
 SCORE_UNIT = 2.0**-32  # of sums of key scores
 
 # The reference attention. An intermediate has no more numbers, unless one query block needs more.

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from quire.kernels.attention import Scores, attend
+from quire.kernels.attention import Scores, SeenBlocks, attend
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import FloatLinear, Int4Linear, Int8Linear, Linear, OneDnnLinear, quantization_of
 from quire.kernels.memory import WeightMemory
 from quire.kernels.sampling import ReferenceSampling, SamplingKernels
+from quire.kernels.sparse_prefill import selected_keys
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.weights import Weight
 
@@ -126,12 +127,34 @@ class ReferenceKernels(KernelSet):
         heads = HeadLayout(query.shape[1], kv.key_pages.shape[0], query.shape[2])
         output = query.new_empty(query.shape) if out is None else out
         scores = Scores(scale, softcap, sinks)
+        seen = None if window else _seen_blocks(query, kv, batch, scores)
         if batch.key_scores is not None:
             batch.key_scores.clear()
         for work in batch.plan(heads, window):
-            attended = attend(query, kv, work, heads=heads, how=scores, key_scores=batch.key_scores)
+            attended = attend(
+                query, kv, work, heads=heads, how=scores, key_scores=batch.key_scores, seen=seen
+            )
             output.index_copy_(0, work.query_rows, attended.to(query.dtype))
         return output
+
+
+def _seen_blocks(
+    query: torch.Tensor, kv: KVLayer, batch: AttentionBatch, scores: Scores
+) -> SeenBlocks | None:
+    selection = batch.key_selection
+    if selection is None:
+        return None
+    seen = selected_keys(
+        query,
+        kv,
+        selection,
+        num_cached_tokens=batch.num_cached_tokens,
+        num_tokens=batch.num_tokens,
+        block_tables=batch.block_tables,
+        scale=scores.scale,
+        softcap=scores.softcap,
+    )
+    return SeenBlocks(seen, selection.block_size)
 
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:

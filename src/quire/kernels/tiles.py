@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.bounds import SCRATCH_FLOATS, TILE
+from quire.kernels.sparse_prefill import SkippedKeys
 
 ROW_CLASSES = (1, 8, 64)  # query rows per block: decodes, a few tokens, prefill chunks
 ROW_MULTIPLE = 16  # float32 batched products on CPU give a row the same bits for every such number of rows
@@ -74,6 +75,8 @@ class _QueryBlocks:
     last_position: Int64Array
     first_tile: Int64Array
     num_tiles: Int64Array
+    skipped_start: Int64Array  # keys from here to `skipped_end` are not seen
+    skipped_end: Int64Array
 
     def part(self, start: int, stop: int) -> _QueryBlocks:
         """Return the blocks from `start` to `stop`."""
@@ -88,6 +91,7 @@ def plan_attention(
     block_size: int,
     heads: HeadLayout,
     window: int,
+    skipped_keys: SkippedKeys | None = None,
 ) -> AttentionPlan:
     """Return the work of one step for layers of this shape; `window` 0 means that all earlier keys are seen.
 
@@ -95,6 +99,7 @@ def plan_attention(
     intermediates stay near `SCRATCH_FLOATS`.
     """
     row_start = np.cumsum(num_tokens) - num_tokens
+    skipped = skipped_keys or SkippedKeys(np.zeros_like(num_tokens), np.zeros_like(num_tokens))
     works = []
     lower = 0
     for rows in ROW_CLASSES:
@@ -103,7 +108,9 @@ def plan_attention(
         sequences = np.flatnonzero(in_class)
         if not len(sequences):
             continue
-        blocks = _cut_rows(sequences, num_cached_tokens, num_tokens, row_start, rows=rows, window=window)
+        blocks = _cut_rows(
+            sequences, num_cached_tokens, num_tokens, row_start, skipped, rows=rows, window=window
+        )
         for part in _parts_within_scratch(blocks, heads, rows):
             works.append(_build_work(part, block_tables, block_size, heads=heads, rows=rows, window=window))
     return tuple(works)
@@ -114,6 +121,7 @@ def _cut_rows(
     num_cached_tokens: Int64Array,
     num_tokens: Int64Array,
     row_start: Int64Array,
+    skipped: SkippedKeys,
     *,
     rows: int,
     window: int,
@@ -129,7 +137,16 @@ def _cut_rows(
     first_tile = oldest // TILE
     num_tiles = last_position // TILE + 1 - first_tile
     first_row = row_start[sequence] + first
-    return _QueryBlocks(sequence, first_row, first_position, last_position, first_tile, num_tiles)
+    return _QueryBlocks(
+        sequence,
+        first_row,
+        first_position,
+        last_position,
+        first_tile,
+        num_tiles,
+        skipped.start[sequence],
+        skipped.end[sequence],
+    )
 
 
 def _parts_within_scratch(blocks: _QueryBlocks, heads: HeadLayout, rows: int) -> Iterator[_QueryBlocks]:
@@ -204,6 +221,8 @@ def _masked_first(
     masked = tile * TILE + TILE - 1 > blocks.first_position[item_query]
     if window:
         masked |= tile * TILE <= (blocks.last_position - window)[item_query]
+    skipped_start, skipped_end = blocks.skipped_start[item_query], blocks.skipped_end[item_query]
+    masked |= np.maximum(skipped_start, tile * TILE) < np.minimum(skipped_end, (tile + 1) * TILE)
     return np.argsort(~masked, kind="stable"), int(masked.sum())
 
 
@@ -217,6 +236,8 @@ def _hidden_keys(
     hidden: npt.NDArray[np.bool_] = key > position
     if window:
         hidden |= key <= position - window
+    skipped_start, skipped_end = blocks.skipped_start[item_query], blocks.skipped_end[item_query]
+    hidden |= (key >= skipped_start[:, None, None]) & (key < skipped_end[:, None, None])
     return hidden
 
 

@@ -62,6 +62,8 @@ MAX_HEAD_DIM: int = 256
 
 MAX_SPAN_BYTES: int = 67108864
 
+MAX_STRIDE: int = 64
+
 SCORE_UNIT: float = 2.3283064365386963e-10
 
 class KVLayer:
@@ -96,6 +98,12 @@ class AttentionPlan:
         block_size: int,
         window: int,
         group: int,
+        skipped_start: int = 0,
+        skipped_end: int = 0,
+        selecting_end: int = 0,
+        key_block_size: int = 0,
+        stride: int = 0,
+        threshold: float = 0.0,
     ) -> None: ...
     def attend(
         self,

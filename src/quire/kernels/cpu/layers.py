@@ -82,6 +82,8 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
     plan: _native.AttentionPlan | None = batch.plans.get(key)
     if plan is None:
         tables = batch.block_tables
+        skipped = None if window else batch.skipped_keys
+        selection = None if window else batch.key_selection
         plan = batch.plans[key] = _native.AttentionPlan(
             batch.num_cached_tokens.ctypes.data,
             batch.num_tokens.ctypes.data,
@@ -91,6 +93,12 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
             batch.block_size,
             window,
             group,
+            0 if skipped is None else skipped.start.ctypes.data,
+            0 if skipped is None else skipped.end.ctypes.data,
+            0 if selection is None else selection.end.ctypes.data,
+            0 if selection is None else selection.block_size,
+            0 if selection is None else selection.stride,
+            0.0 if selection is None else selection.threshold,
         )
     return plan
 
