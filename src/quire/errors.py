@@ -65,7 +65,11 @@ class RequestTimeoutError(QuireError):
 
 
 class EngineDeadError(QuireError):
-    """The engine process has ended; requests in flight are answered with this."""
+    """The engine has ended; requests in flight are answered with this."""
+
+
+class ExchangeError(QuireError):
+    """A rank of a tensor-parallel engine does not take part in an exchange with the others."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import torch
 
 INT4_ZERO = 8.0  # the step that stands for 0 where quantization is symmetric
+KERNEL_GROUPS = (128, 64, 32)  # inputs that share a scale and a zero in the kernels for int4
 INT8_STEPS = 127  # the largest magnitude of a row, in steps
 
 
@@ -44,6 +47,39 @@ def num_rows(weight: Weight) -> int:
 def in_features(weight: Weight) -> int:
     """Return the input features that `weight` takes."""
     return weight.shape[1] if isinstance(weight, torch.Tensor) else weight.values.shape[1]
+
+
+def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
+    """Return some rows (axis 0) or inputs (axis 1) of `weight`, one range after the other; no copy of one.
+
+    Raises:
+        ValueError: inputs that share a scale would be cut apart into groups that no kernel has.
+    """
+    if isinstance(weight, Int8Weight):
+        scales = _slices(weight.scales, 0, ranges) if axis == 0 else weight.scales
+        return Int8Weight(_slices(weight.values, axis, ranges), scales)
+    if isinstance(weight, torch.Tensor):
+        return _slices(weight, axis, ranges)
+    tables: tuple[torch.Tensor, ...] = (weight.scales, weight.zeros)
+    if axis == 1:
+        group = math.gcd(weight.group_size, *(edge for part in ranges for edge in (part.start, part.stop)))
+        if group not in KERNEL_GROUPS:
+            raise ValueError(
+                f"its inputs are in groups of {weight.group_size}, which cannot be divided at "
+                f"{', '.join(f'{part.start} and {part.stop}' for part in ranges)}"
+            )
+        repeats = weight.group_size // group
+        tables = tuple(table.repeat_interleave(repeats, dim=1) for table in tables)
+        of_tables = [range(part.start // group, part.stop // group) for part in ranges]
+    else:
+        of_tables = list(ranges)
+    scales, zeros = (_slices(table, axis, of_tables) for table in tables)
+    return Int4Weight(_slices(weight.values, axis, ranges), scales, zeros)
+
+
+def _slices(tensor: torch.Tensor, axis: int, ranges: Sequence[range]) -> torch.Tensor:
+    parts = [tensor.narrow(axis, part.start, len(part)) for part in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
 
 def quantize_int8(weight: torch.Tensor) -> Int8Weight:

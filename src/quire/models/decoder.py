@@ -17,6 +17,7 @@ from quire.kernels.tiles import HeadLayout
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import NO_ROPE, ModelConfig
 from quire.models.moe import Expert, mixture_of_experts
+from quire.models.parallel import TensorParallel
 from quire.models.rotary import RotaryTable
 from quire.models.workspace import StepBuffers, Workspace
 
@@ -58,12 +59,13 @@ class Decoder:
     """A decoder-only transformer.
 
     Args:
-        config: the model's numbers.
-        embedding: [vocab, hidden].
+        config: the model's numbers; a rank's own, see `Shard.model`.
+        embedding: [vocab, hidden]; a rank's rows of it.
         layers: the layers in order.
         norm: [hidden], the last norm, as in the layers.
         output: from the hidden states to the vocabulary.
         kernels: compute everything that is not a matrix product.
+        parallel: the ranks that compute this model together, each with its shard; None: there is one.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Decoder:
         norm: torch.Tensor,
         output: Linear,
         kernels: KernelSet,
+        parallel: TensorParallel | None = None,
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -82,6 +85,7 @@ class Decoder:
         self.norm = norm
         self.output = output
         self.kernels = kernels
+        self._parallel = parallel
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
         self._rotary = [RotaryTable(rope, config.max_model_len) for rope in config.ropes]
         self._workspace = Workspace(config, embedding.dtype)
@@ -111,7 +115,7 @@ class Decoder:
         Returns:
             [T, hidden], normalized and ready for `logits`; the next step overwrites it.
         """
-        hidden = F.embedding(token_ids, self.embedding)
+        hidden = self._embed(token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         angles = [table.rows(batch.positions) for table in self._rotary]
@@ -141,6 +145,11 @@ class Decoder:
             cap = self.config.logits_softcap
             logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._parallel is None:
+            return F.embedding(token_ids, self.embedding)
+        return self._parallel.embed(token_ids, self.embedding, self.config.vocab_size)
 
     def _first_norm(self, hidden: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:
         norm = self.layers[0].attention_norm if self.layers else self.norm
@@ -205,6 +214,7 @@ class Decoder:
             experts_per_token=self.config.num_experts_per_token,
             normalize=self.config.normalize_expert_weights,
             activation=self.config.activation,
+            sum_over_ranks=None if self._parallel is None else self._parallel.sum,
         )
 
     def _add(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ def mixture_of_experts(
     experts_per_token: int,
     normalize: bool,
     activation: str,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's best experts, added from the best to the least.
 
@@ -40,6 +41,7 @@ def mixture_of_experts(
         experts_per_token: how many experts a token goes to (k).
         normalize: scale a token's k weights to sum to 1.
         activation: as for `gated_activation`.
+        sum_over_ranks: adds up what the ranks' parts of the experts return; None: there is one rank.
     """
     scores = router(inputs).float()
     probabilities = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -53,7 +55,8 @@ def mixture_of_experts(
         inner = kernels.gated_activation(expert.gate_up(inputs[token]), activation)
         outputs[token, rank] = expert.down(inner).float()
     weighted = outputs.mul_(weights.unsqueeze(-1))
-    return _sum_in_order(weighted.transpose(1, 2)).to(inputs.dtype)
+    result = _sum_in_order(weighted.transpose(1, 2))
+    return (result if sum_over_ranks is None else sum_over_ranks(result)).to(inputs.dtype)
 
 
 def _sum_in_order(values: torch.Tensor) -> torch.Tensor:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quire.models.config import DTYPE_BYTES, ModelConfig
 from quire.models.families import FAMILIES
+from quire.models.shard import WHOLE, Shard
 
 QUANTIZED_FIELDS = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
+_ADDED_ONCE = ("attention_output_bias", "down_bias")  # of layers whose results are summed over the ranks
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class WeightSource:
-    """One tensor of the checkpoint."""
+    """One tensor of the checkpoint, or what a rank holds of it: `ranges` along `axis`; None: all."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in the checkpoint
+    axis: int = 0
+    ranges: tuple[range, ...] | None = None
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Shape of what is held."""
+        if self.ranges is None:
+            return self.shape
+        return *self.shape[: self.axis], sum(map(len, self.ranges)), *self.shape[self.axis + 1 :]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -32,8 +44,21 @@ class WeightSpec:
     sources: tuple[WeightSource, ...]
 
 
-def weight_specs(config: ModelConfig) -> Iterator[WeightSpec]:
-    """Yield every tensor of the decoder that a checkpoint must hold."""
+def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSpec]:
+    """Yield every tensor of the decoder that a checkpoint must hold.
+
+    Args:
+        config: the whole model's numbers.
+        shard: the part of the model to yield tensors of.
+    """
+    for spec in _whole_specs(config):
+        if shard.size == 1:
+            yield spec
+        elif shard.rank == 0 or spec.field not in _ADDED_ONCE:
+            yield _part_of(spec, config, shard)
+
+
+def _whole_specs(config: ModelConfig) -> Iterator[WeightSpec]:
     names = FAMILIES[config.family].weight_names
     embedding_shape = (config.vocab_size, config.hidden_size)
     yield _single(-1, "embedding", names["embedding"], embedding_shape)
@@ -53,7 +78,13 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def weight_bytes(
-    config: ModelConfig, dtype: str, quantization: str, group_size: int, *, is_native: bool = True
+    config: ModelConfig,
+    dtype: str,
+    quantization: str,
+    group_size: int,
+    *,
+    is_native: bool = True,
+    shard: Shard = WHOLE,
 ) -> int:
     """Return the bytes that the weights take in memory.
 
@@ -61,29 +92,30 @@ def weight_bytes(
     the file is mapped, unless the file has it in another type: then it is held a second time.
 
     Args:
-        config: the model's numbers.
+        config: the whole model's numbers.
         dtype: of what is not quantized.
         quantization: none, int8 or int4; in int4, the output layer is in int8. Matrices that are stored
             quantized stay as they are.
         group_size: inputs that share two float32 numbers, for int4.
         is_native: held by native kernels; the reference holds int4 as the float32 numbers that it stands for.
+        shard: the part of the model that is held.
     """
     matrices = held_quantization(config, quantization)
     if config.stored_quantization != "none":
         group_size = config.stored_group_size
     total = 0
-    for spec in weight_specs(config):
+    for spec in weight_specs(config, shard):
         kind = matrices if spec.field in QUANTIZED_FIELDS else "none"
         if spec.field == "embedding" and config.tie_word_embeddings:
             kind = output_quantization(quantization)
             if config.embedding_dtype != dtype:
-                total += config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
+                total += sum(math.prod(source.held_shape) for source in spec.sources) * DTYPE_BYTES[dtype]
         elif spec.field == "output":
             kind = output_quantization(quantization)
         for source in spec.sources:
-            is_wide = not is_native and kind == "int4" and source.shape[1] % group_size == 0
+            is_wide = not is_native and kind == "int4" and source.held_shape[1] % group_size == 0
             held_as = ("none", "float32") if is_wide else (kind, dtype)
-            total += _bytes_as(*held_as, source.shape, group_size)
+            total += _bytes_as(*held_as, source.held_shape, group_size)
     return total
 
 
@@ -105,6 +137,64 @@ def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int) ->
 def output_quantization(quantization: str) -> str:
     """Return the quantization of the output layer: it decides between tokens, and 4 bits are too few."""
     return "int8" if quantization == "int4" else quantization
+
+
+def _part_of(spec: WeightSpec, config: ModelConfig, shard: Shard) -> WeightSpec:
+    """Return what a rank holds of a tensor: its sections one after the other, if one source has them all."""
+    axis, sections = _sections(spec.field, config, shard)
+    if not sections:
+        return spec
+    if len(spec.sources) == 1:
+        starts = itertools.accumulate((length for length, _ in sections), initial=0)
+        joined = tuple(
+            range(start + part.start, start + part.stop)
+            for start, (_, ranges) in zip(starts, sections, strict=False)
+            for part in ranges
+        )
+        parts = [joined]
+    else:
+        parts = [sections[number % len(sections)][1] for number in range(len(spec.sources))]
+    sources = tuple(
+        dataclasses.replace(source, axis=axis, ranges=ranges)
+        for source, ranges in zip(spec.sources, parts, strict=True)
+    )
+    return dataclasses.replace(spec, sources=sources)
+
+
+Section = tuple[int, tuple[range, ...]]
+
+
+def _sections(field: str, config: ModelConfig, shard: Shard) -> tuple[int, list[Section]]:
+    """Return the axis along which a tensor is divided, and each section's length and what a rank holds of it.
+
+    A layer whose outputs are divided is divided by rows, one that takes these outputs by columns.
+    """
+
+    def share(count: int) -> Section:
+        return count, (shard.share(count),)
+
+    def heads(total: int, held: Sequence[int]) -> Section:
+        size = config.head_dim
+        return total * size, tuple(range(head * size, (head + 1) * size) for head in held)
+
+    inner, expert_inner = share(config.intermediate_size), share(config.moe_intermediate_size)
+    query = heads(config.num_heads, shard.query_heads(config))
+    kv = heads(config.num_kv_heads, shard.kv_heads(config))
+    by_field = {
+        "embedding": (0, [share(config.vocab_size)]),
+        "output": (0, [share(config.vocab_size)]),
+        "qkv": (0, [query, kv, kv]),
+        "qkv_bias": (0, [query, kv, kv]),
+        "attention_output": (1, [query]),
+        "gate_up": (0, [inner, inner]),
+        "gate_up_bias": (0, [inner, inner]),
+        "down": (1, [inner]),
+        "expert_gate_up": (0, [expert_inner]),
+        "expert_down": (1, [expert_inner]),
+    }
+    if config.qk_norm == "full":
+        by_field |= {"q_norm": (0, [query]), "k_norm": (0, [kv])}
+    return by_field.get(field, (0, []))
 
 
 def _single(layer: int, field: str, name: str, shape: tuple[int, ...]) -> WeightSpec:

@@ -25,11 +25,12 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
-from quire.errors import ModelError
+from quire.errors import ConfigError, ModelError
 from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
+from quire.models.shard import Shard
 from quire.models.weights import WeightSource, weight_bytes, weight_specs
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
@@ -138,6 +139,30 @@ def test_every_weight_is_what_the_checkpoint_stands_for(kind: Kind, tmp_path: Pa
         is_quantized = source.name.endswith("_proj.weight")
         assert isinstance(weight, kind.read_as if is_quantized else torch.Tensor)
         assert torch.equal(dequantize(weight), wanted[source.name])
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_rank_holds_its_part_of_every_weight(kind: Kind, tmp_path: Path) -> None:
+    path, twin = kind.write(tmp_path / "model")
+    wanted = load_file(twin / "model.safetensors")
+    with Checkpoint(path) as checkpoint:
+        for spec in weight_specs(read_model_config(path), Shard(1, 2)):
+            for source in spec.sources:
+                expected = wanted[source.name]
+                if source.ranges is not None:
+                    held = torch.tensor([number for part in source.ranges for number in part])
+                    expected = expected.index_select(source.axis, held)
+                assert torch.equal(dequantize(checkpoint.weight(source)), expected)
+
+
+def test_a_part_that_cuts_groups_is_refused(tmp_path: Path) -> None:
+    path, _ = KINDS["gptq, group 64"].write(tmp_path / "model")
+    refused = WeightSource("model.layers.0.mlp.down_proj.weight", (128, 256), 1, (range(48, 112),))
+    with (
+        Checkpoint(path) as checkpoint,
+        pytest.raises(ConfigError, match=r"tensor_parallel_size does not allow for .*down_proj.*48 and 112"),
+    ):
+        checkpoint.weight(refused)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -40,7 +40,7 @@ class CachedWeights:
     def weight(self, source: WeightSource) -> Weight:
         """Return a matrix; if it is packed already, only its outline: tensors on torch's meta device."""
         if self.memory.is_filled and source.name in self._forms:
-            return _outline(self._forms[source.name], source.shape)
+            return _outline(self._forms[source.name], source.held_shape)
         weight = self._checkpoint.weight(source)
         self._pending[source.name] = _form(weight)
         return weight

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from quire.errors import ModelError
-from quire.kernels.weights import Weight, dequantize
+from quire.errors import ConfigError, ModelError
+from quire.kernels.weights import Weight, dequantize, part_of
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.weights import GGUFWeights
 from quire.models.checkpoints.safetensors import SafetensorsWeights
@@ -84,20 +84,30 @@ class Checkpoint:
             )
 
     def weight(self, source: WeightSource) -> Weight:
-        """Return a matrix as it is stored: in floating point where the file is mapped, or quantized.
+        """Return what `source` holds of a matrix as it is stored: quantized, or where the file is mapped.
 
         Raises:
             ModelError: its shape is not that of `source`, or its dtype is not supported.
+            ConfigError: a rank's part would cut groups of quantized weights.
         """
-        return self._store.read(source.name, source.shape)
+        weight = self._store.read(source.name, source.shape)
+        if source.ranges is None:
+            return weight
+        try:
+            return part_of(weight, source.axis, source.ranges)
+        except ValueError as error:
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size does not allow for {source.name} in {self._path}, a "
+                f"quantized matrix: {error}; set it to 1, or use a checkpoint that is not quantized"
+            ) from error
 
     def tensor(self, source: WeightSource) -> torch.Tensor:
         """Return a tensor in floating point: where the file is mapped, or dequantized to float32.
 
         Raises:
-            ModelError: see `weight`.
+            ModelError, ConfigError: see `weight`.
         """
-        weight = self._store.read(source.name, source.shape)
+        weight = self.weight(source)
         return weight if isinstance(weight, torch.Tensor) else dequantize(weight)
 
     def release(self, source: WeightSource) -> None:

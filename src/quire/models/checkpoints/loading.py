@@ -20,6 +20,13 @@ from quire.models.checkpoints.weight_cache import WeightCache, cache_key
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.moe import Expert
+from quire.models.parallel import (
+    FullWidthNormLinear,
+    RowParallelLinear,
+    TensorParallel,
+    VocabularyParallelLinear,
+)
+from quire.models.shard import WHOLE, Shard
 from quire.models.weights import WeightSource, WeightSpec, output_quantization, weight_specs
 
 Progress = Callable[[int, int], None]
@@ -53,30 +60,33 @@ def load_decoder(
     dtype: str = "auto",
     *,
     options: WeightOptions | None = None,
+    parallel: TensorParallel | None = None,
     on_progress: Progress | None = None,
 ) -> Decoder:
-    """Load the model at `path`.
+    """Load the model at `path`, or this rank's shard of it.
 
     Args:
         path: directory of the checkpoint, see `quire.models.checkpoints.checkpoint`.
-        config: the model's numbers, from the same place.
+        config: the whole model's numbers, from the same place.
         dtype: as in `WeightOptions`; counts if there are no `options`.
         options: how to hold the weights.
+        parallel: the ranks, each of which loads its shard; None: there is one.
         on_progress: called with (bytes loaded, bytes in all) after each matrix, counted as if unquantized.
 
     Raises:
         ModelError: names a missing, unexpected or misshapen weight, or a file that cannot be read.
+        ConfigError: a quantized matrix cannot be divided among so many ranks.
     """
     options = options or WeightOptions(dtype=dtype)
     options = dataclasses.replace(options, dtype=config.dtype if options.dtype == "auto" else options.dtype)
     kernels = kernel_set(options.kernels)
     with Checkpoint(path) as checkpoint:
-        specs = list(weight_specs(config))
-        checkpoint.check_names(specs, config)
+        checkpoint.check_names(list(weight_specs(config)), config)
         if options.cache is None or kernels.weight_layout is None:
-            return _Loader(checkpoint, kernels, config, options, specs=specs, on_progress=on_progress).load()
-        cached = CachedWeights(checkpoint, options.cache, _cache_key(path, options, kernels.weight_layout))
-        decoder = _Loader(cached, kernels, config, options, specs=specs, on_progress=on_progress).load()
+            return _Loader(checkpoint, kernels, config, options, parallel, on_progress=on_progress).load()
+        key = _cache_key(path, options, kernels.weight_layout, WHOLE if parallel is None else parallel.shard)
+        cached = CachedWeights(checkpoint, options.cache, key)
+        decoder = _Loader(cached, kernels, config, options, parallel, on_progress=on_progress).load()
         cached.save()
         return decoder
 
@@ -90,21 +100,24 @@ class _Loader:
         kernels: KernelSet,
         config: ModelConfig,
         options: WeightOptions,
+        parallel: TensorParallel | None,
         *,
-        specs: list[WeightSpec],
         on_progress: Progress | None,
     ) -> None:
         self._checkpoint = checkpoint
+        self._parallel = parallel
+        self._shard = WHOLE if parallel is None else parallel.shard
         self._config = config
         self._options = options
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._kernels = kernels
         self._memory = checkpoint.memory if isinstance(checkpoint, CachedWeights) else WeightMemory()
         self._by_layer: dict[int, dict[str, WeightSpec]] = {}
+        specs = list(weight_specs(config, self._shard))
         for spec in specs:
             self._by_layer.setdefault(spec.layer, {})[spec.field] = spec
         self._on_progress = on_progress
-        self._num_weights = sum(math.prod(source.shape) for spec in specs for source in spec.sources)
+        self._num_weights = sum(math.prod(source.held_shape) for spec in specs for source in spec.sources)
         self._num_loaded = 0
 
     def load(self) -> Decoder:
@@ -112,17 +125,22 @@ class _Loader:
         model = self._by_layer.pop(-1)
         embedding = self._tensor(model["embedding"])
         layers = [self._layer(self._by_layer[index]) for index in range(self._config.num_layers)]
-        output = model["embedding" if self._config.tie_word_embeddings else "output"]
         return Decoder(
-            self._config,
+            self._shard.model(self._config),
             embedding=embedding,
             layers=layers,
             norm=self._norm(model["norm"]),
-            output=self._linear(
-                output.sources, None, quantization=output_quantization(self._options.quantization)
-            ),
+            output=self._output(model["embedding" if self._config.tie_word_embeddings else "output"]),
             kernels=self._kernels,
+            parallel=self._parallel,
         )
+
+    def _output(self, spec: WeightSpec) -> Linear:
+        quantization = output_quantization(self._options.quantization)
+        output = self._linear(spec.sources, None, quantization=quantization)
+        if self._parallel is None:
+            return output
+        return VocabularyParallelLinear(output, self._parallel, self._config.vocab_size)
 
     def _layer(self, specs: dict[str, WeightSpec]) -> DecoderLayer:
         fields: dict[str, Any] = {name: self._norm(specs[name]) for name in _NORMS if name in specs}
@@ -134,6 +152,8 @@ class _Loader:
                 )
         if "expert_down" in specs:
             fields["experts"] = self._experts(specs["expert_gate_up"], specs["expert_down"])
+        if self._parallel is not None:
+            _join_ranks(fields, self._parallel, self._config)
         return DecoderLayer(**fields)
 
     def _experts(self, gate_up: WeightSpec, down: WeightSpec) -> list[Expert]:
@@ -175,15 +195,26 @@ class _Loader:
     def _release(self, sources: Iterable[WeightSource]) -> None:
         for source in sources:
             self._checkpoint.release(source)
-            self._num_loaded += math.prod(source.shape)
+            self._num_loaded += math.prod(source.held_shape)
         if self._on_progress is not None:
             done = min(self._num_loaded, self._num_weights)  # a tied embedding is read twice
             self._on_progress(done * self._dtype.itemsize, self._num_weights * self._dtype.itemsize)
 
 
-def _cache_key(path: Path, options: WeightOptions, weight_layout: str) -> str:
+def _join_ranks(fields: dict[str, Any], parallel: TensorParallel, config: ModelConfig) -> None:
+    """Replace what the ranks compute together in a layer's fields; experts are summed by the decoder."""
+    for name in ("attention_output", "down"):
+        if name in fields:
+            fields[name] = RowParallelLinear(fields[name], parallel)
+    if config.qk_norm == "full":
+        norms = fields.pop("q_norm"), fields.pop("k_norm")
+        fields["qkv"] = FullWidthNormLinear(fields["qkv"], norms, parallel, config)
+
+
+def _cache_key(path: Path, options: WeightOptions, weight_layout: str, shard: Shard) -> str:
     return cache_key(
         path,
+        **({} if shard.size == 1 else {"shard": [shard.rank, shard.size]}),
         dtype=options.dtype,
         quantization=options.quantization,
         group_size=options.group_size,

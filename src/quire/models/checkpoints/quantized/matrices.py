@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from quire.kernels.weights import Int4Weight, Int8Weight, Weight
+from quire.kernels.weights import KERNEL_GROUPS, Int4Weight, Int8Weight, Weight
 
 Parts = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
 
-KERNEL_GROUPS = (128, 64, 32)  # inputs that share a scale in the kernels for int4
 INT8_ZERO = 128  # the step of unsigned bytes that stands for the 0 of signed ones
 
 

@@ -1,0 +1,151 @@
+"""Layers that several ranks compute together, each with its shard of the weights.
+
+Method: Shoeybi et al. 2019, Megatron-LM. A layer divided by outputs feeds one divided by inputs; only the
+latter's results are summed over the ranks. Every sum is in the order of the ranks, so that all of them have
+the same bits, and a row has the same whatever the other rows are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from typing_extensions import override
+
+from quire.kernels.linear import Linear
+from quire.models.config import ModelConfig
+from quire.models.shard import Shard
+
+
+class Communicator(ABC):
+    """Exchanges tensors among the ranks, which all make the same calls in the same order.
+
+    A tensor has the same shape and type on all ranks. A call raises `ExchangeError` if a rank does not take
+    part.
+    """
+
+    @abstractmethod
+    def all_gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return every rank's `part`, in their order; to be used up before the next call."""
+
+    @abstractmethod
+    def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return every rank's `part` on rank 0, and nothing elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """This rank's place among those that compute a model together."""
+
+    shard: Shard
+    communicator: Communicator
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's `part`, added in their order."""
+        first, *others = self.communicator.all_gather(part)
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    def embed(self, token_ids: torch.Tensor, rows: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Return the embeddings [T, hidden] of `token_ids` [T], of which each rank has some `rows`."""
+        local = token_ids - self.shard.share(vocab_size).start
+        is_elsewhere = (local < 0) | (local >= len(rows))
+        part = F.embedding(local.masked_fill(is_elsewhere, 0), rows)
+        return self.sum(part.masked_fill_(is_elsewhere[:, None], 0))
+
+
+class RowParallelLinear(Linear):
+    """A layer of which each rank has some inputs: the ranks' results are summed, in float32.
+
+    Args:
+        local: this rank's inputs of the matrix; rank 0's has the bias.
+        parallel: the ranks.
+    """
+
+    def __init__(self, local: Linear, parallel: TensorParallel) -> None:
+        self.in_features, self.out_features, self.bias = local.in_features, local.out_features, local.bias
+        self._local = local
+        self._parallel = parallel
+
+    @override
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        part = torch.empty(len(rows), self.out_features)
+        total = self._parallel.sum(self._local(rows, out=part))
+        return total.to(rows.dtype) if out is None else out.copy_(total)
+
+
+class VocabularyParallelLinear(Linear):
+    """The output layer, of which each rank has some tokens. Only rank 0 gets all of them, others their own.
+
+    Args:
+        local: this rank's tokens.
+        parallel: the ranks.
+        vocab_size: of the whole layer.
+    """
+
+    def __init__(self, local: Linear, parallel: TensorParallel, vocab_size: int) -> None:
+        self.in_features, self.out_features, self.bias = local.in_features, vocab_size, None
+        self._local = local
+        self._communicator = parallel.communicator
+        size = parallel.shard.size
+        self._shares = [Shard(rank, size).share(vocab_size) for rank in range(size)]
+        self._width = max(map(len, self._shares))
+
+    @override
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        padded = torch.empty(len(rows), self._width)
+        own = self._local(rows, out=padded[:, : self._local.out_features])
+        parts = self._communicator.gather(padded)
+        if not parts:
+            return own
+        if out is None:
+            out = rows.new_empty(len(rows), self.out_features)
+        for share, part in zip(self._shares, parts, strict=True):
+            out[:, share.start : share.stop] = part[:, : len(share)]
+        return out
+
+
+class FullWidthNormLinear(Linear):
+    """Queries, keys and values of a rank's heads, with norms over the queries and the keys of all ranks.
+
+    Args:
+        local: makes this rank's queries, keys and values.
+        norms: float32 weights for this rank's queries and keys.
+        parallel: the ranks.
+        config: the whole model's numbers.
+    """
+
+    def __init__(
+        self,
+        local: Linear,
+        norms: tuple[torch.Tensor, torch.Tensor],
+        parallel: TensorParallel,
+        config: ModelConfig,
+    ) -> None:
+        self.in_features, self.out_features, self.bias = local.in_features, local.out_features, local.bias
+        self._local = local
+        self._norms = norms
+        self._parallel = parallel
+        self._head_dim = config.head_dim
+        self._sizes = torch.tensor([config.num_heads, config.num_kv_heads]) * config.head_dim
+        self._counted_kv_heads = list(parallel.shard.counted_kv_heads(config))
+        self._eps = config.norm_eps
+
+    @override
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        qkv = self._local(rows, out=out)
+        q_size, k_size = map(len, self._norms)
+        query, key = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        by_kv_head = key.float().square().view(len(key), -1, self._head_dim).sum(-1)
+        squares = torch.stack(
+            (query.float().square().sum(-1), by_kv_head[:, self._counted_kv_heads].sum(-1)), dim=1
+        )
+        inverse = (self._parallel.sum(squares) / self._sizes + self._eps).rsqrt()
+        for index, (states, norm) in enumerate(zip((query, key), self._norms, strict=True)):
+            states.copy_(states.float() * inverse[:, index, None] * norm)
+        return qkv

@@ -1,0 +1,91 @@
+"""Which part of a model a rank holds under tensor parallelism (Shoeybi et al. 2019, Megatron-LM).
+
+Attention is divided by heads, feed-forward layers by their inner features, embedding and output layer by the
+vocabulary. Norms and routers are small, and every rank has them whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from quire.errors import ConfigError
+from quire.models.config import ModelConfig
+
+_UNITS = (128, 64, 32, 1)
+"""Shares are multiples of the first of these that allows it: groups of quantized weights then stay whole."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `size` parts of a model: that of rank `rank`, from 0."""
+
+    rank: int = 0
+    size: int = 1
+
+    def share(self, count: int) -> range:
+        """Return this rank's numbers out of `range(count)`: runs in the order of the ranks, about equal."""
+        unit = next(unit for unit in _UNITS if unit == 1 or (not count % unit and count // unit >= self.size))
+        units = count // unit
+        return range(unit * (units * self.rank // self.size), unit * (units * (self.rank + 1) // self.size))
+
+    def query_heads(self, config: ModelConfig) -> range:
+        """Return the query heads of this rank."""
+        count = config.num_heads // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
+
+    def kv_heads(self, config: ModelConfig) -> tuple[int, ...]:
+        """Return the KV heads that this rank holds, one for each run of equally many of its query heads.
+
+        A head that the query heads of several ranks need is held by each of them. If a rank's query heads do
+        not begin or end with a group, runs are shorter than groups, and a rank holds a head more than once.
+        """
+        heads = self.query_heads(config)
+        group = config.num_heads // config.num_kv_heads
+        return tuple(head // group for head in heads[:: math.gcd(group, len(heads))])
+
+    def counted_kv_heads(self, config: ModelConfig) -> tuple[int, ...]:
+        """Return which of `kv_heads`, by their index here, no lower rank and no lower index holds."""
+        seen = {head for rank in range(self.rank) for head in Shard(rank, self.size).kv_heads(config)}
+        held = self.kv_heads(config)
+        return tuple(i for i, head in enumerate(held) if head not in seen and head not in held[:i])
+
+    def model(self, config: ModelConfig) -> ModelConfig:
+        """Return the decoder that this rank computes: `config` with its share of heads and inner features.
+
+        The vocabulary stays whole, since the numbers of tokens do.
+        """
+        if self.size == 1:
+            return config
+        return dataclasses.replace(
+            config,
+            num_heads=len(self.query_heads(config)),
+            num_kv_heads=len(self.kv_heads(config)),
+            intermediate_size=len(self.share(config.intermediate_size)),
+            moe_intermediate_size=len(self.share(config.moe_intermediate_size)),
+        )
+
+
+WHOLE = Shard()
+"""The only part of a model that is not divided."""
+
+
+def check_divisible(config: ModelConfig, size: int) -> None:
+    """Check that a model can be divided among `size` ranks.
+
+    Raises:
+        ConfigError: it cannot; the message has the sizes that are possible.
+    """
+    if config.num_heads % size:
+        possible = [str(n) for n in range(1, config.num_heads + 1) if not config.num_heads % n]
+        raise ConfigError(
+            f"EngineConfig.tensor_parallel_size is {size}, among which the {config.num_heads} query heads of "
+            f"this model cannot be divided evenly; set it to {', '.join(possible)}"
+        )
+    inner = [config.moe_intermediate_size] if any(config.moe_layers) else []
+    smallest = min([config.intermediate_size, config.vocab_size, *inner])
+    if smallest < size:
+        raise ConfigError(
+            f"EngineConfig.tensor_parallel_size is {size}, more than the {smallest} features or tokens that "
+            "the smallest matrix of this model has; lower it to that"
+        )
