@@ -340,7 +340,21 @@ class EngineConfig:
         "is not given.",
     )
     num_threads: Annotated[int, Ge(0), Le(1024)] = knob(
-        default=0, unit="threads", help="Number of CPU threads for the model. 0: one per physical core."
+        default=0,
+        unit="threads",
+        help="Number of CPU threads for the model, all ranks together. 0: one per physical core.",
+    )
+    tensor_parallel_size: Annotated[int, Ge(1), Le(64)] = knob(
+        default=1,
+        unit="ranks",
+        help="Number of processes that compute the model together, each with its shard of the weights and of "
+        "the KV cache. Must divide the number of query heads.",
+    )
+    tensor_parallel_timeout: Annotated[float, Ge(2.0)] = knob(
+        default=60.0,
+        unit="seconds",
+        help="How long a rank may be silent, or keep others waiting within a step, before the engine ends "
+        "with an error.",
     )
     kernels: Literal["auto", "native", "reference"] = knob(
         default="auto",
@@ -408,6 +422,13 @@ class EngineConfig:
             raise ConfigError(
                 f"EngineConfig.kv_tier is {self.kv_tier!r} and kv_connector is {self.kv_connector!r}; an "
                 "engine has one or the other: leave one of them empty"
+            )
+        if self.tensor_parallel_size > 1 and (self.kv_tier or self.kv_connector):
+            name = "kv_tier" if self.kv_tier else "kv_connector"
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size} and {name} is "
+                f"{getattr(self, name)!r}, which moves the KV of one process only; set one of them to its "
+                "default"
             )
         object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler).validate())
 

@@ -277,3 +277,30 @@ def test_planning_does_not_import_torch():
 )
 def test_sizes_for_people(size: float, text: str):
     assert format_bytes(size) == text
+
+
+def test_ranks_share_weights_and_cache(qwen: ModelConfig):
+    alone = plan(qwen, cache_size=4)
+    one_of_two = plan(qwen, cache_size=4, engine={"tensor_parallel_size": 2})
+    assert one_of_two.num_ranks == 2
+    assert one_of_two.available_bytes == alone.available_bytes // 2
+    assert one_of_two.num_parameters == alone.num_parameters
+    assert alone.weight_bytes / 2 <= one_of_two.weight_bytes < alone.weight_bytes / 2 * 1.01  # and norms
+    assert one_of_two.kv_bytes_per_token == QWEN3_06B_KV_BYTES_PER_TOKEN / 2
+    assert one_of_two.num_blocks == alone.num_blocks
+    sized_by_memory = plan(qwen, engine={"tensor_parallel_size": 2}, gigabytes=4)
+    assert sized_by_memory.total_bytes <= 2 * GB
+
+
+def test_ranks_share_kv_heads_that_cannot_be_divided(qwen: ModelConfig):
+    of_32 = plan(
+        dataclasses.replace(qwen, num_kv_heads=2), engine={"tensor_parallel_size": 4}, num_kv_blocks=64
+    )
+    assert of_32.kv_bytes_per_token == QWEN3_06B_KV_BYTES_PER_TOKEN / 8  # one head of eight
+
+
+def test_a_cache_too_large_for_the_ranks_is_refused_with_what_fits(qwen: ModelConfig):
+    with pytest.raises(ConfigError, match=r"for each of the 2 ranks; the largest that fits is .*GB") as error:
+        plan(qwen, engine={"tensor_parallel_size": 2}, cache_size=20)
+    largest = float(str(error.value).rpartition("(")[2].split()[0])
+    plan(qwen, engine={"tensor_parallel_size": 2}, cache_size=largest * 0.99)

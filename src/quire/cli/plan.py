@@ -66,7 +66,7 @@ def plan(
 _PLAN_FIELDS = (
     "dtype", "quantization", "kv_dtype", "num_parameters", "weight_bytes", "activation_bytes",
     "available_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_model_len",
-    "model_max_len",    "kv_bytes_per_block", "kv_bytes", "num_kv_tokens", "total_bytes",
+    "model_max_len", "num_ranks", "kv_bytes_per_block", "kv_bytes", "num_kv_tokens", "total_bytes",
 )  # fmt: skip
 
 
@@ -89,7 +89,8 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
     """Return the table of memory by use."""
     from quire.engine.memory_plan import format_bytes
 
-    title = f"Memory plan of {name} ({architecture}, {plan.dtype})"
+    ranks = "" if plan.num_ranks == 1 else f", each of {plan.num_ranks} ranks"
+    title = f"Memory plan of {name} ({architecture}, {plan.dtype}{ranks})"
     table = _table(title, "", "size", "details", right=("size",))
     rows = (
         ("Weights", plan.weight_bytes, f"{plan.num_parameters:,} parameters, {plan.weight_type}"),

@@ -11,6 +11,8 @@ from quire.config import EngineConfig
 from quire.engine.cache_growth import CacheGrowth
 from quire.engine.drafting import build_proposer, weight_options
 from quire.engine.kv_tier import build_tier
+from quire.engine.ranks.group import RankGroup
+from quire.engine.ranks.starting import load_with_ranks, threads_of_rank
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.kv.connector import KVConnector
 from quire.kv.events import KVEventCollector
@@ -21,7 +23,8 @@ from quire.scheduling.interface import SchedulerInterface
 if TYPE_CHECKING:
     from quire.engine.drafting import DraftModel
     from quire.engine.memory_plan import MemoryPlan
-    from quire.execution.model_runner import ModelRunner
+    from quire.execution.model_runner import Model, ModelRunner
+    from quire.kv.paged_cache import PagedAttentionCache
     from quire.models.config import ModelConfig
 
 ProgressCallback = Callable[[int, int], None]
@@ -81,7 +84,7 @@ def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:
     if config.scheduler.num_kv_blocks or config.scheduler.cache_size:
         return None
     spare_bytes = int(plan.available_bytes * SPARE_SHARE) + plan.activation_bytes
-    return CacheGrowth(plan.kv_bytes_per_block, spare_bytes=spare_bytes)
+    return CacheGrowth(plan.kv_bytes_per_block * plan.num_ranks, spare_bytes=spare_bytes * plan.num_ranks)
 
 
 def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerContext) -> SchedulerInterface:
@@ -101,35 +104,77 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerCo
     )
 
 
+def start_ranks(config: EngineConfig) -> RankGroup | None:
+    """Start the processes of the other ranks, which import what they need; return None if there are none."""
+    _limit_spinning()
+    if config.tensor_parallel_size == 1:
+        return None
+    return RankGroup(config.tensor_parallel_size, timeout=config.tensor_parallel_timeout)
+
+
+def _limit_spinning() -> None:
+    """Set how long threads of OpenMP spin, before torch loads it.
+
+    Threads that spin for long after each parallel region take the cores from the front and from other
+    processes; threads that sleep at once wake up too late.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def build_runner(
     config: EngineConfig,
     model_path: Path,
     model_config: ModelConfig,
     plan: MemoryPlan,
     *,
+    ranks: RankGroup | None,
     draft_model: DraftModel | None,
     connector: KVConnector | None,
     on_progress: ProgressCallback | None,
 ) -> ModelRunner:
     """Load the weights and allocate the KV cache. Everything that needs torch is imported here."""
-    # Threads that spin for long after each parallel region take the cores from the front and from other
-    # processes; threads that sleep at once wake up too late. libgomp reads this once, when torch loads it.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from quire.execution.model_runner import ModelRunner
     from quire.kernels.dispatch import kernel_set
-    from quire.kv.paged_cache import PagedAttentionCache
-    from quire.models.checkpoints.loading import load_decoder
 
-    kernel_set(config.kernels).use_threads(config.num_threads)
-    model = load_decoder(
-        model_path, model_config, options=weight_options(config, model_config), on_progress=on_progress
+    num_threads = threads_of_rank(config.num_threads, config.tensor_parallel_size)
+    kernel_set(config.kernels).use_threads(num_threads)
+    model, kv_cache = _load(
+        config, model_path, model_config, plan, ranks=ranks, num_threads=num_threads, on_progress=on_progress
     )
     return ModelRunner(
         model,
-        PagedAttentionCache.init_cache(None, plan.kv_caches[0]),
+        kv_cache,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
         proposer=build_proposer(config, draft_model, plan),
         connector=connector,
     )
+
+
+def _load(
+    config: EngineConfig,
+    model_path: Path,
+    model_config: ModelConfig,
+    plan: MemoryPlan,
+    *,
+    ranks: RankGroup | None,
+    num_threads: int,
+    on_progress: ProgressCallback | None,
+) -> tuple[Model, PagedAttentionCache]:
+    options = weight_options(config, model_config)
+    if ranks is not None:
+        return load_with_ranks(
+            ranks,
+            model_path,
+            model_config,
+            plan,
+            options=options,
+            num_threads=num_threads,
+            on_progress=on_progress,
+        )
+    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.models.checkpoints.loading import load_decoder
+
+    decoder = load_decoder(model_path, model_config, options=options, on_progress=on_progress)
+    return decoder, PagedAttentionCache.init_cache(None, plan.kv_caches[0])

@@ -9,14 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.config import EngineConfig, SchedulerConfig
-from quire.engine.assembly import ProgressCallback, build_context, build_runner, build_scheduler
+from quire.engine.assembly import (
+    ProgressCallback,
+    build_context,
+    build_runner,
+    build_scheduler,
+    start_ranks,
+)
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.drafting import find_draft_model
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.memory_plan import plan_memory
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
-from quire.errors import InvalidRequestError
+from quire.errors import EngineDeadError, InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.events import KVEventCollector
@@ -38,7 +44,7 @@ class EngineCore:
         on_progress: called with (bytes read, total bytes) while the weights load.
 
     Raises:
-        QuireError: the model cannot be read, or does not fit into memory.
+        QuireError: the model cannot be read, or does not fit into memory, or a rank cannot be started.
     """
 
     def __init__(
@@ -59,15 +65,21 @@ class EngineCore:
         self._connector = context.connector
         self._stats_failure_is_logged = False
         self.scheduler = build_scheduler(config, plan, context)
-        self.runner = build_runner(
-            config,
-            model_path,
-            model_config,
-            plan,
-            draft_model=draft_model,
-            connector=context.connector,
-            on_progress=on_progress,
-        )
+        self.ranks = start_ranks(config)
+        try:
+            self.runner = build_runner(
+                config,
+                model_path,
+                model_config,
+                plan,
+                ranks=self.ranks,
+                draft_model=draft_model,
+                connector=context.connector,
+                on_progress=on_progress,
+            )
+        except BaseException:
+            self._close_ranks()
+            raise
         stepper_cls = OverlappedStepper if config.scheduler.overlap_steps else SerialStepper
         self._stepper = stepper_cls(self.scheduler, self.runner)
         self._warmer = CacheWarmer(self.runner.kv_cache.tensor, self.scheduler.next_blocks)
@@ -78,7 +90,7 @@ class EngineCore:
             vocab_size=model_config.vocab_size,
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
-            kv_cache_bytes=plan.kv_bytes,
+            kv_cache_bytes=plan.kv_bytes * plan.num_ranks,
             dtype=plan.dtype,
             load_seconds=time.monotonic() - started,
         )
@@ -117,10 +129,16 @@ class EngineCore:
 
         If computing the step fails, its requests end; if planning it or applying its results fails, all
         requests end. The engine continues.
+
+        Raises:
+            EngineDeadError: a rank has failed, so the engine cannot continue.
         """
         self._warmer.pause()
         try:
+            self.raise_rank_failure()
             return self._stepper.step()
+        except EngineDeadError:
+            raise
         except Exception as error:
             logger.exception("a step could not be planned or applied; all requests end with an error")
             return self.finish(None, RequestStatus.FINISHED_ERROR, describe_failure(error)), True
@@ -128,6 +146,11 @@ class EngineCore:
             self._publish_kv_events()
             if not self.has_unfinished_requests():
                 self._warmer.resume()
+
+    def raise_rank_failure(self) -> None:
+        """Raise `EngineDeadError` if a rank has failed."""
+        if self.ranks is not None:
+            self.ranks.raise_failure()
 
     def has_requests(self) -> bool:
         """Whether a step has anything to do."""
@@ -177,6 +200,7 @@ class EngineCore:
             _close(self._connector)
         if self._publisher is not None:
             self._publisher.close()
+        self._close_ranks()
         return outputs
 
     def _connector_stats(self, connector: KVConnector) -> KVConnectorStats | None:
@@ -187,6 +211,10 @@ class EngineCore:
                 self._stats_failure_is_logged = True
                 logger.exception("the KV connector has no statistics")
             return None
+
+    def _close_ranks(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
 
     def _publish_kv_events(self) -> None:
         if self._kv_events is not None and self._publisher is not None:

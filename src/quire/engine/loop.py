@@ -76,10 +76,15 @@ class EngineLoop:
         self._stall_is_logged = False
 
     def run(self, messages: MessageSource) -> None:
-        """Handle messages and run steps until `Shutdown`; block only if there is nothing to do."""
+        """Handle messages and run steps until `Shutdown`; block only if there is nothing to do.
+
+        Raises:
+            EngineDeadError: a rank has failed.
+        """
         wait: int | None = None
         while not self.stopped:
             messages.deliver(self.handle, wait=wait)
+            self.core.raise_rank_failure()
             wait = None
             if not self.stopped and self.core.has_requests():
                 wait = 0 if self.step_and_send() else math.ceil(self.stall_wait * 1000)

@@ -10,8 +10,9 @@ from quire.errors import ConfigError
 from quire.kernels import bounds, has_native_kernels
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.memory_limits import available_memory
-from quire.kv.page_layout import SCALE_BYTES
+from quire.kv.page_layout import SCALE_BYTES, KVLayerSpec
 from quire.models.config import DTYPE_BYTES
+from quire.models.shard import Shard, check_divisible
 from quire.models.weights import count_parameters, held_quantization, weight_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ class MemoryPlan:
     the draft model, if there is one; `dtype`, `quantization` and `kv_dtype` are those of the target model,
     `quantization` that of most matrices: none, int8 or int4. `max_model_len` is the limit for
     requests: the configured length, or the model's maximum, reduced to what fits into the KV cache.
+
+    With several ranks, sizes in bytes are those of the rank that needs most, as if it had the draft model
+    like rank 0, and `available_bytes` is its share. All ranks have equally many blocks.
     """
 
     dtype: str
@@ -45,6 +49,7 @@ class MemoryPlan:
     max_num_seqs: int
     max_model_len: int
     model_max_len: int
+    num_ranks: int = 1
 
     @property
     def weight_type(self) -> str:
@@ -119,14 +124,17 @@ def plan_memory(
         ConfigError: weights or KV cache do not fit, or the cache cannot hold one sequence of the configured
             length; the message has the sizes, the field to change, and the largest value that fits.
     """
-    available = available_memory() if available_bytes is None else available_bytes
+    size = config.tensor_parallel_size
+    check_divisible(model, size)
+    available = (available_memory() if available_bytes is None else available_bytes) // size
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
         raise ConfigError(
             f"EngineConfig.max_model_len is {wanted}; the maximum of this model is {model.max_model_len}"
         )
-    shapes = [model] if draft_model is None else [model, draft_model]
-    models = [_model_sizes(config, each) for each in shapes]
+    models = [_model_sizes(config, model, size)]
+    if draft_model is not None:
+        models.append(_model_sizes(config, draft_model, 1))
 
     def plan_at(length: int) -> MemoryPlan:
         return _plan_at(length, config, models, available_bytes=available)
@@ -163,21 +171,44 @@ def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ModelSizes:
-    """Sizes of the target or the draft model."""
+    """Sizes of the target or the draft model, on the rank that needs most."""
 
-    model: ModelConfig
+    model: ModelConfig  # of that rank
+    kv_layers: tuple[KVLayerSpec, ...]  # KV heads are divided among `kv_head_shards` ranks
+    kv_head_shards: int
+    num_ranks: int
     dtype: str
     kv_dtype: str
     num_parameters: int  # counted once: it visits all weights
     weight_bytes: int
 
 
-def _model_sizes(config: EngineConfig, model: ModelConfig) -> _ModelSizes:
+def _model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> _ModelSizes:
     dtype = dtype_of(config, model)
-    held = weight_bytes(
-        model, dtype, config.quantization, config.quantization_group_size, is_native=_has_native(config)
+    # The shares of the last rank are the largest; some biases are only on the first.
+    ends = [Shard(rank, num_ranks) for rank in {0, num_ranks - 1}]
+    shard_model = Shard(num_ranks - 1, num_ranks).model(model)
+    is_divided = model.num_kv_heads % num_ranks == 0
+    return _ModelSizes(
+        shard_model,
+        model.kv_layers if is_divided else shard_model.kv_layers,
+        num_ranks if is_divided else 1,
+        num_ranks,
+        dtype,
+        kv_dtype_of(config, model),
+        count_parameters(model),
+        max(
+            weight_bytes(
+                model,
+                dtype,
+                config.quantization,
+                config.quantization_group_size,
+                is_native=_has_native(config),
+                shard=shard,
+            )
+            for shard in ends
+        ),
     )
-    return _ModelSizes(model, dtype, kv_dtype_of(config, model), count_parameters(model), held)
 
 
 def _has_native(config: EngineConfig) -> bool:
@@ -205,6 +236,7 @@ def _plan_at(
             max_model_len=length,
             num_drafts=num_drafts,
             is_native=_has_native(config),
+            num_ranks=each.num_ranks,
         )
         for each in models
     ]
@@ -219,6 +251,7 @@ def _plan_at(
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=length,
         model_max_len=models[0].model.max_model_len,
+        num_ranks=models[0].num_ranks,
     )
     num_blocks = _num_blocks(config, empty)
     return dataclasses.replace(empty, kv_caches=_kv_caches(scheduler, models, length, num_blocks=num_blocks))
@@ -230,7 +263,8 @@ def _kv_caches(
     """Return what the KV caches of the models are, each with `num_blocks` blocks."""
     return tuple(
         PagedAttentionCacheMetaData.for_layers(
-            each.model.kv_layers,
+            each.kv_layers,
+            kv_head_shards=each.kv_head_shards,
             page_size=scheduler.block_size,
             dtype=each.kv_dtype,
             num_pages=num_blocks,
@@ -249,12 +283,14 @@ def activation_bytes(
     max_model_len: int,
     num_drafts: int = 0,
     is_native: bool = True,
+    num_ranks: int = 1,
 ) -> int:
     """Estimate the buffers and temporary tensors of the largest step in bytes.
 
     Counts the buffers that a model keeps (`quire.models.workspace`), and what is alive beside them at the
     widest point of a step of `max_num_batched_tokens` tokens: inside attention, inside the feed-forward
-    layer, or in the sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most.
+    layer, or in the sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most. `model` is
+    that of one of `num_ranks` ranks, which also hold what they exchange.
     """
     tokens = scheduler.max_num_batched_tokens
     places = min(scheduler.max_num_seqs + num_drafts, tokens)
@@ -265,6 +301,8 @@ def activation_bytes(
     # Residual stream, normalized rows, output of a layer; gate and up, and their product.
     kept = tokens * (3 * model.hidden_size + qkv + attended + 3 * inner) * item
     kept += places * model.vocab_size * FLOAT32_BYTES
+    if num_ranks > 1:
+        kept += _exchange_bytes(model, tokens, places, num_ranks)
     widest = max(model.hidden_size, attended, inner, model.moe_intermediate_size)
     rows = tokens * widest * FLOAT32_BYTES  # as the products read them
     attention = _attention_bytes(scheduler, model, max_model_len, is_native=is_native)
@@ -277,6 +315,12 @@ def activation_bytes(
         # The logits before penalties and masks; their float64 values in sampling, and a sort order.
         sampler = places * model.vocab_size * (FLOAT32_BYTES + FLOAT64_BYTES + INT64_BYTES)
     return kept + max(attention, rows + _expert_bytes(model, tokens, item), sampler)
+
+
+def _exchange_bytes(model: ModelConfig, tokens: int, places: int, num_ranks: int) -> int:
+    """Return the bytes of one rank's part of what is summed or gathered, of all parts, and of the sum."""
+    part = max(tokens * model.hidden_size, places * -(-model.vocab_size // num_ranks)) * FLOAT32_BYTES
+    return part * (num_ranks + 2)
 
 
 def _expert_bytes(model: ModelConfig, tokens: int, item: int) -> int:
@@ -318,7 +362,7 @@ def _num_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
     if scheduler.num_kv_blocks:
         return scheduler.num_kv_blocks
     if scheduler.cache_size:
-        return int(scheduler.cache_size * GB) // plan.kv_bytes_per_block
+        return int(scheduler.cache_size * GB) // (plan.kv_bytes_per_block * plan.num_ranks)
     free = plan.available_bytes - plan.weight_bytes - plan.activation_bytes
     affordable = int(free * config.memory_fraction) // plan.kv_bytes_per_block
     usable = plan.max_num_seqs * _blocks_for(plan.max_model_len, plan.block_size)
@@ -328,22 +372,23 @@ def _num_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
 def _check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
     knob = _size_knob(config)
     free = plan.available_bytes - plan.weight_bytes
+    of_rank = "" if plan.num_ranks == 1 else f" for each of the {plan.num_ranks} ranks"
     if free < 0:
         raise ConfigError(
             f"the weights take {format_bytes(plan.weight_bytes)} as {plan.weight_type}, but only "
-            f"{format_bytes(plan.available_bytes)} of memory is available; "
+            f"{format_bytes(plan.available_bytes)} of memory is available{of_rank}; "
             "use a smaller model, a narrower EngineConfig.dtype, or EngineConfig.quantization"
         )
     if plan.kv_bytes > free:
         raise ConfigError(
             f"{knob} asks for a KV cache of {format_bytes(plan.kv_bytes)}, but the weights leave "
-            f"{format_bytes(free)}; the largest that fits is {free // plan.kv_bytes_per_block} blocks "
-            f"({free / GB:.2f} GB)"
+            f"{format_bytes(free)}{of_rank}; the largest that fits is "
+            f"{free // plan.kv_bytes_per_block} blocks ({free * plan.num_ranks / GB:.2f} GB)"
         )
     if not plan.num_blocks:
         raise ConfigError(
             f"no KV block of {format_bytes(plan.kv_bytes_per_block)} fits: of "
-            f"{format_bytes(plan.available_bytes)} available, weights take "
+            f"{format_bytes(plan.available_bytes)} available{of_rank}, weights take "
             f"{format_bytes(plan.weight_bytes)} and activations {format_bytes(plan.activation_bytes)}; "
             f"raise {knob}, or lower SchedulerConfig.max_num_batched_tokens or SchedulerConfig.max_num_seqs"
         )

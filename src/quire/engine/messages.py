@@ -186,7 +186,15 @@ class Reply(msgspec.Struct, tag=7, array_like=True, gc=False):
     texts: list[str] = []
 
 
-FromEngine = Starting | LoadProgress | Ready | StartupFailed | StepOutputs | RequestRefused | Reply
+class EngineFailed(msgspec.Struct, tag=8, array_like=True, gc=False):
+    """The engine cannot continue; its process ends."""
+
+    reason: str
+
+
+FromEngine = (
+    Starting | LoadProgress | Ready | StartupFailed | StepOutputs | RequestRefused | Reply | EngineFailed
+)
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 import zmq
 
 from quire.engine.messages import (
+    EngineFailed,
     EngineStart,
     ErrorInfo,
     FromEngine,
@@ -40,6 +41,7 @@ from quire.engine.messages import (
     input_address,
     output_address,
 )
+from quire.errors import EngineDeadError
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -64,6 +66,12 @@ class Connection:
             socket.set_hwm(0)
         self._input.connect(input_address(directory))
         self._output.connect(output_address(directory))
+        self._poller = zmq.Poller()
+        self._poller.register(self._input, zmq.POLLIN)
+
+    def wake_on(self, descriptor: int) -> None:
+        """Let `deliver` end its wait, too, when `descriptor` becomes readable."""
+        self._poller.register(descriptor, zmq.POLLIN)
 
     def send(self, message: FromEngine) -> None:
         """Queue `message` for the front; never blocks."""
@@ -71,7 +79,7 @@ class Connection:
 
     def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
         """Handle all messages that have arrived, waiting at most `wait` milliseconds for the first."""
-        self._input.poll(wait)
+        self._poller.poll(wait)
         while True:
             try:
                 data = self._input.recv(zmq.NOBLOCK)
@@ -144,8 +152,17 @@ def _serve(start: EngineStart, connection: Connection) -> int:
 
     loop = EngineLoop(core, connection.send)
     gc.freeze()  # objects alive now stay: garbage collections can skip them
+    if core.ranks is not None:
+        connection.wake_on(core.ranks.failure_fd)
     connection.send(Ready(core.info))
-    loop.run(connection)
+    try:
+        loop.run(connection)
+    except EngineDeadError as error:
+        logger.error("the engine ends: %s", error)
+        connection.send(EngineFailed(str(error)))
+        if core.ranks is not None:
+            core.ranks.close()
+        return 1
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
+from quire.errors import EngineDeadError
 from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -50,9 +51,15 @@ class Stepper(ABC):
         return scheduled, self._scheduler.get_grammar_bitmask(scheduled)
 
     def _execute(self, scheduled: SchedulerOutput, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Compute the step; if that fails, return an output in which each of its requests has the error."""
+        """Compute the step; if that fails, return an output in which each of its requests has the error.
+
+        Raises:
+            EngineDeadError: a rank has failed, and no further step can be computed.
+        """
         try:
             return self._runner.execute(scheduled, grammar)
+        except EngineDeadError:
+            raise
         except Exception as error:
             logger.exception(
                 "computing a step failed; its %d requests end with an error", len(scheduled.request_ids)

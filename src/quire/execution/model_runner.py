@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,9 +18,11 @@ from quire.execution.sampler import Sampler, SamplerOutput, nonfinite_error
 from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.interface import KernelSet
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
-from quire.models.decoder import Decoder
+from quire.models.config import ModelConfig
+from quire.models.decoder import LayerHook
 from quire.step import (
     NO_TOKEN,
     GrammarOutput,
@@ -31,6 +34,31 @@ from quire.step import (
 
 _PROMPT_LOGITS_ELEMENTS = 1 << 23  # 32 MiB of float32 at a time
 _PLACEHOLDER = 0
+
+
+class Model(Protocol):
+    """A `Decoder`, or what several ranks compute together as one."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's numbers."""
+
+    @property
+    def kernels(self) -> KernelSet:
+        """What computes everything that is not a matrix product."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        kv_cache: PagedAttentionCache,
+        batch: AttentionBatch,
+        *,
+        hook: LayerHook | None = None,
+    ) -> torch.Tensor:
+        """See `Decoder.forward`."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.logits`."""
 
 
 class ModelRunner:
@@ -50,7 +78,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         kv_cache: PagedAttentionCache,
         *,
         max_num_seqs: int,

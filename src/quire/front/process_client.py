@@ -18,6 +18,7 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.engine.messages import (
+    EngineFailed,
     EngineStart,
     FromEngine,
     Ready,
@@ -55,6 +56,7 @@ class EngineProcess:
             EngineStart(config=config, model_path=str(model_path), module_path=list(sys.path))
         )
         self._ready = False
+        self._failure = ""
         context = zmq.Context(io_threads=1)
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
         self._process = _start_process(self._directory)
@@ -148,9 +150,14 @@ class EngineProcess:
             if isinstance(message, Starting):
                 shutil.rmtree(self._directory, ignore_errors=True)  # both sockets are connected
             self._ready = self._ready or isinstance(message, Ready)
-            messages.append(message)
+            if isinstance(message, EngineFailed):
+                self._failure = message.reason
+            else:
+                messages.append(message)
 
     def _describe_exit(self) -> str:
+        if self._failure:
+            return self._failure
         try:
             code = self._process.wait(SHUTDOWN_TIMEOUT)
         except subprocess.TimeoutExpired:

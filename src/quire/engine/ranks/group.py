@@ -1,0 +1,141 @@
+"""The processes of the ranks other than 0, as rank 0 sees them: started, watched, and ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.engine.ranks.messages import Channel, RankConnecting, RankReady, RankStart, ToRank
+from quire.engine.ranks.watch import RankWatch
+from quire.errors import EngineDeadError
+
+CAUSE_WAIT = 2.0
+"""Seconds to wait, when ranks lose touch with one another, for the news that one has ended."""
+
+
+class RankGroup:
+    """Ranks 1 to `size - 1`, each in its own process, which ends when this one does.
+
+    After the first failure of a rank nothing can be computed: calls raise `EngineDeadError` with its reason.
+
+    Args:
+        size: number of ranks, this one included.
+        timeout: seconds after which a rank that does not react has failed.
+    """
+
+    def __init__(self, size: int, *, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))  # mode 0700
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._watch = RankWatch(self._processes, self._channels, timeout)
+        self._finalizer = weakref.finalize(
+            self, _end, os.getpid(), self._processes, self._channels, self._watch, self._directory
+        )
+        for _ in range(1, size):
+            self._start_process()
+        self._watch.begin()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks from 1 on."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def rendezvous(self) -> Path:
+        """The file through which the ranks find each other."""
+        return self._directory / "rendezvous"
+
+    @property
+    def failure_fd(self) -> int:
+        """Becomes readable when a rank has failed."""
+        return self._watch.failure_fd
+
+    def start(self, start_of: Callable[[int], RankStart]) -> None:
+        """Tell each rank from 1 on what it is, and wait until all of them look for the others.
+
+        Raises:
+            EngineDeadError: a rank has failed; so do the methods below.
+        """
+        for rank, channel in enumerate(self._channels, start=1):
+            self._send(channel, start_of(rank))
+        self._watch.wait_for_all(RankConnecting)
+
+    def wait_until_ready(self) -> None:
+        """Wait until all ranks have loaded their shards."""
+        self._watch.wait_for_all(RankReady)
+        shutil.rmtree(self._directory, ignore_errors=True)  # they have found each other
+
+    def send(self, message: ToRank) -> None:
+        """Tell all ranks what to compute."""
+        self.raise_failure()
+        for channel in self._channels:
+            self._send(channel, message)
+
+    def raise_failure(self) -> None:
+        """Raise `EngineDeadError` if a rank has failed."""
+        if self._watch.failure is not None:
+            raise EngineDeadError(self._watch.failure)
+
+    def failure(self, error: Exception) -> EngineDeadError:
+        """Return why the ranks cannot continue, after this one has met `error` in what they do together."""
+        if isinstance(error, EngineDeadError):
+            return error
+        self._watch.wait_for_cause(time.monotonic() + CAUSE_WAIT)
+        own = (
+            f"rank 0 failed, or a rank has not answered within tensor_parallel_timeout, {self.timeout:g} "
+            f"seconds: {type(error).__name__}: {error}"
+        )
+        return EngineDeadError(self._watch.note_failure(own))
+
+    def close(self) -> None:
+        """End all processes."""
+        self._finalizer()
+
+    def _send(self, channel: Channel, message: ToRank) -> None:
+        try:
+            channel.send(message)
+        except OSError as error:
+            raise self.failure(error) from error
+
+    def _start_process(self) -> None:
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours)
+        channel.set_send_timeout(self.timeout)
+        self._channels.append(channel)
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, "-P", "-m", "quire.engine.ranks.process", str(number)]
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number]))
+
+
+def _end(
+    owner: int,
+    processes: list[subprocess.Popen[bytes]],
+    channels: list[Channel],
+    watch: RankWatch,
+    directory: Path,
+) -> None:
+    """Kill and reap the processes, and remove what they shared with this one."""
+    if os.getpid() != owner:
+        return  # in a fork, which must not end the ranks
+    watch.expect_end()
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    for channel in channels:
+        channel.end()
+    watch.join()
+    for channel in channels:
+        channel.close()
+    shutil.rmtree(directory, ignore_errors=True)

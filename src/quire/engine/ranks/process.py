@@ -1,0 +1,90 @@
+"""A rank other than 0: `python -m quire.engine.ranks.process DESCRIPTOR`, started by `RankGroup`.
+
+DESCRIPTOR is of a socket to rank 0. It carries what the rank is and what it computes, and is its *lifeline*:
+when it closes, rank 0's process has ended, and this one exits immediately, even within a step. SIGINT and
+SIGTERM are ignored: whoever gets them too decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import NoReturn
+
+from quire.engine.ranks.messages import (
+    HEARTBEAT_INTERVAL,
+    Channel,
+    RankAlive,
+    RankConnecting,
+    RankFailed,
+    RankReady,
+    RankStart,
+    ToRank,
+)
+from quire.errors import ExchangeError, QuireError
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Compute what rank 0 says until its process ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(2, 1)  # what is printed goes to standard error
+    logging.basicConfig(format="%(asctime)s rank[%(process)d] %(levelname)s %(message)s")
+    parent = os.getppid()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    inbox: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(channel, inbox, parent), daemon=True).start()
+    try:
+        _serve(channel, inbox)
+    except Exception as error:
+        _fail(channel, error)
+
+
+def _receive(channel: Channel, inbox: queue.SimpleQueue[ToRank], parent: int) -> NoReturn:
+    """Take in messages until the channel closes, or rank 0's process ends while a fork keeps it open."""
+    beat = time.monotonic()
+    with contextlib.suppress(EOFError, OSError):
+        while os.getppid() == parent:
+            readable, _, _ = select.select([channel], [], [], HEARTBEAT_INTERVAL)
+            if readable:
+                inbox.put(channel.receive())
+            if time.monotonic() >= beat:
+                beat = time.monotonic() + HEARTBEAT_INTERVAL
+                channel.send(RankAlive())
+    os._exit(0)
+
+
+def _serve(channel: Channel, inbox: queue.SimpleQueue[ToRank]) -> NoReturn:
+    # slow; rank 0 imports the same in the meantime
+    from quire.engine.ranks.shard_runner import ShardRunner
+
+    start = inbox.get()
+    assert isinstance(start, RankStart)
+    runner = ShardRunner(start, on_connecting=lambda: channel.send(RankConnecting()))
+    gc.freeze()  # objects alive now stay: garbage collections can skip them
+    channel.send(RankReady())
+    while True:
+        runner.run(inbox.get())
+
+
+def _fail(channel: Channel, error: Exception) -> NoReturn:
+    logger.error("rank failed", exc_info=error)
+    reason = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+    channel.send(RankFailed(reason, is_consequence=isinstance(error, ExchangeError)))
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

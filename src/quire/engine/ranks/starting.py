@@ -1,0 +1,105 @@
+"""Starting the ranks of a tensor-parallel engine, and loading rank 0's shard beside the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.engine.ranks.messages import RankStart
+from quire.kernels.cores import usable_cores
+from quire.models.shard import Shard
+
+if TYPE_CHECKING:
+    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.ranks.group import RankGroup
+    from quire.engine.ranks.leading import LeadingCache, LeadingDecoder
+    from quire.models.checkpoints.loading import WeightOptions
+    from quire.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+def threads_of_rank(num_threads: int, size: int) -> int:
+    """Return how many threads each of `size` ranks computes on, of `num_threads` in all (0: all cores)."""
+    return num_threads if size == 1 else max(1, (num_threads or usable_cores()) // size)
+
+
+def load_with_ranks(
+    ranks: RankGroup,
+    model_path: Path,
+    model_config: ModelConfig,
+    plan: MemoryPlan,
+    *,
+    options: WeightOptions,
+    num_threads: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> tuple[LeadingDecoder, LeadingCache]:
+    """Let all ranks load their shards of a model; return this rank's model and KV cache, which lead.
+
+    Args:
+        ranks: the others.
+        model_path: directory of the model.
+        model_config: of the whole model.
+        plan: of the memory of one rank.
+        options: how to hold the weights.
+        num_threads: of each rank.
+        on_progress: called with (bytes read, total bytes) of this rank's shard while it loads.
+
+    Raises:
+        EngineDeadError: another rank has failed.
+        QuireError: this rank's shard cannot be loaded.
+    """
+    from quire.engine.ranks.gloo import GlooCommunicator
+    from quire.engine.ranks.leading import LeadingCache, LeadingDecoder
+    from quire.models.checkpoints.loading import load_decoder
+    from quire.models.parallel import TensorParallel
+
+    _warn_of_shared_kv_heads(model_config, ranks.size)
+
+    def start_of(rank: int) -> RankStart:
+        return RankStart(
+            rank=rank,
+            size=ranks.size,
+            rendezvous=str(ranks.rendezvous),
+            timeout=ranks.timeout,
+            model_path=str(model_path),
+            model=model_config,
+            weights=options,
+            num_threads=num_threads,
+            kv_cache=plan.kv_caches[0],
+        )
+
+    def check_and_report(done: int, total: int) -> None:
+        ranks.raise_failure()
+        if on_progress is not None:
+            on_progress(done, total)
+
+    ranks.start(start_of)
+    shard = Shard(0, ranks.size)
+    try:
+        communicator = GlooCommunicator(shard, ranks.rendezvous, timeout=ranks.timeout)
+    except Exception as error:
+        raise ranks.failure(error) from error
+    decoder = load_decoder(
+        model_path,
+        model_config,
+        options=options,
+        parallel=TensorParallel(shard, communicator),
+        on_progress=check_and_report,
+    )
+    ranks.wait_until_ready()
+    return LeadingDecoder(decoder, ranks), LeadingCache.leading(plan.kv_caches[0], ranks)
+
+
+def _warn_of_shared_kv_heads(config: ModelConfig, size: int) -> None:
+    if config.num_kv_heads % size:
+        held = len(Shard(0, size).kv_heads(config))
+        logger.warning(
+            "the %d KV heads of this model cannot be divided among %d ranks "
+            "(EngineConfig.tensor_parallel_size); each rank holds those that its query heads need, %d",
+            config.num_kv_heads,
+            size,
+            held,
+        )
