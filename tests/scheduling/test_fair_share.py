@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_requests import Arrivals, run_to
+from scene import Scene
 
+from faulty_connector import FaultyConnector
 from held import num_held
 from quire.config import SchedulerConfig
 from quire.scheduling.policies import ORDERS, fair_share
@@ -154,6 +156,34 @@ def test_the_prediction_learns_the_length_of_outputs():
         predicted = (counter_of(order, "a") - before - 1) / 2
         order.left(run_to(request, 1000, STOPPED))
     assert predicted == pytest.approx(1000, rel=0.01)
+
+
+def test_a_lookup_that_is_put_off_costs_no_credit():
+    """The tenant that has been served least goes first as soon as its connector knows."""
+
+    class Unsure(FaultyConnector):
+        knows = False
+
+        def get_num_new_matched_tokens(self, request, num_computed_tokens):
+            if request.tenant == "unsure" and not self.knows:
+                return None, False
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    connector = Unsure(4)
+    scene = Scene(connector=connector, policy="fair", max_num_seqs=1, num_blocks=64)
+    scene.add("own", [1], tenant="unsure", max_tokens=2)
+    for number in range(6):
+        scene.add(f"other {number}", [1] * 30, tenant="other", max_tokens=2)
+    while "own" not in scene.ends and len(scene.ends) < 3:
+        scene.step()
+    connector.knows = True
+    scene.add("second", [1], tenant="unsure", max_tokens=2)
+    order = []
+    while scene.scheduler.has_requests():
+        plan = scene.plan()
+        order += [new.request_id for new in plan.scheduled_new_reqs]
+        scene.apply(plan)
+    assert order[:2] == ["own", "second"]
 
 
 def test_counters_of_tenants_without_requests_do_not_pile_up(monkeypatch):

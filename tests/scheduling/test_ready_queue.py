@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from policy_requests import Arrivals, run_to
 
 from held import num_held
+from opcodes import num_opcodes
 from quire.config import SchedulerConfig
 from quire.scheduling.policies import ORDERS
 from quire.scheduling.policies.order import LongestPrefix
@@ -82,6 +83,16 @@ class QueueMachine(RuleBasedStateMachine):
         request.status = RequestStatus.RUNNING
         self.running.append(request)
 
+    @precondition(lambda self: self.waiting)
+    @rule(count=st.integers(1, 3))
+    def pass_over(self, count):
+        """Some are put off, and return to their places: the order has not heard of it."""
+        keys = {request.request_id: self.order.key(request) for _, _, request in self.waiting}
+        for _ in range(min(count, len(self.waiting))):
+            self.queue.pass_over(self.queue.head().request_id)
+        self.queue.restore()
+        assert keys == {request.request_id: self.order.key(request) for _, _, request in self.waiting}
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_output=st.integers(0, 300), preempt=st.booleans())
     def leave(self, data, num_output, preempt):
@@ -109,6 +120,58 @@ def test_the_queue_agrees_with_a_sorted_list(order):
     machine = type("Machine", (QueueMachine,), {"order_name": order})
     machine.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
     machine.TestCase().runTest()
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+def test_how_many_go_before_is_what_the_keys_say(order):
+    order = ORDERS.build(order, config=SchedulerConfig(), find_cached=lambda request: 0)
+    queue, arrivals = ReadyQueue(order), Arrivals()
+    requests = [
+        arrivals.request(5, tenant="abcd"[index % 4], priority=index % 3, at=0.1 * index)
+        for index in range(24)
+    ]
+    for request in requests:
+        queue.push(request)
+    for _ in range(5):
+        first = queue.head()
+        queue.remove(first.request_id)
+        order.admitted(first)
+        requests.remove(first)
+    for request in requests:
+        assert queue.num_before(request) == sum(order.key(other) < order.key(request) for other in requests)
+
+
+def test_the_head_costs_the_same_however_many_tenants_wait():
+    costs = []
+    for num_tenants in (100, 5000):
+        order = ORDERS.build("fair", config=SchedulerConfig(), find_cached=lambda request: 0)
+        queue, arrivals = ReadyQueue(order), Arrivals()
+        for number in range(num_tenants):
+            queue.push(arrivals.request(5, tenant=f"t{number}"))
+        queue.head()
+
+        def serve(queue=queue, order=order):
+            for _ in range(20):
+                request = queue.head()
+                queue.remove(request.request_id)
+                order.admitted(request)
+
+        costs.append(num_opcodes(serve))
+    assert costs[1] < 1.2 * costs[0]
+
+
+def test_where_one_stands_among_many_is_not_looked_up_for_each_of_them():
+    lookups = []
+    order = ORDERS.build(
+        "longest-prefix", config=SchedulerConfig(), find_cached=lambda request: len(lookups.append(0) or [])
+    )
+    queue, arrivals = ReadyQueue(order), Arrivals()
+    requests = [arrivals.request(prompt=[number % 300] * 16) for number in range(3000)]
+    for request in requests:
+        queue.push(request)
+    lookups.clear()
+    assert 0 < queue.num_before(requests[-1]) < 3000
+    assert len(lookups) <= 3 * LongestPrefix.MOST_LANES
 
 
 @pytest.mark.parametrize("order", [*ORDERS.known, SmallWindow])

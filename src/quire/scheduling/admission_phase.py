@@ -73,16 +73,14 @@ class AdmissionPhase:
         if plan.throttles_prefills or plan.admission_closed or not len(self.waiting.queue):
             return
         self.sharing.begin(plan.slots, plan.num_tokens)
-        passed_over: list[Request] = []
         admitted: list[_Admitted] = []
         try:
-            self._admit_in_order(plan, admitted, passed_over)
-        finally:  # promises are kept even if a policy or a connector fails
-            for request in passed_over:
-                self.waiting.queue.push(request)
+            self._admit_in_order(plan, admitted)
+        finally:  # promises are kept even if a policy fails
+            self.waiting.queue.restore()
             self._place(plan, admitted)
 
-    def _admit_in_order(self, plan: Plan, admitted: list[_Admitted], passed_over: list[Request]) -> None:
+    def _admit_in_order(self, plan: Plan, admitted: list[_Admitted]) -> None:
         """Admit from the head of the queue until one does not fit."""
         queue = self.waiting.queue
         memory = self._memory_view()
@@ -92,8 +90,7 @@ class AdmissionPhase:
             prefix = self._find_prefix(request)
             num_external, is_async = self._ask_connector(request, prefix)
             if num_external is None:
-                queue.remove(request.request_id)
-                passed_over.append(request)
+                queue.pass_over(request.request_id)
                 continue
             if not num_external:
                 prefix = self._with_filling(request, prefix)

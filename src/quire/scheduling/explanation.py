@@ -10,7 +10,6 @@ from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.interface import PauseState
 from quire.scheduling.kv_holdings import KVHoldings
-from quire.scheduling.policies import QueueOrder
 from quire.scheduling.remote_loads import RemoteLoads
 from quire.scheduling.running_slots import RunningSlots
 from quire.scheduling.waiting import WaitingRequests
@@ -28,7 +27,6 @@ class Explanation:
     waiting: WaitingRequests
     loads: RemoteLoads
     holdings: KVHoldings
-    order: QueueOrder
 
     def explain(self, request_id: str, pause_state: PauseState) -> str:
         """Return what the request does or waits for; see `SchedulerInterface.explain`."""
@@ -77,7 +75,7 @@ class Explanation:
             return "the engine is paused and admits nothing"
         head = self.waiting.queue.head()
         if head is not None and head is not request:
-            num_before = sum(self.order.key(other) < self.order.key(request) for other in self.waiting.queue)
+            num_before = self.waiting.queue.num_before(request)
             goes = "goes" if num_before == 1 else "go"
             return (
                 f"as things stand, {_count(num_before, 'request')} {goes} first; the next {self._needs(head)}"

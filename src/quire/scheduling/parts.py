@@ -251,7 +251,6 @@ class SchedulerParts:
             waiting=self.waiting,
             loads=self.loads,
             holdings=self.holdings,
-            order=self.order,
         )
         self.inspection = Inspection(
             config=self._config,

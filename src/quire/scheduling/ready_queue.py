@@ -25,8 +25,9 @@ class ReadyQueue:
     """One heap for each lane of the order.
 
     Pushing and removing cost O(log n). A place that was left stays in its heap until it comes to the head of
-    its lane, or until more than half of the heap is such places. Asking for the head costs one key for each
-    lane if there are several, and next to nothing if there is one.
+    its lane, or until more than half of the heap is such places. The first requests of the lanes stand in
+    another heap. Asking for the head computes the keys of those that are new or whose lane has changed by
+    `QueueOrder.changed_lanes`; of all, if the order does not say which.
     """
 
     def __init__(self, order: QueueOrder) -> None:
@@ -34,6 +35,12 @@ class ReadyQueue:
         self._places: dict[str, _Place] = {}
         self._lanes: dict[Hashable, list[_Place]] = {}  # the first of each heap is never one that was left
         self._lane_sizes: dict[Hashable, int] = {}
+        self._firsts: list[
+            tuple[OrderKey, int, Hashable]
+        ] = []  # key, serial number, lane; may be out of date
+        self._first_keys: dict[Hashable, OrderKey] = {}  # of the first request of each lane in `_firsts`
+        self._lanes_to_file: set[Hashable] = set()
+        self._passed_over: list[_Place] = []
         self._serials = itertools.count()
         self.num_tokens = 0  # prompt and output tokens of all that wait
 
@@ -58,19 +65,34 @@ class ReadyQueue:
         order.queued(request)
         lane = order.lane(request)
         place = _Place(order.lane_key(request), next(self._serials), request, lane, request.num_tokens)
-        self._places[request.request_id] = place
-        heapq.heappush(self._lanes.setdefault(lane, []), place)
-        self._lane_sizes[lane] = self._lane_sizes.get(lane, 0) + 1
-        self.num_tokens += place.num_tokens
+        self._put(place)
 
     def head(self) -> Request | None:
         """Return the request to serve next, or None."""
-        lanes = self._lanes.values()
-        if len(lanes) > 1:
-            return min([heap[0].request for heap in lanes], key=self._order.key)
-        for heap in lanes:
-            return heap[0].request
-        return None
+        lanes, changed = self._lanes, self._order.changed_lanes()
+        if changed is not None:
+            self._lanes_to_file.update(changed)
+        if len(lanes) <= 1:
+            return next((heap[0].request for heap in lanes.values()), None)
+        if changed is None:
+            return min([heap[0].request for heap in lanes.values()], key=self._order.key)
+        self._file_lanes()
+        return lanes[self._firsts[0][2]][0].request
+
+    def num_before(self, request: Request) -> int:
+        """Return how many requests go before one that waits, as things stand.
+
+        Whole lanes count by their first request.
+        """
+        self.head()
+        place, key = self._places[request.request_id], self._order.key(request)
+        own_lane = self._lanes[place.lane]
+        count = sum(self._is_current(other) and other[:2] < place[:2] for other in own_lane)
+        for lane, heap in self._lanes.items():
+            if lane != place.lane:
+                first_key = self._first_keys.get(lane) or self._order.key(heap[0].request)
+                count += self._lane_sizes[lane] if first_key < key else 0
+        return count
 
     def remove(self, request_id: str) -> None:
         """Take out a request that waits.
@@ -78,21 +100,65 @@ class ReadyQueue:
         Raises:
             KeyError: it does not.
         """
+        self._order.unqueued(self._take(request_id).request)
+
+    def pass_over(self, request_id: str) -> None:
+        """Put a request that waits aside until `restore`; for the order, it has not left the queue."""
+        self._passed_over.append(self._take(request_id))
+
+    def restore(self) -> None:
+        """Put the requests that were passed over back to their places."""
+        for place in self._passed_over:
+            self._put(place)
+        self._passed_over.clear()
+
+    def _put(self, place: _Place) -> None:
+        lane = place.lane
+        self._places[place.request.request_id] = place
+        heapq.heappush(self._lanes.setdefault(lane, []), place)
+        self._lane_sizes[lane] = self._lane_sizes.get(lane, 0) + 1
+        self._lanes_to_file.add(lane)
+        self.num_tokens += place.num_tokens
+
+    def _take(self, request_id: str) -> _Place:
         place = self._places.pop(request_id)
+        lane = place.lane
         self.num_tokens -= place.num_tokens
-        size = self._lane_sizes[place.lane] - 1
+        size = self._lane_sizes[lane] - 1
         if size:
-            self._lane_sizes[place.lane] = size
-            self._clear_places(place.lane, size)
+            self._lane_sizes[lane] = size
+            self._lanes_to_file.add(lane)
+            self._clear_places(lane, size)
         else:
-            del self._lanes[place.lane], self._lane_sizes[place.lane]
-        self._order.unqueued(place.request)
+            del self._lanes[lane], self._lane_sizes[lane]
+            self._lanes_to_file.discard(lane)
+            self._first_keys.pop(lane, None)
+        return place
+
+    def _file_lanes(self) -> None:
+        """Bring `_firsts` up to date."""
+        for lane in self._lanes_to_file:
+            if lane in self._lanes:
+                key = self._order.key(self._lanes[lane][0].request)
+                if self._first_keys.get(lane) != key:
+                    self._first_keys[lane] = key
+                    heapq.heappush(self._firsts, (key, next(self._serials), lane))
+        self._lanes_to_file.clear()
+        firsts, keys = self._firsts, self._first_keys
+        while keys.get(firsts[0][2]) is not firsts[0][0]:
+            heapq.heappop(firsts)
+        if len(firsts) > 2 * len(keys) + 16:
+            firsts[:] = [entry for entry in firsts if keys.get(entry[2]) is entry[0]]
+            heapq.heapify(firsts)
+
+    def _is_current(self, place: _Place) -> bool:
+        return self._places.get(place.request.request_id) is place
 
     def _clear_places(self, lane: Hashable, size: int) -> None:
         """Drop places that were left from the head of a lane, and all of them if they are too many."""
-        heap, places = self._lanes[lane], self._places
-        while places.get(heap[0].request.request_id) is not heap[0]:
+        heap = self._lanes[lane]
+        while not self._is_current(heap[0]):
             heapq.heappop(heap)
         if len(heap) > 2 * size + 16:
-            heap[:] = [place for place in heap if places.get(place.request.request_id) is place]
+            heap[:] = filter(self._is_current, heap)
             heapq.heapify(heap)

@@ -82,6 +82,7 @@ class VirtualTokenCounters:
         self._last_to_wait = ""
         self._counter_of_last_to_wait = 0.0
         self._mean_output = FIRST_GUESS
+        self._changed: set[str] = set()  # tenants whose counters have changed, see `take_changed`
         self._charged: dict[str, float] = {}  # by request id: what was paid at admission, and is not settled
 
     def __len__(self) -> int:
@@ -92,12 +93,18 @@ class VirtualTokenCounters:
         account = self._accounts.get(tenant)
         return self._floor() if account is None else account.counter
 
+    def take_changed(self) -> set[str]:
+        """Return the tenants whose counters have changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
     def queued(self, tenant: str) -> None:
         """One more request of the tenant waits."""
         self._forget_idle()
         account = self._account(tenant)
         if not account.is_waiting:
             account.counter = max(account.counter, self._floor())
+            self._changed.add(tenant)
         account.num_waiting += 1
         self._waiting.file(tenant)
 
@@ -145,6 +152,7 @@ class VirtualTokenCounters:
     def _pay(self, tenant: str, amount: float) -> None:
         account = self._accounts[tenant]
         account.counter += amount
+        self._changed.add(tenant)
         if tenant == self._last_to_wait:
             self._counter_of_last_to_wait = account.counter
         self._waiting.file(tenant)
@@ -162,6 +170,7 @@ class VirtualTokenCounters:
             if counter > floor and len(self._accounts) <= MOST_ACCOUNTS:
                 return
             del self._accounts[tenant]
+            self._changed.discard(tenant)
 
 
 def _price(request: Request) -> float:

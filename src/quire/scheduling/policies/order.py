@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import ClassVar
 
 from typing_extensions import override
@@ -56,6 +56,13 @@ class QueueOrder(ABC):
         The running requests are served in this order, and the last of them is the usual victim.
         """
         return self.key(request)
+
+    def changed_lanes(self) -> Collection[Hashable] | None:
+        """Return the lanes whose requests may have other keys than at the last call; None: all of them.
+
+        With None, the key of the first request of every lane is computed whenever the head is asked for.
+        """
+        return None
 
     def queued(self, request: Request) -> None:  # noqa: B027, few orders need it
         """Take note that a request is about to be queued; its keys are asked for next."""
@@ -123,6 +130,10 @@ class FairShare(QueueOrder):
     @override
     def running_key(self, request: Request) -> OrderKey:
         return (request.arrival,)
+
+    @override
+    def changed_lanes(self) -> Collection[Hashable]:
+        return self._counters.take_changed()
 
     @override
     def queued(self, request: Request) -> None:
