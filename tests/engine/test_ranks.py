@@ -103,6 +103,11 @@ def test_an_error_on_rank_0_within_a_step_ends_the_engine(monkeypatch):
     ranks.close()
 
 
+def test_other_ranks_are_told_all_of_a_step():
+    sent = {field.name for field in dataclasses.fields(Forward)}
+    assert {field.name for field in dataclasses.fields(AttentionBatch)} - sent == {"key_scores", "plans"}
+
+
 def test_a_rank_that_hangs_ends_the_engine(checkpoint):
     settings = {"tensor_parallel_size": 2, "tensor_parallel_timeout": 2.0}
     with LLM(checkpoint, num_kv_blocks=64, num_threads=1, **settings) as llm:

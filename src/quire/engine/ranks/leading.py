@@ -64,6 +64,8 @@ class LeadingDecoder:
                 num_cached_tokens=batch.num_cached_tokens,
                 num_tokens=batch.num_tokens,
                 block_tables=batch.block_tables,
+                skipped_keys=batch.skipped_keys,
+                key_selection=batch.key_selection,
             )
         )
         try:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
     from quire.kv.cache_metadata import PagedAttentionCacheMetaData
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.config import ModelConfig
@@ -42,7 +43,10 @@ class RankStart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forward:
-    """Compute the tokens [T] of a step; the other fields are those of its `AttentionBatch`."""
+    """Compute the tokens [T] of a step; the other fields are those of its `AttentionBatch`.
+
+    Key scores are missing: each rank would have those of its own heads only.
+    """
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
@@ -52,6 +56,8 @@ class Forward:
     num_cached_tokens: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]
     block_tables: npt.NDArray[np.int32]
+    skipped_keys: SkippedKeys | None
+    key_selection: KeySelection | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -68,4 +68,6 @@ def _batch(message: Forward) -> AttentionBatch:
         num_cached_tokens=message.num_cached_tokens,
         num_tokens=message.num_tokens,
         block_tables=message.block_tables,
+        skipped_keys=message.skipped_keys,
+        key_selection=message.key_selection,
     )
