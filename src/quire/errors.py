@@ -64,6 +64,10 @@ class RequestTimeoutError(QuireError):
     """A request did not start, or did not end, within its time; what it had generated stays valid."""
 
 
+class KVFileError(QuireError):
+    """KV cannot be saved to a file or restored from it; the message says why."""
+
+
 class EngineDeadError(QuireError):
     """The engine has ended; requests in flight are answered with this."""
 

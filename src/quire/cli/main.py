@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli import chat, evaluate, generate, plan, replay, serve
+from quire.cli import chat, evaluate, generate, kv, plan, replay, serve
 from quire.cli.bench import commands as bench
 from quire.cli.manual import ManualCommand, ManualGroup
 
@@ -26,6 +26,7 @@ Examples:
   quire eval                              how well the built-in model answers
   quire bench throughput                  how fast this machine runs it
   quire replay run.quire                  what the scheduler did, step by step
+  quire kv save prompt.kv "..."           the KV of a prompt, to be restored elsewhere
 
 "quire COMMAND --help" explains a command and all of its options.
 """
@@ -50,6 +51,7 @@ for _name, _command in (
 ):
     app.command(_name, cls=ManualCommand)(_command)
 app.add_typer(bench.app, name="bench")
+app.add_typer(kv.app, name="kv")
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from quire.config import EngineConfig, SchedulerConfig
@@ -19,13 +21,15 @@ from quire.engine.assembly import (
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.drafting import find_draft_model
 from quire.engine.kv_events import KVEventPublisher
+from quire.engine.kv_identity import kv_identity
 from quire.engine.memory_plan import plan_memory
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
-from quire.errors import EngineDeadError, InvalidRequestError
+from quire.errors import EngineDeadError, InvalidRequestError, KVFileError
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.events import KVEventCollector
+from quire.kv.tiers.connector import TierConnector
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request
 from quire.scheduling.interface import PauseState
@@ -63,6 +67,9 @@ class EngineCore:
         self._publisher = _publisher(config)
         context = build_context(config, model_path, model_config, plan, self._kv_events)
         self._connector = context.connector
+        self._kv_identity = functools.cache(
+            functools.partial(kv_identity, config, model_path, model_config, plan)
+        )
         self._stats_failure_is_logged = False
         self.scheduler = build_scheduler(config, plan, context)
         self.ranks = start_ranks(config)
@@ -189,6 +196,36 @@ class EngineCore:
         is_reset = self.scheduler.reset_prefix_cache(reset_connector=True)
         self._publish_kv_events()
         return is_reset
+
+    def save_kv(self, path: Path, token_ids: list[int], cache_salt: str) -> Future[tuple[int, bool]]:
+        """Save a prompt's KV, see `TierConnector.save`.
+
+        Raises:
+            KVFileError: there is no tier, or the prompt has no full block.
+        """
+        block_size = self.info.block_size
+        if len(token_ids) < block_size:
+            raise KVFileError(
+                f"the prompt has {len(token_ids)} tokens, and KV is saved in blocks of {block_size}: there "
+                "is nothing to save"
+            )
+        return self._tier_connector().save(path, token_ids, cache_salt, self._kv_identity)
+
+    def restore_kv(self, path: Path, cache_salt: str) -> Future[list[int]]:
+        """Restore a prompt's KV, see `TierConnector.restore`.
+
+        Raises:
+            KVFileError: there is no tier.
+        """
+        return self._tier_connector().restore(path, cache_salt, self._kv_identity)
+
+    def _tier_connector(self) -> TierConnector:
+        if not isinstance(self._connector, TierConnector):
+            raise KVFileError(
+                "KV is saved from a KV tier and restored to it, and this engine has none; set kv_tier to "
+                "'memory' or 'disk'"
+            )
+        return self._connector
 
     def shutdown(self) -> list[EngineCoreOutput]:
         """Abort all remaining requests and release everything; return the terminal outputs."""

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from quire.engine.kv_identity import without_length
 from quire.engine.memory_plan import dtype_of
 from quire.errors import ConfigError
 from quire.kv.tiers.connector import TierConnector
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.memory_plan import MemoryPlan
     from quire.models.config import ModelConfig
-
-_ROPES_BY_LENGTH = ("dynamic", "longrope")  # whose frequencies depend on the maximum length
 
 
 def build_tier(
@@ -76,7 +75,7 @@ def _fingerprint(config: EngineConfig, model_path: Path, model_config: ModelConf
 
     return cache_key(
         model_path,
-        model=_shape(model_config),
+        model=dataclasses.asdict(without_length(model_config)),
         dtype=dtype_of(config, model_config),
         kv_dtype=plan.kv_dtype,
         block_size=plan.block_size,
@@ -84,8 +83,3 @@ def _fingerprint(config: EngineConfig, model_path: Path, model_config: ModelConf
         group_size=config.quantization_group_size,
         instruction_set=kernel_set(config.kernels).weight_layout or "reference",
     )
-
-
-def _shape(model: ModelConfig) -> dict[str, Any]:
-    by_length = any(rope.kind in _ROPES_BY_LENGTH for rope in model.ropes)
-    return dataclasses.asdict(dataclasses.replace(model, max_model_len=model.max_model_len * by_length))

@@ -6,7 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
 
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
@@ -19,6 +21,8 @@ from quire.engine.messages import (
     Reply,
     RequestRefused,
     ResetPrefixCache,
+    RestoreKV,
+    SaveKV,
     Shutdown,
     StepOutputs,
     StopRequests,
@@ -72,6 +76,7 @@ class EngineLoop:
         self._send = send
         self._clock = clock
         self._stats_due = 0.0
+        self._unanswered: dict[int, tuple[Future[Any], Callable[[int, Any], Reply]]] = {}
         self._stalled_since: float | None = None
         self._stall_is_logged = False
 
@@ -86,8 +91,12 @@ class EngineLoop:
             messages.deliver(self.handle, wait=wait)
             self.core.raise_rank_failure()
             wait = None
-            if not self.stopped and self.core.has_requests():
+            if not self.stopped and self.has_work():
                 wait = 0 if self.step_and_send() else math.ceil(self.stall_wait * 1000)
+
+    def has_work(self) -> bool:
+        """Whether a step has anything to do, or a call is still to be answered."""
+        return self.core.has_requests() or bool(self._unanswered)
 
     def handle(self, message: ToEngine) -> None:
         """Handle one message from the front; after `Shutdown`, ignore all."""
@@ -106,6 +115,12 @@ class EngineLoop:
                 self._send(Reply(call_id, done=self.core.reset_prefix_cache()))
             case Explain(call_id, sequence_ids):
                 self._send(Reply(call_id, texts=[self.core.explain(name) for name in sequence_ids]))
+            case SaveKV(call_id, path, token_ids, cache_salt):
+                self._answer_later(
+                    call_id, lambda: self.core.save_kv(Path(path), token_ids, cache_salt), _saved
+                )
+            case RestoreKV(call_id, path, cache_salt):
+                self._answer_later(call_id, lambda: self.core.restore_kv(Path(path), cache_salt), _restored)
             case Shutdown():
                 self._send_outputs(self.core.shutdown())
                 self.stopped = True
@@ -115,6 +130,7 @@ class EngineLoop:
 
         If not, the next step is due after `stall_wait` seconds, or with the next message.
         """
+        self._send_answers()
         outputs, progressed = self.core.step()
         idle = not self.core.has_unfinished_requests()
         now = self._clock()
@@ -127,6 +143,25 @@ class EngineLoop:
         if progressed or idle:
             self.stall_wait, self._stalled_since, self._stall_is_logged = STALL_WAIT, None, False
         return progressed
+
+    def _answer_later(
+        self, call_id: int, begin: Callable[[], Future[Any]], reply: Callable[[int, Any], Reply]
+    ) -> None:
+        """Begin what may take long; its answer is sent when it has ended."""
+        try:
+            self._unanswered[call_id] = begin(), reply
+        except QuireError as error:
+            self._send(Reply(call_id, done=False, error=ErrorInfo.of(error)))
+
+    def _send_answers(self) -> None:
+        ended = [call_id for call_id, (future, _) in self._unanswered.items() if future.done()]
+        for call_id in ended:
+            future, reply = self._unanswered.pop(call_id)
+            error = future.exception()
+            if error is None:
+                self._send(reply(call_id, future.result()))
+            else:
+                self._send(Reply(call_id, done=False, error=ErrorInfo.of(error)))
 
     def _note_stall(self, now: float) -> bool:
         """Set how long to pause, and return whether the stall is legitimate.
@@ -155,3 +190,12 @@ class EngineLoop:
     def _send_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         if outputs:
             self._send(StepOutputs(outputs))
+
+
+def _saved(call_id: int, result: tuple[int, bool]) -> Reply:
+    num_tokens, is_saved = result
+    return Reply(call_id, done=is_saved, num_tokens=num_tokens)
+
+
+def _restored(call_id: int, token_ids: list[int]) -> Reply:
+    return Reply(call_id, token_ids=token_ids)

@@ -134,7 +134,38 @@ class Explain(msgspec.Struct, tag=7, array_like=True, gc=False):
     sequence_ids: list[str]
 
 
-ToEngine = EngineCoreRequest | AbortRequests | StopRequests | GetStats | ResetPrefixCache | Shutdown | Explain
+class SaveKV(msgspec.Struct, tag=8, array_like=True, gc=False):
+    """Save a prompt's KV to a file.
+
+    The `Reply` says in `done` whether that was done. If not, the KV tier has only the first `num_tokens` yet:
+    it stores the others when the prompt is computed.
+    """
+
+    call_id: int
+    path: str
+    token_ids: list[int]
+    cache_salt: str = ""
+
+
+class RestoreKV(msgspec.Struct, tag=9, array_like=True, gc=False):
+    """Restore a prompt's KV from a file; the `Reply` has the prompt's `token_ids`."""
+
+    call_id: int
+    path: str
+    cache_salt: str = ""
+
+
+ToEngine = (
+    EngineCoreRequest
+    | AbortRequests
+    | StopRequests
+    | GetStats
+    | ResetPrefixCache
+    | Shutdown
+    | Explain
+    | SaveKV
+    | RestoreKV
+)
 
 
 # From the engine to the front.
@@ -184,6 +215,9 @@ class Reply(msgspec.Struct, tag=7, array_like=True, gc=False):
     stats: SchedulerStats | None = None
     done: bool = True
     texts: list[str] = []
+    num_tokens: int = 0
+    token_ids: list[int] = []
+    error: ErrorInfo | None = None
 
 
 class EngineFailed(msgspec.Struct, tag=8, array_like=True, gc=False):

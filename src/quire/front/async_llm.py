@@ -8,6 +8,7 @@ import functools
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
@@ -22,6 +23,7 @@ from quire.engine.messages import (
 )
 from quire.errors import EngineDeadError
 from quire.front.input_processor import ProcessedRequest
+from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
 from quire.front.live_requests import LiveRequests
 from quire.front.process_client import SHUTDOWN_TIMEOUT, EngineProcess
 from quire.models.checkpoints.hub import resolve_model
@@ -188,6 +190,19 @@ class AsyncLLM:
         """Clear the prefix cache; while any block is in use, do nothing and return False."""
         return (await self._call(ResetPrefixCache)).done
 
+    async def save_kv(self, prompt: Prompt, path: str | Path, *, cache_salt: str = "") -> int:
+        """Save the KV of a prompt to a file, see `LLM.save_kv`."""
+        await self.wait_until_ready()
+        saving = KVSaving(self._requests, prompt, path, cache_salt)
+        while not saving.note(await self._call(saving.message)):
+            async for _ in self.generate(saving.token_ids, COMPUTE_ONLY, cache_salt=cache_salt):
+                pass
+        return saving.num_tokens
+
+    async def restore_kv(self, path: str | Path, *, cache_salt: str = "") -> list[int]:
+        """Restore the KV of a prompt from a file, see `LLM.restore_kv`."""
+        return (await self._call(restore_message(path, cache_salt))).token_ids
+
     def check_health(self) -> None:
         """Return if the engine is healthy or still starting.
 
@@ -261,6 +276,8 @@ class AsyncLLM:
         self._requests.call(make, replies.append)
         await self._wait_for(lambda: bool(replies) or self._requests.failure is not None)
         self._requests.raise_failure()
+        if (error := replies[0].error) is not None:
+            raise error.to_exception()
         return replies[0]
 
     async def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> None:

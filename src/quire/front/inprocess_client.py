@@ -49,7 +49,7 @@ class InProcessClient:
     def receive(self, timeout: float | None) -> list[FromEngine]:
         """Return the engine's messages; if there are none, run a step first, unless `timeout` is 0."""
         loop = self._running_loop()
-        if not self._outbox and timeout != 0 and loop.core.has_requests():
+        if not self._outbox and timeout != 0 and loop.has_work():
             with deferred_interrupt():
                 progressed = loop.step_and_send()
             if not progressed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.config import BUILT_IN_MODEL
@@ -10,6 +11,7 @@ from quire.engine.messages import EngineInfo
 from quire.front.arguments import TextOrTokenIds, conversations_of, engine_config, one_for_each, prompts_of
 from quire.front.batch import Batch
 from quire.front.input_processor import ProcessedRequest
+from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
 from quire.front.progress import batch_progress
 from quire.front.session import Session
 from quire.request_output import RequestOutput
@@ -126,6 +128,43 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache; while any block is in use, do nothing and return False."""
         return self._session.reset_prefix_cache()
+
+    def save_kv(self, prompt: Prompt, path: str | Path, *, cache_salt: str = "") -> int:
+        """Save the KV of a prompt's full blocks to a file; what is not in the KV tier is computed first.
+
+        Args:
+            prompt: text, token ids, or a conversation (a list of messages).
+            path: of the file; replaced if it exists.
+            cache_salt: of the requests that computed the KV.
+
+        Returns:
+            The number of tokens whose KV was saved.
+
+        Raises:
+            KVFileError: there is no KV tier, it is too small, or the file cannot be written.
+            InvalidRequestError: the prompt is invalid.
+        """
+        self.wait_until_ready()
+        saving = KVSaving(self._session.requests, prompt, path, cache_salt)
+        while not saving.note(self._session.call(saving.message)):
+            self.generate([saving.token_ids], COMPUTE_ONLY, cache_salt=cache_salt)
+        return saving.num_tokens
+
+    def restore_kv(self, path: str | Path, *, cache_salt: str = "") -> list[int]:
+        """Restore the KV of a prompt to the KV tier, from which requests that begin with it are served.
+
+        Args:
+            path: of a file that `save_kv` has written.
+            cache_salt: of the requests that may use the KV.
+
+        Returns:
+            The token ids of the prompt, as many as have KV.
+
+        Raises:
+            KVFileError: the file cannot be read, is damaged, or its KV was computed with another model,
+                dtype, block size or rope; or there is no KV tier, or it is too small.
+        """
+        return self._session.call(restore_message(path, cache_salt)).token_ids
 
     def shutdown(self) -> None:
         """Shut the engine down; this object cannot be used afterwards."""

@@ -78,23 +78,30 @@ class Session:
 
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler."""
-        stats = self._call(GetStats).stats
+        stats = self.call(GetStats).stats
         assert stats is not None
         return stats
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache; while any block is in use, do nothing and return False."""
-        return self._call(ResetPrefixCache).done
+        return self.call(ResetPrefixCache).done
 
     def close(self) -> None:
         """Shut the engine down."""
         self.requests.close()
 
-    def _call(self, make: Callable[[int], ToEngine]) -> Reply:
+    def call(self, make: Callable[[int], ToEngine]) -> Reply:
+        """Send the message that `make` returns for a call id, and return the reply.
+
+        Raises:
+            QuireError: the reply is an error, or the engine has ended.
+        """
         self.wait_until_ready()
         replies: list[Reply] = []
         self.requests.call(make, replies.append)
         while not replies:
             self.requests.raise_failure()
             self.receive_outputs()
+        if (error := replies[0].error) is not None:
+            raise error.to_exception()
         return replies[0]

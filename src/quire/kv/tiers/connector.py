@@ -13,6 +13,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +28,7 @@ from quire.kv.host_blocks import BlockStore, ByteArray, block_store
 from quire.kv.prompt_blocks import PromptBlocks
 from quire.kv.tiers.buffers import BufferPool
 from quire.kv.tiers.costs import LoadCosts
+from quire.kv.tiers.kv_transfer import Identity, restore_prompt, save_prompt
 from quire.kv.tiers.loads import BlockLoad, LoadInProgress
 from quire.kv.tiers.tier import BlockTier
 from quire.kv.tiers.worker_threads import WorkerThreads
@@ -314,6 +317,22 @@ class TierConnector(KVConnector):
         with self._counting:
             for name, number in counters.items():
                 setattr(self._stats, name, getattr(self._stats, name) + number)
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    def save(
+        self, path: Path, token_ids: list[int], cache_salt: str, identity: Identity
+    ) -> Future[tuple[int, bool]]:
+        """Save a prompt's KV in the writer's thread, behind all blocks that wait for it: `save_prompt`."""
+        options: dict[str, Any] = {"cache_salt": cache_salt, "block_size": self._block_size}
+        save = functools.partial(save_prompt, self._tier, path, token_ids, identity=identity, **options)
+        return self._writer.call(save)
+
+    def restore(self, path: Path, cache_salt: str, identity: Identity) -> Future[list[int]]:
+        """Restore a prompt's KV in the writer's thread: `restore_prompt`."""
+        options: dict[str, Any] = {"cache_salt": cache_salt, "block_size": self._block_size}
+        restore = functools.partial(restore_prompt, self._tier, path, identity=identity, **options)
+        return self._writer.call(restore)
 
     # -- loads ---------------------------------------------------------------------------------------------
 

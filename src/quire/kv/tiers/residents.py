@@ -81,6 +81,14 @@ class ResidentBlocks:
                     wanted.append(key)
         return wanted
 
+    def expect(self, keys: Iterable[BlockKey]) -> None:
+        """Have blocks stored at their next use, however rarely they were used before."""
+        with self._lock:
+            for key in keys:
+                if key.digest not in self._residents:
+                    self._ghosts.pop(key.digest, None)
+                    self._ghosts[key.digest] = self._min_uses - 1
+
     def _touch(self, digest: bytes) -> None:
         self._residents[digest].last_use = self._clock
         if digest in self._ends:

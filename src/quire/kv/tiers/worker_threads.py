@@ -6,10 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Task = Callable[[], None]
 
 
@@ -37,6 +40,19 @@ class WorkerThreads:
         self._tasks.put(task)
         if not self._threads:
             self._start()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function when a thread is free; what it returns or raises is in the future."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.submit(run)
+        return future
 
     def longest_run(self) -> float:
         """Return for how many seconds the oldest running task has been running; 0 if there is none."""

@@ -1,0 +1,69 @@
+"""What KV is computed by, in named parts: KV from another place is used only if all of them agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.engine.memory_plan import dtype_of
+from quire.kv.tiers.checksum import checksum
+from quire.models.checkpoints.gguf.location import find_gguf
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.memory_plan import MemoryPlan
+    from quire.models.config import ModelConfig
+
+_PIECE_BYTES = 1 << 24
+_ROPES_BY_LENGTH = ("dynamic", "longrope")  # whose frequencies depend on the maximum length
+
+
+def kv_identity(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> dict[str, str]:
+    """Return the parts by name, in words. Reads all weights: that takes seconds for a large model."""
+    return {
+        "model": f"{model_config.architecture} {_digest_of_weights(model_path)}",
+        "shape": _digest(dataclasses.asdict(without_length(model_config))),
+        "dtype": dtype_of(config, model_config),
+        "quantization": f"{config.quantization} in groups of {config.quantization_group_size}",
+        "KV dtype": plan.kv_dtype,
+        "block size": str(plan.block_size),
+        "rope": _rope(model_config),
+    }
+
+
+def without_length(model: ModelConfig) -> ModelConfig:
+    """Return a model's configuration without its maximum length, unless its rope depends on that."""
+    by_length = any(rope.kind in _ROPES_BY_LENGTH for rope in model.ropes)
+    return dataclasses.replace(model, max_model_len=model.max_model_len * by_length)
+
+
+def _rope(model: ModelConfig) -> str:
+    kinds = sorted({f"{rope.kind} with theta {rope.theta:g}" for rope in model.ropes})
+    details = [dataclasses.asdict(rope) for rope in model.ropes]
+    return (
+        f"{' and '.join(kinds)} {_digest([details, model.layer_ropes, without_length(model).max_model_len])}"
+    )
+
+
+def _digest(values: object) -> str:
+    return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _digest_of_weights(path: Path) -> str:
+    from quire.models.checkpoints.safetensors import weight_files
+
+    gguf = find_gguf(path)
+    digest = blake2b(digest_size=8)
+    piece = np.empty(_PIECE_BYTES, dtype=np.uint8)
+    for name in sorted(weight_files(path)) if gguf is None else [gguf]:
+        with name.open("rb") as file:
+            while num_bytes := file.readinto(piece.data):
+                digest.update(checksum(piece[:num_bytes]))
+    return digest.hexdigest()

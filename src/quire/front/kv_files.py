@@ -1,0 +1,70 @@
+"""Saving and restoring the KV of one prompt: what the two front ends share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.engine.messages import Reply, RestoreKV, SaveKV
+from quire.errors import KVFileError
+from quire.front.arguments import TextOrTokenIds
+from quire.front.live_requests import LiveRequests
+from quire.sampling_params import SamplingParams
+
+Prompt = TextOrTokenIds | Sequence[Mapping[str, Any]]
+"""Text, token ids, or the messages of a conversation."""
+
+COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1)
+"""Computes a prompt; its one token is of no interest."""
+
+
+class KVSaving:
+    """Asks the engine to save a prompt's KV, as often as more of it is stored since the last time.
+
+    Args:
+        requests: of the engine.
+        prompt: whose KV to save.
+        path: of the file.
+        cache_salt: of the requests that computed the KV.
+
+    Raises:
+        InvalidRequestError: the prompt is invalid.
+    """
+
+    def __init__(self, requests: LiveRequests, prompt: Prompt, path: str | Path, cache_salt: str) -> None:
+        is_conversation = not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping)
+        prepare: Callable[..., Any] = requests.prepare_chat if is_conversation else requests.prepare
+        request = prepare(prompt, COMPUTE_ONLY, cache_salt=cache_salt).core_request
+        self.token_ids: list[int] = request.prompt_token_ids
+        self.num_tokens = -1
+        self._path = _absolute(path)
+        self._cache_salt = cache_salt
+
+    def message(self, call_id: int) -> SaveKV:
+        """Return the message to the engine."""
+        return SaveKV(call_id, self._path, self.token_ids, self._cache_salt)
+
+    def note(self, reply: Reply) -> bool:
+        """Return whether the KV is saved; if not, the prompt is to be computed before the next message.
+
+        Raises:
+            KVFileError: nothing more was stored since the last time.
+        """
+        if not reply.done and reply.num_tokens <= self.num_tokens:
+            raise KVFileError(
+                f"the KV tier stores only {reply.num_tokens} of the prompt's {len(self.token_ids)} tokens; "
+                "raise kv_tier_size, or use a kv_tier_path that no other engine writes to"
+            )
+        self.num_tokens = reply.num_tokens
+        return reply.done
+
+
+def restore_message(path: str | Path, cache_salt: str) -> Callable[[int], RestoreKV]:
+    """Return what makes the message that restores a file."""
+    return functools.partial(RestoreKV, path=_absolute(path), cache_salt=cache_salt)
+
+
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).expanduser().absolute())  # the engine process may have another directory
