@@ -386,6 +386,27 @@ def test_the_last_token_needs_no_block():
         scene.add("more", range(8), max_tokens=6, beam_width=2, logprobs=2, n=2)
 
 
+def test_what_a_preempted_request_finds_again_is_counted_apart():
+    scene = Scene()
+    scene.add("a", range(9))
+    scene.step()
+    assert scene.scheduler.reset_prefix_cache(reset_running_requests=True)
+    scene.step()
+    scene.scheduler._slots.preempt_if_running(int(scene.scheduler._state.running.in_order()[0]))
+    scene.finish()
+    stats = scene.scheduler.make_stats()
+    assert (stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (9, 0)
+    assert (stats.resumed_queried_tokens, stats.resumed_hit_tokens) == (10 + 11, 8)
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {}])
+def test_only_what_is_looked_up_counts(options):
+    scene = Scene(**options)
+    scene.add("a", range(9), prompt_logprobs=0 if not options else None)
+    scene.finish()
+    assert scene.scheduler.make_stats().prefix_queried_tokens == 0
+
+
 def test_only_a_terminal_status_ends_a_request():
     scene = Scene()
     scene.add("a", range(8))

@@ -133,6 +133,22 @@ def test_planning_costs_the_same_however_many_loads_are_on_their_way():
     assert costs[1] < 1.1 * costs[0]
 
 
+@pytest.mark.parametrize("load_steps", [0, 1])
+def test_loaded_tokens_are_no_hits_of_the_own_cache(load_steps):
+    scene = scene_with_stored_prompt(load_steps=load_steps, scene_settings={"enable_prefix_caching": True})
+    scene.scheduler.reset_prefix_cache()
+    scene.add("half", PROMPT[:9], max_tokens=1)
+    scene.finish()
+    before = scene.scheduler.make_stats()
+    scene.add("a", PROMPT)
+    scene.finish()
+    after = scene.scheduler.make_stats()
+    assert after.prefix_queried_tokens - before.prefix_queried_tokens == 17
+    assert after.prefix_hit_tokens - before.prefix_hit_tokens == 8
+    assert after.num_loaded_tokens - before.num_loaded_tokens == 8
+    assert scene.cached["a"] == 16, "the client is told of both"
+
+
 def test_only_what_the_own_cache_does_not_have_is_loaded():
     scene = scene_with_stored_prompt(scene_settings={"enable_prefix_caching": True})
     scene.scheduler.reset_prefix_cache()

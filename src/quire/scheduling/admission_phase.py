@@ -258,8 +258,9 @@ class AdmissionPhase:
         if num_cached:
             self.kv.pool.count_hit(prefix.block_ids[:num_cached])
         request.num_computed_tokens = prefix.num_tokens + num_external
-        if request.status is not RequestStatus.PREEMPTED:
-            self._count_prefix_hit(request)
+        self._count_prefix_hit(
+            request, prefix.num_tokens if load is None else num_cached * self.kv.block_size
+        )
         self.deadlines.forget_queue(request.request_id)
         slot = self.slots.enter(request)
         num_new_blocks = self.kv.blocks_for(request.num_computed_tokens + chunk) - prefix.num_blocks
@@ -330,10 +331,19 @@ class AdmissionPhase:
             assert other_slot is not None
             plan.new.append(new_request_data(other, other_slot, np.empty(0, dtype=np.int32)))
 
-    def _count_prefix_hit(self, request: Request) -> None:
-        request.num_cached_tokens = request.num_computed_tokens
-        self.stats.prefix_queried_tokens += request.num_prompt_tokens
-        self.stats.prefix_hit_tokens += request.num_cached_tokens
+    def _count_prefix_hit(self, request: Request, num_local_tokens: int) -> None:
+        """Count what a request begins with; `num_local_tokens` of that are from this engine's own cache."""
+        stats, is_resumed = self.stats, request.status is RequestStatus.PREEMPTED
+        if not is_resumed:
+            request.num_cached_tokens = request.num_computed_tokens
+        if not self.config.enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
+            return  # not looked up
+        if is_resumed:
+            stats.resumed_queried_tokens += request.num_tokens
+            stats.resumed_hit_tokens += num_local_tokens
+        else:
+            stats.prefix_queried_tokens += request.num_prompt_tokens
+            stats.prefix_hit_tokens += num_local_tokens
 
 
 def new_request_data(request: Request, slot: int, block_ids: IntArray) -> NewRequestData:

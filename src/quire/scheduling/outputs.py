@@ -46,8 +46,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_scheduled_tokens: int = 0
     num_finished: int = 0
     num_preemptions: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
+    prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache when requests first started
+    prefix_hit_tokens: int = 0  # of those, found; loaded ones are `num_loaded_tokens`
     num_draft_tokens: int = 0  # verified
     num_accepted_tokens: int = 0  # of those
     num_timeouts: int = 0
@@ -55,6 +55,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_failed_loads: int = 0
     num_leased_blocks: int = 0  # held by pins and transfers
     num_awaiting: int = 0  # of those that wait: until a grammar is compiled or KV has come from elsewhere
+    resumed_queried_tokens: int = 0  # tokens of preempted requests looked up when they started again
+    resumed_hit_tokens: int = 0  # of those, found
     kv_connector: KVConnectorStats | None = None  # what the KV connector counts, if there is one and it does
 
     @property

@@ -99,6 +99,16 @@ class EngineCollector(Collector):
                 "Number of prompt tokens found in the prefix cache.",
                 stats.prefix_hit_tokens,
             ),
+            (
+                "quire_prefix_cache_resumed_queried_tokens",
+                "Number of tokens of preempted requests looked up in the prefix cache.",
+                stats.resumed_queried_tokens,
+            ),
+            (
+                "quire_prefix_cache_resumed_hit_tokens",
+                "Number of tokens of preempted requests found in the prefix cache.",
+                stats.resumed_hit_tokens,
+            ),
             ("quire_draft_tokens", "Number of draft tokens that were verified.", stats.num_draft_tokens),
             (
                 "quire_accepted_draft_tokens",
