@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from quire.kv.blank_blocks import BlankBlocks
 from quire.kv.block_hash import DIGEST_BYTES, BlockKey
 from quire.kv.events import KVEventSink
 from quire.kv.retention import idle_blocks
@@ -56,7 +57,8 @@ class BlockPool:
         self._events = events
         self._counts = np.zeros(num_blocks, dtype=np.int32)
         self._num_hits = np.zeros(num_blocks, dtype=np.int32)  # since the content was cached
-        self._blank = np.arange(self.num_committed, dtype=np.int32)[::-1]  # a stack
+        self._blank = BlankBlocks(num_blocks)
+        self._blank.push(np.arange(self.num_committed, dtype=np.int32)[::-1])
         self._idle = idle_blocks(retention, num_blocks)
         # What cached blocks hold. Zeroed memory is committed when first written.
         self._is_cached = np.zeros(num_blocks, dtype=np.bool_)
@@ -98,7 +100,7 @@ class BlockPool:
         granted = self._commit(asked)
         self._may_grow = granted == asked
         fresh = np.arange(self.num_committed, self.num_committed + granted, dtype=np.int32)[::-1]
-        self._blank = np.concatenate((fresh, self._blank))
+        self._blank.push_below(fresh)
         self.num_committed += granted
 
     def allocate(self, count: int) -> IntArray:
@@ -111,9 +113,7 @@ class BlockPool:
             self.commit_ahead(count)
         if count > len(self._blank) + len(self._idle):
             raise ValueError(f"{count} KV blocks asked for, {self.num_free} of {self.num_blocks} free")
-        split = max(len(self._blank) - count, 0)
-        taken = self._blank[split:]
-        self._blank = self._blank[:split]
+        taken = self._blank.pop(count)
         if count > len(taken):
             evicted = self._idle.evict(count - len(taken))
             self._forget(evicted)
@@ -123,7 +123,7 @@ class BlockPool:
 
     def next_blank(self, count: int) -> IntArray:
         """Return up to `count` blank blocks, in the order in which `allocate` will hand them out."""
-        return self._blank[max(len(self._blank) - count, 0) :][::-1]
+        return self._blank.next(count)
 
     def acquire(self, block_ids: IntArray) -> None:
         """Add one reference to each of `block_ids` (no duplicates): cached blocks, or blocks in use."""
@@ -162,7 +162,7 @@ class BlockPool:
             priorities = priorities[last[is_cached]]
         self._idle.put(idle, self._num_hits[idle], priorities)
         if len(idle) < len(free):
-            self._blank = np.concatenate((self._blank, free[~is_cached]))
+            self._blank.push(free[~is_cached])
 
     def cache(
         self, block_ids: IntArray, digests: list[bytes], parents: list[bytes], tokens: IntArray
@@ -227,7 +227,7 @@ class BlockPool:
 
     def forget_contents(self) -> None:
         """Empty the prefix cache: no block's content can be found any more. Blocks in use stay in use."""
-        self._blank = np.concatenate((self._blank, self._idle.clear()))
+        self._blank.push(self._idle.clear())
         self._is_cached[:] = False
         self._digests[:] = None
         self._by_digest.clear()
@@ -240,7 +240,7 @@ class BlockPool:
         idle = cached[self._counts[cached] == 0]
         self._idle.take(idle)
         self._forget(cached)
-        self._blank = np.concatenate((self._blank, idle))
+        self._blank.push(idle)
 
     def check(self, held: Iterable[int]) -> None:
         """Check invariants 1 and 2 against `held`: every block id of every table, with repetition.
@@ -252,7 +252,7 @@ class BlockPool:
         wrong = np.flatnonzero(expected != self._counts)
         assert not wrong.size, f"invariant 2: counts of blocks {wrong[:8].tolist()} differ from the tables"
         idle = set(self._idle)
-        free = set(self._blank.tolist()) | idle
+        free = set(self._blank) | idle
         in_use = set(np.flatnonzero(self._counts > 0).tolist())
         assert len(free) == len(self._blank) + len(self._idle), "invariant 1: a block is free twice"
         assert not free & in_use, f"invariant 1: blocks {sorted(free & in_use)[:8]} free and in use"
