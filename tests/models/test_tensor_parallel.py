@@ -20,7 +20,7 @@ from quire.models.config import ModelConfig
 from quire.models.shard import Shard, check_divisible
 from quire.models.weights import count_parameters, weight_bytes, weight_specs
 
-NUM_NEW = 24
+NUM_NEW = 16
 PROMPT_LENGTHS = [1, 5, 40]
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 
@@ -62,8 +62,15 @@ def _equal(some: list[Generated], others: list[Generated]) -> bool:
     return all(torch.equal(one.logits, other.logits) for one, other in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama", 4), ("olmo2", 2), ("qwen3_moe", 2), ("gemma2", 2)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "size", "dtype"),
+    [
+        ("llama", 4, "bfloat16"),
+        ("olmo2", 2, "bfloat16"),
+        ("olmo2", 2, "float32"),
+        ("qwen3_moe", 4, "float32"),
+    ],
+)
 def test_bits_do_not_depend_on_company_or_chunks(family: str, size: int, dtype: str, tmp_path: Path) -> None:
     path = make_checkpoint(family, tmp_path, dtype=dtype)
     config = read_model_config(path)
