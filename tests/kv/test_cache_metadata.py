@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -203,3 +205,30 @@ def test_it_is_written_down_and_read_back(mesh: DeviceMesh):
     ):
         with pytest.raises(ValueError, match=message):
             PagedAttentionCacheMetaData.from_dict(data)
+
+
+SOMETHING = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.just([])
+    | st.just({})
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_it_is_read_from_only_sound_metadata_comes_out(data: st.DataObject):
+    layers = [KVLayerSpec(2, 8, 8, window=128), None]
+    plain = PagedAttentionCacheMetaData.for_layers(layers, page_size=4, dtype="int8", num_pages=3).to_dict()
+    owner = data.draw(st.sampled_from([plain, plain["partition_axis"], plain["layers"][0]]))
+    owner[data.draw(st.sampled_from([*owner, "other"]))] = data.draw(SOMETHING)
+    try:
+        made = PagedAttentionCacheMetaData.from_dict(plain)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert PagedAttentionCacheMetaData.from_json(made.to_json()) == made
+        assert made.bytes_per_block > 0

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.kv.field_checks import check_layer, check_positive, dtype_name, is_whole
+from quire.kv.field_checks import check_layer, check_positive, dtype_name, is_number, is_whole
 from quire.kv.head_sharding import (
     REPLICATED,
     PagesSharding,
@@ -141,8 +141,8 @@ class PagedAttentionCacheMetaData(PlainData):
             ValueError: a value is out of range, or no page fits; names field and value.
         """
         check_positive("max_sequences", max_sequences)
-        if not 0.0 < hbm_utilization < 1.0:
-            raise ValueError(f"hbm_utilization is {hbm_utilization}; it must be above 0 and below 1")
+        if not is_number(hbm_utilization) or not 0.0 < hbm_utilization < 1.0:
+            raise ValueError(f"hbm_utilization is {hbm_utilization!r}; it must be above 0 and below 1")
         single = cls.for_layers(
             layers,
             page_size=page_size,
@@ -335,6 +335,8 @@ class PagedAttentionCacheMetaData(PlainData):
         """
         check_keys(cls.__name__, data, [field.name for field in dataclasses.fields(cls)])
         check_keys("partition_axis", data["partition_axis"], ["kv_head_axis"])
+        if not isinstance(data["layers"], Sequence) or isinstance(data["layers"], str):
+            raise ValueError(f"layers is {data['layers']!r}; it must be a list")
         for spec in data["layers"]:
             if spec is not None:
                 check_keys("layers", spec, [field.name for field in dataclasses.fields(KVLayerSpec)])
@@ -345,10 +347,13 @@ class PagedAttentionCacheMetaData(PlainData):
     def _check(self) -> None:
         for name in _POSITIVE:
             check_positive(name, getattr(self, name))
-        if not is_whole(self.num_pages_per_layer) or self.num_pages_per_layer < 0:
-            raise ValueError(f"num_pages_per_layer is {self.num_pages_per_layer!r}; it must be at least 0")
-        if not 0.0 < self.hbm_utilization <= 1.0:
-            raise ValueError(f"hbm_utilization is {self.hbm_utilization}; it must be above 0 and at most 1")
+        for name in ("num_pages_per_layer", "hbm_bytes"):
+            if not is_whole(getattr(self, name)) or getattr(self, name) < 0:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; it must be a whole number, and at least 0"
+                )
+        if not is_number(self.hbm_utilization) or not 0.0 < self.hbm_utilization <= 1.0:
+            raise ValueError(f"hbm_utilization is {self.hbm_utilization!r}; it must be above 0 and at most 1")
         if len(self.layers) != self.num_hidden_layers:
             raise ValueError(
                 f"layers has {len(self.layers)} entries, and num_hidden_layers is {self.num_hidden_layers}; "

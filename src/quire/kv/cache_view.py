@@ -42,6 +42,9 @@ class PagedAttentionCacheView(PlainData):
         key_scales: (num_kv_heads, num_pages, page_size, ...) of a quantizer that has scales.
         value_scales: likewise.
         quantizer: makes the pages' numbers out of keys and values; None: they are rounded to the pages' type.
+
+    Raises:
+        ValueError: pages have another shape than `metadata` says, or cannot be divided so.
     """
 
     key_pages: torch.Tensor
@@ -65,7 +68,15 @@ class PagedAttentionCacheView(PlainData):
     ) -> None:
         self.metadata = metadata
         self.layer_index = layer_index
-        self.kv_pages_sharding = kv_pages_sharding or metadata.pages_sharding(layer_index)
+        on_devices = metadata.sharded_over(None, kv_pages_sharding)
+        self.kv_pages_sharding = kv_pages_sharding or on_devices.pages_sharding(layer_index)
+        shape = (on_devices.kv_heads_per_rank(layer_index), metadata.num_pages_per_layer, metadata.page_size)
+        for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
+            if pages is not None and (pages.dim() != 4 or pages.shape[:3] != shape):
+                raise ValueError(
+                    f"{name} is {list(pages.shape)}; layer {layer_index} has {[*shape, '...']} (KV heads, "
+                    "pages, tokens, features)"
+                )
         if key_pages is not None and value_pages is not None:
             self.key_pages, self.value_pages = key_pages, value_pages
         self.key_scales, self.value_scales = key_scales, value_scales

@@ -30,6 +30,11 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_layer(name: str, spec: KVLayerSpec, dtype: str) -> None:
     """Raise ValueError unless a cache of `dtype` can hold what a layer keeps; names field and value."""
     for field in ("num_kv_heads", "key_head_dim", "value_head_dim"):

@@ -30,6 +30,12 @@ class PartitionAxis:
 
     kv_head_axis: str | None = "tp"
 
+    def __post_init__(self) -> None:
+        if self.kv_head_axis is not None and not isinstance(self.kv_head_axis, str):
+            raise ValueError(
+                f"kv_head_axis is {self.kv_head_axis!r}; it must be the name of an axis, or None"
+            )
+
 
 def count_kv_head_shards(
     mesh: DeviceMesh | None, partition_axis: PartitionAxis, layers: Sequence[KVLayerSpec | None]
