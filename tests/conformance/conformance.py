@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 
+import paged_cache_rows
 import pytest
 import scheduler_rows
 
-SPECS = {"scheduler interface and configuration": scheduler_rows}
+SPECS = {
+    "scheduler interface and configuration": scheduler_rows,
+    "paged attention cache": paged_cache_rows,
+}
 """Modules with `ROWS` (names by section), `ELSEWHERE` (row: where it is shown) and `NOT_YET` (row: why)."""
 
 
