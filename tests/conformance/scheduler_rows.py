@@ -25,6 +25,7 @@ ROWS: dict[str, list[str]] = {
         "explain",
         "oldest_waiting_request",
         "get_kv_cache_usage",
+        "next_blocks",
         "make_stats",
         "shutdown",
         "scheduler_cls by class or by dotted name",
@@ -153,6 +154,7 @@ _ENGINE_SIDE = "tests/engine/test_kv_tier.py (what the engine asks of its connec
 
 ELSEWHERE: dict[str, str] = {
     "cost at 0 % hits under 1 % of a step": "benchmarks/scheduler.py (a measurement: make bench-scheduler)",
+    "next_blocks": "tests/engine/test_cache_warming.py",
     "wait_for_layer_load": _RUNNER_SIDE,
     "save_kv_layer": _RUNNER_SIDE,
     "stats": _ENGINE_SIDE,
