@@ -4,11 +4,27 @@ import dataclasses
 
 import pytest
 
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
+from quire.config import (
+    AdaptiveRKVConfig,
+    AggregationMode,
+    CacheEvictionConfig,
+    EngineConfig,
+    KVCrushConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SpeculationConfig,
+)
 from quire.errors import ConfigError, InvalidRequestError
 from quire.sampling_params import SamplingParams
 
-CONFIGS = [EngineConfig, SchedulerConfig, SpeculationConfig, ServerConfig, SamplingParams]
+CONFIGS = [
+    EngineConfig, SchedulerConfig, SpeculationConfig, ServerConfig, SamplingParams,
+    CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig,
+]  # fmt: skip
+EVICTING = SchedulerConfig(use_cache_eviction=True)
+ROTATING = SchedulerConfig(
+    use_cache_eviction=True, cache_eviction_config=CacheEvictionConfig(apply_rotation=True)
+)
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
@@ -38,6 +54,13 @@ def test_the_scheduler_config_is_settable_by_attribute_but_only_known_ones():
     assert "max_num_seqs=7" in repr(config)
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
         config.max_num_seq = 7
+
+
+def test_cache_eviction_has_the_sizes_of_openvino_genai():
+    config = CacheEvictionConfig(max_cache_size=512)
+    sizes = (config.get_start_size(), config.get_recent_size(), config.get_max_cache_size())
+    assert (*sizes, config.get_evictable_size()) == (32, 128, 512, 352)
+    assert config.aggregation_mode is AggregationMode.NORM_SUM
 
 
 def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
@@ -70,6 +93,45 @@ def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
         (EngineConfig, {"memory_fraction": "half"}, "memory_fraction is 'half'; it must be a number"),
         (EngineConfig, {"model": None}, "model is None; it must be text"),
         (ServerConfig, {"port": "http"}, "port is 'http'"),
+        (CacheEvictionConfig, {"start_size": 0}, "start_size is 0; it must be at least 1"),
+        (CacheEvictionConfig, {"recent_size": 0}, "recent_size is 0; it must be at least 1"),
+        (
+            CacheEvictionConfig,
+            {"max_cache_size": 160},
+            r"max_cache_size is 160; it must be above .*, 32 \+ 128",
+        ),
+        (CacheEvictionConfig, {"aggregation_mode": "norm"}, "aggregation_mode is 'norm'; did you mean"),
+        (CacheEvictionConfig, {"snapkv_window_size": -1}, "snapkv_window_size is -1"),
+        (CacheEvictionConfig, {"kvcrush_config": 2}, "kvcrush_config is 2; it must be KVCrushConfig"),
+        (KVCrushConfig, {"budget": -1}, "budget is -1; it must be at least 0"),
+        (KVCrushConfig, {"anchor_point_mode": "one"}, "anchor_point_mode is 'one'; did you mean 'ones'"),
+        (
+            AdaptiveRKVConfig,
+            {"attention_mass": 0.0},
+            "attention_mass is 0.0; it must be above 0 and at most 1",
+        ),
+        (AdaptiveRKVConfig, {"window_size": 0}, "window_size is 0; it must be at least 1"),
+        (
+            EngineConfig,
+            {"scheduler": SchedulerConfig(use_cache_eviction=True, block_size=64)},
+            "start_size is 32; it must be a multiple of the block size, SchedulerConfig.block_size 64",
+        ),
+        (
+            EngineConfig,
+            {"scheduler": EVICTING, "speculation": SpeculationConfig(speculative_method="ngram")},
+            "speculative_method is 'ngram', but SchedulerConfig.use_cache_eviction is on: what is evicted",
+        ),
+        (
+            EngineConfig,
+            {"scheduler": EVICTING, "kv_connector": "a.connector"},
+            "kv_connector is 'a.connector', but SchedulerConfig.use_cache_eviction is on: elsewhere a block",
+        ),
+        (EngineConfig, {"scheduler": EVICTING, "kv_tier": "memory"}, "kv_tier is 'memory', but .* is on"),
+        (
+            EngineConfig,
+            {"scheduler": ROTATING, "kv_cache_dtype": "int8"},
+            "kv_cache_dtype is 'int8', but CacheEvictionConfig.apply_rotation is on: each rotation",
+        ),
         (
             EngineConfig,
             {"scheduler": SchedulerConfig(cache_size=float("inf"))},

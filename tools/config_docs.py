@@ -7,6 +7,7 @@ python tools/config_docs.py --check    fails if the page is not current
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import re
 from pathlib import Path
@@ -33,6 +34,8 @@ nearest known name. Quire has no environment variables.
   `quire generate` and `quire chat` add those of `SamplingParams`, with a default temperature of 0.
 - `WorkloadConfig`, `ArrivalConfig`, `TargetConfig` and `LatencyConfig` are for `quire bench`
   ([bench.md](bench.md)).
+- The flags of `CacheEvictionConfig` begin with `--eviction-`, those of `KVCrushConfig` with `--kvcrush-`, and
+  those of `AdaptiveRKVConfig` with `--adaptive-rkv-`.
 - `structured_outputs` is a class itself; its flag takes JSON: `--structured-outputs '{"regex": "[0-9]+"}'`.
 """
 
@@ -83,7 +86,7 @@ def limits_text(limits: Limits) -> str:
 def default_of(field: dataclasses.Field[Any]) -> str:
     """Return a field's default as code."""
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return f"`{value!r}`"
+    return f"`{value.value!r}`" if isinstance(value, enum.Enum) else f"`{value!r}`"
 
 
 def cell(text: str) -> str:

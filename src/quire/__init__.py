@@ -12,7 +12,16 @@ TYPE_CHECKING = False  # what type checkers take for true; importing `typing` wo
 if TYPE_CHECKING:
     from typing import Any
 
-    from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+    from quire.config import (
+        AdaptiveRKVConfig,
+        AggregationMode,
+        CacheEvictionConfig,
+        EngineConfig,
+        KVCrushAnchorPointMode,
+        KVCrushConfig,
+        SchedulerConfig,
+        ServerConfig,
+    )
     from quire.front.async_llm import AsyncLLM
     from quire.front.llm import LLM
     from quire.front.openvino.generation_config import GenerationConfig, StructuredOutputConfig
@@ -26,11 +35,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AdaptiveRKVConfig",
+    "AggregationMode",
     "AsyncLLM",
+    "CacheEvictionConfig",
     "CompletionOutput",
     "ContinuousBatchingPipeline",
     "EngineConfig",
     "GenerationConfig",
+    "KVCrushAnchorPointMode",
+    "KVCrushConfig",
     "RequestOptions",
     "RequestOutput",
     "SamplingParams",
@@ -42,6 +56,11 @@ __all__ = [
 
 _HOMES = {
     "LLM": "quire.front.llm",
+    "AdaptiveRKVConfig": "quire.config",
+    "AggregationMode": "quire.config",
+    "CacheEvictionConfig": "quire.config",
+    "KVCrushAnchorPointMode": "quire.config",
+    "KVCrushConfig": "quire.config",
     "AsyncLLM": "quire.front.async_llm",
     "CompletionOutput": "quire.request_output",
     "ContinuousBatchingPipeline": "quire.front.openvino.pipeline",

@@ -1,8 +1,9 @@
 """What values a field may take, as its annotation says it.
 
 A field carries its limits as markers of `annotated_types`, as in `Annotated[int, Ge(1), Le(128)]`, or lists
-its choices as a `Literal`. Values are checked against them here, by msgspec; the command line and the
-documentation show them; request bodies are checked by pydantic, which reads the same markers.
+its choices as a `Literal` or an enumeration of text. Values are checked against them here, by msgspec; the
+command line and the documentation show them; request bodies are checked by pydantic, which reads the same
+markers.
 
 msgspec is imported at the first check, so that commands that only print something do without it.
 """
@@ -10,6 +11,7 @@ msgspec is imported at the first check, so that commands that only print somethi
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 import sys
@@ -153,7 +155,7 @@ def violation(owner: Any) -> tuple[str, str] | None:
 
 def _limits(annotation: Any, kind: Any, unit: str) -> Limits:
     marked, kind = _without_none(annotation), _without_none(kind)
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    choices = _listed_choices(kind)
     built_in = [marker for marker in _markers(marked) if isinstance(marker, BuiltIn)]
     is_mapping = typing.get_origin(kind) is Mapping
     return Limits(
@@ -165,6 +167,13 @@ def _limits(annotation: Any, kind: Any, unit: str) -> Limits:
         choices=choices or tuple(name for marker in built_in for name in marker.names),
         takes_dotted_names=bool(built_in),
     )
+
+
+def _listed_choices(kind: Any) -> tuple[Any, ...]:
+    """Return the values of a `Literal` or of an enumeration; empty for any other type."""
+    if isinstance(kind, enum.EnumType):
+        return tuple(member.value for member in typing.cast(type[enum.Enum], kind))
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
 def _without_none(annotation: Any) -> Any:

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from quire.cli.bench.config import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
-from quire.cli.console import flag_name, in_flags
+from quire.cli.console import flag_name, in_flags, parameter_name
 from quire.cli.main import app
 from quire.cli.options import config_fields
 from quire.config import EngineConfig
@@ -205,11 +205,12 @@ def test_lengths_that_do_not_fit_the_model_are_refused():
 def test_every_field_is_a_flag_with_help(command: str):
     group = typer.main.get_command(app).commands["bench"]
     params = {param.name: param for param in group.commands[command].params}
-    fields = [field for cls in COMMANDS[command] for _, field, _ in config_fields(cls)]
-    assert len({field.name for field in fields}) == len(fields)
-    for field in fields:
-        assert params[field.name].help.startswith(in_flags(field.metadata["help"]))
-        assert flag_name(field.name) in params[field.name].opts or field.name == "model"
+    fields = [(owner, field) for cls in COMMANDS[command] for owner, field, _ in config_fields(cls)]
+    names = [parameter_name(owner.__name__, field.name) for owner, field in fields]
+    assert len(set(names)) == len(names)
+    for name, (_, field) in zip(names, fields, strict=True):
+        assert params[name].help.startswith(in_flags(field.metadata["help"]))
+        assert flag_name(name) in params[name].opts or name == "model"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli.console import flag_name
+from quire.cli.console import flag_name, parameter_name
 from quire.cli.main import app
 from quire.cli.options import config_fields
 from quire.config import EngineConfig, ServerConfig
@@ -48,8 +48,9 @@ def test_each_page_has_a_purpose_examples_and_groups(command: str):
 def test_no_flag_is_cut_off(columns: int):
     pages = help_of("serve", columns=columns) + help_of("generate", columns=columns)
     for cls in (EngineConfig, ServerConfig, SamplingParams):
-        for _, field, _ in config_fields(cls):
-            assert f"{flag_name(field.name)} " in pages or field.name == "model"
+        for owner, field, _ in config_fields(cls):
+            flag = flag_name(parameter_name(owner.__name__, field.name))
+            assert f"{flag} " in pages or field.name == "model"
 
 
 def test_text_keeps_to_the_width():

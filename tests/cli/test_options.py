@@ -11,10 +11,18 @@ import typer
 from typer.testing import CliRunner
 
 import config_docs
-from quire.cli.console import flag_name, in_flags
+from quire.cli.console import flag_name, in_flags, parameter_name
 from quire.cli.main import app
 from quire.cli.options import FLAG_TYPES, config_fields, config_options
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
+from quire.config import (
+    AdaptiveRKVConfig,
+    CacheEvictionConfig,
+    EngineConfig,
+    KVCrushConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SpeculationConfig,
+)
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -25,6 +33,7 @@ COMMANDS = {
     "plan": (EngineConfig,),
     "eval": (EngineConfig,),
 }
+NESTED = ("scheduler", "speculation", "cache_eviction_config")  # each has a section of its own
 POSITIONAL_MODEL = {"serve", "chat", "plan", "eval"}
 
 
@@ -37,23 +46,25 @@ def params_of(command: str) -> dict[str, Any]:
 def test_every_field_is_a_flag_with_help(command: str):
     params = params_of(command)
     for cls in COMMANDS[command]:
-        for _, field, _ in config_fields(cls):
-            param = params[field.name]
+        for owner, field, _ in config_fields(cls):
+            param = params[parameter_name(owner.__name__, field.name)]
             assert param.help.startswith(in_flags(field.metadata["help"]))
             if field.name == "model" and command in POSITIONAL_MODEL:
                 assert param.param_type_name == "argument"
             else:
-                assert flag_name(field.name) in param.opts
+                assert flag_name(param.name) in param.opts
 
 
 def test_fields_of_nested_configurations_are_included():
     owners = {owner for owner, _, _ in config_fields(EngineConfig)}
-    assert owners == {EngineConfig, SchedulerConfig, SpeculationConfig}
+    of_eviction = {CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig}
+    assert owners == {EngineConfig, SchedulerConfig, SpeculationConfig, *of_eviction}
 
 
 def test_no_two_fields_of_a_command_share_a_name():
     for classes in COMMANDS.values():
-        names = [field.name for cls in classes for _, field, _ in config_fields(cls)]
+        fields = [(owner, field) for cls in classes for owner, field, _ in config_fields(cls)]
+        names = [parameter_name(owner.__name__, field.name) for owner, field in fields]
         assert len(names) == len(set(names))
 
 
@@ -110,6 +121,20 @@ def test_nested_configuration_is_built():
     assert engine == EngineConfig(
         dtype="float32", scheduler=SchedulerConfig(max_num_seqs=3, policy="priority")
     )
+
+
+def test_flags_of_cache_eviction_have_a_prefix():
+    arguments = ["--use-cache-eviction", "--eviction-max-cache-size", "320", "--kvcrush-budget", "3"]
+    arguments += ["--eviction-aggregation-mode", "adaptive_rkv", "--adaptive-rkv-window-size", "5"]
+    eviction = CacheEvictionConfig(
+        max_cache_size=320,
+        aggregation_mode="adaptive_rkv",
+        kvcrush_config=KVCrushConfig(budget=3),
+        adaptive_rkv_config=AdaptiveRKVConfig(window_size=5),
+    )
+    scheduler = SchedulerConfig(use_cache_eviction=True, cache_eviction_config=eviction)
+    assert built(arguments, EngineConfig) == EngineConfig(scheduler=scheduler)
+    assert in_flags("CacheEvictionConfig.start_size is 0") == "--eviction-start-size is 0"
 
 
 def test_a_command_may_change_a_default_and_take_an_argument():
@@ -179,4 +204,4 @@ def test_the_configuration_page_has_every_field():
     page = config_docs.page()
     for cls in (EngineConfig, SchedulerConfig, SamplingParams, ServerConfig):
         for field in dataclasses.fields(cls):
-            assert f"| `{field.name}` |" in page or field.name in ("scheduler", "speculation")
+            assert f"| `{field.name}` |" in page or field.name in NESTED

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 
 import typer
 
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
+from quire.config import (
+    AdaptiveRKVConfig,
+    CacheEvictionConfig,
+    EngineConfig,
+    KVCrushConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SpeculationConfig,
+)
 from quire.errors import ConfigError, InvalidRequestError, QuireError
 from quire.sampling_params import SamplingParams
 
@@ -24,12 +32,22 @@ _UNMISTAKABLE = "|".join(
     for field in dataclasses.fields(cls)
     if "_" in field.name
 )
-_FIELD = re.compile(rf"\b[A-Z]\w*(?:Config|Params)\.(\w+)|(?<![\w./-])({_UNMISTAKABLE})\b")
+_FIELD = re.compile(rf"\b([A-Z]\w*(?:Config|Params))\.(\w+)|(?<![\w./-])({_UNMISTAKABLE})\b")
+_PREFIXES = {  # of the flags of configurations whose fields' names say too little by themselves
+    CacheEvictionConfig.__name__: "eviction_",
+    KVCrushConfig.__name__: "kvcrush_",
+    AdaptiveRKVConfig.__name__: "adaptive_rkv_",
+}
 
 
-def flag_name(field_name: str) -> str:
-    """Return the flag of a configuration field: max_num_seqs -> --max-num-seqs."""
-    return "--" + field_name.replace("_", "-")
+def parameter_name(owner: str, field_name: str) -> str:
+    """Return the name on the command line, as a parameter, of a field of the class named `owner`."""
+    return _PREFIXES.get(owner, "") + field_name
+
+
+def flag_name(parameter: str) -> str:
+    """Return the flag of a parameter: max_num_seqs -> --max-num-seqs."""
+    return "--" + parameter.replace("_", "-")
 
 
 def in_flags(message: str, param: str | None = None) -> str:
@@ -41,7 +59,11 @@ def in_flags(message: str, param: str | None = None) -> str:
     """
     if param and message.split(" ", 1)[0] == param:
         message = flag_name(param) + message.removeprefix(param)
-    return _FIELD.sub(lambda match: flag_name(match[1] or match[2]), message)
+
+    def flag(match: re.Match[str]) -> str:
+        return flag_name(match[3] or parameter_name(match[1], match[2]))
+
+    return _FIELD.sub(flag, message)
 
 
 def print_error(message: str) -> None:

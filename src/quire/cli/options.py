@@ -9,6 +9,7 @@ choice.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import inspect
 import json
@@ -19,8 +20,16 @@ from typing import Any
 import typer
 
 from quire.cli.bench.config import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
-from quire.cli.console import flag_name, in_flags, one_line_errors, usage_errors
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SpeculationConfig
+from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_name, usage_errors
+from quire.config import (
+    AdaptiveRKVConfig,
+    CacheEvictionConfig,
+    EngineConfig,
+    KVCrushConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SpeculationConfig,
+)
 from quire.errors import QuireError
 from quire.limits import Limits, limits_of
 from quire.request_options import RequestOptions
@@ -30,6 +39,9 @@ from quire.structured_outputs import StructuredOutputsParams
 PANELS: dict[type, str] = {
     EngineConfig: "Engine",
     SchedulerConfig: "Scheduling and KV cache",
+    CacheEvictionConfig: "Cache eviction",
+    KVCrushConfig: "Cache eviction: KVCrush",
+    AdaptiveRKVConfig: "Cache eviction: adaptive_rkv",
     SpeculationConfig: "Speculation",
     SamplingParams: "Sampling",
     RequestOptions: "Scheduling of the request",
@@ -100,7 +112,7 @@ def config_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field[Any], Lim
 
 def is_nested(limits: Limits) -> bool:
     """Whether a field holds a configuration, whose fields are flags themselves."""
-    return dataclasses.is_dataclass(limits.kind) and not limits.is_optional
+    return dataclasses.is_dataclass(limits.kind) and limits.kind not in FLAG_TYPES
 
 
 def config_options(
@@ -153,7 +165,7 @@ def _parameter(
     changed: Mapping[str, Any],
 ) -> inspect.Parameter:
     default = changed.get(field.name, _default_of(field))
-    flag = FLAG_TYPES[limits.kind]
+    flag = _flag_type(limits)
     described: dict[str, Any] = {
         "help": _help(field, limits),
         "metavar": _metavar(limits) or flag.metavar,
@@ -169,11 +181,17 @@ def _parameter(
         info = typer.Option(**described)
     annotation = flag.annotation | None if limits.is_optional else flag.annotation
     return inspect.Parameter(
-        field.name,
+        parameter_name(owner.__name__, field.name),
         inspect.Parameter.KEYWORD_ONLY,
         default=list(default) if isinstance(default, tuple | dict) else default,
         annotation=typing.Annotated[annotation, info],
     )
+
+
+def _flag_type(limits: Limits) -> FlagType:
+    """Return how a field is written; an enumeration is written as its values."""
+    kind = str if isinstance(limits.kind, enum.EnumType) else limits.kind
+    return FLAG_TYPES[kind]
 
 
 def _help(field: dataclasses.Field[Any], limits: Limits) -> str:
@@ -204,16 +222,24 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _build(cls: type, values: Mapping[str, Any]) -> Any:
-    return cls(
-        **{
-            name: _build(limits.kind, values) if is_nested(limits) else _converted(name, limits, values[name])
-            for name, limits in limits_of(cls).items()
-        }
-    )
+    fields = {}
+    for name, limits in limits_of(cls).items():
+        if is_nested(limits):
+            fields[name] = _build_nested(limits, values)
+        else:
+            parameter = parameter_name(cls.__name__, name)
+            fields[name] = _converted(parameter, limits, values[parameter])
+    return cls(**fields)
+
+
+def _build_nested(limits: Limits, values: Mapping[str, Any]) -> Any:
+    """Return a nested configuration; None if it is optional and all of its flags have their defaults."""
+    built = _build(limits.kind, values)
+    return None if limits.is_optional and built == limits.kind() else built
 
 
 def _converted(name: str, limits: Limits, value: Any) -> Any:
-    flag = FLAG_TYPES[limits.kind]
+    flag = _flag_type(limits)
     if value is None:
         return value
     try:

@@ -10,11 +10,12 @@ from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.offline import fixed_length_sampling
 from quire.cli.bench.target import RequestUsage, Target
 from quire.cli.bench.workload import BenchRequest, regular_token_ids
-from quire.cli.console import flag_name
-from quire.cli.options import config_fields
+from quire.cli.console import flag_name, parameter_name
+from quire.cli.options import is_nested
 from quire.cli.progress import LoadingBar
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
+from quire.limits import limits_of
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
@@ -39,16 +40,20 @@ def open_target(config: TargetConfig, engine: EngineConfig) -> contextlib.Abstra
 
 
 def _refuse_engine_flags(engine: EngineConfig) -> None:
-    default = EngineConfig(model=engine.model)
-    parts: dict[type, tuple[Any, Any]] = {EngineConfig: (engine, default)}
-    for name in ("scheduler", "speculation"):
-        given = getattr(engine, name)
-        parts[type(given)] = (given, getattr(default, name))
-    for owner, field, _ in config_fields(EngineConfig):
-        given, unset = (getattr(part, field.name) for part in parts[owner])
-        if given != unset:
+    _refuse_changes(engine, EngineConfig(model=engine.model))
+
+
+def _refuse_changes(given: Any, default: Any) -> None:
+    """Refuse the first field, nested ones included, that is not as in `default`."""
+    cls: type = type(default)
+    for name, limits in limits_of(cls).items():
+        value, unset = getattr(given, name), getattr(default, name)
+        if is_nested(limits):
+            _refuse_changes(value or limits.kind(), unset or limits.kind())
+        elif value != unset:
+            flag = flag_name(parameter_name(cls.__name__, name))
             raise ConfigError(
-                f"{flag_name(field.name)} is {given}, but with --base-url no engine is started; "
+                f"{flag} is {value}, but with --base-url no engine is started; "
                 "leave it out, or start the server with it"
             )
 
