@@ -126,6 +126,11 @@ def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
             {"scheduler": EVICTING, "kv_connector": "a.connector"},
             "kv_connector is 'a.connector', but SchedulerConfig.use_cache_eviction is on: elsewhere a block",
         ),
+        (
+            EngineConfig,
+            {"scheduler": EVICTING, "tensor_parallel_size": 2},
+            "tensor_parallel_size is 2, but SchedulerConfig.use_cache_eviction is on: scores add up",
+        ),
         (EngineConfig, {"scheduler": EVICTING, "kv_tier": "memory"}, "kv_tier is 'memory', but .* is on"),
         (
             EngineConfig,

@@ -599,6 +599,11 @@ class EngineConfig:
                     "before it, and after an eviction the blocks of a sequence hold others; turn one of them "
                     "off"
                 )
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size}, but {use}: scores add up "
+                "the heads of a layer, of which each rank has only a part; turn one of them off"
+            )
         if self.kv_cache_dtype == "int8" and self.scheduler.cache_eviction_config.apply_rotation:
             raise ConfigError(
                 "EngineConfig.kv_cache_dtype is 'int8', but CacheEvictionConfig.apply_rotation is on: each "

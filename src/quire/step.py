@@ -83,6 +83,19 @@ class ChosenTokens:
     token_ids: IntArray  # [N]
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class EvictionData:
+    """What the rows of a step evict of their KV, see `CacheEvictionConfig`: [R] each, as the plan's rows.
+
+    A token's place in its sequence's cache is its position less `num_evicted_tokens`. After the step, each
+    layer evicts `num_blocks` blocks of its choice; the block table loses as many entries, those right behind
+    the start area.
+    """
+
+    num_evicted_tokens: IntArray  # by earlier steps
+    num_blocks: IntArray  # 0 for most rows
+
+
 class NumScheduledTokens(Mapping[str, int]):
     """`{request id: tokens this step}`, a view over the arrays, built when first asked for."""
 
@@ -134,6 +147,7 @@ class SchedulerOutput:
     scheduled_cached_reqs: CachedRequestData
     chosen_tokens: ChosenTokens
     block_copies: IntArray  # [copies, 2] (from, to): copy on write, before any KV of this step is written
+    evictions: EvictionData | None = None  # None: nothing is ever evicted
     num_drafts_wanted: int = 0  # most tokens to propose for each request after this step
     kv_connector_metadata: object | None = None  # from the connector's scheduler side to its worker side
 

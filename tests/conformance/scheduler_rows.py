@@ -162,12 +162,10 @@ ELSEWHERE: dict[str, str] = {
 }
 """Rows that this folder cannot show, and what does; a row in here may have tests of its own as well."""
 
-_WITH_EVICTION = "comes with cache eviction and sparse attention; until then setting it is refused as unknown"
+_WITH_SPARSE_ATTENTION = "comes with sparse attention; until then setting it is refused as unknown"
 
 NOT_YET: dict[str, str] = {
-    "use_cache_eviction": _WITH_EVICTION,
-    "cache_eviction_config": _WITH_EVICTION,
-    "use_sparse_attention": _WITH_EVICTION,
-    "sparse_attention_config": _WITH_EVICTION,
+    "use_sparse_attention": _WITH_SPARSE_ATTENTION,
+    "sparse_attention_config": _WITH_SPARSE_ATTENTION,
 }
 """Rows that Quire does not have, and why; their tests show how it says so."""

@@ -42,7 +42,7 @@ def test_nothing_in_the_code_is_without_a_row():
 def test_the_list_names_each_row_its_tests_and_what_is_missing(request):
     text = listing(request.session.items)
     assert all(f"  {name}: " in text for spec in SPECS.values() for name in rows_of(spec))
-    assert "use_cache_eviction: NOT YET: " in text
+    assert "use_sparse_attention: NOT YET: " in text
 
 
 def test_a_test_for_a_row_that_is_none_is_an_error():

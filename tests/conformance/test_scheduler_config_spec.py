@@ -10,7 +10,7 @@ from scene import Scene
 
 from conformance import row
 from faulty_connector import FaultyConnector
-from quire.config import EngineConfig, SchedulerConfig
+from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig
 from quire.engine.memory_plan import GB, plan_memory
 from quire.errors import ConfigError, InvalidRequestError, QueueFullError
 from quire.models.checkpoints.config_reading import read_model_config
@@ -40,6 +40,8 @@ DEFAULTS = {
     "overlap_steps": False,
     "kv_load_failure": "recompute",
     "kv_transfer_timeout": 30.0,
+    "use_cache_eviction": False,
+    "cache_eviction_config": CacheEvictionConfig(),
 }
 OTHERS = {
     "max_num_batched_tokens": 7, "max_num_seqs": 7, "block_size": 8, "num_kv_blocks": 7, "cache_size": 0.5,
@@ -47,9 +49,10 @@ OTHERS = {
     "admission": "past-future", "victim": "fewest-computed", "prefix_retention": "lfu",
     "long_prefill_token_threshold": 7, "max_num_queued_reqs": 7, "max_num_queued_tokens": 7, "watermark": 0.5,
     "reserve_full_prompt": False, "request_timeout": 7.0, "queue_timeout": 7.0, "overlap_steps": True,
-    "kv_load_failure": "fail", "kv_transfer_timeout": 7.0,
+    "kv_load_failure": "fail", "kv_transfer_timeout": 7.0, "use_cache_eviction": True,
+    "cache_eviction_config": CacheEvictionConfig(start_size=64),
 }  # fmt: skip
-NOT_YET = ("use_cache_eviction", "cache_eviction_config", "use_sparse_attention", "sparse_attention_config")
+NOT_YET = ("use_sparse_attention", "sparse_attention_config")
 
 
 # -- as a whole --------------------------------------------------------------------------------------------
@@ -57,7 +60,8 @@ NOT_YET = ("use_cache_eviction", "cache_eviction_config", "use_sparse_attention"
 
 @row("every field has its default")
 def test_every_field_has_its_default():
-    assert dataclasses.asdict(SchedulerConfig()) == DEFAULTS
+    config = SchedulerConfig()
+    assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == DEFAULTS
 
 
 @row("settable as attributes after a no-argument constructor", "settable as keyword arguments")
@@ -221,6 +225,19 @@ def test_without_split_fuse_long_prompts_are_errors_and_steps_are_of_one_kind():
     assert scene.step() == {"a": 1}
     assert scene.step() == {"b": 6}
     assert scene.step() == {"a": 1, "b": 1}
+    scene.finish()
+    scene.check_naive()
+
+
+@row("use_cache_eviction", "cache_eviction_config")
+def test_a_sequence_keeps_no_more_than_configured_once_its_prompt_is_computed():
+    sizes = CacheEvictionConfig(start_size=4, recent_size=4, max_cache_size=16)
+    scene = Scene(use_cache_eviction=True, cache_eviction_config=sizes, block_size=4)
+    scene.add("r", range(36), max_tokens=12)
+    scene.step()
+    while scene.scheduler.has_unfinished_requests():
+        scene.step()
+        assert scene.scheduler.get_kv_cache_usage() * scene.num_blocks <= 16 // 4 + 1
     scene.finish()
     scene.check_naive()
 

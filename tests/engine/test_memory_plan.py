@@ -139,6 +139,15 @@ def test_the_default_length_is_lowered_to_what_the_cache_holds(qwen: ModelConfig
     assert plan(qwen, num_kv_blocks=4000).max_model_len == 40960
 
 
+def test_with_cache_eviction_only_what_a_sequence_keeps_has_to_fit(qwen: ModelConfig):
+    def length(num_kv_blocks: int) -> int:
+        scheduler = SchedulerConfig(num_kv_blocks=num_kv_blocks, use_cache_eviction=True)
+        return plan_memory(EngineConfig(scheduler=scheduler), qwen, available_bytes=8 * GB).max_model_len
+
+    assert length(672 // 16 + 1) == qwen.max_model_len
+    assert length(672 // 16) == 672
+
+
 def test_the_default_length_is_lowered_until_its_activations_fit_too(qwen: ModelConfig):
     small = {"gigabytes": 2, "max_num_seqs": 8}
     result = plan(qwen, **small)

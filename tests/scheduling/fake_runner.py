@@ -52,8 +52,13 @@ def naive_generation(prompt: list[int], max_tokens: int, stop_ids: set[int], gra
 
 
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int, connector=None, seed: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, connector=None, seed: int = 0, eviction=None
+    ) -> None:
         self.block_size = block_size
+        self.eviction = eviction  # a CacheEvictionConfig, or None
+        self.num_evictions = 0
+        self.positions: dict[int, list[int]] = {}  # what is in the cache of each slot, by place
         self.kv = np.full((num_blocks, block_size), NEVER_WRITTEN)
         self.tokens: dict[str, list[int]] = {}
         self.prompt_length: dict[str, int] = {}
@@ -120,16 +125,28 @@ class FakeRunner:
         assert count >= 1
         assert start + count <= known + len(drafts)
         assert not drafts or start + count == known + len(drafts)
-        if request_id in self.fail and self.connector is None:  # a connector would store what it writes
-            self._write_garbage(slot, start, count)
+        positions = self.positions[slot]
+        if self.eviction is None:
+            assert plan.evictions is None
+            positions[:] = range(start)
         else:
-            self._write(slot, start, (history + drafts)[start : start + count])
-        if not self.bad_blocks.isdisjoint(self.tables[slot][: -(-(start + count) // self.block_size)]):
+            assert len(positions) == start - plan.evictions.num_evicted_tokens[row]
+        if request_id in self.fail and self.connector is None:  # a connector would store what it writes
+            self._write_garbage(slot, len(positions), count)
+        else:
+            self._write(slot, len(positions), (history + drafts)[start : start + count])
+        positions += range(start, start + count)
+        if not self.bad_blocks.isdisjoint(self.tables[slot][: -(-len(positions) // self.block_size)]):
             # Computed from garbage: the scheduler has been told, or is being told with this step.
             emitted = [GARBAGE] if start + count >= known else []
             history += emitted
             return emitted
-        assert self._read(slot, start + count) == (history + drafts)[: start + count], request_id
+        there = history + drafts
+        assert self._read(slot, len(positions)) == [there[position] for position in positions], request_id
+        if self.eviction is not None:
+            self._evict(
+                slot, int(plan.evictions.num_blocks[row]), start + count >= self.prompt_length[request_id]
+            )
         if start + count < known:
             return []
         emitted = []
@@ -151,12 +168,12 @@ class FakeRunner:
             self.tokens[new.request_id] = [*np.asarray(new.prompt_token_ids).tolist(), *new.output_token_ids]
             self.prompt_length[new.request_id] = len(new.prompt_token_ids)
             self.num_logprobs[new.request_id] = new.sampling_params.logprobs or 0
-            self._open(new.request_id, new.slot, new.block_ids)
+            self._open(new.request_id, new.slot, new.block_ids, new.num_computed_tokens)
         self._fork(plan)
         cached = plan.scheduled_cached_reqs
         for resumed in cached.resumed:
             del self.tokens[resumed.request_id][resumed.num_tokens :]
-            self._open(resumed.request_id, resumed.slot, resumed.block_ids)
+            self._open(resumed.request_id, resumed.slot, resumed.block_ids, resumed.num_computed_tokens)
         changes = (cached.slots.tolist(), cached.block_index.tolist(), cached.block_ids.tolist())
         for slot, index, block_id in zip(*changes, strict=True):
             assert index == len(self.tables[slot])
@@ -184,15 +201,41 @@ class FakeRunner:
             assert slot not in known or known[slot] == len(history)
             history[-1] = token
 
-    def _open(self, request_id: str, slot: int, block_ids) -> None:
+    def _open(self, request_id: str, slot: int, block_ids, num_computed: int) -> None:
         assert slot not in self.tables, f"slot {slot} given to two requests"
         self.slot_of[request_id] = slot
         self.tables[slot] = block_ids.tolist()
+        self.positions[slot] = list(range(num_computed))
+
+    def _evict(self, slot: int, num_blocks: int, is_due: bool) -> None:
+        """Check how many blocks go, choose some of those that may, and fill their places."""
+        size, config, positions = self.block_size, self.eviction, self.positions[slot]
+        crush = config.kvcrush_config
+        budget = 0 if crush is None or config.aggregation_mode == "adaptive_rkv" else crush.budget
+        overflow = 0
+        if is_due and len(positions) > config.max_cache_size + size - 1:
+            overflow = len(positions) // size - config.max_cache_size // size
+        assert num_blocks == (overflow if overflow < budget else overflow - budget)
+        if not num_blocks:
+            return
+        self.num_evictions += 1
+        start, table = config.start_size // size, self.tables[slot]
+        may_go = range(start, len(positions) // size - config.recent_size // size)
+        goes = self._random.choice(may_go, num_blocks, replace=False).tolist()
+        leaves = range(start, start + num_blocks)
+        holes = [index for index in goes if index not in leaves]
+        for index in leaves:
+            if index not in goes:
+                hole = holes.pop()
+                self.kv[table[hole]] = self.kv[table[index]]
+                positions[hole * size : (hole + 1) * size] = positions[index * size : (index + 1) * size]
+        del table[start : start + num_blocks]
+        del positions[start * size : (start + num_blocks) * size]
 
     def _forget_slot(self, request_id: str) -> None:
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
-            del self.tables[slot]
+            del self.tables[slot], self.positions[slot]
 
     def _write(self, slot: int, start: int, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, start):

@@ -94,6 +94,8 @@ class MixedDriver:
         num_prompt = request.num_prompt_tokens
         if not 0 < num_prompt < MAX_MODEL_LEN:
             return False
+        if config.use_cache_eviction and params.beam_width:
+            return False
         if not config.dynamic_split_fuse and num_prompt > config.max_num_batched_tokens:
             return False
         num_blocks = -(-min(num_prompt + params.max_tokens, MAX_MODEL_LEN) // config.block_size)
@@ -350,6 +352,7 @@ class MixedDriver:
         self.counts["tokens"] += plan.total_num_scheduled_tokens
         self.counts["chunks of prompts"] += int((~plan.samples).sum())
         self.counts["steps with drafts"] += bool(plan.num_drafts.any())
+        self.counts["blocks evicted"] += 0 if plan.evictions is None else int(plan.evictions.num_blocks.sum())
         self.counts["forks of beams"] += len(plan.forks)
         self.counts["blocks copied"] += len(plan.block_copies)
         self.counts["prefixes shared within a step"] += len(self.scheduler._sharing.leaners_of(plan.step))

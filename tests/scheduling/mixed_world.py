@@ -9,7 +9,7 @@ from fake_grammar import CompilerOnCommand, FakeGrammarBackend
 from fake_runner import FakeRunner
 
 from faulty_connector import FaultyConnector
-from quire.config import SchedulerConfig
+from quire.config import AggregationMode, CacheEvictionConfig, KVCrushConfig, SchedulerConfig
 from quire.scheduling import Scheduler
 from quire.scheduling.context import SchedulerContext
 
@@ -40,10 +40,25 @@ class RandomChooser:
         return self._random.randrange(100) < percent
 
 
+def draw_eviction(choose: Chooser, block_size: int) -> CacheEvictionConfig:
+    start, recent = choose.integer(1, 3), choose.integer(1, 3)
+    budget = choose.among([0, 0, 1, 2])
+    return CacheEvictionConfig(
+        start_size=start * block_size,
+        recent_size=recent * block_size,
+        max_cache_size=(start + recent + choose.integer(1, 3)) * block_size,
+        aggregation_mode=choose.among(list(AggregationMode)),
+        kvcrush_config=KVCrushConfig(budget=budget) if budget else None,
+    )
+
+
 def draw_config(choose: Chooser) -> SchedulerConfig:
     splits = choose.chance(80)
+    block_size = choose.among([1, 2, 4, 4, 16])
     return SchedulerConfig(
-        block_size=choose.among([1, 2, 4, 4, 16]),
+        block_size=block_size,
+        use_cache_eviction=choose.chance(30),
+        cache_eviction_config=draw_eviction(choose, block_size),
         max_num_batched_tokens=choose.among([1, 3, 7, 16, 64] if splits else [16, 64]),
         max_num_seqs=choose.integer(1, 8),
         dynamic_split_fuse=splits,
@@ -133,11 +148,15 @@ class World:
         self.grows = choose.chance(30)
         self.num_blocks_of_memory = choose.integer(1, self.num_blocks) if self.grows else self.num_blocks
         self.compiler = CompilerOnCommand()
-        self.connector = self._draw_connector(choose)
+        self.connector = None if config.use_cache_eviction else self._draw_connector(choose)
         self.events = CacheEvents()
         self.most_drafts = choose.among([0, 0, 1, 3])
         self.runner = FakeRunner(
-            self.num_blocks, config.block_size, connector=self.connector, seed=choose.integer(0, 99)
+            self.num_blocks,
+            config.block_size,
+            connector=self.connector,
+            seed=choose.integer(0, 99),
+            eviction=config.cache_eviction_config if config.use_cache_eviction else None,
         )
         context = SchedulerContext(
             clock=self.clock,

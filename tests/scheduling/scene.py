@@ -63,7 +63,8 @@ class Scene:
             config, num_blocks=num_blocks, max_model_len=max_model_len, context=SchedulerContext(**context)
         )
         self.num_blocks = num_blocks
-        self.runner = FakeRunner(num_blocks, config.block_size, connector)
+        eviction = config.cache_eviction_config if config.use_cache_eviction else None
+        self.runner = FakeRunner(num_blocks, config.block_size, connector, eviction=eviction)
         self.runner.draft_accuracy = draft_accuracy
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}

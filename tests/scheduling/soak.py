@@ -45,6 +45,7 @@ ROWS = {  # of the summary: what the driver counts, under a name for people
     "  accepted": "num_accepted_tokens",
     "forks of beams": "forks of beams",
     "blocks copied on write": "blocks copied",
+    "blocks evicted while running": "blocks evicted",
     "cache resets with requests running": "prefix cache resets, requests running",
     "invariant checks": "invariant checks",
 }

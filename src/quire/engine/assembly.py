@@ -149,6 +149,7 @@ def build_runner(
         block_size=plan.block_size,
         proposer=build_proposer(config, draft_model, plan),
         connector=connector,
+        eviction=config.scheduler.cache_eviction_config if config.scheduler.use_cache_eviction else None,
     )
 
 

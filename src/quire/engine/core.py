@@ -20,6 +20,7 @@ from quire.engine.assembly import (
 )
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.drafting import find_draft_model
+from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.kv_identity import kv_identity
 from quire.engine.memory_plan import plan_memory
@@ -56,6 +57,7 @@ class EngineCore:
     ) -> None:
         started = time.monotonic()
         model_config = read_model_config(model_path)
+        refuse_model_beside_eviction(config.scheduler, model_config)
         draft_model = find_draft_model(config, model_config)
         plan = plan_memory(
             config, model_config, draft_model=None if draft_model is None else draft_model.config
@@ -112,7 +114,9 @@ class EngineCore:
         admitted: list[str] = []
         try:
             for index in range(len(request.queued_sequence_ids)):
-                sequence = _sequence(request, index)
+                sequence = _sequence(
+                    request, index, shares_prompt=not self._scheduler_config.use_cache_eviction
+                )
                 self.scheduler.add_request(sequence)
                 admitted.append(sequence.request_id)
         except Exception:
@@ -292,7 +296,7 @@ def _refuse_if_never_queued(request: EngineCoreRequest, config: SchedulerConfig)
         )
 
 
-def _sequence(request: EngineCoreRequest, index: int) -> Request:
+def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = True) -> Request:
     sequence_id, seed = request.sequences[index]
     params, options = request.sampling_params, request.options
     is_beam_search = params.beam_width > 0
@@ -314,6 +318,6 @@ def _sequence(request: EngineCoreRequest, index: int) -> Request:
         timeout=options.timeout,
         queue_timeout=options.queue_timeout,
         pin_prefix=options.pin_prefix,
-        shares_prompt_with=request.sequences[0][0] if index else None,
+        shares_prompt_with=request.sequences[0][0] if index and shares_prompt else None,
         beam_sequence_ids=tuple(request.sequence_ids) if is_beam_search else (),
     )

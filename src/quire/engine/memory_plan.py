@@ -6,9 +6,12 @@ import bisect
 import dataclasses
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quire.errors import ConfigError
 from quire.kernels import bounds, has_native_kernels
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
+from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.memory_limits import available_memory
 from quire.kv.page_layout import SCALE_BYTES, KVLayerSpec
 from quire.models.config import DTYPE_BYTES
@@ -112,7 +115,8 @@ def plan_memory(
 
     The KV cache gets `num_kv_blocks` blocks if that is set, else `cache_size`, else `memory_fraction` of
     what weights and activations leave, but at most what `max_num_seqs` sequences of maximum length can use.
-    If a sequence of the model's maximum length does not fit, the longest length that does is the limit.
+    If a sequence of the model's maximum length does not fit, the longest length that does is the limit; with
+    cache eviction, only what the sequence keeps has to fit.
 
     Args:
         config: of the engine.
@@ -139,13 +143,22 @@ def plan_memory(
     def plan_at(length: int) -> MemoryPlan:
         return _plan_at(length, config, models, available_bytes=available)
 
+    def exceeds_cache(length: int) -> bool:
+        return plan_at(length).num_kv_tokens < _least_held(config.scheduler, length)
+
     plan = plan_at(wanted)
-    if plan.num_kv_tokens < wanted:
+    if exceeds_cache(wanted):
         # A shorter maximum length also needs less memory for activations, so the cache gets larger.
-        fitting = bisect.bisect(range(2, wanted), False, key=lambda n: plan_at(n).num_kv_tokens < n)
+        fitting = bisect.bisect(range(2, wanted), False, key=exceeds_cache)
         plan = plan_at(fitting + 1)
     _check_fits(config, plan)
     return plan
+
+
+def _least_held(scheduler: SchedulerConfig, length: int) -> int:
+    """Return the tokens that a sequence of `length` holds at once, however short its prompt."""
+    lengths = eviction_lengths(scheduler)
+    return length if lengths is None else int(lengths.most_held(np.array(1), np.array(length)))
 
 
 def dtype_of(config: EngineConfig, model: ModelConfig) -> str:

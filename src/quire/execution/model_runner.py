@@ -9,7 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from quire.config import CacheEvictionConfig
 from quire.execution.arrays import Int64Array
+from quire.execution.cache_evictor import CacheEvictor
 from quire.execution.kv_transfers import KVTransfers
 from quire.execution.logprobs import position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch, RunnerRequest
@@ -74,6 +76,7 @@ class ModelRunner:
         block_size: tokens per KV block.
         proposer: makes the drafts that the scheduler asks for; None: no speculation.
         connector: moves KV in and out of `kv_cache`.
+        eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector or a proposer.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class ModelRunner:
         block_size: int,
         proposer: Proposer | None = None,
         connector: KVConnector | None = None,
+        eviction: CacheEvictionConfig | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -100,6 +104,9 @@ class ModelRunner:
             block_size=block_size,
             num_blocks=kv_cache.num_blocks,
         )
+        self._evictor = None
+        if eviction is not None:
+            self._evictor = CacheEvictor(eviction, model.config, kv_cache, self._batch, block_size)
 
     @property
     def kv_cache(self) -> PagedAttentionCache:
@@ -133,6 +140,8 @@ class ModelRunner:
             self._batch.write_drafts(output)
             hidden = self._forward(output)
             self._batch.note_computed(output)
+            if self._evictor is not None:
+                self._evictor.end(output)
             self._report_prompt_logprobs(output, hidden, result)
             self._sample(output, grammar, hidden, result)
         return dataclasses.replace(
@@ -150,10 +159,10 @@ class ModelRunner:
         for new in output.scheduled_new_reqs:
             # A plan that was lost is sent again: discard the first attempt.
             self._clear(self._batch.finish(new.request_id))
-            self._write_sampling(self._batch.admit(new))
+            self._open(self._batch.admit(new))
         self._batch.fork(output.forks)
         for resumed in output.scheduled_cached_reqs.resumed:
-            self._write_sampling(self._batch.resume(resumed))
+            self._open(self._batch.resume(resumed))
         self._batch.extend_block_tables(output.scheduled_cached_reqs)
         self._batch.drop_void_tokens(output)
         self._batch.choose_last_tokens(output.chosen_tokens)
@@ -164,8 +173,12 @@ class ModelRunner:
     def _clear(self, slot: int | None) -> None:
         if slot is not None:
             self._sampler.table.clear(slot)
+            if self._evictor is not None:
+                self._evictor.close(slot)
 
-    def _write_sampling(self, request: RunnerRequest) -> None:
+    def _open(self, request: RunnerRequest) -> None:
+        if self._evictor is not None:
+            self._evictor.open(request.slot, request.num_prompt_tokens)
         self._sampler.table.write(
             request.slot,
             request.sampling_params,
@@ -175,17 +188,37 @@ class ModelRunner:
 
     def _forward(self, output: SchedulerOutput) -> torch.Tensor:
         """Return the last hidden state of every scheduled token, [T, hidden], and write its KV."""
-        batch = AttentionBatch.build(
-            output.num_computed_tokens,
-            output.num_tokens,
-            self._batch.block_tables(output.slots),
-            self._block_size,
-        )
+        batch = self._attention_batch(output)
         rows = np.repeat(output.slots, output.num_tokens)
-        token_ids = torch.from_numpy(self._batch.token_ids[rows, batch.positions.numpy()].astype(np.int64))
+        positions = batch.positions.numpy()
+        if self._evictor is not None:
+            positions = self._evictor.positions_in_text(positions, output)
+        token_ids = torch.from_numpy(self._batch.token_ids[rows, positions].astype(np.int64))
         if self._proposer is not None:
             self._proposer.follow(token_ids, batch)
-        return self._model.forward(token_ids, self._kv_cache, batch, hook=self._transfers)
+        hook: LayerHook | None = self._transfers
+        if self._evictor is not None:
+            self._evictor.begin(batch.key_scores)
+            hook = self._evictor
+        return self._model.forward(token_ids, self._kv_cache, batch, hook=hook)
+
+    def _attention_batch(self, output: SchedulerOutput) -> AttentionBatch:
+        tables = self._batch.block_tables(output.slots)
+        num_computed = output.num_computed_tokens
+        if self._evictor is None or output.evictions is None:
+            return AttentionBatch.build(num_computed, output.num_tokens, tables, self._block_size)
+        num_evicted = output.evictions.num_evicted_tokens
+        if self._evictor.keeps_positions_contiguous:  # as if what was evicted had never been there
+            num_computed, num_evicted = num_computed - num_evicted, np.zeros_like(num_evicted)
+        return AttentionBatch.build(
+            num_computed,
+            output.num_tokens,
+            tables,
+            self._block_size,
+            num_evicted_tokens=num_evicted,
+            first_scoring_token=self._evictor.first_scoring_token(output),
+            sums_scores=self._evictor.is_in_prompt(output),
+        )
 
     # -- next tokens ---------------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class PersistentBatch:
         self._block_tables: IntArray = np.zeros((max_num_seqs, table_length), dtype=np.int32)
         self._num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_kv_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_evicted: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)  # tokens, of those
         # Positions whose following prompt token is to be reported end here; 0 when nothing is left to report.
         self.prompt_logprobs_end: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -172,6 +173,7 @@ class PersistentBatch:
         self._block_tables[slot, :num_blocks] = block_ids
         self._num_blocks[slot] = num_blocks
         self._num_kv_tokens[slot] = num_computed_tokens
+        self._num_evicted[slot] = 0
 
     def _leave(self, request: RunnerRequest) -> int | None:
         slot, request.slot = request.slot, _NO_SLOT
@@ -248,8 +250,14 @@ class PersistentBatch:
         slots, computed = output.slots, output.num_computed_tokens
         after = computed + output.num_tokens
         num_drafts = output.num_drafts
+        num_evicted = self._num_evicted[slots]
         limit = np.minimum(self.num_tokens[slots] + num_drafts, self._max_model_len)
-        limit = np.minimum(limit, self._num_blocks[slots] * self._block_size)
+        limit = np.minimum(limit, self._num_blocks[slots] * self._block_size + num_evicted)
+        if output.evictions is not None and (output.evictions.num_evicted_tokens != num_evicted).any():
+            raise InconsistentPlanError(
+                f"the plan says that {output.evictions.num_evicted_tokens.tolist()} tokens of its rows are "
+                f"evicted, but {num_evicted.tolist()} are"
+            )
         fits = (output.num_tokens > 0) & (after <= limit)
         fits &= (computed >= 0) & (computed <= self._num_kv_tokens[slots])
         fits &= (num_drafts == 0) | (after == self.num_tokens[slots] + num_drafts)
@@ -286,6 +294,18 @@ class PersistentBatch:
     def block_tables(self, slots: IntArray) -> IntArray:
         """Return the block tables of `slots`, as wide as the longest needs: [S, B]."""
         return self._block_tables[slots, : self._num_blocks[slots].max()]
+
+    def block_table(self, slot: int) -> IntArray:
+        """Return a copy of the block table of `slot`: [blocks]."""
+        table: IntArray = self._block_tables[slot, : self._num_blocks[slot]].copy()
+        return table
+
+    def shorten_block_table(self, slot: int, first: int, count: int) -> None:
+        """Take `count` entries, from number `first` on, out of the table of `slot`: they are evicted."""
+        table = self._block_tables[slot, first : self._num_blocks[slot]]
+        table[:-count] = table[count:].copy()
+        self._num_blocks[slot] -= count
+        self._num_evicted[slot] += count * self._block_size
 
     def note_computed(self, output: SchedulerOutput) -> None:
         """Remember whose KV the step has written."""

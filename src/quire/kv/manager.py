@@ -209,6 +209,19 @@ class KVCacheManager:
         self.num_blocks[slots] += missing
         return rows, index, block_ids
 
+    def evict(self, slots: IntArray, counts: IntArray, *, first: int) -> None:
+        """Take `counts` entries, from number `first` on, out of each slot's table, and free their blocks.
+
+        Nobody else may hold these blocks, and their content may not be findable.
+        """
+        released = []
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            table = self._tables[slot, first : self.num_blocks[slot]]
+            released.append(table[:count].copy())
+            table[:-count] = table[count:].copy()
+        self.num_blocks[slots] -= counts
+        self.pool.release(np.concatenate(released), 0)
+
     def fork(self, parent: int, slot: int, num_computed: int) -> tuple[int, int] | None:
         """Give `slot`, whatever it held, the parent's blocks of its first `num_computed` tokens.
 

@@ -11,6 +11,7 @@ import numpy as np
 from quire.config import SchedulerConfig
 from quire.kv.manager import NO_PREFIX, KVCacheManager, Prefix
 from quire.request import Request
+from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.kv_holdings import KVHoldings
@@ -66,6 +67,7 @@ class AdmissionPhase:
     step_mix: StepMix
     sharing: StepSharing
     stats: SchedulerStats
+    eviction: CacheEviction | None
     _num_promised: int = dataclasses.field(default=0, init=False)  # blocks to be given out in this step
 
     def plan(self, plan: Plan) -> None:
@@ -95,7 +97,7 @@ class AdmissionPhase:
             if not num_external:
                 prefix = self._with_filling(request, prefix)
             num_computed = prefix.num_tokens + num_external
-            chunk = self.step_mix.first_chunk(request.num_tokens - num_computed, plan.budget)
+            chunk = self.step_mix.first_chunk(self._num_wanted(request, num_computed), plan.budget)
             if not chunk:
                 break
             candidate = self._candidate(request, prefix, num_computed + (0 if is_async else chunk))
@@ -110,6 +112,13 @@ class AdmissionPhase:
                 self.waiting.admit(request)
                 admitted.append(self._admit(request, prefix, num_external, chunk))
                 plan.budget -= chunk
+
+    def _num_wanted(self, request: Request, num_computed: int) -> int:
+        """Return how many tokens a request could start with after `num_computed` that are there."""
+        wanted = request.num_tokens - num_computed
+        if self.eviction is None:
+            return wanted
+        return min(wanted, self.eviction.first_chunk_bound(request, num_computed))
 
     # -- what is there already -----------------------------------------------------------------------------
 
@@ -133,6 +142,8 @@ class AdmissionPhase:
         compared: an id may be in use anew by a request that has nothing to do with this one.
         """
         running = self.running
+        if self.eviction is not None:  # it would lack the scores that the leader has of its prompt
+            return None
         slot = running.slot_of(request.shares_prompt_with) if request.shares_prompt_with else None
         if slot is None or running.awaits_first_token[slot] or request.output_token_ids:
             return None
@@ -178,19 +189,22 @@ class AdmissionPhase:
     def _running_memory(self, slots: IntArray) -> RunningMemory:
         running, num_blocks = self.running, self.kv.num_blocks
         slots = slots[~running.is_beam[slots] | (num_blocks[slots] > 0)]
-        num_tokens = running.num_tokens[slots]
-        return RunningMemory(
-            num_tokens=num_tokens,
-            num_output_tokens=num_tokens - running.num_prompt[slots],
-            token_limit=running.token_limit[slots],
-            num_blocks=num_blocks[slots],
-        )
+        num_tokens, limit = running.num_tokens[slots], running.token_limit[slots]
+        num_output = num_tokens - running.num_prompt[slots]
+        if self.eviction is not None:
+            num_tokens = self.eviction.num_held(slots)
+            limit = self.eviction.most_held(running.num_prompt[slots], limit)
+        return RunningMemory(num_tokens, num_output, limit, num_blocks[slots])
 
     def _candidate(self, request: Request, prefix: Prefix, num_held_tokens: int) -> Candidate:
         """Describe a request to the policy; its first `num_held_tokens` tokens get their blocks now."""
+        num_tokens, limit = request.num_tokens, token_limit(request, self.max_model_len)
+        if self.eviction is not None:
+            num_tokens = self.eviction.most_held_by(request, num_tokens)
+            limit = self.eviction.most_held_by(request, limit)
         return Candidate(
-            num_tokens=request.num_tokens,
-            token_limit=token_limit(request, self.max_model_len),
+            num_tokens=num_tokens,
+            token_limit=limit,
             num_cached_blocks=prefix.num_blocks,
             num_chunk_blocks=self.kv.blocks_for(num_held_tokens),
             num_output_tokens=len(request.output_token_ids),

@@ -12,8 +12,10 @@ from quire.grammar.manager import GrammarManager
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.request_options import require_text
+from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.refusals import (
+    refuse_beams_beside_eviction,
     refuse_if_beams_never_fit,
     refuse_if_never_fits,
     refuse_if_queue_is_full,
@@ -41,6 +43,7 @@ class Arrivals:
     holdings: KVHoldings
     grammars: GrammarManager
     timeouts: TimeoutPhase
+    eviction: CacheEviction | None
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
     def add(self, request: Request) -> None:
@@ -67,8 +70,10 @@ class Arrivals:
         if not self.reads_priority:
             refuse_unread_priority(request, self.config)
         bounds = {"num_blocks": self.kv.pool.num_blocks, "max_model_len": self.max_model_len}
-        refuse_if_never_fits(request, self.config, **bounds)
+        lengths = None if self.eviction is None else self.eviction.lengths
+        refuse_if_never_fits(request, self.config, eviction=lengths, **bounds)
         if request.sampling_params.beam_width:
+            refuse_beams_beside_eviction(request, self.config)
             refuse_if_beams_never_fit(request, self.config, **bounds)
         refuse_if_queue_is_full(
             request,

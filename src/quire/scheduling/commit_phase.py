@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
@@ -24,6 +25,7 @@ class CommitPhase:
     """Turns plans into data for the runner, and counts their tokens as computed from now on."""
 
     connector: ConnectorCalls
+    eviction: CacheEviction | None
     draft_length: Callable[[int], int]
     running: RunningSlots
     in_flight: StepsInFlight
@@ -38,6 +40,7 @@ class CommitPhase:
         num_computed = running.num_computed[slots]
         num_known = running.num_tokens[slots] + running.num_pending[slots]
         num_drafts = np.maximum(num_computed + num_tokens - num_known, 0)
+        evictions = None if self.eviction is None else self.eviction.apply(slots, num_computed + num_tokens)
         finished_req_ids, preempted_req_ids = self.outbox.take_for_runner()
         output = SchedulerOutput(
             step=self.in_flight.next_step,
@@ -54,6 +57,7 @@ class CommitPhase:
             forks=plan.forks,
             chosen_tokens=ChosenTokens(*_pairs(plan.chosen).T),
             block_copies=_pairs(plan.block_copies),
+            evictions=evictions,
             num_drafts_wanted=self.draft_length(len(running)),
         )
         running.num_computed[slots] += num_tokens

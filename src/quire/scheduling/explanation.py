@@ -8,6 +8,7 @@ from collections.abc import Callable
 from quire.config import SchedulerConfig
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
+from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.interface import PauseState
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.remote_loads import RemoteLoads
@@ -27,6 +28,7 @@ class Explanation:
     waiting: WaitingRequests
     loads: RemoteLoads
     holdings: KVHoldings
+    eviction: CacheEviction | None
 
     def explain(self, request_id: str, pause_state: PauseState) -> str:
         """Return what the request does or waits for; see `SchedulerInterface.explain`."""
@@ -54,7 +56,14 @@ class Explanation:
         if computed < prompt:
             return f"running: {computed} of {prompt} prompt tokens computed"
         limit = int(running.token_limit[slot]) - prompt
-        return f"running: {known - prompt} output tokens, of at most {limit}"
+        return f"running: {known - prompt} output tokens, of at most {limit}{self._evicted(slot)}"
+
+    def _evicted(self, slot: int) -> str:
+        """Return what of a request's KV is evicted, as the end of a sentence."""
+        evicted, computed = int(self.running.num_evicted[slot]), int(self.running.num_computed[slot])
+        if self.eviction is None or not evicted:
+            return ""
+        return f"; the cache keeps {computed - evicted} of its {computed} tokens, the others were evicted"
 
     def _explain_loading(self, request_id: str) -> str:
         load = self.loads.get(request_id)

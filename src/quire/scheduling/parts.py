@@ -8,12 +8,14 @@ from __future__ import annotations
 from quire.config import SchedulerConfig
 from quire.grammar.manager import GrammarManager
 from quire.kv.block_pool import BlockPool
+from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.manager import KVCacheManager
 from quire.kv.retention import RETENTIONS
 from quire.scheduling.admission_phase import AdmissionPhase
 from quire.scheduling.arrivals import Arrivals
 from quire.scheduling.beam_groups import BeamGroups
 from quire.scheduling.beams import BeamPhase
+from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.commit_phase import CommitPhase
 from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.context import SchedulerContext
@@ -80,13 +82,17 @@ class SchedulerParts:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.running = RunningSlots(config.max_num_seqs, self._max_model_len)
+        lengths = eviction_lengths(config)
+        self.eviction = None
+        if lengths is not None:
+            self.eviction = CacheEviction(lengths=lengths, running=self.running, kv=self.kv, stats=self.stats)
         self.beams = BeamGroups()
         self.grammars = GrammarManager(context.grammars, clock=context.clock, executor=context.executor)
         self.order = ORDERS.build(config.policy, config=config, find_cached=self.kv.count_cached_tokens)
         self.admission_policy = ADMISSIONS.build(config.admission, config=config)
         self.victim_policy = VICTIMS.build(config.victim)
         self.step_mix = step_mix(config)
-        self.sharing = StepSharing(self.kv, self.running, self.in_flight)
+        self.sharing = StepSharing(self.kv, self.running, self.in_flight, self.eviction)
         self.clock = StepClock(context.clock)
 
     def _build_holdings(self) -> None:
@@ -160,6 +166,7 @@ class SchedulerParts:
             holdings=self.holdings,
             grammars=self.grammars,
             timeouts=self.timeout_phase,
+            eviction=self.eviction,
         )
 
     def _build_phases(self) -> None:
@@ -198,6 +205,7 @@ class SchedulerParts:
             holdings=self.holdings,
             finisher=self.finisher,
             victim_policy=self.victim_policy,
+            eviction=self.eviction,
         )
         self.admission_phase = AdmissionPhase(
             config=config,
@@ -216,9 +224,11 @@ class SchedulerParts:
             step_mix=self.step_mix,
             sharing=self.sharing,
             stats=self.stats,
+            eviction=self.eviction,
         )
         self.commit_phase = CommitPhase(
             connector=self.connector,
+            eviction=self.eviction,
             draft_length=context.draft_length,
             running=self.running,
             in_flight=self.in_flight,
@@ -240,6 +250,7 @@ class SchedulerParts:
             grammars=self.grammars,
             outbox=self.outbox,
             stats=self.stats,
+            eviction=self.eviction,
         )
 
     def _build_insight(self) -> None:
@@ -251,6 +262,7 @@ class SchedulerParts:
             waiting=self.waiting,
             loads=self.loads,
             holdings=self.holdings,
+            eviction=self.eviction,
         )
         self.inspection = Inspection(
             config=self._config,

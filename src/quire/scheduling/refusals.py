@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from quire.config import SchedulerConfig
 from quire.errors import InvalidRequestError, QueueFullError
+from quire.kv.eviction.lengths import EvictionLengths
 from quire.request import Request
 from quire.scheduling.running_slots import token_limit
 
@@ -20,8 +23,24 @@ def refuse_unread_priority(request: Request, config: SchedulerConfig) -> None:
         )
 
 
+def refuse_beams_beside_eviction(request: Request, config: SchedulerConfig) -> None:
+    """Raise `InvalidRequestError` for a beam search if sequences evict KV."""
+    if config.use_cache_eviction:
+        raise InvalidRequestError(
+            f"beam_width is {request.sampling_params.beam_width}, but use_cache_eviction is on: beams share "
+            "KV blocks, of which each would evict others; leave beam_width out, or start the engine without "
+            "use_cache_eviction",
+            param="beam_width",
+        )
+
+
 def refuse_if_never_fits(
-    request: Request, config: SchedulerConfig, *, num_blocks: int, max_model_len: int
+    request: Request,
+    config: SchedulerConfig,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    eviction: EvictionLengths | None,
 ) -> None:
     """Raise `InvalidRequestError` for a request that even an idle engine could not serve to its end."""
     num_prompt = request.num_prompt_tokens
@@ -42,6 +61,9 @@ def refuse_if_never_fits(
         )
     capacity = num_blocks * config.block_size
     most_tokens = _most_kv_tokens(request, max_model_len)
+    if eviction is not None:
+        _refuse_if_never_held(num_prompt, most_tokens, capacity, eviction)
+        return
     if most_tokens > capacity:
         raise InvalidRequestError(
             f"prompt ({num_prompt} tokens) and output could reach {most_tokens + 1} tokens, of "
@@ -54,6 +76,20 @@ def refuse_if_never_fits(
 def _most_kv_tokens(request: Request, max_model_len: int) -> int:
     """Return the most tokens whose KV a request needs: all but its last, which nothing follows."""
     return token_limit(request, max_model_len) - 1
+
+
+def _refuse_if_never_held(
+    num_prompt: int, most_tokens: int, capacity: int, eviction: EvictionLengths
+) -> None:
+    """Raise `InvalidRequestError` if a request holds more tokens at once than there is room for."""
+    most_held = int(eviction.most_held(np.array(num_prompt), np.array(most_tokens)))
+    if most_held > capacity:
+        raise InvalidRequestError(
+            f"prompt ({num_prompt} tokens) and output could hold {most_held} tokens at once, with what is "
+            f"evicted left out, but the KV cache holds {capacity}; lower max_cache_size or shorten the "
+            "prompt, or raise num_kv_blocks or cache_size",
+            param="max_tokens" if num_prompt <= capacity else "prompt",
+        )
 
 
 def refuse_if_beams_never_fit(

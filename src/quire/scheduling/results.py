@@ -12,6 +12,7 @@ from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.beam_groups import BeamGroups
 from quire.scheduling.beams import BeamPhase
+from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.fences import Fences
 from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
@@ -69,6 +70,7 @@ class ResultsPhase:
     grammars: GrammarManager
     outbox: Outbox
     stats: SchedulerStats
+    eviction: CacheEviction | None
 
     def apply(
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
@@ -207,6 +209,8 @@ class ResultsPhase:
             num_prompt = running.num_prompt[results.slots]
             is_output = running.is_beam[results.slots] & (num_computed > num_prompt)
             num_computed = np.where(is_output, num_prompt, num_computed)
+        if self.eviction is not None:
+            num_computed = self.eviction.findable(num_computed)
         rows = kv.rows_with_new_full_blocks(results.slots, num_computed)
         if results.ended:
             failed = [slot for slot, end in results.ended.items() if end.error is not None]
@@ -230,6 +234,8 @@ class ResultsPhase:
 
     def _propose(self, slots: IntArray, draft_ids: IntArray) -> None:
         running, grammars = self.running, self.grammars
+        if self.eviction is not None:
+            return  # what goes after a step cannot come back when a draft is rejected
         for row in np.flatnonzero(running.needs_sampled_tokens[slots]).tolist():
             request_id = running.request_at(int(slots[row])).request_id
             proposed = draft_ids[row][draft_ids[row] != NO_TOKEN].tolist()

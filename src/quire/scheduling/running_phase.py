@@ -12,6 +12,7 @@ from quire.config import SchedulerConfig
 from quire.kv.manager import KVCacheManager
 from quire.scheduling.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.beams import BeamPhase
+from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.plan import Plan
 from quire.scheduling.policies.victim import RunningView, VictimPolicy
@@ -37,6 +38,7 @@ class RunningPhase:
     holdings: KVHoldings
     finisher: RequestFinisher
     victim_policy: VictimPolicy
+    eviction: CacheEviction | None
 
     def plan(self, plan: Plan) -> None:
         """Hand the budget to the running requests in order, and preempt until their new blocks are free."""
@@ -55,6 +57,8 @@ class RunningPhase:
             wanted[self._skips_step(slots, known)] = 0
         if plan.throttles_prefills:
             wanted[running.num_computed[slots] + 1 < known] = 0
+        if self.eviction is not None:
+            wanted = self.eviction.bounded(slots, wanted)
         chunk_limit = self.config.long_prefill_token_threshold or plan.budget
         wanted = np.minimum(np.maximum(wanted, 0), chunk_limit)
         left_before = plan.budget - (np.cumsum(wanted) - wanted)
@@ -74,6 +78,8 @@ class RunningPhase:
 
     def _missing_blocks(self, plan: Plan) -> IntArray:
         num_tokens = self.running.num_computed[plan.slots] + plan.num_tokens
+        if self.eviction is not None:
+            num_tokens -= self.running.num_evicted[plan.slots]
         missing = self.kv.missing_blocks(plan.slots, num_tokens)
         return np.where(plan.num_tokens, missing, 0)
 

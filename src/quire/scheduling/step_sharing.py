@@ -14,6 +14,7 @@ import numpy as np
 
 from quire.kv.manager import KVCacheManager, Prefix
 from quire.request import Request
+from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.running_slots import RunningSlots
 from quire.scheduling.steps_in_flight import StepsInFlight
 from quire.step import IntArray
@@ -26,12 +27,20 @@ class StepSharing:
         kv: has the digests of the blocks.
         running: has the requests that fill them.
         in_flight: the steps that have not been applied.
+        eviction: says which blocks may be shared; None: all.
     """
 
-    def __init__(self, kv: KVCacheManager, running: RunningSlots, in_flight: StepsInFlight) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        running: RunningSlots,
+        in_flight: StepsInFlight,
+        eviction: CacheEviction | None,
+    ) -> None:
         self._kv = kv
         self._running = running
         self._in_flight = in_flight
+        self._eviction = eviction
         self._filler_of: dict[bytes, int] = {}  # slot, by the digest of a block
         self._leaners: dict[int, list[tuple[int, int]]] = {}  # by step: (slot, slot that it leans on)
 
@@ -57,6 +66,8 @@ class StepSharing:
     def _add(self, slot: int, first_block: int, num_tokens: int) -> None:
         """Make the blocks from `first_block` up to token `num_tokens` findable, as far as they are full."""
         chain = self._kv.chain(self._running.request_at(slot).request_id)
+        if self._eviction is not None:
+            num_tokens = min(num_tokens, self._eviction.lengths.start_size)
         for digest in chain[first_block + 1 : num_tokens // self._kv.block_size + 1]:
             self._filler_of.setdefault(digest, slot)
 

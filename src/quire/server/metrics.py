@@ -116,6 +116,11 @@ class EngineCollector(Collector):
                 stats.num_accepted_tokens,
             ),
             (
+                "quire_kv_blocks_evicted",
+                "Number of KV blocks that running sequences have evicted (use_cache_eviction).",
+                stats.num_evicted_blocks,
+            ),
+            (
                 "quire_timeouts",
                 "Number of requests that timed out in the scheduler.",
                 stats.num_timeouts,

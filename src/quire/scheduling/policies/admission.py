@@ -20,7 +20,7 @@ from quire.step import IntArray
 class Candidate:
     """The request that is to be admitted next."""
 
-    num_tokens: int  # known now
+    num_tokens: int  # known now; with cache eviction, here and below, only those that it can hold at once
     token_limit: int  # most tokens that it can reach
     num_cached_blocks: int  # at its start, found in the prefix cache
     num_chunk_blocks: int  # that its first chunk needs, the cached ones included

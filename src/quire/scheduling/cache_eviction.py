@@ -1,0 +1,83 @@
+"""The scheduler's part of cache eviction: how many blocks go follows from lengths; which ones is not known.
+
+A prompt ends a step, and so does every token after which blocks go. So a preempted request, whose tokens are
+all known, is computed again with the same evictions at the same places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from quire.kv.eviction.lengths import EvictionLengths
+from quire.kv.manager import KVCacheManager
+from quire.request import Request
+from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.running_slots import RunningSlots
+from quire.step import EvictionData, IntArray
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class CacheEviction:
+    """Bounds chunks, shortens block tables, and says how much requests hold. Arrays are [S], one per slot."""
+
+    lengths: EvictionLengths
+    running: RunningSlots
+    kv: KVCacheManager
+    stats: SchedulerStats
+
+    def bounded(self, slots: IntArray, wanted: IntArray) -> IntArray:
+        """Return how many of the `wanted` tokens each slot may compute in one step."""
+        running = self.running
+        computed = running.num_computed[slots]
+        most = self._most_tokens(running.num_prompt[slots], computed, computed - running.num_evicted[slots])
+        bounded: IntArray = np.minimum(wanted, most)
+        return bounded
+
+    def first_chunk_bound(self, request: Request, num_computed: int) -> int:
+        """Return how many tokens a request may compute at once after `num_computed` that were cached."""
+        computed = np.array([num_computed], dtype=np.int32)
+        return int(self._most_tokens(np.int32(request.num_prompt_tokens), computed, computed)[0])
+
+    def _most_tokens(self, num_prompt: IntArray | np.int32, computed: IntArray, held: IntArray) -> IntArray:
+        most: IntArray = np.where(
+            computed < num_prompt, num_prompt - computed, self.lengths.tokens_until_eviction(held)
+        )
+        return most
+
+    def num_held(self, slots: IntArray) -> IntArray:
+        """Return how many tokens each slot needs room for, with those that it knows now."""
+        running = self.running
+        known = running.num_tokens[slots]
+        most = self.lengths.most_held(running.num_prompt[slots], known)
+        held: IntArray = np.minimum(known - running.num_evicted[slots], most)
+        return held
+
+    def most_held(self, num_prompt: IntArray, num_tokens: IntArray) -> IntArray:
+        """Return how many tokens requests hold at most on their way to `num_tokens`."""
+        return self.lengths.most_held(num_prompt, num_tokens)
+
+    def most_held_by(self, request: Request, num_tokens: int) -> int:
+        """Return how many tokens a request holds at most on its way to `num_tokens`."""
+        return int(self.lengths.most_held(np.array(request.num_prompt_tokens), np.array(num_tokens)))
+
+    def findable(self, num_computed: IntArray) -> IntArray:
+        """Return how many of the computed tokens others may share: no more than never go."""
+        return np.minimum(num_computed, self.lengths.start_size)
+
+    def apply(self, slots: IntArray, num_computed: IntArray) -> EvictionData:
+        """Take out of the tables what goes after a step that leaves `num_computed` tokens computed.
+
+        The blocks are free at once, because steps are computed in order.
+        """
+        running, lengths = self.running, self.lengths
+        num_evicted = running.num_evicted[slots]
+        counts = lengths.num_blocks_to_evict(num_computed - num_evicted)
+        counts[num_computed < running.num_prompt[slots]] = 0
+        rows = np.flatnonzero(counts)
+        if rows.size:
+            self.kv.evict(slots[rows], counts[rows], first=lengths.num_start_blocks)
+            running.num_evicted[slots[rows]] += counts[rows] * lengths.block_size
+            self.stats.num_evicted_blocks += int(counts.sum())
+        return EvictionData(num_evicted, counts)
