@@ -34,8 +34,8 @@ nearest known name. Quire has no environment variables.
   `quire generate` and `quire chat` add those of `SamplingParams`, with a default temperature of 0.
 - `WorkloadConfig`, `ArrivalConfig`, `TargetConfig` and `LatencyConfig` are for `quire bench`
   ([bench.md](bench.md)).
-- The flags of `CacheEvictionConfig` begin with `--eviction-`, those of `KVCrushConfig` with `--kvcrush-`, and
-  those of `AdaptiveRKVConfig` with `--adaptive-rkv-`.
+- The flags of `CacheEvictionConfig` begin with `--eviction-`, those of `KVCrushConfig` with `--kvcrush-`,
+  those of `AdaptiveRKVConfig` with `--adaptive-rkv-`, and those of `SparseAttentionConfig` with `--sparse-`.
 - `structured_outputs` is a class itself; its flag takes JSON: `--structured-outputs '{"regex": "[0-9]+"}'`.
 """
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         KVCrushConfig,
         SchedulerConfig,
         ServerConfig,
+        SparseAttentionConfig,
+        SparseAttentionMode,
     )
     from quire.front.async_llm import AsyncLLM
     from quire.front.llm import LLM
@@ -50,6 +52,8 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "ServerConfig",
+    "SparseAttentionConfig",
+    "SparseAttentionMode",
     "StructuredOutputConfig",
     "StructuredOutputsParams",
 ]
@@ -71,6 +75,8 @@ _HOMES = {
     "SamplingParams": "quire.sampling_params",
     "SchedulerConfig": "quire.config",
     "ServerConfig": "quire.config",
+    "SparseAttentionConfig": "quire.config",
+    "SparseAttentionMode": "quire.config",
     "StructuredOutputConfig": "quire.front.openvino.generation_config",
     "StructuredOutputsParams": "quire.structured_outputs",
 }

@@ -21,6 +21,7 @@ from quire.config import (
     KVCrushConfig,
     SchedulerConfig,
     ServerConfig,
+    SparseAttentionConfig,
     SpeculationConfig,
 )
 from quire.sampling_params import SamplingParams
@@ -33,7 +34,8 @@ COMMANDS = {
     "plan": (EngineConfig,),
     "eval": (EngineConfig,),
 }
-NESTED = ("scheduler", "speculation", "cache_eviction_config")  # each has a section of its own
+# Each has a section of its own.
+NESTED = ("scheduler", "speculation", "cache_eviction_config", "sparse_attention_config")
 POSITIONAL_MODEL = {"serve", "chat", "plan", "eval"}
 
 
@@ -58,7 +60,7 @@ def test_every_field_is_a_flag_with_help(command: str):
 def test_fields_of_nested_configurations_are_included():
     owners = {owner for owner, _, _ in config_fields(EngineConfig)}
     of_eviction = {CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig}
-    assert owners == {EngineConfig, SchedulerConfig, SpeculationConfig, *of_eviction}
+    assert owners == {EngineConfig, SchedulerConfig, SparseAttentionConfig, SpeculationConfig, *of_eviction}
 
 
 def test_no_two_fields_of_a_command_share_a_name():
@@ -135,6 +137,7 @@ def test_flags_of_cache_eviction_have_a_prefix():
     scheduler = SchedulerConfig(use_cache_eviction=True, cache_eviction_config=eviction)
     assert built(arguments, EngineConfig) == EngineConfig(scheduler=scheduler)
     assert in_flags("CacheEvictionConfig.start_size is 0") == "--eviction-start-size is 0"
+    assert in_flags("SparseAttentionConfig.mode is 0") == "--sparse-mode is 0"
 
 
 def test_a_command_may_change_a_default_and_take_an_argument():

@@ -162,10 +162,5 @@ ELSEWHERE: dict[str, str] = {
 }
 """Rows that this folder cannot show, and what does; a row in here may have tests of its own as well."""
 
-_WITH_SPARSE_ATTENTION = "comes with sparse attention; until then setting it is refused as unknown"
-
-NOT_YET: dict[str, str] = {
-    "use_sparse_attention": _WITH_SPARSE_ATTENTION,
-    "sparse_attention_config": _WITH_SPARSE_ATTENTION,
-}
+NOT_YET: dict[str, str] = {}
 """Rows that Quire does not have, and why; their tests show how it says so."""

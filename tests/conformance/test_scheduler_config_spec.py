@@ -10,7 +10,7 @@ from scene import Scene
 
 from conformance import row
 from faulty_connector import FaultyConnector
-from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig
+from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
 from quire.engine.memory_plan import GB, plan_memory
 from quire.errors import ConfigError, InvalidRequestError, QueueFullError
 from quire.models.checkpoints.config_reading import read_model_config
@@ -42,6 +42,8 @@ DEFAULTS = {
     "kv_transfer_timeout": 30.0,
     "use_cache_eviction": False,
     "cache_eviction_config": CacheEvictionConfig(),
+    "use_sparse_attention": False,
+    "sparse_attention_config": SparseAttentionConfig(),
 }
 OTHERS = {
     "max_num_batched_tokens": 7, "max_num_seqs": 7, "block_size": 8, "num_kv_blocks": 7, "cache_size": 0.5,
@@ -50,9 +52,9 @@ OTHERS = {
     "long_prefill_token_threshold": 7, "max_num_queued_reqs": 7, "max_num_queued_tokens": 7, "watermark": 0.5,
     "reserve_full_prompt": False, "request_timeout": 7.0, "queue_timeout": 7.0, "overlap_steps": True,
     "kv_load_failure": "fail", "kv_transfer_timeout": 7.0, "use_cache_eviction": True,
-    "cache_eviction_config": CacheEvictionConfig(start_size=64),
+    "cache_eviction_config": CacheEvictionConfig(start_size=64), "use_sparse_attention": True,
+    "sparse_attention_config": SparseAttentionConfig(mode="xattention"),
 }  # fmt: skip
-NOT_YET = ("use_sparse_attention", "sparse_attention_config")
 
 
 # -- as a whole --------------------------------------------------------------------------------------------
@@ -91,13 +93,22 @@ def test_unknown_names_are_errors_that_name_the_nearest():
         config.blocksize = 16
 
 
-@row(*NOT_YET)
-@pytest.mark.parametrize("name", NOT_YET)
-def test_what_is_not_there_yet_is_refused_and_not_ignored(name):
-    with pytest.raises(ConfigError, match=f"no field '{name}'"):
-        SchedulerConfig(**{name: True})
-    with pytest.raises(ConfigError, match=f"no field '{name}'"):
-        setattr(SchedulerConfig(), name, True)
+@row("use_sparse_attention", "sparse_attention_config")
+def test_sparse_attention_has_the_fields_of_the_specification():
+    assert dataclasses.asdict(SparseAttentionConfig()) == {
+        "mode": "trishape",
+        "num_last_dense_tokens_in_prefill": 100,
+        "num_retained_start_tokens_in_cache": 128,
+        "num_retained_recent_tokens_in_cache": 1920,
+        "xattention_threshold": 0.8,
+        "xattention_block_size": 64,
+        "xattention_stride": 8,
+    }
+    config = SchedulerConfig(block_size=48)
+    config.validate()
+    config.use_sparse_attention = True
+    with pytest.raises(ConfigError, match="num_retained_start_tokens_in_cache is 128; it must be a multiple"):
+        config.validate()
 
 
 # -- sizes -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from quire.config import (
     KVCrushConfig,
     SchedulerConfig,
     ServerConfig,
+    SparseAttentionConfig,
     SpeculationConfig,
 )
 from quire.errors import ConfigError, InvalidRequestError, QuireError
@@ -37,6 +38,7 @@ _PREFIXES = {  # of the flags of configurations whose fields' names say too litt
     CacheEvictionConfig.__name__: "eviction_",
     KVCrushConfig.__name__: "kvcrush_",
     AdaptiveRKVConfig.__name__: "adaptive_rkv_",
+    SparseAttentionConfig.__name__: "sparse_",
 }
 
 

@@ -28,6 +28,7 @@ from quire.config import (
     KVCrushConfig,
     SchedulerConfig,
     ServerConfig,
+    SparseAttentionConfig,
     SpeculationConfig,
 )
 from quire.errors import QuireError
@@ -42,6 +43,7 @@ PANELS: dict[type, str] = {
     CacheEvictionConfig: "Cache eviction",
     KVCrushConfig: "Cache eviction: KVCrush",
     AdaptiveRKVConfig: "Cache eviction: adaptive_rkv",
+    SparseAttentionConfig: "Sparse attention of prompts",
     SpeculationConfig: "Speculation",
     SamplingParams: "Sampling",
     RequestOptions: "Scheduling of the request",

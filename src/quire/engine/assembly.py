@@ -150,6 +150,9 @@ def build_runner(
         proposer=build_proposer(config, draft_model, plan),
         connector=connector,
         eviction=config.scheduler.cache_eviction_config if config.scheduler.use_cache_eviction else None,
+        sparse_attention=config.scheduler.sparse_attention_config
+        if config.scheduler.use_sparse_attention
+        else None,
     )
 
 

@@ -114,11 +114,11 @@ class CacheEvictor:
         num_computed = output.num_computed_tokens + output.num_tokens
         num_held = num_computed - output.evictions.num_evicted_tokens
         in_prompt = self.is_in_prompt(output)
-        scores_any = self.first_scoring_token(output) < output.num_tokens
+        scores = self._step_scores
         for row, slot in enumerate(output.slots.tolist()):
             sequence = self._sequences[slot]
             if in_prompt[row]:
-                if scores_any[row]:
+                if scores is not None and scores.num_scoring_tokens[row]:
                     sequence.add_prompt_sums(self._sums_of(row))
                 if num_computed[row] == sequence.num_prompt_tokens:
                     sequence.end_prompt()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from quire.config import CacheEvictionConfig
+from quire.config import CacheEvictionConfig, SparseAttentionConfig
 from quire.execution.arrays import Int64Array
 from quire.execution.cache_evictor import CacheEvictor
 from quire.execution.kv_transfers import KVTransfers
@@ -18,9 +18,11 @@ from quire.execution.persistent_batch import InconsistentPlanError, PersistentBa
 from quire.execution.proposer import Proposer
 from quire.execution.sampler import Sampler, SamplerOutput, nonfinite_error
 from quire.execution.sampling_positions import SamplingPositions
+from quire.execution.sparse_prefill import SparsePrefill
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
+from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import ModelConfig
@@ -76,6 +78,7 @@ class ModelRunner:
         block_size: tokens per KV block.
         proposer: makes the drafts that the scheduler asks for; None: no speculation.
         connector: moves KV in and out of `kv_cache`.
+        sparse_attention: which keys the tokens of prompts leave out; None: none.
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector or a proposer.
     """
 
@@ -90,6 +93,7 @@ class ModelRunner:
         proposer: Proposer | None = None,
         connector: KVConnector | None = None,
         eviction: CacheEvictionConfig | None = None,
+        sparse_attention: SparseAttentionConfig | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -104,6 +108,7 @@ class ModelRunner:
             block_size=block_size,
             num_blocks=kv_cache.num_blocks,
         )
+        self._sparse = None if sparse_attention is None else SparsePrefill(sparse_attention, block_size)
         self._evictor = None
         if eviction is not None:
             self._evictor = CacheEvictor(eviction, model.config, kv_cache, self._batch, block_size)
@@ -203,22 +208,37 @@ class ModelRunner:
         return self._model.forward(token_ids, self._kv_cache, batch, hook=hook)
 
     def _attention_batch(self, output: SchedulerOutput) -> AttentionBatch:
-        tables = self._batch.block_tables(output.slots)
+        skipped_keys, key_selection = self._left_out_keys(output)
+        options: dict[str, Any] = {}
         num_computed = output.num_computed_tokens
-        if self._evictor is None or output.evictions is None:
-            return AttentionBatch.build(num_computed, output.num_tokens, tables, self._block_size)
-        num_evicted = output.evictions.num_evicted_tokens
-        if self._evictor.keeps_positions_contiguous:  # as if what was evicted had never been there
-            num_computed, num_evicted = num_computed - num_evicted, np.zeros_like(num_evicted)
+        if self._evictor is not None and output.evictions is not None:
+            num_evicted = output.evictions.num_evicted_tokens
+            if self._evictor.keeps_positions_contiguous:  # as if what was evicted had never been there
+                num_computed, num_evicted = num_computed - num_evicted, np.zeros_like(num_evicted)
+            first_scoring = self._evictor.first_scoring_token(output)
+            if skipped_keys is not None:
+                first_scoring = np.where(skipped_keys.is_any, output.num_tokens, first_scoring)
+            options = {
+                "num_evicted_tokens": num_evicted,
+                "first_scoring_token": first_scoring,
+                "sums_scores": self._evictor.is_in_prompt(output),
+            }
         return AttentionBatch.build(
             num_computed,
             output.num_tokens,
-            tables,
+            self._batch.block_tables(output.slots),
             self._block_size,
-            num_evicted_tokens=num_evicted,
-            first_scoring_token=self._evictor.first_scoring_token(output),
-            sums_scores=self._evictor.is_in_prompt(output),
+            skipped_keys=skipped_keys,
+            key_selection=key_selection,
+            **options,
         )
+
+    def _left_out_keys(self, output: SchedulerOutput) -> tuple[SkippedKeys | None, KeySelection | None]:
+        if self._sparse is None:
+            return None, None
+        num_computed = output.num_computed_tokens.astype(np.int64)
+        rows = num_computed, output.num_tokens.astype(np.int64), self._batch.num_prompt_tokens[output.slots]
+        return self._sparse.skipped_keys(*rows), self._sparse.key_selection(*rows)
 
     # -- next tokens ---------------------------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ class PersistentBatch:
         # Zeroed pages are committed on the first write; the last column is for the token after max_model_len.
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         table_length = -(-(max_model_len + 1) // block_size)
         self._block_tables: IntArray = np.zeros((max_num_seqs, table_length), dtype=np.int32)
         self._num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
@@ -157,6 +158,7 @@ class PersistentBatch:
                 f"request {data.request_id!r} is given slot {slot}, which {occupant.request_id!r} holds"
             )
         self._write_row(slot, request.saved, data.block_ids, data.num_computed_tokens)
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.prompt_logprobs_end[slot] = request.prompt_logprobs_end
         request.saved = request.saved[:0]
         request.slot = slot

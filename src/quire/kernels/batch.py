@@ -120,6 +120,6 @@ class AttentionBatch:
 
 
 def _refuse_scores(skipped: SkippedKeys, scores: npt.NDArray[np.bool_]) -> None:
-    wrong = np.flatnonzero(scores & (skipped.start < skipped.end))
+    wrong = np.flatnonzero(scores & skipped.is_any)
     if wrong.size:
         raise ValueError(f"sequence {wrong[0]} skips keys in this step, so its tokens must not score")

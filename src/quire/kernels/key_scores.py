@@ -35,6 +35,7 @@ class KeyScores:
     sums: torch.Tensor  # int64, in `SCORE_UNIT`
     first_row: Int64Array  # [S] where a sequence's first row begins in `rows`
     first_sum: Int64Array  # [S] where a sequence's sums begin in `sums`
+    num_scoring_tokens: Int64Array  # [S] of a sequence
     num_rows: Int64Array  # [S] of a sequence, each of as many numbers as its keys fill tiles
     num_keys: Int64Array  # [S] in the cache after this step
 
@@ -77,6 +78,7 @@ class KeyScores:
             sums=torch.zeros(int(sum_numbers.sum()), dtype=torch.int64),
             first_row=first_row,
             first_sum=first_sum,
+            num_scoring_tokens=num_scoring,
             num_rows=num_rows,
             num_keys=num_keys,
         )

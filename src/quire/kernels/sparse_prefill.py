@@ -20,6 +20,11 @@ class SkippedKeys:
     start: Int64Array
     end: Int64Array  # `start` or less: none are skipped; at most the tokens cached before the step
 
+    @property
+    def is_any(self) -> npt.NDArray[np.bool_]:
+        """Whether a sequence skips any."""
+        return self.start < self.end
+
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class KeySelection:
