@@ -123,6 +123,7 @@ def with_other_weights(directory: Path) -> str:
         ("KV dtype", {"kv_cache_dtype": "int8"}),
         ("block size", {"block_size": 32}),
         ("quantization", {"quantization": "int8"}),
+        ("sparse prefill", {"use_sparse_attention": True}),
         ("rope", {"model": with_other_rope}),
         ("model", {"model": with_other_weights}),
     ],

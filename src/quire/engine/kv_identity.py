@@ -35,7 +35,14 @@ def kv_identity(
         "KV dtype": plan.kv_dtype,
         "block size": str(plan.block_size),
         "rope": _rope(model_config),
+        "sparse prefill": sparse_prefill(config),
     }
+
+
+def sparse_prefill(config: EngineConfig) -> str:
+    """Return which keys the tokens of a prompt leave out: all layers but the first depend on it."""
+    scheduler = config.scheduler
+    return str(scheduler.sparse_attention_config) if scheduler.use_sparse_attention else "none"
 
 
 def without_length(model: ModelConfig) -> ModelConfig:

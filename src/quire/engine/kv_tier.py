@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.kv_identity import without_length
+from quire.engine.kv_identity import sparse_prefill, without_length
 from quire.engine.memory_plan import dtype_of
 from quire.errors import ConfigError
 from quire.kv.tiers.connector import TierConnector
@@ -81,5 +81,6 @@ def _fingerprint(config: EngineConfig, model_path: Path, model_config: ModelConf
         block_size=plan.block_size,
         quantization=config.quantization,
         group_size=config.quantization_group_size,
+        sparse_prefill=sparse_prefill(config),
         instruction_set=kernel_set(config.kernels).weight_layout or "reference",
     )
