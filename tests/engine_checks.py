@@ -32,8 +32,11 @@ def core_of(llm: LLM | ContinuousBatchingPipeline) -> EngineCore:
 
 def engine_pid() -> int:
     """Return the process id of the one engine that this process has started."""
-    (engine,) = [child for child in psutil.Process().children() if "quire.engine.process" in child.cmdline()]
-    return engine.pid
+    commands = {-1: []}
+    while not all(commands.values()):  # a process that has just been started has none for a moment
+        commands = {child.pid: child.cmdline() for child in psutil.Process().children()}
+    (engine,) = [pid for pid, command in commands.items() if "quire.engine.process" in command]
+    return engine
 
 
 def check_after_every_step(core: EngineCore) -> EngineCore:

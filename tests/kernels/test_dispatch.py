@@ -11,6 +11,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.kernels import dispatch
+from quire.kernels.cores import usable_cpus
 from quire.kernels.cpu import _native, threads
 
 WITHOUT_NATIVE_KERNELS = """
@@ -41,7 +42,7 @@ def test_native_kernels_that_are_missing_are_an_error_if_asked_for(monkeypatch: 
 
 def test_more_threads_than_cpus_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with native_settings.threads(_native.num_threads()), caplog.at_level(logging.WARNING):
-        threads.use_threads(threads._usable_cpus())
+        threads.use_threads(usable_cpus())
         assert not caplog.records
-        threads.use_threads(threads._usable_cpus() + 1)
+        threads.use_threads(usable_cpus() + 1)
     assert "may use only" in caplog.text
