@@ -17,7 +17,7 @@ import pytest
 from engine_checks import TINY, engine_pid, is_zombie, requests_of, tiny_config, wait_for_end
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import EngineDeadError
-from subprocesses import started
+from subprocesses import python_output, started
 
 LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
 
@@ -187,6 +187,21 @@ def test_leaving_without_shutdown_ends_the_engine(checkpoint, sockets):
     del llm
     assert wait_for_end(pid)
     assert not is_zombie(pid)
+
+
+def test_an_engine_that_the_garbage_collector_finds_ends(checkpoint):
+    program = """
+import gc, sys
+import psutil
+from quire import LLM
+cycle = [LLM(sys.argv[1], engine_process=True, num_kv_blocks=32, num_threads=1)]
+cycle.append(cycle)
+[engine] = psutil.Process().children()
+del cycle
+gc.collect()
+print(engine.is_running())
+"""
+    assert python_output(program, checkpoint) == "False\n"
 
 
 def test_the_socket_directory_is_private_and_gone_once_connected(checkpoint, sockets):

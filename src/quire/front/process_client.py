@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -60,11 +61,13 @@ class EngineProcess:
         context = zmq.Context(io_threads=1)
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
         self._process = _start_process(self._directory)
+        sockets: list[zmq.Socket[bytes]] = []
         self._finalizer = weakref.finalize(
-            self, _clean_up, os.getpid(), self._process, context, self._directory
+            self, _clean_up, os.getpid(), self._process, context, sockets, self._directory
         )
         self._input = context.socket(zmq.PUSH)
         self._output = context.socket(zmq.PULL)
+        sockets += (self._input, self._output)
         self._bind()
         self._write_start(start)
 
@@ -183,6 +186,7 @@ def _clean_up(
     owner: int,
     process: subprocess.Popen[bytes],
     context: zmq.Context[zmq.Socket[bytes]],
+    sockets: Sequence[zmq.Socket[bytes]],
     directory: Path,
 ) -> None:
     """Kill the process if it is still running, reap it, and remove sockets, pipes and files."""
@@ -194,5 +198,9 @@ def _clean_up(
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
             pipe.close()
+    # The context only has weak references to its sockets. In a garbage collection they are gone, and a
+    # context that does not close its sockets waits for them for ever.
+    for socket in sockets:
+        socket.close(linger=0)
     context.destroy(linger=0)
     shutil.rmtree(directory, ignore_errors=True)
