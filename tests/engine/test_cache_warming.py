@@ -18,6 +18,7 @@ from quire.engine.core import EngineCore
 from quire.kernels import memory
 from quire.kernels.memory import PAGE, map_large_pages
 from quire.scheduling.scheduler import Scheduler
+from subprocesses import python_output
 
 NUM_BLOCKS = 4
 
@@ -59,8 +60,8 @@ def test_work_ends_it_after_one_piece_and_rest_continues_it(cache, monkeypatch):
     monkeypatch.setattr(cache_warming, "PIECE_BYTES", PAGE // 2)
     populated = []
 
-    def populate(piece):
-        populated.append(piece.data_ptr() - cache.data_ptr())
+    def populate(address, _):
+        populated.append(address - cache.data_ptr())
         warmer.pause()
         return True
 
@@ -68,7 +69,7 @@ def test_work_ends_it_after_one_piece_and_rest_continues_it(cache, monkeypatch):
     warmer = CacheWarmer(cache, next_are(2))
     run_to_the_end(warmer)
     assert populated == [2 * PAGE]
-    monkeypatch.setattr(memory, "populate", lambda piece: populated.append(piece.nbytes) or True)
+    monkeypatch.setattr(memory, "populate", lambda _, size: populated.append(size) or True)
     run_to_the_end(warmer)
     assert populated == [2 * PAGE, PAGE // 2, PAGE // 2]
     run_to_the_end(warmer)
@@ -77,7 +78,7 @@ def test_work_ends_it_after_one_piece_and_rest_continues_it(cache, monkeypatch):
 
 def test_a_system_that_cannot_is_asked_once(cache, monkeypatch):
     asked = []
-    monkeypatch.setattr(memory, "populate", asked.append)
+    monkeypatch.setattr(memory, "populate", lambda *piece: asked.append(piece))
     warmer = CacheWarmer(cache, next_are(0, 1))
     run_to_the_end(warmer)
     run_to_the_end(warmer)
@@ -106,3 +107,16 @@ def test_an_idle_engine_warms_what_its_next_step_may_use(checkpoint):
     cache = core.runner.kv_cache.tensor
     assert num_resident(cache) == num_resident(cache[: len(blocks)]) > 0
     core.shutdown()
+
+
+def test_a_program_may_end_while_blocks_are_warmed():
+    program = """
+import torch
+from quire.engine import cache_warming
+from quire.kernels.memory import map_large_pages
+cache_warming.PIECE_BYTES = 64
+cache = map_large_pages(1 << 30).view(512, -1)
+warmer = cache_warming.CacheWarmer(cache, lambda: torch.arange(512).numpy())
+warmer.resume()
+"""
+    assert python_output(program) == ""

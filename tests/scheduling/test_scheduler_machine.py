@@ -232,9 +232,9 @@ class OracleMachine(RuleBasedStateMachine):
 # In parts that run beside each other.
 @pytest.mark.parametrize("part", range(4))
 def test_all_features_at_once(part):
-    run_state_machine_as_test(MixedMachine, settings=settings(MACHINE_SETTINGS, max_examples=45))
+    run_state_machine_as_test(MixedMachine, settings=settings(MACHINE_SETTINGS, max_examples=30))
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_the_deterministic_part_against_an_oracle(part):
-    run_state_machine_as_test(OracleMachine, settings=settings(MACHINE_SETTINGS, max_examples=150))
+    run_state_machine_as_test(OracleMachine, settings=settings(MACHINE_SETTINGS, max_examples=100))

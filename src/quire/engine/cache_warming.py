@@ -31,7 +31,10 @@ class CacheWarmer:
     """
 
     def __init__(self, cache: torch.Tensor, next_blocks: Callable[[], npt.NDArray[np.int32]]) -> None:
-        self._cache = cache
+        self._cache = cache  # keeps the memory
+        # The thread calls nothing of torch: if the interpreter ends meanwhile, it must not be in C++.
+        self._address = cache.data_ptr()
+        self._block_bytes = cache.stride(0) * cache.itemsize
         self._next_blocks = next_blocks
         self._is_warm = np.zeros(len(cache), dtype=np.bool_)
         self._is_idle = False
@@ -75,13 +78,13 @@ class CacheWarmer:
     def _warm(self, blocks: list[int]) -> None:
         from quire.kernels.memory import populate
 
-        size = PIECE_BYTES // self._cache.itemsize
         for block in blocks:
-            content = self._cache[block].flatten()
-            for start in range(0, len(content), size):
+            begin = self._address + block * self._block_bytes
+            end = begin + self._block_bytes
+            for address in range(begin, end, PIECE_BYTES):
                 if not self._is_idle:
                     return
-                if not populate(content[start : start + size]):
+                if not populate(address, min(PIECE_BYTES, end - address)):
                     self._is_usable = False
                     return
             self._is_warm[block] = True

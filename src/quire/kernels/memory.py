@@ -46,14 +46,14 @@ def map_large_pages(num_bytes: int) -> torch.Tensor:
     return whole[skipped : skipped + size]
 
 
-def populate(memory: torch.Tensor) -> bool:
-    """Have the system provide the pages of `memory` now rather than when they are written; contents stay.
+def populate(address: int, num_bytes: int) -> bool:
+    """Have the system provide the pages of memory now rather than when they are written; contents stay.
 
     Returns:
         False if the system cannot do that, or has no memory left for it.
     """
-    start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    size = memory.data_ptr() + memory.nbytes - start
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    size = address + num_bytes - start
     libc = ctypes.CDLL(None)  # releases the interpreter's lock
     if not hasattr(libc, "madvise"):
         return False
