@@ -92,7 +92,8 @@ def main() -> None:
                 command += [f"--{field}", str(getattr(options, field))]
             environment = {**os.environ, "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
             done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
-            print(done.stdout.splitlines()[-1], flush=True)
+            # vLLM also logs to standard output, even after the program's own end.
+            print(next(line for line in done.stdout.splitlines() if line.startswith("{")), flush=True)
 
 
 if __name__ == "__main__":
