@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from quire.kernels.key_scores import Int64Array
-from quire.kernels.kv_layer import KVLayer
+from quire.kernels.kv_layer import KVLayer, keys_of, pages_of
 from quire.kv.eviction.scores import WeightArray
 from quire.models.config import ModelConfig
 from quire.models.rotary import RotaryTable
@@ -14,13 +14,8 @@ from quire.models.rotary import RotaryTable
 
 def cached_keys(kv: KVLayer, block_ids: Int64Array) -> WeightArray:
     """Return the keys in some blocks of a layer, [kv_heads, blocks * block_size, head_dim]."""
-    index = torch.from_numpy(block_ids)
-    keys = _pages_of(kv.key_pages, index)  # [kv_heads, blocks, block_size, head_dim]
-    if kv.quantizer is not None:
-        scales = None if kv.key_scales is None else _pages_of(kv.key_scales, index)
-        keys = kv.quantizer.dequantize(keys, scales)
-    by_head: WeightArray = keys.float().flatten(1, 2).numpy()
-    return by_head
+    keys: WeightArray = keys_of(kv, torch.from_numpy(block_ids)).numpy()
+    return keys
 
 
 def copy_blocks(kv: KVLayer, sources: Int64Array, targets: Int64Array) -> None:
@@ -28,15 +23,7 @@ def copy_blocks(kv: KVLayer, sources: Int64Array, targets: Int64Array) -> None:
     source, target = torch.from_numpy(sources), torch.from_numpy(targets)
     for pages in (kv.key_pages, kv.value_pages, kv.key_scales, kv.value_scales):
         if pages is not None:
-            _write_pages(pages, target, _pages_of(pages, source))
-
-
-def _pages_of(pages: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """Return pages [kv_heads, N, ...] of all, [kv_heads, blocks, ...].
-
-    Along any dimension but the first, `index_select` would copy the whole cache to make it contiguous.
-    """
-    return pages.transpose(0, 1).index_select(0, block_ids).transpose(0, 1)
+            _write_pages(pages, target, pages_of(pages, source))
 
 
 def _write_pages(pages: torch.Tensor, block_ids: torch.Tensor, new: torch.Tensor) -> None:
@@ -66,6 +53,6 @@ class KeyRotation:
         index = torch.from_numpy(block_ids[turned])
         cos, sin = self._table.rows(torch.from_numpy(distances[turned]))
         cos, sin = cos[:, None, :], sin[:, None, :]  # [N, 1, head_dim / 2]
-        first, second = _pages_of(kv.key_pages, index).float().chunk(2, dim=-1)
+        first, second = pages_of(kv.key_pages, index).float().chunk(2, dim=-1)
         keys = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
         _write_pages(kv.key_pages, index, keys.to(kv.key_pages.dtype))

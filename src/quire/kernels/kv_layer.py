@@ -26,3 +26,20 @@ class KVLayer(Protocol):
     """Makes the pages' numbers; None: keys and values are rounded to the pages' type."""
     handles: dict[str, Any]
     """What the kernels keep of this layer, by their name."""
+
+
+def pages_of(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
+    """Return some pages of all, [kv_heads, num_pages, ...]: [kv_heads, N, ...] for ids [N].
+
+    Along any dimension but the first, `index_select` would copy the whole cache to make it contiguous.
+    """
+    return pages.transpose(0, 1).index_select(0, page_ids).transpose(0, 1)
+
+
+def keys_of(layer: KVLayer, page_ids: torch.Tensor) -> torch.Tensor:
+    """Return the keys in some pages, one after the other, [kv_heads, N * page_size, head_dim] float32."""
+    keys = pages_of(layer.key_pages, page_ids)
+    if layer.quantizer is not None:
+        scales = None if layer.key_scales is None else pages_of(layer.key_scales, page_ids)
+        keys = layer.quantizer.dequantize(keys, scales)
+    return keys.float().flatten(1, 2)

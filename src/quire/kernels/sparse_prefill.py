@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.kv_layer import KVLayer
+from quire.kernels.kv_layer import KVLayer, keys_of
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -114,13 +114,7 @@ def _keys(kv: KVLayer, table: npt.NDArray[np.int32], num_keys: int) -> torch.Ten
     """Return the first keys of a sequence, [keys, kv_heads, head_dim] float32."""
     page_size = kv.key_pages.shape[2]
     pages = torch.from_numpy(table[: -(-num_keys // page_size)].astype(np.int64))
-    keys = kv.key_pages.index_select(1, pages).flatten(1, 2)[:, :num_keys]
-    if kv.quantizer is not None:
-        scales = kv.key_scales
-        if scales is not None:
-            scales = scales.index_select(1, pages).flatten(1, 2)[:, :num_keys]
-        keys = kv.quantizer.dequantize(keys, scales)
-    return keys.transpose(0, 1).float()
+    return keys_of(kv, pages)[:, :num_keys].transpose(0, 1)
 
 
 def _mean_scores(
