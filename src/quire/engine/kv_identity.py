@@ -27,25 +27,45 @@ def kv_identity(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> dict[str, str]:
     """Return the parts by name, in words. Reads all weights: that takes seconds for a large model."""
+    weights = _digest_of_weights(model_path)
+    return {"model": f"{model_config.architecture} {weights}", **_parts(config, model_config, plan)}
+
+
+def kv_fingerprint(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> bytes:
+    """Return 16 bytes that stand for the parts on this machine, which knows the weights by their files."""
+    from quire.kernels.dispatch import kernel_set
+    from quire.models.checkpoints.weight_cache import cache_key
+
+    key = cache_key(
+        model_path,
+        kv=_parts(config, model_config, plan),
+        instruction_set=kernel_set(config.kernels).weight_layout or "reference",
+    )
+    return bytes.fromhex(key)
+
+
+def _parts(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, str]:
+    """Return all parts but the weights."""
     return {
-        "model": f"{model_config.architecture} {_digest_of_weights(model_path)}",
-        "shape": _digest(dataclasses.asdict(without_length(model_config))),
-        "dtype": dtype_of(config, model_config),
+        "shape": _digest(dataclasses.asdict(_without_length(model))),
+        "dtype": dtype_of(config, model),
         "quantization": f"{config.quantization} in groups of {config.quantization_group_size}",
         "KV dtype": plan.kv_dtype,
         "block size": str(plan.block_size),
-        "rope": _rope(model_config),
-        "sparse prefill": sparse_prefill(config),
+        "rope": _rope(model),
+        "sparse prefill": _sparse_prefill(config),
     }
 
 
-def sparse_prefill(config: EngineConfig) -> str:
+def _sparse_prefill(config: EngineConfig) -> str:
     """Return which keys the tokens of a prompt leave out: all layers but the first depend on it."""
     scheduler = config.scheduler
     return str(scheduler.sparse_attention_config) if scheduler.use_sparse_attention else "none"
 
 
-def without_length(model: ModelConfig) -> ModelConfig:
+def _without_length(model: ModelConfig) -> ModelConfig:
     """Return a model's configuration without its maximum length, unless its rope depends on that."""
     by_length = any(rope.kind in _ROPES_BY_LENGTH for rope in model.ropes)
     return dataclasses.replace(model, max_model_len=model.max_model_len * by_length)
@@ -55,7 +75,7 @@ def _rope(model: ModelConfig) -> str:
     kinds = sorted({f"{rope.kind} with theta {rope.theta:g}" for rope in model.ropes})
     details = [dataclasses.asdict(rope) for rope in model.ropes]
     return (
-        f"{' and '.join(kinds)} {_digest([details, model.layer_ropes, without_length(model).max_model_len])}"
+        f"{' and '.join(kinds)} {_digest([details, model.layer_ropes, _without_length(model).max_model_len])}"
     )
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.kv_identity import sparse_prefill, without_length
-from quire.engine.memory_plan import dtype_of
+from quire.engine.kv_identity import kv_fingerprint
 from quire.errors import ConfigError
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.disk_tier import DiskTier
@@ -43,7 +41,7 @@ def _open(
     if config.kv_tier == "memory":
         tier: BlockTier = MemoryTier(capacity, bytes_per_block, min_uses=config.kv_tier_min_uses)
     else:
-        fingerprint = bytes.fromhex(_fingerprint(config, model_path, model_config, plan))
+        fingerprint = kv_fingerprint(config, model_path, model_config, plan)
         layout = RegionLayout(fingerprint, plan.block_size, bytes_per_block)
         directory = _directory(config.kv_tier_path)
         try:
@@ -66,21 +64,3 @@ def _directory(setting: str) -> Path:
         return Path(setting).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "quire" / "kv"
-
-
-def _fingerprint(config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan) -> str:
-    """Return what stands for all that KV depends on besides tokens: KV of another is not used."""
-    from quire.kernels.dispatch import kernel_set
-    from quire.models.checkpoints.weight_cache import cache_key
-
-    return cache_key(
-        model_path,
-        model=dataclasses.asdict(without_length(model_config)),
-        dtype=dtype_of(config, model_config),
-        kv_dtype=plan.kv_dtype,
-        block_size=plan.block_size,
-        quantization=config.quantization,
-        group_size=config.quantization_group_size,
-        sparse_prefill=sparse_prefill(config),
-        instruction_set=kernel_set(config.kernels).weight_layout or "reference",
-    )
