@@ -5,13 +5,11 @@ The public names are imported when first used, so that `import quire` costs mill
 
 from __future__ import annotations
 
-import importlib
+from quire.lazy_attributes import lazy_attributes
 
-TYPE_CHECKING = False  # what type checkers take for true; importing `typing` would cost milliseconds
+TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from quire.config import (
         AdaptiveRKVConfig,
         AggregationMode,
@@ -81,14 +79,4 @@ _HOMES = {
     "StructuredOutputsParams": "quire.structured_outputs",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_attributes(globals(), _HOMES)

@@ -5,13 +5,11 @@ The public names are imported when first used, so that the logical side does not
 
 from __future__ import annotations
 
-import importlib
+from quire.lazy_attributes import lazy_attributes
 
-TYPE_CHECKING = False  # as in `quire`
+TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from quire.kernels.page_quantizers import Int8PageQuantizer, PageQuantizer
     from quire.kv.cache_metadata import PagedAttentionCacheMetaData
     from quire.kv.cache_view import PagedAttentionCacheView
@@ -45,14 +43,4 @@ _HOMES = {
     "PartitionAxis": "quire.kv.head_sharding",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_attributes(globals(), _HOMES)
