@@ -18,10 +18,10 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
+
+from random_model import random_model
 
 MAX_TOKENS_PER_STEP = 8_192
 OWN_TOKENS = 6
@@ -80,11 +80,7 @@ def main() -> None:
     if options.engine:
         print(json.dumps(measure(options.engine, options)), flush=True)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        model = options.model or directory
-        if not options.model:
-            script = Path(__file__).with_name("peers_model.py")
-            subprocess.run([sys.executable, script, "--precision", "bf16", directory], check=True)
+    with random_model(options.model) as model:
         engines = {"quire": sys.executable} | ({"vllm": options.vllm} if options.vllm else {})
         for name, python in engines.items():
             command = [python, __file__, "--engine", name, "--model", model]

@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from random_model import random_model
 
 from quire import LLM, AggregationMode, CacheEvictionConfig, SamplingParams
 from quire.config import KVCrushConfig
@@ -139,13 +138,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.part == "quality":
         quality(options)
-    elif options.model:
-        speed(options, options.model)
     else:
-        with tempfile.TemporaryDirectory() as directory:
-            script = Path(__file__).with_name("peers_model.py")
-            subprocess.run([sys.executable, str(script), directory], check=True)
-            speed(options, directory)
+        with random_model(options.model) as model:
+            speed(options, model)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from random_model import random_model
 
 from quire import LLM
 from quire.kv.block_hash import SequenceKeys, root_digest
@@ -186,13 +186,12 @@ def main() -> None:
     parser.add_argument("--directory", help="where the tiers are; a file system on the disk to measure")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        model = arguments.model or f"{name}/model"
-        if not arguments.model:
-            script = Path(__file__).with_name("peers_model.py")
-            subprocess.run([sys.executable, str(script), "--precision", "bf16", model], check=True)
-        tiers = Path(name) / "tiers"
-        (tiers / "reading").mkdir(parents=True)
+    with (
+        random_model(arguments.model) as model,
+        tempfile.TemporaryDirectory(dir=arguments.directory) as name,
+    ):
+        tiers = Path(name)
+        (tiers / "reading").mkdir()
         num_blocks = arguments.prompt_len // BLOCK_SIZE
         prompt = prompt_of(arguments.prompt_len, seed=0)
         figures = {

@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from random_model import random_model
 
 from quire import LLM, SamplingParams, SparseAttentionConfig
 from quire.models.checkpoints.hub import resolve_model
@@ -96,18 +94,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a model's directory (default: random weights)")
+    parser.add_argument("--model", default="", help="a model's directory (default: random weights)")
     parser.add_argument("--tokens", type=int, default=8192, help="of the prompt (default: 8192)")
     parser.add_argument("--rounds", type=int, default=2, help="rounds; the best counts (default: 2)")
     parser.add_argument("--prompts", type=int, default=60, help="retrieval prompts (default: 60)")
     options = parser.parse_args()
-    if options.model:
-        report(options.model, options.tokens, options.rounds, options.prompts)
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        script = Path(__file__).with_name("peers_model.py")
-        subprocess.run([sys.executable, script, directory], check=True)
-        report(directory, options.tokens, options.rounds, options.prompts)
+    with random_model(options.model) as model:
+        report(model, options.tokens, options.rounds, options.prompts)
 
 
 if __name__ == "__main__":
