@@ -25,13 +25,13 @@ from random_model import random_model
 
 MAX_TOKENS_PER_STEP = 8_192
 OWN_TOKENS = 6
-FIRST_ORDINARY_TOKEN, LAST_ORDINARY_TOKEN = 1_000, 150_000
+FIRST_ID, END_ID = 10, 250  # token ids of prompts, which every model has
 
 
 def prompts_of(num_requests: int, num_shared: int, seed: int) -> list[list[int]]:
     """Return random prompts that share their first `num_shared` tokens."""
     rng = random.Random(seed)
-    ids = range(FIRST_ORDINARY_TOKEN, LAST_ORDINARY_TOKEN)
+    ids = range(FIRST_ID, END_ID)
     prefix = rng.choices(ids, k=num_shared)
     return [prefix + rng.choices(ids, k=OWN_TOKENS) for _ in range(num_requests)]
 

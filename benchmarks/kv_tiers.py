@@ -40,6 +40,7 @@ from quire.kv.tiers.tier import BlockTier
 from quire.sampling_params import SamplingParams
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+FIRST_ID, END_ID = 10, 250  # token ids of prompts, which every model has
 BLOCK_SIZE = 16
 BLOCK_BYTES = 28 * 2 * 8 * 128 * 2 * BLOCK_SIZE  # of Qwen3-0.6B in bfloat16
 
@@ -47,7 +48,7 @@ BLOCK_BYTES = 28 * 2 * 8 * 128 * 2 * BLOCK_SIZE  # of Qwen3-0.6B in bfloat16
 def prompt_of(length: int, seed: int) -> list[int]:
     """Return random token ids."""
     rng = random.Random(seed)
-    return [rng.randrange(300, 100_000) for _ in range(length)]
+    return [rng.randrange(FIRST_ID, END_ID) for _ in range(length)]
 
 
 def open_llm(model: str, directory: str = "", **options: Any) -> LLM:
