@@ -253,11 +253,11 @@ class MemoryConnector(KVConnector):
         """Blocks are copied whole by `wait_for_save`."""
 
     @override
-    def wait_for_save(self) -> None:
-        """What was computed from blocks that failed to load is not kept."""
+    def wait_for_save(self, failed_ids: frozenset[str]) -> None:
+        """What was computed from blocks that failed to load is not kept either."""
         blocks = self._require_blocks()
         for save in self._saves:
-            if not self._bad_blocks.isdisjoint(save.trusted_block_ids):
+            if save.request_id in failed_ids or not self._bad_blocks.isdisjoint(save.trusted_block_ids):
                 continue
             self._bad_blocks.difference_update(block_id for _, block_id in save.blocks)
             for key, block_id in save.blocks:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 
+import numpy as np
 import pytest
 
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
+from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.connector_stats import KVConnectorStats
+from quire.models.decoder import Decoder
 
 PROMPT = list(range(100, 100 + 20 * 16 + 3))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -134,6 +138,40 @@ def test_by_default_a_prompt_is_stored_when_it_comes_again(tmp_path):
             wait_until_written(llm)
             numbers.append(llm.stats().kv_connector.num_stored_blocks)
     assert numbers == [0, 20]
+
+
+# -- failures ----------------------------------------------------------------------------------------------
+
+
+def num_stored(llm: LLM, prompt: list[int]) -> int:
+    """Return how many blocks from the start of a prompt the tier has."""
+    wait_until_written(llm)
+    keys = SequenceKeys(root_digest(), 16)
+    keys.extend(np.array(prompt, dtype=np.int32))
+    return core_of(llm)._connector._tier.residents.count_leading(keys[index] for index in range(len(keys)))
+
+
+def finish_reasons(llm: LLM, prompts: list[list[int]]) -> list[str]:
+    return [output.outputs[0].finish_reason for output in llm.generate(prompts, GREEDY)]
+
+
+def test_kv_of_a_request_with_nan_logits_is_not_stored(alone, monkeypatch):
+    logits, num_calls = Decoder.logits, itertools.count()
+
+    def poisoned(model, hidden):
+        result = logits(model, hidden)
+        if next(num_calls) == 0:
+            result[0] = float("nan")
+        return result
+
+    other = list(range(900, 940))
+    with open_llm(kv_tier="memory") as llm:
+        monkeypatch.setattr(Decoder, "logits", poisoned)
+        assert finish_reasons(llm, [PROMPT, other]) == ["error", "length"]
+        monkeypatch.undo()
+        assert (num_stored(llm, PROMPT), num_stored(llm, other)) == (0, 2)
+        assert answer(llm) == alone
+        assert num_stored(llm, PROMPT) == 20
 
 
 # -- settings ----------------------------------------------------------------------------------------------

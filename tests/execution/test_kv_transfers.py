@@ -48,8 +48,8 @@ class RecordingConnector(KVConnector):
         self.calls.append(("save", layer))
         self.saved[layer] = torch.stack((keys, values), dim=1)
 
-    def wait_for_save(self):
-        self.calls.append(("wait for save",))
+    def wait_for_save(self, failed_ids):
+        self.calls.append(("wait for save", failed_ids))
 
     def get_finished(self, finished_ids):
         self.calls.append(("finished", list(finished_ids)))
@@ -74,7 +74,7 @@ def test_a_step_calls_the_connector_in_order(models, prompts, connector):
     result = driver.step({"r": 17})
     layers = [(name, layer) for layer in range(NUM_LAYERS) for name in ("wait", "save")]
     assert connector.calls == [
-        ("start", None), *layers, ("wait for save",), ("finished", []), ("errors",)
+        ("start", None), *layers, ("wait for save", frozenset()), ("finished", []), ("errors",)
     ]  # fmt: skip
     assert result.kv_connector_output == KVConnectorOutput(frozenset({"x"}), frozenset({"y"}), frozenset({7}))
 
@@ -83,7 +83,7 @@ def test_a_step_without_tokens_moves_kv_all_the_same(models, connector):
     driver = make_driver(models["float32"], connector=connector)
     result = driver.runner.execute(plan(finished=["gone"], metadata="plan of the step"))
     assert connector.calls == [
-        ("start", "plan of the step"), ("wait for save",), ("finished", ["gone"]), ("errors",)
+        ("start", "plan of the step"), ("wait for save", frozenset()), ("finished", ["gone"]), ("errors",)
     ]  # fmt: skip
     assert result.kv_connector_output == KVConnectorOutput()
 

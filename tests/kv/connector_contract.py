@@ -57,7 +57,14 @@ class Engine:
         self.failed: set[int] = set()
 
     def step(
-        self, request: Request | None = None, block_ids=(), *, computed: int = 0, tokens: int = 0, new=True
+        self,
+        request: Request | None = None,
+        block_ids=(),
+        *,
+        computed: int = 0,
+        tokens: int = 0,
+        new=True,
+        failed_ids=(),
     ):
         """Compute `tokens` of one request, or nothing; return (sent, received)."""
         plan = plan_of(self.num_steps, request, block_ids, computed, tokens, new=new)
@@ -71,7 +78,7 @@ class Engine:
             values = kv_of(request.prompt_token_ids)
             for position in range(computed, computed + tokens):
                 self.cache.blocks[block_ids[position // BLOCK], position % BLOCK] = values[position]
-        self.connector.wait_for_save()
+        self.connector.wait_for_save(frozenset(failed_ids))
         sent, received = self.connector.get_finished(plan.finished_req_ids)
         self.failed |= self.connector.get_block_ids_with_load_errors()
         return sent, received
@@ -181,6 +188,18 @@ class ConnectorContract(ABC):
         assert engine.load(request_of("again", PROMPT), blocks, num_local=BLOCK) == 8
         assert engine.loaded(blocks, 8, start=4).tolist() == kv_of(PROMPT)[4:12].tolist()
         assert (engine.cache.blocks[20] == 0.5).all()
+
+    def test_what_a_failed_request_computed_is_not_found(self):
+        engine = Engine(self.make())
+        request = request_of("failed", PROMPT)
+        blocks = [3, 1, 4, 9]
+        engine.connector.get_num_new_matched_tokens(request, 0)
+        engine.connector.update_state_after_alloc(request, blocks, 0)
+        engine.step(request, blocks, tokens=BLOCK)
+        engine.step(request, blocks, computed=BLOCK, tokens=10, new=False, failed_ids=["failed", "other"])
+        engine.finish(request, blocks, RequestStatus.FINISHED_ERROR)
+        count, _ = engine.connector.get_num_new_matched_tokens(request_of("again", PROMPT), 0)
+        assert count == BLOCK, "what it computed in a step that did not fail"
 
     def test_the_last_token_is_never_offered(self):
         engine = self.with_prompt()

@@ -169,4 +169,4 @@ def test_the_logical_side_imports_no_torch():
 def test_kv_is_not_loaded_before_there_is_a_cache():
     connector = FaultyConnector(BLOCK)
     with pytest.raises(RuntimeError, match="register_kv_caches"):
-        connector.wait_for_save()
+        connector.wait_for_save(frozenset())

@@ -270,9 +270,9 @@ class Paced(Bench):
             self.clock.advance(self.per_block)
             return read(key, into)
 
-        def slow_save():
+        def slow_save(failed_ids):
             self.clock.advance(per_token * self.connector._num_tokens)
-            save()
+            save(failed_ids)
 
         self.tier.read, self.connector.wait_for_save = slow_read, slow_save
 

@@ -195,7 +195,7 @@ def interfere(scheduler, rng: random.Random, added: list[str]) -> None:
 def computed(scheduler, plan, rng: random.Random) -> ModelRunnerOutput:
     connector = scheduler.get_kv_connector()
     connector.start_load_kv(plan.kv_connector_metadata)
-    connector.wait_for_save()
+    connector.wait_for_save(frozenset())
     sent, received = connector.get_finished(plan.finished_req_ids)
     width = plan.draft_token_ids.shape[1] + 1
     sampled = np.full((len(plan.request_ids), width), NO_TOKEN, dtype=np.int32)

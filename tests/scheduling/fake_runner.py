@@ -15,6 +15,7 @@ import hashlib
 
 import numpy as np
 
+from quire.execution.failed_requests import FailedRequests
 from quire.step import (
     NO_TOKEN,
     GrammarOutput,
@@ -71,6 +72,7 @@ class FakeRunner:
         self.num_executed = 0
         self._random = np.random.default_rng(seed)
         self.connector = connector
+        self.failed_requests = FailedRequests(block_size)
         if connector is not None:
             connector.register_kv_caches(self)
 
@@ -91,6 +93,7 @@ class FakeRunner:
         self.num_executed += 1
         self._apply_changes(plan)
         if self.connector is not None:
+            self.failed_requests.begin(plan)
             self.connector.start_load_kv(plan.kv_connector_metadata)
         failed = self._failed_blocks()
         self.bad_blocks |= failed
@@ -131,7 +134,7 @@ class FakeRunner:
             positions[:] = range(start)
         else:
             assert len(positions) == start - plan.evictions.num_evicted_tokens[row]
-        if request_id in self.fail and self.connector is None:  # a connector would store what it writes
+        if request_id in self.fail:
             self._write_garbage(slot, len(positions), count)
         else:
             self._write(slot, len(positions), (history + drafts)[start : start + count])
@@ -291,6 +294,7 @@ class FakeRunner:
     def _connector_output(self, plan: SchedulerOutput, failed: frozenset[int]) -> KVConnectorOutput | None:
         if self.connector is None:
             return None
-        self.connector.wait_for_save()
+        table_of = lambda slot: np.array(self.tables[slot])  # noqa: E731
+        self.connector.wait_for_save(self.failed_requests.end(plan, self.fail, table_of))
         sent, received = self.connector.get_finished(plan.finished_req_ids)
         return KVConnectorOutput(sent, received, failed | self.connector.get_block_ids_with_load_errors())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+
+from quire.execution.failed_requests import FailedRequests
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
-from quire.step import KVConnectorOutput, SchedulerOutput
+from quire.step import IntArray, KVConnectorOutput, SchedulerOutput
 
 
 class KVTransfers:
@@ -13,15 +16,18 @@ class KVTransfers:
     Args:
         connector: its worker side.
         kv_cache: the tensors that it reads from and writes to.
+        block_size: tokens per KV block.
     """
 
-    def __init__(self, connector: KVConnector, kv_cache: PagedAttentionCache) -> None:
+    def __init__(self, connector: KVConnector, kv_cache: PagedAttentionCache, block_size: int) -> None:
         self._connector = connector
         self._kv_cache = kv_cache
+        self._failed = FailedRequests(block_size)
         connector.register_kv_caches(kv_cache)
 
     def begin(self, output: SchedulerOutput) -> None:
         """Start the loads of a step."""
+        self._failed.begin(output)
         self._connector.start_load_kv(output.kv_connector_metadata)
 
     def before_layer(self, layer: int) -> None:
@@ -33,8 +39,16 @@ class KVTransfers:
         kv = self._kv_cache.views[layer]
         self._connector.save_kv_layer(layer, kv.key_pages.transpose(0, 1), kv.value_pages.transpose(0, 1))
 
-    def end(self, output: SchedulerOutput) -> KVConnectorOutput:
-        """Wait for the stores of a step, and return what has ended or failed since the last step."""
-        self._connector.wait_for_save()
+    def end(
+        self, output: SchedulerOutput, errors: Container[str], block_table: Callable[[int], IntArray]
+    ) -> KVConnectorOutput:
+        """Wait for the stores of a computed step, and return what has ended or failed since the last step.
+
+        Args:
+            output: the step.
+            errors: the requests that failed in it.
+            block_table: returns the blocks of a slot, [blocks].
+        """
+        self._connector.wait_for_save(self._failed.end(output, errors, block_table))
         sent, received = self._connector.get_finished(output.finished_req_ids)
         return KVConnectorOutput(sent, received, self._connector.get_block_ids_with_load_errors())

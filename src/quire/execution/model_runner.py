@@ -100,7 +100,7 @@ class ModelRunner:
         self._block_size = block_size
         self._vocab_size = model.config.vocab_size
         self._proposer = proposer
-        self._transfers = None if connector is None else KVTransfers(connector, kv_cache)
+        self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
         self._sampler = Sampler(max_num_seqs, self._vocab_size, model.kernels.sampling)
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
@@ -152,7 +152,9 @@ class ModelRunner:
         return dataclasses.replace(
             result,
             draft_token_ids=self._propose(output, sampled_token_ids),
-            kv_connector_output=None if self._transfers is None else self._transfers.end(output),
+            kv_connector_output=None
+            if self._transfers is None
+            else self._transfers.end(output, result.errors, self._batch.block_table),
         )
 
     def _apply_changes(self, output: SchedulerOutput) -> None:

@@ -133,8 +133,14 @@ class KVConnector(ABC):
         """
 
     @abstractmethod
-    def wait_for_save(self) -> None:
-        """Return once what the step has begun to store may be overwritten."""
+    def wait_for_save(self, failed_ids: frozenset[str]) -> None:
+        """Return once what the step has begun to store may be overwritten.
+
+        Not called after a step that could not be computed; what that step has begun to store is void.
+
+        Args:
+            failed_ids: requests of the step that computed invalid KV: nothing of theirs may be found later.
+        """
 
     @abstractmethod
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:

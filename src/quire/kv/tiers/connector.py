@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -61,6 +61,13 @@ CLOSE_TIMEOUT = 30.0
 """Seconds that blocks which wait to be written have at shutdown."""
 
 
+class RequestStores(NamedTuple):
+    """Blocks to store of one request, after the step."""
+
+    request_id: str
+    blocks: list[tuple[BlockKey, int]]
+
+
 @dataclasses.dataclass(slots=True, frozen=True)
 class TierMetadata:
     """What one step means for the worker side."""
@@ -69,7 +76,7 @@ class TierMetadata:
     num_tokens: int  # computed by the step
     cancelled: list[str]  # requests whose load is given up
     loads: list[BlockLoad]
-    stores: list[tuple[BlockKey, int]]
+    stores: list[RequestStores]
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,7 +125,7 @@ class TierConnector(KVConnector):
         self._refresh_due = 0.0
         # Worker side.
         self._loads: dict[str, LoadInProgress] = {}
-        self._stores: list[tuple[BlockKey, int]] = []
+        self._stores: list[RequestStores] = []
         self._generation = 0  # that the stores belong to
         self._num_tokens = 0  # of the step being computed
         self._step_began = 0.0
@@ -174,10 +181,11 @@ class TierConnector(KVConnector):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TierMetadata:
         residents = self._tier.residents
-        stores: list[tuple[BlockKey, int]] = []
+        stores: list[RequestStores] = []
         for save in self._prompts.completed_by(scheduler_output, self._keys):
             block_ids = dict(save.blocks)
-            stores += [(key, block_ids[key]) for key in residents.use(block_ids)]
+            wanted = [(key, block_ids[key]) for key in residents.use(block_ids)]
+            stores.append(RequestStores(save.request_id, wanted))
         metadata = TierMetadata(
             residents.generation,
             scheduler_output.total_num_scheduled_tokens,
@@ -260,12 +268,12 @@ class TierConnector(KVConnector):
         """Blocks are copied whole by `wait_for_save`."""
 
     @override
-    def wait_for_save(self) -> None:
+    def wait_for_save(self, failed_ids: frozenset[str]) -> None:
         self._costs.note_step(self._clock() - self._step_began, self._num_tokens)
         stores, self._stores = self._stores, []
-        for key, block_id in stores:
-            if key.digest not in self._being_stored and not self._store(key, block_id):
-                self._count(num_dropped_writes=1)
+        for request_id, blocks in stores:
+            if request_id not in failed_ids:
+                self._store_all(blocks)
 
     @override
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
@@ -386,6 +394,11 @@ class TierConnector(KVConnector):
             self._costs.note_load(load.seconds, len(load.load.blocks))
 
     # -- stores --------------------------------------------------------------------------------------------
+
+    def _store_all(self, blocks: list[tuple[BlockKey, int]]) -> None:
+        for key, block_id in blocks:
+            if key.digest not in self._being_stored and not self._store(key, block_id):
+                self._count(num_dropped_writes=1)
 
     def _store(self, key: BlockKey, block_id: int) -> bool:
         """Copy a block and have it written; False if the writer is behind."""
