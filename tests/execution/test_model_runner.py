@@ -194,6 +194,9 @@ def test_damage_in_the_prompt_ends_a_request_that_wants_prompt_logprobs(models, 
     result = driver.step({"r": 10, "other": 1})
     assert list(result.errors) == ["r"]
     assert "r" not in result.prompt_logprobs
+    planned_before = driver.step({"r": 10, "other": 1})
+    assert not planned_before.errors
+    assert "r" not in planned_before.prompt_logprobs
 
 
 def test_a_request_may_run_to_the_last_token_of_the_model(models):
