@@ -303,7 +303,7 @@ class ModelRunner:
             error = self._report_positions(request, hidden[start + offset : end + offset], result)
             if error is not None:
                 result.errors[request.request_id] = error
-                self._batch.prompt_logprobs_end[request.slot] = 0  # a step may be planned that goes on with it
+                self._batch.prompt_logprobs_end[request.slot] = 0  # the next chunk may be planned
 
     def _report_positions(
         self, request: RunnerRequest, hidden: torch.Tensor, result: ModelRunnerOutput
