@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -16,8 +15,8 @@ from quire.kernels.reference import write_kv
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.head_sharding import PagesSharding
 from quire.kv.page_memory import PageMemory, page_quantizer, quantizer_name, quantizer_of_name
-from quire.kv.plain_data import PlainData, check_keys
-from quire.kv.saved_tensors import load_tensors, save_tensors
+from quire.kv.plain_data import check_keys
+from quire.kv.saved_tensors import TensorData, load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from quire.kv.step_metadata import PagedAttentionMetadata, TokenRows
 
 
-class PagedAttentionCacheView(PlainData):
+class PagedAttentionCacheView(TensorData):
     """Keys and values of one layer, in pages.
 
     Without pages the view is uninitialized: it says what the layer is, and a use of its pages raises
@@ -278,15 +277,6 @@ class PagedAttentionCacheView(PlainData):
         view = cls.init(None, metadata, layer_index, own)
         load_tensors(tensors, view._tensors(), data)
         return view
-
-    def to_json(self, tensors: str | Path | None = None, **kwargs: Any) -> str:
-        """Return `to_dict(tensors)` as JSON; `kwargs` are those of `json.dumps`."""
-        return json.dumps(self.to_dict(tensors), **kwargs)
-
-    @classmethod
-    def from_json(cls, json_str: str, tensors: str | Path | None = None, **kwargs: Any) -> Self:
-        """Return the view that `to_json` wrote down; arguments as for `from_dict`."""
-        return cls.from_dict(json.loads(json_str), tensors, **kwargs)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         named = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,14 +21,14 @@ from quire.kv.page_memory import (
     quantizer_name,
     quantizer_of_name,
 )
-from quire.kv.plain_data import PlainData, check_keys, plain_text
-from quire.kv.saved_tensors import load_tensors, save_tensors
+from quire.kv.plain_data import check_keys, plain_text
+from quire.kv.saved_tensors import TensorData, load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class PagedAttentionCache(PlainData):
+class PagedAttentionCache(TensorData):
     """Keys and values of all layers, block after block; a block is a page with its part of every layer.
 
     All layers of one block are one contiguous span of `bytes_per_block` bytes, so that moving a block is one
@@ -202,12 +201,3 @@ class PagedAttentionCache(PlainData):
         if tensors is not None:
             load_tensors(tensors, {"pages": cache.tensor}, data)
         return cache
-
-    def to_json(self, tensors: str | Path | None = None, **kwargs: Any) -> str:
-        """Return `to_dict(tensors)` as JSON; `kwargs` are those of `json.dumps`."""
-        return json.dumps(self.to_dict(tensors), **kwargs)
-
-    @classmethod
-    def from_json(cls, json_str: str, tensors: str | Path | None = None, **kwargs: Any) -> Self:
-        """Return the cache that `to_json` wrote down; arguments as for `from_dict`."""
-        return cls.from_dict(json.loads(json_str), tensors, **kwargs)

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import os
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from typing_extensions import override
 
-from quire.kv.plain_data import plain_text
+from quire.kv.plain_data import PlainData, plain_text
 
 _DESCRIPTION = "paged_cache"  # key of the file's metadata
+
+
+class TensorData(PlainData):
+    """Plain data with tensors, which can be kept in a safetensors file beside it."""
+
+    @override
+    @abstractmethod
+    def to_dict(self, tensors: str | Path | None = None) -> dict[str, Any]:
+        """Return all but the tensors; these are written to the file `tensors`, if it is given."""
+
+    @override
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, data: Mapping[str, Any], *args: Any, **kwargs: Any) -> Self:
+        """Return the object that `to_dict` wrote down; the second argument is the tensors' file or None."""
+
+    @override
+    def to_json(self, tensors: str | Path | None = None, **kwargs: Any) -> str:
+        """Return `to_dict(tensors)` as JSON; `kwargs` are those of `json.dumps`."""
+        return json.dumps(self.to_dict(tensors), **kwargs)
+
+    @override
+    @classmethod
+    def from_json(cls, json_str: str, tensors: str | Path | None = None, **kwargs: Any) -> Self:
+        """Return the object that `to_json` wrote down; other arguments as for `from_dict`."""
+        return cls.from_dict(json.loads(json_str), tensors, **kwargs)
 
 
 def save_tensors(
