@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar, dataclass_transform
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -99,6 +99,16 @@ def check_limits(owner: Any) -> None:
     if (found := violation(owner)) is not None:
         name, refusal = found
         raise ConfigError(f"{type(owner).__name__}.{name} {refusal}")
+
+
+def refuse_partial_blocks(owner: Any, names: Iterable[str], block_size: int) -> None:
+    """Raise `ConfigError` for the first of these fields that is no multiple of `block_size` tokens."""
+    for name in names:
+        if (size := getattr(owner, name)) % block_size:
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} is {size}; it must be a multiple of the block size, "
+                f"SchedulerConfig.block_size {block_size}"
+            )
 
 
 class AggregationMode(enum.StrEnum):
@@ -231,13 +241,7 @@ class CacheEvictionConfig:
 
     def refuse_block_size(self, block_size: int) -> None:
         """Raise `ConfigError` if a size is no multiple of `block_size` tokens."""
-        for name in ("start_size", "recent_size", "max_cache_size"):
-            size = getattr(self, name)
-            if size % block_size:
-                raise ConfigError(
-                    f"CacheEvictionConfig.{name} is {size}; it must be a multiple of the block size, "
-                    f"SchedulerConfig.block_size {block_size}"
-                )
+        refuse_partial_blocks(self, ("start_size", "recent_size", "max_cache_size"), block_size)
 
 
 class SparseAttentionMode(enum.StrEnum):
@@ -293,13 +297,9 @@ class SparseAttentionConfig:
 
     def refuse_block_size(self, block_size: int) -> None:
         """Raise `ConfigError` if what trishape retains is no multiple of `block_size` tokens."""
-        for name in ("num_retained_start_tokens_in_cache", "num_retained_recent_tokens_in_cache"):
-            size = getattr(self, name)
-            if self.mode == SparseAttentionMode.TRISHAPE and size % block_size:
-                raise ConfigError(
-                    f"SparseAttentionConfig.{name} is {size}; it must be a multiple of the block size, "
-                    f"SchedulerConfig.block_size {block_size}"
-                )
+        if self.mode == SparseAttentionMode.TRISHAPE:
+            names = ("num_retained_start_tokens_in_cache", "num_retained_recent_tokens_in_cache")
+            refuse_partial_blocks(self, names, block_size)
 
 
 @settable_config
