@@ -1,0 +1,50 @@
+"""Every knob of Quire: a field with its default, limits, unit and meaning.
+
+Validation, command-line flags and documentation all come from these fields (see `quire.limits` and
+`quire.cli.options`), so a knob that is not here does not exist. An unknown name is an error that suggests the
+nearest known one.
+"""
+
+from __future__ import annotations
+
+from quire.config.cache_eviction import (
+    AdaptiveRKVConfig,
+    AggregationMode,
+    CacheEvictionConfig,
+    KVCrushAnchorPointMode,
+    KVCrushConfig,
+)
+from quire.config.engine import BUILT_IN_MODEL, EngineConfig
+from quire.config.fields import (
+    check_limits,
+    config,
+    knob,
+    refuse_unknown_names,
+    settable_config,
+    stands_for,
+)
+from quire.config.scheduler import SchedulerConfig
+from quire.config.server import ServerConfig
+from quire.config.sparse_attention import SparseAttentionConfig, SparseAttentionMode
+from quire.config.speculation import SpeculationConfig
+
+__all__ = [
+    "BUILT_IN_MODEL",
+    "AdaptiveRKVConfig",
+    "AggregationMode",
+    "CacheEvictionConfig",
+    "EngineConfig",
+    "KVCrushAnchorPointMode",
+    "KVCrushConfig",
+    "SchedulerConfig",
+    "ServerConfig",
+    "SparseAttentionConfig",
+    "SparseAttentionMode",
+    "SpeculationConfig",
+    "check_limits",
+    "config",
+    "knob",
+    "refuse_unknown_names",
+    "settable_config",
+    "stands_for",
+]

@@ -1,0 +1,190 @@
+"""One engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from quire.config.fields import check_limits, config, knob
+from quire.config.scheduler import SchedulerConfig
+from quire.config.speculation import SpeculationConfig
+from quire.errors import ConfigError
+from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+BUILT_IN_MODEL = "mini"
+
+
+@config
+class EngineConfig:
+    """One engine: its model, data types, memory and scheduler."""
+
+    model: str = knob(
+        default=BUILT_IN_MODEL,
+        help="The model: the built-in 'mini', a local directory, a GGUF file, or a name on the Hugging Face "
+        "hub.",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
+        default="auto", help="Data type of weights and activations. auto: as stored."
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "int8"] = knob(
+        default="auto",
+        help="Data type of the KV cache. auto: same as dtype; int8: with one scale per token and head, about "
+        "half the size of bfloat16.",
+    )
+    quantization: Literal["none", "int8", "int4"] = knob(
+        default="none",
+        help="Quantize the weights while loading. int8: one scale per output channel, activations quantized "
+        "per token; int4: one scale per group of inputs, activations not quantized. A checkpoint that is "
+        "already quantized stays as it is.",
+    )
+    quantization_group_size: Literal[32, 64, 128] = knob(
+        default=128,
+        unit="weights",
+        help="Number of weights that share a scale with int4. Smaller groups are more accurate and need more "
+        "memory.",
+    )
+    weight_cache: str = knob(
+        default="auto",
+        help="Directory that caches weights in their in-memory layout, so that later starts do not quantize "
+        "or unpack them again. auto: quire/weights in the user's cache directory, for quantized models of at "
+        "least 10^9 parameters, where it pays off. Empty: no cache.",
+    )
+    weight_cache_size: NonNegativeFloat = knob(
+        default=50.0,
+        unit="GB",
+        help="Maximum size of weight_cache in GB (10^9 bytes); the least recently used weights are removed "
+        "first.",
+    )
+    max_model_len: NonNegativeInt = knob(
+        default=0,
+        unit="tokens",
+        help="Maximum length of a sequence, prompt and output together. 0: the model's own.",
+    )
+    memory_fraction: Annotated[float, Gt(0), Lt(1)] = knob(
+        default=0.5,
+        unit="fraction",
+        help="Fraction of the memory free after loading the weights that the KV cache may use, if its size "
+        "is not given.",
+    )
+    num_threads: Annotated[int, Ge(0), Le(1024)] = knob(
+        default=0,
+        unit="threads",
+        help="Number of CPU threads for the model, all ranks together. 0: one per physical core.",
+    )
+    tensor_parallel_size: Annotated[int, Ge(1), Le(64)] = knob(
+        default=1,
+        unit="ranks",
+        help="Number of processes that compute the model together, each with its shard of the weights and of "
+        "the KV cache. Must divide the number of query heads.",
+    )
+    tensor_parallel_timeout: Annotated[float, Ge(2.0)] = knob(
+        default=60.0,
+        unit="seconds",
+        help="How long a rank may be silent, or keep others waiting within a step, before the engine ends "
+        "with an error.",
+    )
+    kernels: Literal["auto", "native", "reference"] = knob(
+        default="auto",
+        help="Kernel implementation: native (C++ for this CPU), reference (plain torch, slow), or auto "
+        "(native if installed).",
+    )
+    scheduler_cls: Annotated[str | Any, BuiltIn()] = knob(
+        default="quire.scheduling.Scheduler",
+        help="Dotted name of the SchedulerInterface class to use; in Python also the class itself.",
+    )
+    kv_tier: Literal["", "memory", "disk"] = knob(
+        default="",
+        help="Where the KV of prompts is kept besides the cache, to be loaded where that is faster than "
+        "computing it: memory (host memory), or disk, where it outlives the engine. Empty: nowhere.",
+    )
+    kv_tier_path: str = knob(
+        default="auto",
+        help="Directory of the disk tier; several engines may share it. auto: quire/kv in the user's cache "
+        "directory.",
+    )
+    kv_tier_size: Annotated[float, Gt(0)] = knob(
+        default=4.0,
+        unit="GB",
+        help="Maximum size of the tier in GB (10^9 bytes), on disk for all models together; the least "
+        "recently used blocks are removed first.",
+    )
+    kv_tier_min_uses: PositiveInt = knob(
+        default=2,
+        unit="requests",
+        help="Number of requests that a prefix must occur in before the tier stores it. 1: each prompt is "
+        "stored at once.",
+    )
+    kv_connector: Annotated[str, BuiltIn("")] = knob(
+        default="",
+        help="Dotted name of a KVConnector class, which finds, loads and stores KV elsewhere; in place of "
+        "kv_tier. Empty: none.",
+    )
+    record_path: str = knob(
+        default="",
+        help="File to record the scheduler's work in, for `quire replay`; overwritten. Empty: no recording.",
+    )
+    kv_events_endpoint: str = knob(
+        default="",
+        help="ZeroMQ address at which to publish changes of the prefix cache, such as tcp://127.0.0.1:5557. "
+        "Empty: not published.",
+    )
+    kv_events_replay_endpoint: str = knob(
+        default="",
+        help="ZeroMQ address from which subscribers can fetch KV events that they missed. Empty: none.",
+    )
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scheduler_cls, type):  # a name can be sent to the engine process
+            name = f"{self.scheduler_cls.__module__}.{self.scheduler_cls.__qualname__}"
+            object.__setattr__(self, "scheduler_cls", name)
+        check_limits(self)
+        if self.kv_events_replay_endpoint and not self.kv_events_endpoint:
+            raise ConfigError(
+                f"EngineConfig.kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r}, but nothing "
+                "is published; set EngineConfig.kv_events_endpoint too"
+            )
+        if self.kv_tier and self.kv_connector:
+            raise ConfigError(
+                f"EngineConfig.kv_tier is {self.kv_tier!r} and kv_connector is {self.kv_connector!r}; an "
+                "engine has one or the other: leave one of them empty"
+            )
+        if self.tensor_parallel_size > 1 and (self.kv_tier or self.kv_connector):
+            name = "kv_tier" if self.kv_tier else "kv_connector"
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size} and {name} is "
+                f"{getattr(self, name)!r}, which moves the KV of one process only; set one of them to its "
+                "default"
+            )
+        object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler).validate())
+        if self.scheduler.use_cache_eviction:
+            self._refuse_beside_eviction()
+
+    def _refuse_beside_eviction(self) -> None:
+        """Raise `ConfigError` for what does not go together with evicting KV."""
+        use, method = "SchedulerConfig.use_cache_eviction is on", self.speculation.speculative_method
+        if method != "none":
+            raise ConfigError(
+                f"SpeculationConfig.speculative_method is {method!r}, but {use}: what is evicted after a "
+                "draft cannot come back when the draft is rejected; turn one of them off"
+            )
+        for name in ("kv_connector", "kv_tier"):
+            if where := getattr(self, name):
+                raise ConfigError(
+                    f"EngineConfig.{name} is {where!r}, but {use}: elsewhere a block is known by the tokens "
+                    "before it, and after an eviction the blocks of a sequence hold others; turn one of them "
+                    "off"
+                )
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size}, but {use}: scores add up "
+                "the heads of a layer, of which each rank has only a part; turn one of them off"
+            )
+        if self.kv_cache_dtype == "int8" and self.scheduler.cache_eviction_config.apply_rotation:
+            raise ConfigError(
+                "EngineConfig.kv_cache_dtype is 'int8', but CacheEvictionConfig.apply_rotation is on: each "
+                "rotation would round the keys again; use another type, or turn the rotation off"
+            )

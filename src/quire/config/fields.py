@@ -1,0 +1,101 @@
+"""How knobs are declared: fields with default, unit and meaning, in classes that refuse unknown names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, dataclass_transform
+
+from quire.errors import ConfigError, nearest_name
+from quire.limits import violation
+
+T = TypeVar("T")
+
+
+def knob(
+    *,
+    default: Any = dataclasses.MISSING,
+    default_factory: Any = dataclasses.MISSING,
+    unit: str = "",
+    help: str,
+) -> Any:
+    """Declare a field; its annotation carries its limits (see `quire.limits`).
+
+    Args:
+        default: value if it is not given.
+        default_factory: makes the value if it is not given, instead of `default`.
+        unit: what its number counts, or what its list holds, such as "tokens".
+        help: what it means, what 0 or empty means; used by the command line and the documentation.
+    """
+    metadata = {"help": help, "unit": unit}
+    if default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=default_factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def stands_for(cls: type, name: str, *, default: Any, help: str = "") -> Any:
+    """Declare a field that stands for the field `name` of `cls`, whose limits and unit it has.
+
+    Args:
+        cls: the other class.
+        name: of its field.
+        default: value if it is not given.
+        help: what it means if that differs.
+    """
+    [field] = [field for field in dataclasses.fields(cls) if field.name == name]
+    metadata = {**field.metadata, "stands_for": (cls, name)}
+    if help:
+        metadata["help"] = help
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def refuse_unknown_names(cls: type, names: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if `names` holds a key that is not a field of the dataclass `cls`."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{cls.__name__} has no field {name!r}; {nearest_name(name, known)}")
+
+
+def _with_checked_names(cls: type[T]) -> type[T]:
+    generated_init: Callable[..., None] = cls.__init__
+    known = frozenset(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+    @functools.wraps(generated_init)
+    def checked_init(self: Any, /, **values: Any) -> None:
+        if not known.issuperset(values):
+            refuse_unknown_names(cls, values)
+        generated_init(self, **values)
+
+    cls.__init__ = checked_init  # type: ignore[assignment]
+    return cls
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, knob))
+def config(cls: type[T]) -> type[T]:
+    """Make a class a frozen, keyword-only, slotted dataclass whose error about an unknown name helps."""
+    return _with_checked_names(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, knob, stands_for))
+def settable_config(cls: type[T]) -> type[T]:
+    """Like `config`, but fields can be set after construction, as in OpenVINO GenAI."""
+    return _with_checked_names(dataclasses.dataclass(kw_only=True, slots=True)(cls))
+
+
+def check_limits(owner: Any) -> None:
+    """Raise `ConfigError` for the first field of `owner` whose value is outside the field's limits."""
+    if (found := violation(owner)) is not None:
+        name, refusal = found
+        raise ConfigError(f"{type(owner).__name__}.{name} {refusal}")
+
+
+def refuse_partial_blocks(owner: Any, names: Iterable[str], block_size: int) -> None:
+    """Raise `ConfigError` for the first of these fields that is no multiple of `block_size` tokens."""
+    for name in names:
+        if (size := getattr(owner, name)) % block_size:
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} is {size}; it must be a multiple of the block size, "
+                f"SchedulerConfig.block_size {block_size}"
+            )

@@ -1,0 +1,37 @@
+"""The HTTP server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from quire.config.fields import check_limits, config, knob
+from quire.limits import NonNegativeFloat, PositiveInt
+
+
+@config
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = knob(default="127.0.0.1", help="Address to listen on.")
+    port: Annotated[int, Ge(0), Le(65535)] = knob(
+        default=8000, help="TCP port to listen on. 0: any free port."
+    )
+    served_model_name: str = knob(
+        default="", help="Name of the model in requests and responses. Empty: the model's own name."
+    )
+    api_key: str = knob(default="", help="Bearer token that clients must send. Empty: none.")
+    max_body_bytes: PositiveInt = knob(
+        default=4_194_304,
+        unit="bytes",
+        help="Maximum size of a request body; a larger one is refused with status 413.",
+    )
+    drain_timeout: NonNegativeFloat = knob(
+        default=30.0,
+        unit="seconds",
+        help="Time that running requests have to finish after SIGTERM or Ctrl-C before they are aborted.",
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)
