@@ -81,9 +81,8 @@ class TierMetadata:
 
 @dataclasses.dataclass(slots=True)
 class _Lookup:
-    """What the scheduler side knows of one request."""
+    """What became of looking up one request."""
 
-    keys: SequenceKeys
     num_local: int = 0  # tokens that the cache had when the request was last looked up
     prefers_loading: bool | None = None  # None: nothing was found yet
 
@@ -140,14 +139,15 @@ class TierConnector(KVConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        lookup = self._lookup(request)
+        keys = self._keys_of(request)
+        lookup = self._lookups.setdefault(request.request_id, _Lookup())
         lookup.num_local = num_computed_tokens
         if num_computed_tokens % self._block_size or self._readers.longest_run() > LONGEST_READ:
             return 0, False
         first = num_computed_tokens // self._block_size
         # The last token is always computed, for its logits.
-        end = min(len(lookup.keys), (request.num_tokens - 1) // self._block_size)
-        num_blocks = self._tier.residents.count_leading(map(lookup.keys.__getitem__, range(first, end)))
+        end = min(len(keys), (request.num_tokens - 1) // self._block_size)
+        num_blocks = self._tier.residents.count_leading(map(keys.__getitem__, range(first, end)))
         if not num_blocks or not self._prefers_loading(lookup, num_blocks):
             return 0, False
         return num_blocks * self._block_size, True
@@ -166,10 +166,10 @@ class TierConnector(KVConnector):
     ) -> None:
         if not num_external_tokens:
             return
-        lookup = self._lookup(request)
-        first = lookup.num_local // self._block_size
+        keys = self._keys_of(request)
+        first = self._lookups[request.request_id].num_local // self._block_size
         indices = range(first, first + num_external_tokens // self._block_size)
-        blocks = [(lookup.keys[index], int(block_ids[index])) for index in indices]
+        blocks = [(keys[index], int(block_ids[index])) for index in indices]
         self._new_loads.append(BlockLoad(request.request_id, blocks, self._tier.residents.generation))
         self._stats.num_loads_chosen += 1
 
@@ -223,14 +223,14 @@ class TierConnector(KVConnector):
         self._tier.clear()
         return True
 
-    def _lookup(self, request: Request) -> _Lookup:
-        lookup = self._lookups.get(request.request_id)
-        if lookup is None:
+    def _keys_of(self, request: Request) -> SequenceKeys:
+        """Return the keys of a request's prompt, which are kept until it has finished."""
+        keys = self._keys.get(request.request_id)
+        if keys is None:
             keys = SequenceKeys(root_digest(salt=request.cache_salt), self._block_size)
             keys.extend(request.prompt_array)
-            lookup = self._lookups[request.request_id] = _Lookup(keys)
             self._keys[request.request_id] = keys
-        return lookup
+        return keys
 
     # -- worker side ---------------------------------------------------------------------------------------
 
