@@ -68,4 +68,5 @@ def test_says_what_is_generated_and_whether_it_is_ranked(fields, num_sequences, 
 def test_beam_search_takes_the_defaults_of_everything_else():
     others = {field.name for field in dataclasses.fields(SamplingParams)} - {"beam_width"}
     defaults = SamplingParams()
-    SamplingParams(beam_width=2, **{name: getattr(defaults, name) for name in others})
+    given = {name: getattr(defaults, name) for name in others}
+    assert SamplingParams(beam_width=2, **given) == SamplingParams(beam_width=2)

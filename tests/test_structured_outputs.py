@@ -52,11 +52,19 @@ def test_what_cannot_be_asked_for(fields, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_limits_are_the_last_allowed_values():
-    StructuredOutputsParams(regex="a" * MAX_GRAMMAR_BYTES)
-    StructuredOutputsParams(choice=["a" * MAX_SCHEMA_BYTES])
-    StructuredOutputsParams(choice=[str(number) for number in range(MAX_CHOICES)])
-    StructuredOutputsParams(json="{}" + " " * (MAX_SCHEMA_BYTES - 2))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "a" * MAX_GRAMMAR_BYTES},
+        {"choice": ("a" * MAX_SCHEMA_BYTES,)},
+        {"choice": tuple(map(str, range(MAX_CHOICES)))},
+        {"json": "{}" + " " * (MAX_SCHEMA_BYTES - 2)},
+    ],
+    ids=["regex", "one choice", "many choices", "json"],
+)
+def test_limits_are_the_last_allowed_values(fields):
+    [(name, value)] = fields.items()
+    assert getattr(StructuredOutputsParams(**fields), name) == value
 
 
 json_values = st.recursive(
