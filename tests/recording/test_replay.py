@@ -227,9 +227,15 @@ def test_a_policy_object_is_refused(tmp_path):
 
 
 class FullDisk(io.BytesIO):
-    """Takes the header and nothing more."""
+    """Takes the header and nothing more; closing it fails too, as if its buffer could not be written."""
 
     num_refused = 0
+
+    def close(self):
+        if self.closed:
+            return
+        super().close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, data):
         if not self.tell():
@@ -249,6 +255,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
     outputs = scheduler.update_from_output(plan, ModelRunnerOutput(["one"], np.array([[5]], dtype=np.int32)))
     assert outputs[0].outputs[0].new_token_ids == [5]
     assert disk.num_refused == 1, "nothing is recorded after that"
+    assert disk.closed
 
 
 def test_what_cannot_be_recorded_ends_the_recording_and_nothing_else(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -201,7 +202,9 @@ class RecordingScheduler(SchedulerInterface):
             return record()
         except Exception:
             logger.exception("the recording ends here, because it cannot be written; serving goes on")
-            self._writer = None
+            writer, self._writer = self._writer, None
+            with contextlib.suppress(OSError):  # it writes its buffer once more
+                writer.close()
             return None
 
     # -- calls that only look ------------------------------------------------------------------------------
