@@ -24,7 +24,7 @@ from quire.errors import (
     RequestTimeoutError,
     UnknownArchitectureError,
 )
-from quire.front import async_llm
+from quire.front import async_llm, live_requests
 from quire.status import FinishReason
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -310,6 +310,22 @@ async def test_a_failed_start_is_told(checkpoint, scheduler_cls, error, words):
     with pytest.raises(error, match=words):
         await anext(llm.generate("the"))
     with pytest.raises(EngineDeadError, match=words):
+        llm.check_health()
+    await llm.shutdown()
+
+
+async def test_a_message_that_cannot_be_processed_ends_the_engine_and_is_told(checkpoint, monkeypatch):
+    def broken(tokenizer, info):
+        raise ValueError("no such tokenizer")
+
+    monkeypatch.setattr(live_requests, "InputProcessor", broken)
+    llm = AsyncLLM(tiny_config(checkpoint))
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineDeadError, match="no such tokenizer"):
+            await llm.wait_until_ready()
+        with pytest.raises(EngineDeadError, match="no such tokenizer"):
+            await anext(llm.generate("the"))
+    with pytest.raises(EngineDeadError, match="no such tokenizer"):
         llm.check_health()
     await llm.shutdown()
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT = 60.0
 """Seconds without a finished step after which an engine with unfinished requests is considered hung."""
@@ -310,7 +313,11 @@ class AsyncLLM:
     def _on_message(self) -> None:
         if self._loop is None:
             return
-        self._requests.receive(0)
+        try:
+            self._requests.receive(0)
+        except Exception as error:  # what came with it is lost: without an end, some would wait for ever
+            logger.exception("a message of the engine could not be processed; the engine ends")
+            self._requests.fail(EngineDeadError(f"a message of the engine could not be processed: {error!r}"))
         if self._requests.failure is not None:
             self._detach()
             self._process.close()

@@ -156,7 +156,7 @@ class LiveRequests:
         try:
             messages = self.client.receive(timeout)
         except EngineDeadError as error:
-            self._fail(error)
+            self.fail(error)
             return
         for message in messages:
             self._dispatch(message)
@@ -165,9 +165,9 @@ class LiveRequests:
         """Shut the engine down; live requests fail with `EngineDeadError`."""
         self.client.close()
         self.failure = None
-        self._fail(EngineDeadError("the engine has been shut down"))
+        self.fail(EngineDeadError("the engine has been shut down"))
 
-    def _fail(self, failure: QuireError) -> None:
+    def fail(self, failure: QuireError) -> None:
         """Record why the engine has ended (the first reason counts), and fail every live request."""
         if self.failure is None:
             self.failure = failure
@@ -192,4 +192,4 @@ class LiveRequests:
                 self._info = info
                 self._inputs = InputProcessor(self.tokenizer, info)
             case StartupFailed(error):
-                self._fail(error.to_exception())
+                self.fail(error.to_exception())
