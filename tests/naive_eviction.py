@@ -30,7 +30,7 @@ class NaiveLayer:
         if not scored:
             return
         raw = [weight(token) for token in scored]
-        pooled = [max(raw[i : i + 7]) for i in range(len(raw))]
+        pooled = self.pooled(raw)
         for token, value in zip(scored, pooled, strict=True):
             self.score[token] = self.score.get(token, 0.0) + value
         self.queue = [*self.queue, dict(zip(scored, raw, strict=True))]
@@ -47,6 +47,10 @@ class NaiveLayer:
             self.lifetime[token] += len(scored) - len(old)
         for token in scored[len(old) :]:
             self.lifetime[token] = len(scored) - scored.index(token)
+
+    def pooled(self, weights: list[float]) -> list[float]:
+        before = 3 if self.config.score_pooling == "centered" else 0
+        return [max(weights[max(i - before, 0) : i - before + 7]) for i in range(len(weights))]
 
     def window(self) -> int:
         adaptive = self.config.adaptive_rkv_config
@@ -105,7 +109,7 @@ class NaiveLayer:
         scored = self.scored()
         mean = [sum(vector.get(token, 0.0) for vector in self.queue) / len(self.queue) for token in scored]
         if self.num_vectors > 1:
-            mean = [max(mean[i : i + 7]) for i in range(len(mean))]
+            mean = self.pooled(mean)
         return dict(zip(scored, mean, strict=True))
 
     def least_needed(self, blocks: list[list[int]], room: int, keys) -> list[int]:

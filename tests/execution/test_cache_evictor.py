@@ -71,7 +71,7 @@ def run(scheduler, runner, prompt=PROMPT, num_output=NUM_OUTPUT):
         {"snapkv_window_size": 30, "apply_rotation": True},
         {"aggregation_mode": "sum", "kvcrush_config": KVCrushConfig(budget=2)},
         {"apply_rotation": True, "kvcrush_config": KVCrushConfig(budget=1, anchor_point_mode="mean")},
-        {"aggregation_mode": "adaptive_rkv", "apply_rotation": True},
+        {"aggregation_mode": "adaptive_rkv", "apply_rotation": True, "score_pooling": "centered"},
         {
             "aggregation_mode": "adaptive_rkv",
             "adaptive_rkv_config": AdaptiveRKVConfig(attention_mass=0.3, window_size=3),

@@ -13,12 +13,13 @@ from quire.config import (
     KVCrushAnchorPointMode,
     KVCrushConfig,
     SchedulerConfig,
+    ScorePooling,
 )
 from quire.kv.eviction.diversity import diversity
 from quire.kv.eviction.lengths import EvictionLengths, eviction_lengths
 from quire.kv.eviction.places import BlockPlaces
 from quire.kv.eviction.rotation import positions_to_move_back
-from quire.kv.eviction.scores import max_pool
+from quire.kv.eviction.scores import MaxPooling
 from quire.kv.eviction.selection import BlockSelection
 
 BLOCK = 4
@@ -26,13 +27,16 @@ NUM_LAYERS = 3
 NUM_HEADS, HEAD_DIM = 2, 8
 
 
-def config_of(mode, *, window=8, budget=0, anchor=KVCrushAnchorPointMode.RANDOM, **adaptive):
+def config_of(
+    mode, *, window=8, budget=0, anchor=KVCrushAnchorPointMode.RANDOM, pooling="forward", **adaptive
+):
     return CacheEvictionConfig(
         start_size=BLOCK,
         recent_size=2 * BLOCK,
         max_cache_size=8 * BLOCK,
         aggregation_mode=mode,
         snapkv_window_size=window,
+        score_pooling=pooling,
         kvcrush_config=KVCrushConfig(budget=budget, anchor_point_mode=anchor, rng_seed=7) if budget else None,
         adaptive_rkv_config=AdaptiveRKVConfig(**adaptive) if adaptive else None,
     )
@@ -105,6 +109,12 @@ def test_every_mode_evicts_what_the_naive_version_evicts(mode, prompt, window):
     assert comparison.num_evictions >= 2
 
 
+@pytest.mark.parametrize("mode", AggregationMode)
+@pytest.mark.parametrize("prompt", [3, 75])
+def test_centered_scores_evict_what_the_naive_version_evicts(mode, prompt):
+    assert run(config_of(mode, pooling="centered"), prompt=prompt).num_evictions >= 2
+
+
 @pytest.mark.parametrize("anchor", KVCrushAnchorPointMode)
 @pytest.mark.parametrize(
     ("budget", "mode", "prompt"), [(1, "norm_sum", 20), (2, "sum", 75), (5, "norm_sum", 75)]
@@ -135,12 +145,34 @@ def test_diversity_is_that_of_the_whole_matrix_of_similarities():
     np.testing.assert_allclose(diversity(keys[:, :300], 4), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize(
+    ("width", "before"), [(1, 0), (2, 0), (3, 0), (7, 0), (12, 0), (2, 1), (7, 3), (7, 6)]
+)
 @pytest.mark.parametrize("length", [1, 5, 7, 30])
-def test_max_pooling_looks_ahead(width, length):
+def test_max_pooling_looks_ahead_and_back(width, before, length):
     values = np.random.default_rng(width).normal(size=(2, length))
-    expected = [[max(row[i : i + width]) for i in range(length)] for row in values]
-    np.testing.assert_array_equal(max_pool(values, width), expected)
+    expected = [
+        [max(row[max(i - before, 0) : i - before + width]) for i in range(length)] for row in values.tolist()
+    ]
+    np.testing.assert_array_equal(MaxPooling(width, before).of(values), expected)
+
+
+def test_the_end_of_an_attended_passage_stays_with_it_only_if_pooling_is_centered():
+    """The weight is on the last token of a block, and what it belongs to goes on in the next."""
+    kept = {}
+    for pooling in ScorePooling:
+        config = config_of("sum", pooling=pooling)
+        selection = BlockSelection(config, EvictionLengths(config, BLOCK), 1)
+        weights = np.full((1, 12 * BLOCK), 0.01, dtype=np.float32)
+        weights[0, 7 * BLOCK - 1 :] = 0.0
+        weights[0, 7 * BLOCK - 1] = 1.0
+        selection.register(weights, 1)
+        evicted = selection.choose(12 * BLOCK, lambda *_: pytest.fail("no diversity is asked for"))
+        kept[pooling] = set(range(1, 10)) - set(evicted[0].tolist())
+    assert {5, 6} <= kept["forward"]
+    assert {6, 7} <= kept["centered"]
+    assert 7 not in kept["forward"]
+    assert len(kept["centered"]) == len(kept["forward"]) == 5
 
 
 @pytest.mark.parametrize("budget", [0, 1, 2, 3])

@@ -13,6 +13,7 @@ from quire.config.cache_eviction import (
     CacheEvictionConfig,
     KVCrushAnchorPointMode,
     KVCrushConfig,
+    ScorePooling,
 )
 from quire.config.engine import BUILT_IN_MODEL, EngineConfig
 from quire.config.fields import (
@@ -37,6 +38,7 @@ __all__ = [
     "KVCrushAnchorPointMode",
     "KVCrushConfig",
     "SchedulerConfig",
+    "ScorePooling",
     "ServerConfig",
     "SparseAttentionConfig",
     "SparseAttentionMode",

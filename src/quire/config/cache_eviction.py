@@ -20,6 +20,13 @@ class AggregationMode(enum.StrEnum):
     ADAPTIVE_RKV = "adaptive_rkv"  # the mean of the last steps; diverse blocks stay beside attended ones
 
 
+class ScorePooling(enum.StrEnum):
+    """Seven tokens whose highest attention weight counts for one, so that neighbours stay together."""
+
+    FORWARD = "forward"  # itself and the six after it, as in OpenVINO GenAI
+    CENTERED = "centered"  # itself, the three before and the three after it, as in SnapKV (Li et al. 2024)
+
+
 class KVCrushAnchorPointMode(enum.StrEnum):
     """Which bits KVCrush measures the distance of a block's bits from."""
 
@@ -108,6 +115,11 @@ class CacheEvictionConfig:
         default=8,
         unit="tokens",
         help="Number of tokens at the end of a prompt whose attention scores the others. 0: all.",
+    )
+    score_pooling: ScorePooling = knob(
+        default=ScorePooling.FORWARD,
+        help="Tokens of which the highest attention weight counts for a token: forward (it and the six after "
+        "it), or centered (it and three on each side).",
     )
     kvcrush_config: KVCrushConfig | None = knob(
         default=None, help="Which blocks KVCrush retains. None: it is off."

@@ -6,6 +6,7 @@ order, so that equal weights give equal bits.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import TypeVar
@@ -14,15 +15,45 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from quire.config import AdaptiveRKVConfig, AggregationMode, CacheEvictionConfig
+from quire.config import AdaptiveRKVConfig, AggregationMode, CacheEvictionConfig, ScorePooling
 
 FloatArray = npt.NDArray[np.float64]
 WeightArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 FloatT = TypeVar("FloatT", np.float32, np.float64)
 
-POOLING_WIDTH = 7
-"""Tokens over whose weights a maximum is taken, so that the neighbours of an important token stay with it."""
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class MaxPooling:
+    """Replaces each weight by the highest around it, so that the neighbours of an important token stay.
+
+    Attributes:
+        width: tokens over whose weights the maximum is taken, the token itself included.
+        num_before: of these, the tokens before it.
+    """
+
+    width: int = 7
+    num_before: int = 0
+
+    def of(self, weights: npt.NDArray[FloatT]) -> npt.NDArray[FloatT]:
+        """Return the maximum around each of at least one weight in its row, as far as there are any."""
+        num_tokens = weights.shape[1]
+        # A copy of the first weight changes no maximum that it is in.
+        pooled = (
+            np.pad(weights, ((0, 0), (self.num_before, 0)), mode="edge")
+            if self.num_before
+            else weights.copy()
+        )
+        covered = 1
+        while covered < self.width:
+            shift = min(covered, self.width - covered)
+            pooled[:, :-shift] = np.maximum(pooled[:, :-shift], pooled[:, shift:])
+            covered += shift
+        return pooled[:, :num_tokens]
+
+
+FORWARD = MaxPooling()
+CENTERED = MaxPooling(num_before=3)
 
 
 class TokenScores(ABC):
@@ -51,11 +82,11 @@ class SummedScores(TokenScores):
 
     Args:
         num_layers: L.
-        pooling_width: see `max_pool`.
+        pooling: of each step's weights.
     """
 
-    def __init__(self, num_layers: int, *, pooling_width: int = POOLING_WIDTH) -> None:
-        self._pooling_width = pooling_width
+    def __init__(self, num_layers: int, pooling: MaxPooling = FORWARD) -> None:
+        self._pooling = pooling
         self._sums: FloatArray = np.zeros((num_layers, 0))  # wider than needed; zero past the tokens
         self.num_tokens = 0
 
@@ -63,7 +94,7 @@ class SummedScores(TokenScores):
     def register(self, weights: WeightArray, num_queries: int) -> None:
         self.num_tokens = weights.shape[1]
         self._sums = _widened(self._sums, self.num_tokens)
-        self._sums[:, : self.num_tokens] += max_pool(weights, self._pooling_width)
+        self._sums[:, : self.num_tokens] += self._pooling.of(weights)
 
     @override
     def token_scores(self) -> FloatArray:
@@ -87,11 +118,11 @@ class NormalizedScores(SummedScores):
     Args:
         num_layers: L.
         window: `CacheEvictionConfig.snapkv_window_size`.
-        pooling_width: see `max_pool`.
+        pooling: of each step's weights.
     """
 
-    def __init__(self, num_layers: int, window: int, *, pooling_width: int = POOLING_WIDTH) -> None:
-        super().__init__(num_layers, pooling_width=pooling_width)
+    def __init__(self, num_layers: int, window: int, pooling: MaxPooling = FORWARD) -> None:
+        super().__init__(num_layers, pooling)
         self._window = window
         self._num_queries = 0
         self._lifetimes: FloatArray = np.zeros((num_layers, 0))
@@ -132,12 +163,12 @@ class WindowedScores(TokenScores):
     Args:
         num_layers: L.
         window_size: steps.
-        pooling_width: see `max_pool`.
+        pooling: of the mean.
     """
 
-    def __init__(self, num_layers: int, window_size: int, *, pooling_width: int = POOLING_WIDTH) -> None:
+    def __init__(self, num_layers: int, window_size: int, pooling: MaxPooling = FORWARD) -> None:
         self._num_layers = num_layers
-        self._pooling_width = pooling_width
+        self._pooling = pooling
         self._steps: deque[WeightArray] = deque(maxlen=window_size)
         self._num_registered = 0
         self._num_tokens = 0
@@ -154,7 +185,7 @@ class WindowedScores(TokenScores):
         for weights in self._steps:
             scores[:, : weights.shape[1]] += weights
         scores /= max(len(self._steps), 1)
-        return scores if self._num_registered == 1 else max_pool(scores, self._pooling_width)
+        return scores if self._num_registered == 1 else self._pooling.of(scores)
 
     @override
     def keep(self, kept: BoolArray) -> None:
@@ -164,25 +195,15 @@ class WindowedScores(TokenScores):
 
 def token_scores_of(config: CacheEvictionConfig, num_layers: int) -> TokenScores:
     """Return the scores, as yet of no tokens, that `config.aggregation_mode` asks for."""
+    pooling = CENTERED if config.score_pooling == ScorePooling.CENTERED else FORWARD
     match config.aggregation_mode:
         case AggregationMode.SUM:
-            return SummedScores(num_layers)
+            return SummedScores(num_layers, pooling)
         case AggregationMode.NORM_SUM:
-            return NormalizedScores(num_layers, config.snapkv_window_size)
+            return NormalizedScores(num_layers, config.snapkv_window_size, pooling)
         case AggregationMode.ADAPTIVE_RKV:
             adaptive = config.adaptive_rkv_config or AdaptiveRKVConfig()
-            return WindowedScores(num_layers, adaptive.window_size)
-
-
-def max_pool(values: npt.NDArray[FloatT], width: int) -> npt.NDArray[FloatT]:
-    """Return the maximum of each value and the `width - 1` after it in its row, as far as there are any."""
-    pooled = values.copy()
-    covered = 1
-    while covered < width:
-        shift = min(covered, width - covered)
-        pooled[:, :-shift] = np.maximum(pooled[:, :-shift], pooled[:, shift:])
-        covered += shift
-    return pooled
+            return WindowedScores(num_layers, adaptive.window_size, pooling)
 
 
 def _widened(array: FloatArray, width: int) -> FloatArray:
