@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
-from quire.engine.memory_plan import GB, MemoryPlan, activation_bytes, format_bytes, plan_memory
+from quire.engine.activation_memory import activation_bytes
+from quire.engine.memory_plan import GB, MemoryPlan, format_bytes, plan_memory
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig

@@ -1,0 +1,98 @@
+"""Memory for the buffers and temporary tensors of steps, estimated from the configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.kernels import bounds
+from quire.models.config import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from quire.config import SchedulerConfig
+    from quire.models.config import ModelConfig
+
+FLOAT32_BYTES = 4
+INT64_BYTES = 8
+FLOAT64_BYTES = 8
+
+
+def activation_bytes(
+    scheduler: SchedulerConfig,
+    model: ModelConfig,
+    dtype: str,
+    *,
+    max_model_len: int,
+    num_drafts: int = 0,
+    is_native: bool = True,
+    num_ranks: int = 1,
+) -> int:
+    """Estimate the buffers and temporary tensors of the largest step in bytes.
+
+    Counts the buffers that a model keeps (`quire.models.workspace`), and what is alive beside them at the
+    widest point of a step of `max_num_batched_tokens` tokens: inside attention, inside the feed-forward
+    layer, or in the sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most. `model` is
+    that of one of `num_ranks` ranks, which also hold what they exchange.
+    """
+    tokens = scheduler.max_num_batched_tokens
+    places = min(scheduler.max_num_seqs + num_drafts, tokens)
+    item = DTYPE_BYTES[dtype]
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    attended = model.num_heads * model.head_dim
+    inner = model.intermediate_size
+    # Residual stream, normalized rows, output of a layer; gate and up, and their product.
+    kept = tokens * (3 * model.hidden_size + qkv + attended + 3 * inner) * item
+    kept += places * model.vocab_size * FLOAT32_BYTES
+    if num_ranks > 1:
+        kept += _exchange_bytes(model, tokens, places, num_ranks)
+    widest = max(model.hidden_size, attended, inner, model.moe_intermediate_size)
+    rows = tokens * widest * FLOAT32_BYTES  # as the products read them
+    attention = _attention_bytes(scheduler, model, max_model_len, is_native=is_native)
+    if is_native:
+        sampler = places * bounds.MAX_HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)
+        sampler += places * model.vocab_size * FLOAT32_BYTES  # the logits before penalties and masks
+    else:
+        attention += tokens * (qkv + attended) * FLOAT32_BYTES
+        rows += tokens * (2 * model.hidden_size + 3 * inner) * FLOAT32_BYTES
+        # The logits before penalties and masks; their float64 values in sampling, and a sort order.
+        sampler = places * model.vocab_size * (FLOAT32_BYTES + FLOAT64_BYTES + INT64_BYTES)
+    return kept + max(attention, rows + _expert_bytes(model, tokens, item), sampler)
+
+
+def _exchange_bytes(model: ModelConfig, tokens: int, places: int, num_ranks: int) -> int:
+    """Return the bytes of one rank's part of what is summed or gathered, of all parts, and of the sum."""
+    part = max(tokens * model.hidden_size, places * -(-model.vocab_size // num_ranks)) * FLOAT32_BYTES
+    return part * (num_ranks + 2)
+
+
+def _expert_bytes(model: ModelConfig, tokens: int, item: int) -> int:
+    """Return the bytes of `quire.models.moe` for a step in which one expert gets every token."""
+    outputs = model.num_experts_per_token * model.hidden_size * FLOAT32_BYTES
+    of_one = (2 * model.hidden_size + 3 * model.moe_intermediate_size) * item
+    of_one += model.hidden_size * FLOAT32_BYTES
+    return tokens * (outputs + of_one) if model.num_experts else 0
+
+
+def _attention_bytes(
+    scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int, *, is_native: bool
+) -> int:
+    """Return the maximum scratch memory of attention in bytes."""
+    if is_native and not model.head_dim % bounds.HEAD_DIM_MULTIPLE and model.head_dim <= bounds.MAX_HEAD_DIM:
+        spans = -(-max_model_len // bounds.SPAN)
+        states = min(spans * bounds.SPAN_BYTES, bounds.MAX_SPAN_BYTES) if spans > 1 else 0
+        return states + bounds.THREAD_BYTES
+    rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    return _attention_scratch_bytes(model, rows, max_model_len)
+
+
+def _attention_scratch_bytes(model: ModelConfig, num_seqs: int, max_model_len: int) -> int:
+    """Return the bytes of the float32 intermediates of `quire.kernels.attention` at their bound.
+
+    One query block against all tiles of the longest sequence always runs in one go; more run together as
+    long as each intermediate stays within the bound.
+    """
+    tiles = -(-max_model_len // bounds.TILE)
+    block_rows = bounds.TILE * model.num_heads // model.num_kv_heads
+    width = max(bounds.TILE, model.head_dim)
+    one_block = tiles * model.num_kv_heads * block_rows * width
+    floats = max(one_block, min(bounds.SCRATCH_FLOATS, num_seqs * one_block))
+    return bounds.INTERMEDIATES * floats * FLOAT32_BYTES
