@@ -66,7 +66,8 @@ def plan(
 _PLAN_FIELDS = (
     "dtype", "quantization", "kv_dtype", "num_parameters", "weight_bytes", "activation_bytes",
     "available_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_model_len",
-    "model_max_len", "num_ranks", "kv_bytes_per_block", "kv_bytes", "num_kv_tokens", "total_bytes",
+    "model_max_len", "num_ranks", "kv_bytes_per_block", "kv_bytes", "num_kv_tokens", "score_bytes",
+    "total_bytes",
 )  # fmt: skip
 
 
@@ -92,11 +93,13 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
     ranks = "" if plan.num_ranks == 1 else f", each of {plan.num_ranks} ranks"
     title = f"Memory plan of {name} ({architecture}, {plan.dtype}{ranks})"
     table = _table(title, "", "size", "details", right=("size",))
-    rows = (
+    rows = [
         ("Weights", plan.weight_bytes, f"{plan.num_parameters:,} parameters, {plan.weight_type}"),
         ("Activations", plan.activation_bytes, "temporary tensors of the largest step, estimated"),
         ("KV cache", plan.kv_bytes, f"{plan.num_blocks:,} blocks, {plan.num_kv_tokens:,} tokens"),
-    )
+    ]
+    if plan.score_bytes:
+        rows.append(("Scores", plan.score_bytes, "kept by cache eviction, at most"))
     for label, size, explanation in rows:
         table.add_row(label, format_bytes(size), explanation)
     table.add_section()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from quire.config import SparseAttentionMode
+from quire.engine.eviction_memory import eviction_bytes
 from quire.kernels import bounds
 from quire.models.config import DTYPE_BYTES
 
@@ -25,13 +27,14 @@ def activation_bytes(
     num_drafts: int = 0,
     is_native: bool = True,
     num_ranks: int = 1,
+    num_threads: int = 1,
 ) -> int:
     """Estimate the buffers and temporary tensors of the largest step in bytes.
 
     Counts the buffers that a model keeps (`quire.models.workspace`), and what is alive beside them at the
     widest point of a step of `max_num_batched_tokens` tokens: inside attention, inside the feed-forward
     layer, or in the sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most. `model` is
-    that of one of `num_ranks` ranks, which also hold what they exchange.
+    that of one of `num_ranks` ranks, which also hold what they exchange; each computes on `num_threads`.
     """
     tokens = scheduler.max_num_batched_tokens
     places = min(scheduler.max_num_seqs + num_drafts, tokens)
@@ -47,6 +50,8 @@ def activation_bytes(
     widest = max(model.hidden_size, attended, inner, model.moe_intermediate_size)
     rows = tokens * widest * FLOAT32_BYTES  # as the products read them
     attention = _attention_bytes(scheduler, model, max_model_len, is_native=is_native)
+    attention += key_selection_bytes(scheduler, model, max_model_len, num_threads)
+    kept += eviction_bytes(scheduler, model, max_model_len)
     if is_native:
         sampler = places * bounds.MAX_HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)
         sampler += places * model.vocab_size * FLOAT32_BYTES  # the logits before penalties and masks
@@ -96,3 +101,29 @@ def _attention_scratch_bytes(model: ModelConfig, num_seqs: int, max_model_len: i
     one_block = tiles * model.num_kv_heads * block_rows * width
     floats = max(one_block, min(bounds.SCRATCH_FLOATS, num_seqs * one_block))
     return bounds.INTERMEDIATES * floats * FLOAT32_BYTES
+
+
+def key_selection_bytes(
+    scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int, num_threads: int
+) -> int:
+    """Return the most memory that XAttention's estimate and choice of keys take in bytes.
+
+    Each thread has the queries of a block as rows, and their scores; then there are the mass of each key
+    block for each query block and head, and what each of them sees of the chosen tiles.
+    """
+    config = scheduler.sparse_attention_config
+    if not scheduler.use_sparse_attention or config.mode != SparseAttentionMode.XATTENTION:
+        return 0
+    size, stride, tokens = (
+        config.xattention_block_size,
+        config.xattention_stride,
+        scheduler.max_num_batched_tokens,
+    )
+    group = model.num_heads // model.num_kv_heads
+    num_rows = bounds.MASS_ROWS * -(-size // stride * group // bounds.MASS_ROWS)
+    num_columns = bounds.LANES * -(-max_model_len // (stride * bounds.LANES))
+    of_thread = num_rows * (stride * model.head_dim + num_columns) * FLOAT32_BYTES
+    query_blocks = min(tokens, tokens // size + 2 * scheduler.max_num_seqs) * model.num_heads
+    key_blocks = -(-max_model_len // size)
+    of_pair = FLOAT64_BYTES + 1 + size // bounds.TILE * bounds.VISIT_BYTES
+    return num_threads * of_thread + query_blocks * key_blocks * of_pair

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.engine.activation_memory import activation_bytes
+from quire.engine.eviction_memory import score_bytes_per_token
 from quire.errors import ConfigError
 from quire.kernels import has_native_kernels
+from quire.kernels.cores import usable_cores
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.memory_limits import available_memory
@@ -30,10 +32,11 @@ class MemoryPlan:
     """Memory for weights, activations and KV cache.
 
     Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the temporary tensors of
-    the largest step; the other sizes are exact. The properties, `num_parameters` and `weight_bytes` include
-    the draft model, if there is one; `dtype`, `quantization` and `kv_dtype` are those of the target model,
-    `quantization` that of most matrices: none, int8 or int4. `max_model_len` is the limit for
-    requests: the configured length, or the model's maximum, reduced to what fits into the KV cache.
+    the largest step, and `score_bytes` a bound; the other sizes are exact. The properties, `num_parameters`
+    and `weight_bytes` include the draft model, if there is one; `dtype`, `quantization` and `kv_dtype` are
+    those of the target model, `quantization` that of most matrices: none, int8 or int4. `max_model_len` is
+    the limit for requests: the configured length, or the model's maximum, reduced to what fits into the KV
+    cache.
 
     With several ranks, sizes in bytes are those of the rank that needs most, as if it had the draft model
     like rank 0, and `available_bytes` is its share. All ranks have equally many blocks.
@@ -46,6 +49,7 @@ class MemoryPlan:
     activation_bytes: int
     available_bytes: int
     kv_caches: tuple[PagedAttentionCacheMetaData, ...]  # the target model's first
+    score_bytes_per_block: int  # that cache eviction keeps of the tokens of a KV block, at most
     max_num_seqs: int
     max_model_len: int
     model_max_len: int
@@ -92,9 +96,14 @@ class MemoryPlan:
         return self.num_blocks * self.block_size
 
     @property
+    def score_bytes(self) -> int:
+        """Bytes of the scores that cache eviction keeps, if the whole KV cache is in use."""
+        return self.score_bytes_per_block * self.num_blocks
+
+    @property
     def total_bytes(self) -> int:
-        """Weights, activations and KV cache together."""
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes
+        """Weights, activations, KV cache and the scores of cache eviction together."""
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.score_bytes
 
     def max_sequences_at(self, length: int) -> int:
         """Return how many sequences of `length` tokens can run at once, without shared prefixes."""
@@ -247,6 +256,7 @@ def _plan_at(
             num_drafts=num_drafts,
             is_native=_has_native(config),
             num_ranks=each.num_ranks,
+            num_threads=max(1, (config.num_threads or usable_cores()) // each.num_ranks),
         )
         for each in models
     ]
@@ -258,6 +268,7 @@ def _plan_at(
         activation_bytes=sum(activations),  # each model has its own buffers
         available_bytes=available_bytes,
         kv_caches=_kv_caches(scheduler, models, length, num_blocks=0),
+        score_bytes_per_block=score_bytes_per_token(scheduler, models[0].model) * scheduler.block_size,
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=length,
         model_max_len=models[0].model.max_model_len,
@@ -292,7 +303,8 @@ def _num_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
     if scheduler.cache_size:
         return int(scheduler.cache_size * GB) // (plan.kv_bytes_per_block * plan.num_ranks)
     free = plan.available_bytes - plan.weight_bytes - plan.activation_bytes
-    affordable = int(free * config.memory_fraction) // plan.kv_bytes_per_block
+    bytes_per_block = plan.kv_bytes_per_block + plan.score_bytes_per_block
+    affordable = int(free * config.memory_fraction) // bytes_per_block
     usable = plan.max_num_seqs * _blocks_for(plan.max_model_len, plan.block_size)
     return max(0, min(affordable, usable))
 

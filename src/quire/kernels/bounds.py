@@ -18,6 +18,11 @@ SPAN_BYTES = 4 << 20  # states of the spans of one number, over up to 14 threads
 MAX_SPAN_BYTES = 64 << 20
 THREAD_BYTES = 16 << 20  # what up to 14 threads need of their own
 
+# The estimate of a selection of keys, see native/src/kernels/key_masses.cpp.
+LANES = 16
+MASS_ROWS = 4  # that are computed together
+VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as it grows
+
 # Sampling orders the most likely tokens of a row.
 MIN_HEAD_TOKENS = 128  # least tokens in a head that is not complete
 MAX_HEAD_TOKENS = 1024

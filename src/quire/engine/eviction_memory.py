@@ -1,0 +1,70 @@
+"""Memory for the scores by which cache eviction decides, bounded from the configuration.
+
+What the scores of cached tokens take grows with the cache; what those of a step take, with its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.config import AdaptiveRKVConfig, AggregationMode
+from quire.kernels import bounds
+from quire.kv.eviction.lengths import eviction_lengths
+
+if TYPE_CHECKING:
+    from quire.config import CacheEvictionConfig, SchedulerConfig
+    from quire.models.config import ModelConfig
+
+FLOAT32_BYTES = 4
+SCORE_BYTES = 8  # sums of a prompt's scores, and of scores after it
+PADDING = 128  # tokens: sums end with a tile, and kept scores have room for more
+
+
+def score_bytes_per_token(scheduler: SchedulerConfig, model: ModelConfig) -> int:
+    """Return the most bytes that the scores of one token in the cache take, those of a step included."""
+    if not scheduler.use_cache_eviction:
+        return 0
+    kept = max(SCORE_BYTES, _kept_bytes(scheduler.cache_eviction_config))
+    return model.num_layers * kept + (model.num_layers + 1) * SCORE_BYTES
+
+
+def _kept_bytes(config: CacheEvictionConfig) -> int:
+    """Return the bytes that a sequence's scores of a token and layer take; arrays grow by an eighth."""
+    match config.aggregation_mode:
+        case AggregationMode.SUM:
+            return SCORE_BYTES * 9 // 8
+        case AggregationMode.NORM_SUM:
+            return 2 * SCORE_BYTES * 9 // 8
+        case AggregationMode.ADAPTIVE_RKV:
+            return FLOAT32_BYTES * (config.adaptive_rkv_config or AdaptiveRKVConfig()).window_size
+
+
+def eviction_bytes(scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int) -> int:
+    """Return the most bytes that scores take besides `score_bytes_per_token`.
+
+    The most comes about when all tokens of a step follow prompts: each has a row, of all keys that its
+    sequence holds, in each layer, and in each head while attention runs. When a sequence's scores are
+    registered, its rows or the sums of its prompt are there more than once.
+    """
+    lengths = eviction_lengths(scheduler)
+    if lengths is None:
+        return 0
+    num_layers, tokens = model.num_layers, scheduler.max_num_batched_tokens
+    num_keys = int(lengths.most_held(np.array(1), np.array(max_model_len)))
+    numbers = _padded(num_keys) * min(tokens, scheduler.max_num_seqs * num_keys)
+    of_one = _padded(num_keys) * min(tokens, num_keys)
+    rows = numbers * (1 + num_layers + model.num_heads) + of_one * num_layers
+    rows += numbers // bounds.TILE * model.num_heads  # the largest weight of each tile
+    normalizers = 2 * tokens * model.num_heads
+    registered = 2 * SCORE_BYTES * num_layers * max_model_len
+    # The start of a sequence may be shared, and is counted only once as a part of the cache.
+    unshared = scheduler.max_num_seqs * (lengths.start_size + PADDING)
+    return (
+        (rows + normalizers) * FLOAT32_BYTES + registered + unshared * score_bytes_per_token(scheduler, model)
+    )
+
+
+def _padded(num_keys: int) -> int:
+    return -(-num_keys // bounds.TILE) * bounds.TILE

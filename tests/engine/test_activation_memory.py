@@ -1,0 +1,154 @@
+"""What the plan counts for key selection and cache eviction, against what a worst case allocates."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
+from quire.engine.activation_memory import key_selection_bytes
+from quire.engine.eviction_memory import eviction_bytes, score_bytes_per_token
+from quire.engine.memory_plan import GB, plan_memory
+from quire.execution.cache_evictor import CacheEvictor
+from quire.kernels.key_scores import KeyScores
+from quire.models.config import ModelConfig
+from subprocesses import python_output
+
+KERNEL_CALL = """
+import resource, sys
+import numpy as np, torch
+from quire.kernels.dispatch import kernel_set
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.sparse_prefill import KeySelection
+from quire.kv.cache_metadata import PagedAttentionCacheMetaData
+from quire.kv.page_layout import KVLayerSpec
+from quire.kv.paged_cache import PagedAttentionCache
+
+kernels = kernel_set("native")
+kernels.use_threads(2)
+layers = [KVLayerSpec(1, 16, 16)]
+metadata = PagedAttentionCacheMetaData.for_layers(layers, page_size=64, dtype=torch.float32, num_pages=1)
+kv = PagedAttentionCache.init_cache(None, metadata).views[0]
+kv.key_pages.fill_(1.0), kv.value_pages.fill_(1.0)
+
+def attend(cached, tokens, **options):
+    tables = np.zeros((1, -(-(cached + tokens) // 64)), dtype=np.int32)  # the same keys again and again
+    batch = AttentionBatch.build([cached], [tokens], tables, 64, **options)
+    kernels.paged_attention(torch.ones(tokens, 16, 16), kv, batch, scale=0.25)
+
+def allocated():
+    return int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
+
+attend(0, 64)
+before = allocated()
+if sys.argv[1] == "selection":
+    attend(131_072, 128, key_selection=KeySelection(np.array([131_200]), 0.001, 64, 4))
+else:
+    attend(1448, 600, first_scoring_token=[0])
+# Scratch memory is kept. It is half as large again as needed; the system provides what is used.
+print((allocated() - before) * 2 // 3)
+"""
+
+
+def scheduler(**options) -> SchedulerConfig:
+    return SchedulerConfig(use_cache_eviction=True, **options).validate()
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelConfig:
+    from quire.models.checkpoints.config_reading import read_model_config
+    from quire.models.checkpoints.hub import resolve_model
+
+    return read_model_config(resolve_model("mini"))
+
+
+def test_the_estimate_of_a_key_selection_stays_within_its_bound(model: ModelConfig):
+    shape = dataclasses.replace(model, num_heads=16, num_kv_heads=1, head_dim=16)
+    sparse = SparseAttentionConfig(mode="xattention", xattention_stride=4)
+    config = SchedulerConfig(
+        use_sparse_attention=True, sparse_attention_config=sparse, max_num_batched_tokens=128, max_num_seqs=1
+    )
+    bound = key_selection_bytes(config, shape, 131_200, num_threads=2)
+    measured = int(python_output(KERNEL_CALL, "selection"))
+    assert 0.8 * bound < measured < bound
+    assert not key_selection_bytes(SchedulerConfig(), shape, 131_200, num_threads=2)
+
+
+def test_the_rows_of_attention_stay_within_their_bound(model: ModelConfig):
+    shape = dataclasses.replace(model, num_heads=16, num_kv_heads=1, head_dim=16, num_layers=0)
+    config = scheduler(
+        cache_eviction_config=CacheEvictionConfig(max_cache_size=2032),
+        max_num_batched_tokens=600,
+        max_num_seqs=1,
+    )
+    bound = eviction_bytes(config, shape, 4096)
+    measured = int(python_output(KERNEL_CALL, "rows"))
+    assert 0.8 * bound < measured < bound
+
+
+NUM_LAYERS = 24
+
+
+def scored(evictor: CacheEvictor, batch: SimpleNamespace, num_computed, num_tokens) -> int:
+    """Let sequences score, and register it; return the peak of what that takes, in bytes."""
+    num_computed, num_tokens = np.array(num_computed), np.array(num_tokens)
+    rows = np.zeros_like(num_computed)
+    evictions = SimpleNamespace(num_evicted_tokens=rows, num_blocks=rows)
+    plan = SimpleNamespace(
+        slots=np.arange(len(rows)),
+        num_computed_tokens=num_computed,
+        num_tokens=num_tokens,
+        evictions=evictions,
+    )
+    first = evictor.first_scoring_token(plan)
+    scores = KeyScores.build(num_tokens, num_computed + num_tokens, first, evictor.is_in_prompt(plan))
+    evictor.begin(scores)
+    for layer in range(NUM_LAYERS):
+        evictor.after_attention(layer)
+    evictor.end(plan)
+    of_torch = scores.rows.numel() * 4 + scores.sums.numel() * 8
+    return tracemalloc.get_traced_memory()[1] + of_torch
+
+
+@pytest.mark.parametrize("aggregation_mode", ["sum", "norm_sum", "adaptive_rkv"])
+@pytest.mark.parametrize("snapkv_window_size", [0, 8])
+def test_the_scores_of_sequences_stay_within_their_bound(
+    model: ModelConfig, aggregation_mode: str, snapkv_window_size: int
+):
+    shape = dataclasses.replace(model, num_layers=NUM_LAYERS)
+    eviction = CacheEvictionConfig(
+        aggregation_mode=aggregation_mode, snapkv_window_size=snapkv_window_size, max_cache_size=1024
+    )
+    config = scheduler(cache_eviction_config=eviction, max_num_batched_tokens=512, max_num_seqs=4)
+    batch = SimpleNamespace()
+    evictor = CacheEvictor(eviction, shape, batch, batch, 16)
+    tracemalloc.start()
+    try:
+        for slot in range(4):
+            evictor.open(slot, 896)
+        in_prompt = scored(evictor, batch, [0] * 4, [896] * 4)
+        rows = scored(evictor, batch, [896] * 4, [128] * 4)
+    finally:
+        tracemalloc.stop()
+    tokens = 4 * 1024
+    kernel = dataclasses.replace(shape, num_layers=0)
+    bound = eviction_bytes(config, shape, 1024) - eviction_bytes(config, kernel, 1024)
+    bound += score_bytes_per_token(config, shape) * tokens
+    assert 0.5 * bound < max(in_prompt, rows) < bound
+
+
+def test_the_plan_leaves_room_for_scores(model: ModelConfig):
+    def plan(**options):
+        config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=100_000, **options))
+        return plan_memory(config, model, available_bytes=4 * GB)
+
+    with_scores, without = plan(use_cache_eviction=True), plan()
+    assert without.score_bytes == 0
+    per_token = score_bytes_per_token(SchedulerConfig(use_cache_eviction=True), model)
+    assert with_scores.score_bytes == with_scores.num_kv_tokens * per_token > 0
+    assert with_scores.total_bytes <= 4 * GB
+    assert with_scores.num_blocks < without.num_blocks
