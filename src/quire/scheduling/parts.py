@@ -61,7 +61,10 @@ class SchedulerParts:
         self._build_policies_and_accounts(num_blocks)
         self._build_holdings()
         self._build_transitions()
-        self._build_phases()
+        self._build_arrivals()
+        self._build_beams_and_transfers()
+        self._build_planning()
+        self._build_applying()
         self._build_insight()
 
     def _build_policies_and_accounts(self, num_blocks: int) -> None:
@@ -147,6 +150,8 @@ class SchedulerParts:
             fences=self.fences,
             outbox=self.outbox,
         )
+
+    def _build_arrivals(self) -> None:
         self.timeout_phase = TimeoutPhase(
             config=self._config,
             clock=self.clock,
@@ -169,8 +174,7 @@ class SchedulerParts:
             eviction=self.eviction,
         )
 
-    def _build_phases(self) -> None:
-        config, context = self._config, self._context
+    def _build_beams_and_transfers(self) -> None:
         self.beam_phase = BeamPhase(
             kv=self.kv,
             running=self.running,
@@ -180,7 +184,7 @@ class SchedulerParts:
             outbox=self.outbox,
         )
         self.transfer_phase = TransferPhase(
-            config=config,
+            config=self._config,
             connector=self.connector,
             clock=self.clock,
             kv=self.kv,
@@ -193,9 +197,11 @@ class SchedulerParts:
             finisher=self.finisher,
             stats=self.stats,
         )
+
+    def _build_planning(self) -> None:
         self.running_phase = RunningPhase(
-            config=config,
-            draft_length=context.draft_length,
+            config=self._config,
+            draft_length=self._context.draft_length,
             kv=self.kv,
             running=self.running,
             in_flight=self.in_flight,
@@ -208,7 +214,7 @@ class SchedulerParts:
             eviction=self.eviction,
         )
         self.admission_phase = AdmissionPhase(
-            config=config,
+            config=self._config,
             max_model_len=self._max_model_len,
             connector=self.connector,
             kv=self.kv,
@@ -229,13 +235,15 @@ class SchedulerParts:
         self.commit_phase = CommitPhase(
             connector=self.connector,
             eviction=self.eviction,
-            draft_length=context.draft_length,
+            draft_length=self._context.draft_length,
             running=self.running,
             in_flight=self.in_flight,
             lost_steps=self.lost_steps,
             outbox=self.outbox,
             stats=self.stats,
         )
+
+    def _build_applying(self) -> None:
         self.results_phase = ResultsPhase(
             kv=self.kv,
             running=self.running,
