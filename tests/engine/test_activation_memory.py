@@ -8,12 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from caches import make_cache
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
-from quire.engine.activation_memory import key_selection_bytes
+from quire.engine.activation_memory import key_selection_bytes, native_attention_bytes
 from quire.engine.eviction_memory import eviction_bytes, score_bytes_per_token
 from quire.engine.memory_plan import GB, plan_memory
 from quire.execution.cache_evictor import CacheEvictor
+from quire.kernels import bounds
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.cpu.layers import native_layer, native_plan
 from quire.kernels.key_scores import KeyScores
 from quire.models.config import ModelConfig
 from subprocesses import python_output
@@ -64,6 +69,24 @@ def model() -> ModelConfig:
     from quire.models.checkpoints.hub import resolve_model
 
     return read_model_config(resolve_model("mini"))
+
+
+@pytest.mark.parametrize(("num_threads", "num_tasks"), [(1, 3), (2, 7), (14, 55), (14, 56), (64, 255)])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (256, 1), (64, 200)])
+@pytest.mark.parametrize("length", [500, 5000, 20_000])
+def test_native_attention_stays_within_its_bound(
+    model: ModelConfig, num_threads: int, num_tasks: int, head_dim: int, group: int, length: int
+):
+    shape = dataclasses.replace(model, num_heads=num_tasks * group, num_kv_heads=num_tasks, head_dim=head_dim)
+    bound = native_attention_bytes(shape, length, num_threads)
+    table = np.zeros((1, -(-length // 16)), dtype=np.int32)
+    batch = AttentionBatch.build(np.array([length - 1]), np.array([1]), table, 16)
+    layer = native_layer(make_cache(1, 1, num_tasks, 16, head_dim, torch.float32).views[0])
+    needed = native_plan(batch, window=0, group=group).scratch_bytes(layer, num_threads=num_threads)
+    assert needed <= bound
+    spans_are_tasks = num_tasks < 4 * num_threads and bound < bounds.MAX_SPAN_BYTES
+    if spans_are_tasks or length <= bounds.SPAN or num_threads == 1:
+        assert needed > 0.95 * bound
 
 
 def test_the_estimate_of_a_key_selection_stays_within_its_bound(model: ModelConfig):

@@ -49,7 +49,9 @@ def activation_bytes(
         kept += _exchange_bytes(model, tokens, places, num_ranks)
     widest = max(model.hidden_size, attended, inner, model.moe_intermediate_size)
     rows = tokens * widest * FLOAT32_BYTES  # as the products read them
-    attention = _attention_bytes(scheduler, model, max_model_len, is_native=is_native)
+    attention = _attention_bytes(
+        scheduler, model, max_model_len, is_native=is_native, num_threads=num_threads
+    )
     attention += key_selection_bytes(scheduler, model, max_model_len, num_threads)
     kept += eviction_bytes(scheduler, model, max_model_len)
     if is_native:
@@ -78,18 +80,34 @@ def _expert_bytes(model: ModelConfig, tokens: int, item: int) -> int:
 
 
 def _attention_bytes(
-    scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int, *, is_native: bool
+    scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int, *, is_native: bool, num_threads: int
 ) -> int:
     """Return the maximum scratch memory of attention in bytes."""
     if is_native and not model.head_dim % bounds.HEAD_DIM_MULTIPLE and model.head_dim <= bounds.MAX_HEAD_DIM:
-        spans = -(-max_model_len // bounds.SPAN)
-        states = min(spans * bounds.SPAN_BYTES, bounds.MAX_SPAN_BYTES) if spans > 1 else 0
-        return states + bounds.THREAD_BYTES
+        return native_attention_bytes(model, max_model_len, num_threads)
     rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    return _attention_scratch_bytes(model, rows, max_model_len)
+    return _reference_attention_bytes(model, rows, max_model_len)
 
 
-def _attention_scratch_bytes(model: ModelConfig, num_seqs: int, max_model_len: int) -> int:
+def native_attention_bytes(model: ModelConfig, max_model_len: int, num_threads: int) -> int:
+    """Return the most scratch memory that the native attention takes in bytes.
+
+    Each thread has the queries of a task, a tile of keys and of values, and two states. If there are few
+    tasks for the threads, each span of a task has a state as well.
+    """
+    rows = max(bounds.BLOCK_ROWS, model.num_heads // model.num_kv_heads)
+    rows = -(-rows // bounds.LANES) * bounds.LANES
+    state = rows * (1 + bounds.LANES + model.head_dim) * FLOAT32_BYTES
+    tiles = (rows + 2 * bounds.TILE) * model.head_dim * FLOAT32_BYTES
+    of_thread = tiles + 2 * state + bounds.THREAD_BYTES
+    spans = -(-max_model_len // bounds.SPAN)
+    if spans == 1 or num_threads == 1:
+        return num_threads * of_thread
+    of_spans = (bounds.TASKS_PER_THREAD * num_threads - 1) * spans * state
+    return num_threads * of_thread + min(of_spans, bounds.MAX_SPAN_BYTES)
+
+
+def _reference_attention_bytes(model: ModelConfig, num_seqs: int, max_model_len: int) -> int:
     """Return the bytes of the float32 intermediates of `quire.kernels.attention` at their bound.
 
     One query block against all tiles of the longest sequence always runs in one go; more run together as

@@ -13,13 +13,14 @@ INTERMEDIATES = 4  # queries, keys or values, scores, sums
 # The native attention, see native/src/attention.h and native/src/kernels/attention_scratch.h.
 HEAD_DIM_MULTIPLE = 16
 MAX_HEAD_DIM = 256
+LANES = 16
 SPAN = 1024  # tokens
-SPAN_BYTES = 4 << 20  # states of the spans of one number, over up to 14 threads with heads of 128
-MAX_SPAN_BYTES = 64 << 20
-THREAD_BYTES = 16 << 20  # what up to 14 threads need of their own
+BLOCK_ROWS = 128  # that a task has, unless one token alone has more
+TASKS_PER_THREAD = 4  # with fewer, the spans of a task become tasks of their own
+MAX_SPAN_BYTES = 64 << 20  # of all states of spans
+THREAD_BYTES = 8 << 10  # what a thread has besides queries, a tile of keys and values, and states
 
 # The estimate of a selection of keys, see native/src/kernels/key_masses.cpp.
-LANES = 16
 MASS_ROWS = 4  # that are computed together
 VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as it grows
 
