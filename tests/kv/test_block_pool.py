@@ -25,7 +25,7 @@ def find(pool: BlockPool, numbers: list[int], tokens: list[int] | None = None) -
     """As if each content followed the root itself: what the pool compares is up to its caller."""
     found = []
     for number, token in zip(numbers, numbers if tokens is None else tokens, strict=True):
-        hit = pool.find([ROOT, digest(number)], np.array([[token]], np.int32))
+        hit = pool.find(ROOT, [digest(number)], np.array([[token]], np.int32))
         if not hit.size:
             break
         found += hit.tolist()
@@ -118,7 +118,7 @@ def test_a_digest_that_collides_is_a_miss():
     (block,) = pool.allocate(1)
     cache(pool, block, 7)
     assert find(pool, [7], tokens=[8]) == []
-    assert pool.find([digest(1), digest(7)], np.array([[7]], np.int32)).size == 0, "another parent"
+    assert pool.find(digest(1), [digest(7)], np.array([[7]], np.int32)).size == 0, "another parent"
     assert find(pool, [7]) == [block]
 
 
@@ -127,9 +127,9 @@ def test_only_the_run_before_a_collision_is_found():
     blocks = pool.allocate(3)
     chain = [ROOT, digest(1), digest(2), digest(3)]
     pool.cache(blocks, chain[1:], chain[:-1], np.array([[1], [2], [3]], np.int32))
-    assert pool.find(chain, np.array([[1], [2], [3]], np.int32)).tolist() == blocks.tolist()
-    assert pool.find(chain, np.array([[1], [5], [3]], np.int32)).tolist() == blocks[:1].tolist()
-    assert pool.find(chain, np.array([[1], [2]], np.int32)).tolist() == blocks[:2].tolist()
+    assert pool.find(ROOT, chain[1:], np.array([[1], [2], [3]], np.int32)).tolist() == blocks.tolist()
+    assert pool.find(ROOT, chain[1:], np.array([[1], [5], [3]], np.int32)).tolist() == blocks[:1].tolist()
+    assert pool.find(ROOT, chain[1:3], np.array([[1], [2]], np.int32)).tolist() == blocks[:2].tolist()
 
 
 def test_releasing_too_often_is_an_error():

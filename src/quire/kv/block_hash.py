@@ -7,6 +7,7 @@ so a collision costs a miss and never a wrong answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from quire.step import IntArray
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
+
+BLOCKS_AHEAD = 64
+"""Blocks that are hashed at a time, at least: fewer calls for some 50 microseconds."""
 
 
 class BlockKey(NamedTuple):
@@ -39,46 +43,60 @@ def root_digest(**extra_keys: str) -> bytes:
     return digest.digest()
 
 
-def extend_chain(chain: list[bytes], tokens: bytes, block_size: int) -> None:
-    """Append the digests of the full blocks of `tokens` to a chain, whose last digest is their parent.
-
-    Args:
-        chain: begins with the root; the digest of full block number i is `chain[i + 1]`.
-        tokens: token ids as int32 bytes, from the first block that is not in the chain yet.
-        block_size: tokens per block.
-    """
-    width = block_size * TOKEN_BYTES
-    parent = chain[-1]
-    for start in range(0, len(tokens) - width + 1, width):
-        parent = blake2b(parent + tokens[start : start + width], digest_size=DIGEST_BYTES).digest()
-        chain.append(parent)
-
-
 class SequenceKeys:
     """The keys of one sequence's full blocks, in order, as far as its tokens have been told.
+
+    A digest is computed when it is first asked for, together with some that follow: what a long prompt costs
+    is spread over the steps that find or compute its blocks.
 
     Args:
         root: the digest that starts the chain, see `root_digest`.
         block_size: tokens per block.
     """
 
-    __slots__ = ("_block_size", "_chain", "_tokens")
+    __slots__ = ("_chain", "_tokens", "_width")
 
     def __init__(self, root: bytes, block_size: int) -> None:
-        self._block_size = block_size
-        self._chain = [root]
+        self._width = block_size * TOKEN_BYTES
+        self._chain = [root]  # the digest of block number i is at i + 1
         self._tokens = bytearray()
 
     def __len__(self) -> int:
-        return len(self._chain) - 1
+        return len(self._tokens) // self._width
 
     def __getitem__(self, index: int) -> BlockKey:
-        width = self._block_size * TOKEN_BYTES
-        tokens = bytes(self._tokens[index * width : (index + 1) * width])
+        self._hash(index + 1)
+        tokens = bytes(self._tokens[index * self._width : (index + 1) * self._width])
         return BlockKey(self._chain[index + 1], self._chain[index], tokens)
 
     def extend(self, token_ids: IntArray) -> None:
         """Add the keys of the full blocks of `token_ids` ([tokens]), which follow those known already."""
         tokens = token_ids.tobytes()
-        extend_chain(self._chain, tokens, self._block_size)
-        self._tokens += tokens[: len(tokens) - len(tokens) % (self._block_size * TOKEN_BYTES)]
+        self._tokens += tokens[: len(tokens) - len(tokens) % self._width]
+
+    def digest(self, num_blocks: int) -> bytes:
+        """Return the digest of the last of the first `num_blocks` blocks; of none, it is the root."""
+        self._hash(num_blocks)
+        return self._chain[num_blocks]
+
+    def digests(self, start: int, end: int) -> Iterator[bytes]:
+        """Yield the digests of the blocks from number `start` up to `end`, as far as there are any."""
+        end = min(end, len(self))
+        while start < end:
+            self._hash(start + 1)
+            known = self._chain[start + 1 : min(end, start + BLOCKS_AHEAD) + 1]
+            yield from known
+            start += len(known)
+
+    def _hash(self, num_blocks: int) -> None:
+        """Have the digests of the first `num_blocks` blocks."""
+        num_known = len(self._chain) - 1
+        if num_blocks <= num_known:
+            return
+        end = min(max(num_blocks, num_known + BLOCKS_AHEAD), len(self))
+        tokens = bytes(self._tokens[num_known * self._width : end * self._width])
+        digest = self._chain[-1]
+        for start in range(0, len(tokens), self._width):
+            block = tokens[start : start + self._width]
+            digest = blake2b(digest + block, digest_size=DIGEST_BYTES).digest()
+            self._chain.append(digest)

@@ -195,19 +195,21 @@ class BlockPool:
             for block_id in block_ids.tolist():
                 self._events.stored(block_id, self._key_of(block_id))
 
-    def find(self, chain: list[bytes], tokens: IntArray) -> IntArray:
+    def find(self, root: bytes, digests: Iterable[bytes], tokens: IntArray) -> IntArray:
         """Return the block ids of the longest cached run at the start of a sequence. Changes nothing.
 
         Args:
-            chain: digests of the sequence's blocks, after the digest that starts the chain.
-            tokens: of the blocks that may be found, [N, block_size].
+            root: the digest that starts the sequence's chain.
+            digests: of the blocks that may be found; taken up to the first that is not found.
+            tokens: of at least these blocks, [N, block_size].
         """
-        hits = []
-        for digest in chain[1 : len(tokens) + 1]:
+        hits, chain = [], [root]
+        for digest in digests:
             block_id = self._by_digest.get(digest)
             if block_id is None:
                 break
             hits.append(block_id)
+            chain.append(digest)
         if not hits:
             return NO_BLOCKS
         found = np.array(hits, dtype=np.int32)

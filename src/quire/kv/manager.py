@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from quire.kv.block_hash import TOKEN_BYTES, extend_chain, root_digest
+from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.block_pool import NO_BLOCKS, BlockPool
 from quire.request import Request
 from quire.step import IntArray
@@ -70,7 +70,7 @@ class KVCacheManager:
         self._tables = np.zeros((max_num_seqs, self.blocks_for(max_model_len)), dtype=np.int32)
         self._num_cached = np.zeros(max_num_seqs, dtype=np.int32)  # [slots] leading blocks made findable
         self._closed: list[tuple[IntArray, int]] | None = None  # see `closing_together`
-        self._chains: dict[str, list[bytes]] = {}  # digests of full blocks, see `extend_chain`
+        self._keys: dict[str, SequenceKeys] = {}  # by request id
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
@@ -90,16 +90,20 @@ class KVCacheManager:
     def register(self, request_id: str, token_ids: IntArray, cache_salt: str) -> None:
         """Prepare the prefix keys of a new request from its prompt ([tokens])."""
         if self.enable_prefix_caching:
-            chain = self._chains[request_id] = [root_digest(salt=cache_salt)]
-            extend_chain(chain, token_ids.tobytes(), self.block_size)
+            keys = self._keys[request_id] = SequenceKeys(root_digest(salt=cache_salt), self.block_size)
+            keys.extend(token_ids)
 
     def forget(self, request_id: str) -> None:
         """Drop the prefix keys of a request that has ended."""
-        self._chains.pop(request_id, None)
+        self._keys.pop(request_id, None)
 
-    def chain(self, request_id: str) -> list[bytes]:
-        """Return the digests of a request's full blocks, as far as they are known, see `extend_chain`."""
-        return self._chains.get(request_id, [])
+    def digests(self, request_id: str, start: int, end: int) -> Iterable[bytes]:
+        """Return the digests of a request's full blocks from number `start` up to `end`, as far as known.
+
+        They are those of its prompt, and of the blocks that it has made findable.
+        """
+        keys = self._keys.get(request_id)
+        return () if keys is None else keys.digests(start, end)
 
     def find_prefix(self, request_id: str, token_ids: IntArray) -> Prefix:
         """Return what is cached of the start of a request's tokens ([tokens]). Changes nothing.
@@ -124,13 +128,13 @@ class KVCacheManager:
 
         Unlike `find_prefix`, this includes the block of the last token.
         """
-        chain = self._chains.get(request_id)
-        if chain is None:
+        keys = self._keys.get(request_id)
+        if keys is None:
             return NO_BLOCKS, b""
         num_full = len(token_ids) // self.block_size
         tokens = token_ids[: num_full * self.block_size].reshape(-1, self.block_size)
-        block_ids = self.pool.find(chain, tokens)
-        return block_ids, chain[len(block_ids)]
+        block_ids = self.pool.find(keys.digest(0), keys.digests(0, num_full), tokens)
+        return block_ids, keys.digest(len(block_ids))
 
     def rows_with_new_full_blocks(self, slots: IntArray, num_computed: IntArray) -> IntArray:
         """Return the positions in `slots` that hold computed full blocks which cannot be found yet."""
@@ -155,18 +159,16 @@ class KVCacheManager:
         rows = np.repeat(slots, count)
         index = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(len(rows))
         tokens = token_ids[rows[:, None], index[:, None] * size + np.arange(size)]
-        data = tokens.tobytes()
         digests: list[bytes] = []
         parents: list[bytes] = []
-        for request_id, start, num_new in zip(request_ids, first.tolist(), count.tolist(), strict=True):
-            chain = self._chains[request_id]
-            end = start + num_new
-            num_unnamed = end + 1 - len(chain)
-            if num_unnamed > 0:
-                stop = (len(digests) + num_new) * size * TOKEN_BYTES
-                extend_chain(chain, data[stop - num_unnamed * size * TOKEN_BYTES : stop], size)
-            parents += chain[start:end]
-            digests += chain[start + 1 : end + 1]
+        changed = zip(request_ids, slots.tolist(), first.tolist(), count.tolist(), strict=True)
+        for request_id, slot, start, num_new in changed:
+            keys, end = self._keys[request_id], start + num_new
+            if end > len(keys):
+                keys.extend(token_ids[slot, len(keys) * size : end * size])
+            of_request = list(keys.digests(start, end))
+            parents += [keys.digest(start), *of_request[:-1]]
+            digests += of_request
         self.pool.cache(self._tables[rows, index], digests, parents, tokens)
         self._num_cached[slots] += count
 
@@ -286,4 +288,4 @@ class KVCacheManager:
     @property
     def num_known_requests(self) -> int:
         """Requests whose prefix keys are kept: for leak checks."""
-        return len(self._chains)
+        return len(self._keys)

@@ -65,10 +65,10 @@ class StepSharing:
 
     def _add(self, slot: int, first_block: int, num_tokens: int) -> None:
         """Make the blocks from `first_block` up to token `num_tokens` findable, as far as they are full."""
-        chain = self._kv.chain(self._running.request_at(slot).request_id)
         if self._eviction is not None:
             num_tokens = min(num_tokens, self._eviction.lengths.start_size)
-        for digest in chain[first_block + 1 : num_tokens // self._kv.block_size + 1]:
+        request_id, end = self._running.request_at(slot).request_id, num_tokens // self._kv.block_size
+        for digest in self._kv.digests(request_id, first_block, end):
             self._filler_of.setdefault(digest, slot)
 
     def extended(self, request: Request, prefix: Prefix) -> Prefix:
@@ -79,9 +79,9 @@ class StepSharing:
         if not self._filler_of or request.sampling_params.prompt_logprobs is not None:
             return prefix
         num_found = end = len(prefix.block_ids)
-        chain, last = self._kv.chain(request.request_id), (request.num_tokens - 1) // self._kv.block_size
+        last = (request.num_tokens - 1) // self._kv.block_size
         filler = None
-        for digest in chain[end + 1 : last + 1]:
+        for digest in self._kv.digests(request.request_id, end, last):
             slot = self._filler_of.get(digest)
             if slot is None:
                 break
