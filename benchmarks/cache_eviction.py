@@ -3,11 +3,14 @@
 - Quality: exact match of the built-in model on its held-out retrieval prompts of 1,400 tokens, whose question
   comes last, by scores and by the share of the mean prompt that is kept. What KVCrush retains is part of the
   share: `max_cache_size` is smaller by it.
-- Speed: median time of a decode step of requests at a context, held to a budget, against full KV; and against
-  full KV of prompts as long as the budget, from which the cost of scores and eviction follows.
+- Speed: decode steps of requests at a context, held to a budget, against full KV; and against full KV of
+  contexts as long as the budget, from which the cost of scores and eviction follows. Three engines take
+  turns, for as many steps as a request decodes between two evictions; figures are medians over the rounds.
 
     python benchmarks/cache_eviction.py quality [--prompts 60]
     python benchmarks/cache_eviction.py speed [--model DIR] [--requests 16] [--context 4000] [--budget 672]
+
+With the default sizes, `speed` needs 17 GB of memory.
 """
 
 from __future__ import annotations
@@ -19,14 +22,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from random_model import random_model
 
-from quire import LLM, AggregationMode, CacheEvictionConfig, SamplingParams
-from quire.config import KVCrushConfig
+from quire import (
+    LLM,
+    AggregationMode,
+    CacheEvictionConfig,
+    EngineConfig,
+    KVCrushConfig,
+    SamplingParams,
+    SchedulerConfig,
+)
 from quire.engine.core import EngineCore
+from quire.engine.messages import EngineCoreRequest
 from quire.models.checkpoints.hub import resolve_model
+from quire.scheduling.outputs import SchedulerStats
 
 BLOCK_SIZE = 16
+CHUNK = 512  # tokens of a prompt in one step
+FIRST_ID, END_ID = 10, 250  # token ids of prompts, which every model has
 RETAINED = 8  # blocks, of KVCrush
 SHARES = {"1/4": 0.25, "3/8": 0.375, "1/2": 0.5, "3/4": 0.75}
 MODES = {
@@ -78,49 +93,77 @@ def quality(options: argparse.Namespace) -> None:
         print(f"| {name} | " + " | ".join(f"{share:.1%}" for share in found) + " |", flush=True)
 
 
-def decode_seconds(model: str, count: int, length: int, steps: int, options: dict[str, Any]) -> float:
-    """Return the median seconds of a step that decodes `count` requests with prompts of `length` tokens."""
-    seconds: list[float] = []
-    step = EngineCore.step
+class Decoding:
+    """An engine whose requests have computed their prompts and go on decoding, all in each step.
 
-    def timed(core: EngineCore, *args: Any, **kwargs: Any) -> Any:
+    Args:
+        model: directory of the model.
+        count: requests.
+        length: tokens of each prompt.
+        held: tokens that a request keeps in the end, but for those decoded beside other prompts.
+        steps: the most that will be decoded once all prompts are computed.
+        options: of the scheduler.
+    """
+
+    def __init__(
+        self, model: str, count: int, length: int, *, held: int, steps: int, options: dict[str, Any]
+    ) -> None:
+        # Prompts are computed one after the other, while the requests before them decode.
+        num_prompt_steps = count * (-(-length // CHUNK) + 1)
+        num_output = num_prompt_steps + steps
+        num_blocks = (count * (held + num_prompt_steps + BLOCK_SIZE) + length) // BLOCK_SIZE
+        scheduler = SchedulerConfig(
+            num_kv_blocks=num_blocks, max_num_batched_tokens=CHUNK, enable_prefix_caching=False, **options
+        )
+        self._core = EngineCore(EngineConfig(model=model, scheduler=scheduler), Path(model))
+        waiting = {f"request-{index}" for index in range(count)}
+        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+        for index, name in enumerate(sorted(waiting)):
+            ids = np.random.default_rng(index).integers(FIRST_ID, END_ID, length).tolist()
+            self._core.add(EngineCoreRequest([(name, 0)], ids, params))
+        while waiting:
+            waiting -= {output.request_id for output in self._core.step()[0] if output.new_token_ids}
+
+    def seconds(self, steps: int) -> float:
+        """Return the mean time of the next steps."""
         started = time.perf_counter()
-        result = step(core, *args, **kwargs)
-        seconds.append(time.perf_counter() - started)
-        return result
+        for _ in range(steps):
+            self._core.step()
+        return (time.perf_counter() - started) / steps
 
-    num_blocks = count * (-(-(length + 8 * steps) // BLOCK_SIZE) + 4)
-    params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
-    EngineCore.step = timed  # type: ignore[method-assign]
-    try:
-        with LLM(model, num_kv_blocks=num_blocks, enable_prefix_caching=False, **options) as llm:
-            vocabulary = llm.info.vocab_size - 1000
-            prompts = [
-                [1000 + (index * 7919 + place * 104729) % vocabulary for place in range(length)]
-                for index in range(count)
-            ]
-            llm.generate(prompts, params)
-    finally:
-        EngineCore.step = step  # type: ignore[method-assign]
-    return statistics.median(seconds[-steps // 2 :])
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's counts."""
+        return self._core.stats()
+
+    def close(self) -> None:
+        """End the requests and the engine."""
+        self._core.shutdown()
 
 
 def speed(options: argparse.Namespace, model: str) -> None:
     """Print tokens per second, and the share of scores and eviction."""
-    held = eviction(options.budget, AggregationMode.NORM_SUM, 0)
-    kinds = {
-        "full KV": (options.context, {}),
-        "held": (options.context, held),
-        "short": (options.budget, {}),
+    steps = options.rounds * BLOCK_SIZE
+    whole, part = options.context + steps, options.budget + BLOCK_SIZE
+    sizes: dict[str, tuple[int, int, dict[str, Any]]] = {
+        "full KV": (options.context, whole, {}),
+        "held": (options.context, part, eviction(options.budget, AggregationMode.NORM_SUM, 0)),
+        "short": (options.budget - steps // 2, part + steps, {}),
     }
-    seconds = {
-        name: decode_seconds(model, options.requests, length, options.steps, chosen)
-        for name, (length, chosen) in kinds.items()
+    engines = {
+        name: Decoding(model, options.requests, length, held=held, steps=steps, options=chosen)
+        for name, (length, held, chosen) in sizes.items()
     }
-    for name, value in seconds.items():
-        print(f"{name:10}{options.requests / value:10.1f} tokens/s")
-    print(f"held / full KV {seconds['full KV'] / seconds['held']:.2f}")
-    print(f"scores and eviction {1 - seconds['short'] / seconds['held']:.1%} of a step")
+    rounds = [
+        {name: engine.seconds(BLOCK_SIZE) for name, engine in engines.items()} for _ in range(options.rounds)
+    ]
+    for name, engine in engines.items():
+        rate = options.requests / statistics.median(found[name] for found in rounds)
+        print(f"{name:10}{rate:10.1f} tokens/s, {engine.stats().num_evicted_blocks} blocks evicted")
+        engine.close()
+    gain = statistics.median(found["full KV"] / found["held"] for found in rounds)
+    own = statistics.median(1 - found["short"] / found["held"] for found in rounds)
+    print(f"held / full KV {gain:.2f}")
+    print(f"scores and eviction {own:.1%} of a step")
 
 
 def main() -> None:
@@ -134,7 +177,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--context", type=int, default=4000, help="prompt tokens of each request")
     parser.add_argument("--budget", type=int, default=672, help="tokens that a request keeps")
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=8, help="of 16 steps of each engine")
     options = parser.parse_args()
     if options.part == "quality":
         quality(options)
