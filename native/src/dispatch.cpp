@@ -2,8 +2,18 @@
 
 #include <cstring>
 
+#if defined(QUIRE_HAS_amx)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace quire {
 
+#if defined(QUIRE_HAS_amx)
+namespace amx {
+extern const Kernels kKernels;
+}
+#endif
 #if defined(QUIRE_HAS_avx512bf16)
 namespace avx512bf16 {
 extern const Kernels kKernels;
@@ -39,10 +49,24 @@ bool has_avx512() {
 }
 
 bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// Linux gives the tile registers only to a process that asks for them, and to all of its threads.
+bool may_use_tiles() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool has_amx() {
+  return has_avx512bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+         __builtin_cpu_supports("amx-int8") && may_use_tiles();
+}
 #endif
 
 // Best first.
 const Candidate kCandidates[] = {
+#if defined(QUIRE_HAS_amx)
+    {&amx::kKernels, has_amx},
+#endif
 #if defined(QUIRE_HAS_avx512bf16)
     {&avx512bf16::kKernels, has_avx512bf16},
 #endif

@@ -64,12 +64,16 @@ struct LinearCall {
 // Where the parts of the scratch memory of a call begin, in bytes.
 struct LinearScratch {
   int64_t rows = 0;     // the rows as the format wants them
+  int64_t row_bytes;    // from one row to the next
   int64_t row_numbers;  // kInt8: the scale of each row; kInt4: the sums of each row's groups
   int64_t total;
 
   LinearScratch(const PackedWeight& weight, int64_t num_rows) {
     const int64_t num_groups = weight.format == WeightFormat::kInt4 ? weight.in_features / weight.group_size : 1;
-    row_numbers = round_up(num_rows * (weight.in_features + 3) * (weight.format == WeightFormat::kFloat32 ? 4 : 2), kLine);
+    const int64_t input_bytes = weight.format == WeightFormat::kFloat32 ? 4 : weight.format == WeightFormat::kInt8 ? 1 : 2;
+    // An odd number of lines, so that the same place of many rows is not in the same few sets of a cache.
+    row_bytes = (ceil_div(weight.in_features * input_bytes, kLine) | 1) * kLine;
+    row_numbers = num_rows * row_bytes;
     total = row_numbers + num_rows * num_groups * 4;
   }
 };

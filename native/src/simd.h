@@ -36,6 +36,7 @@ QUIRE_INLINE To bits_as(const From& from) {
 QUIRE_INLINE f32x16 splat(float value) { return value - f32x16{}; }
 
 QUIRE_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+QUIRE_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 QUIRE_INLINE f32x16 maximum(f32x16 a, f32x16 b) { return a > b ? a : b; }
 QUIRE_INLINE f32x16 minimum(f32x16 a, f32x16 b) { return a < b ? a : b; }

@@ -11,7 +11,7 @@ import pytest
 from pairwise import pairwise
 from quire.kernels.cpu import _native
 
-INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512bf16"]
+INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512bf16", "amx"]
 
 
 def on_instruction_sets(**values: Iterable[Any]) -> pytest.MarkDecorator:

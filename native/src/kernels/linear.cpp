@@ -3,6 +3,9 @@
 
 #include "linear_formats.h"
 #include "linear_rows.h"
+#if defined(__AMX_BF16__)
+#include "linear_amx.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 
@@ -60,6 +63,11 @@ MultiplyTile<Format> tile_function(int num_rows) {
 template <class Format, class Finish>
 QUIRE_INLINE void multiply_panel(const typename Format::Row* rows, int64_t row_stride, int64_t first_row, int64_t last_row,
                                  int64_t num_steps, const char* panel, int64_t panel_bytes, const Finish& finish) {
+#if defined(__AMX_BF16__)
+  if constexpr (Format::kHasTiles) {
+    return multiply_amx_panel<Format>(rows, row_stride, first_row, last_row, num_steps, panel, panel_bytes, finish);
+  }
+#endif
   const char* next = panel + panel_bytes;
   const int64_t half = num_steps * kLine;  // bytes of the next panel that a pass with one line for each step fetches
   for_each_tile(first_row, last_row, [&](int64_t row, int count, int64_t tile, int64_t num_tiles) {
@@ -72,6 +80,20 @@ QUIRE_INLINE void multiply_panel(const typename Format::Row* rows, int64_t row_s
   });
 }
 
+// Whether rows can be multiplied where they are.
+template <class Format>
+bool is_direct(const LinearCall& call) {
+  const WeightFormat format = call.weight->format;
+  const DType wanted = format == WeightFormat::kFloat32   ? DType::kFloat32
+                       : format == WeightFormat::kFloat16 ? DType::kFloat16
+                                                          : DType::kBFloat16;
+  if (call.row_type != wanted) return false;
+  if constexpr (Format::kHasTiles) {
+    return call.num_rows <= Format::kRowsTogether && call.weight->in_features * sizeof(typename Format::Row) % kLine == 0;
+  }
+  return call.weight->in_features % Format::kInputs == 0;
+}
+
 template <class Format>
 void multiply_float(const LinearCall& call, ThreadPool& pool) {
   using Row = typename Format::Row;
@@ -79,27 +101,21 @@ void multiply_float(const LinearCall& call, ThreadPool& pool) {
   const int64_t num_steps = ceil_div(weight.in_features, Format::kInputs);
   const Row* rows = static_cast<const Row*>(call.rows);
   int64_t row_stride = call.row_stride;
-  const bool is_direct = sizeof(Row) == (call.row_type == DType::kFloat32 ? 4 : 2) &&
-                         (call.row_type == DType::kBFloat16) == (weight.format == WeightFormat::kBFloat16) &&
-                         weight.in_features % Format::kInputs == 0;
-  if (!is_direct) {
-    Row* converted = reinterpret_cast<Row*>(call.scratch);
-    row_stride = num_steps * Format::kInputs;
+  if (!is_direct<Format>(call)) {
+    const LinearScratch scratch(weight, call.num_rows);
+    Row* converted = reinterpret_cast<Row*>(call.scratch + scratch.rows);
+    row_stride = scratch.row_bytes / sizeof(Row);
     parallel_for(pool, call.num_rows,
                  [&](int64_t row, int) { convert_row(call, row, converted + row * row_stride, row_stride); });
     rows = converted;
   }
-  const Split split = split_rows(call.num_rows, weight.num_panels(), pool.num_threads());
-  parallel_for(pool, weight.num_panels() * split.num_row_tasks, [&](int64_t task, int) {
-    const int64_t panel = task / split.num_row_tasks;
-    const int64_t first_row = task % split.num_row_tasks * split.rows_per_task;
+  for_each_task(call, pool, Format::kRowsTogether, [&](int64_t panel, int64_t first_row, int64_t last_row) {
     const int64_t column = panel * kPanelColumns;
     const int64_t count = min(weight.out_features - column, kPanelColumns);
     f32x16 bias[2];
     load_bias(call.bias, column, count, bias);
-    multiply_panel<Format>(rows, row_stride, first_row, min(first_row + split.rows_per_task, call.num_rows), num_steps,
-                           weight.panels + panel * weight.panel_bytes(), weight.panel_bytes(),
-                           [&](int64_t row, f32x16(&sums)[2]) {
+    multiply_panel<Format>(rows, row_stride, first_row, last_row, num_steps, weight.panels + panel * weight.panel_bytes(),
+                           weight.panel_bytes(), [&](int64_t row, f32x16(&sums)[2]) {
                              f32x16 values[2] = {sums[0] + bias[0], sums[1] + bias[1]};
                              store_row(call, row, column, count, values);
                            });
@@ -108,17 +124,14 @@ void multiply_float(const LinearCall& call, ThreadPool& pool) {
 
 void multiply_int8(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
-  const int64_t num_steps = (weight.in_features + 3) / 4;
-  const int64_t row_stride = num_steps * 4;
+  const int64_t num_steps = ceil_div(weight.in_features, Int8Format::kInputs);
   const LinearScratch scratch(weight, call.num_rows);
+  const int64_t row_stride = scratch.row_bytes;
   float* scales = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
   uint8_t* rows = reinterpret_cast<uint8_t*>(call.scratch + scratch.rows);
   parallel_for(pool, call.num_rows,
                [&](int64_t row, int) { scales[row] = quantize_row(call, row, rows + row * row_stride, row_stride); });
-  const Split split = split_rows(call.num_rows, weight.num_panels(), pool.num_threads());
-  parallel_for(pool, weight.num_panels() * split.num_row_tasks, [&](int64_t task, int) {
-    const int64_t panel = task / split.num_row_tasks;
-    const int64_t first_row = task % split.num_row_tasks * split.rows_per_task;
+  for_each_task(call, pool, Int8Format::kRowsTogether, [&](int64_t panel, int64_t first_row, int64_t last_row) {
     const int64_t column = panel * kPanelColumns;
     const int64_t count = min(weight.out_features - column, kPanelColumns);
     const char* data = weight.panels + panel * weight.panel_bytes();
@@ -128,8 +141,8 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
     load_bias(call.bias, column, count, bias);
     std::memcpy(column_scale, tail, sizeof column_scale);
     std::memcpy(column_sum, tail + kPanelColumns * 4, sizeof column_sum);
-    multiply_panel<Int8Format>(rows, row_stride, first_row, min(first_row + split.rows_per_task, call.num_rows), num_steps, data,
-                               weight.panel_bytes(), [&](int64_t row, i32x16(&sums)[2]) {
+    multiply_panel<Int8Format>(rows, row_stride, first_row, last_row, num_steps, data, weight.panel_bytes(),
+                               [&](int64_t row, i32x16(&sums)[2]) {
                                  f32x16 values[2];
                                  for (int half = 0; half < 2; ++half) {
                                    const f32x16 exact = __builtin_convertvector(sums[half] - column_sum[half] * 128, f32x16);

@@ -4,6 +4,9 @@
 #include "bf16_pairs.h"
 #include "linear.h"
 #include "simd.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 
@@ -18,6 +21,7 @@ constexpr int kTileRows = 2;
 
 constexpr int kTasksPerThread = 64;          // wanted where there are many rows
 constexpr int kMinTaskRows = 8 * kTileRows;  // fewer are not worth reading a panel again
+constexpr int64_t kMaxTaskBytes = 1 << 20;   // of rows, so that they stay in the second-level cache from panel to panel
 
 // -- formats: how one step along the inputs adds to the sums of 2 x 16 columns --------------------------------------------
 
@@ -35,6 +39,8 @@ struct Float32Format {
   }
   using Column = f32x16;
   static QUIRE_INLINE void add(Sum& sum, Input input, Column column) { sum += input * column; }
+  static constexpr bool kHasTiles = false;
+  static constexpr int kRowsTogether = kTileRows;
 };
 
 struct Float16Format : Float32Format {
@@ -61,6 +67,17 @@ struct BFloat16Format {
     std::memcpy(&columns[1], at + sizeof columns[0], sizeof columns[1]);
   }
   static QUIRE_INLINE void add(Sum& sum, Input input, Column column) { add_pair_products(sum, input, column); }
+#if defined(__AMX_BF16__)
+  static constexpr bool kHasTiles = true;
+  static constexpr int kRowsTogether = 2 * kTileLines;
+  template <int kSums, int kRows, int kColumns>
+  static QUIRE_INLINE void add_tile_products() {
+    add_bf16_products<kSums, kRows, kColumns>();
+  }
+#else
+  static constexpr bool kHasTiles = false;
+  static constexpr int kRowsTogether = kTileRows;
+#endif
 };
 
 // Inputs are stored with 128 added, as the instruction wants them unsigned; the sum of the column takes that away again.
@@ -92,6 +109,17 @@ struct Int8Format {
     }
 #endif
   }
+#if defined(__AMX_INT8__)
+  static constexpr bool kHasTiles = true;
+  static constexpr int kRowsTogether = 2 * kTileLines;
+  template <int kSums, int kRows, int kColumns>
+  static QUIRE_INLINE void add_tile_products() {
+    add_int8_products<kSums, kRows, kColumns>();
+  }
+#else
+  static constexpr bool kHasTiles = false;
+  static constexpr int kRowsTogether = kTileRows;
+#endif
 };
 
 // -- tasks and tiles ----------------------------------------------------------------------------------------------------
@@ -102,13 +130,25 @@ struct Split {
 };
 
 // A task is a panel and some of the rows: all of them, unless they are so many that a task would be long enough for threads to
-// wait for the one that has the last.
-inline Split split_rows(int64_t num_rows, int64_t num_panels, int num_threads) {
+// wait for the one that has the last, or do not fit into the cache.
+inline Split split_rows(int64_t num_rows, int64_t row_bytes, int64_t num_panels, int num_threads, int rows_together) {
   const int64_t wanted = ceil_div(static_cast<int64_t>(num_threads) * kTasksPerThread, num_panels);
-  const int64_t most = num_rows / kMinTaskRows;
-  const int64_t row_tasks = wanted < most ? wanted : most > 1 ? most : 1;
-  const int64_t rows_per_task = round_up(ceil_div(num_rows, row_tasks), kTileRows);
+  const int64_t most = max(num_rows / kMinTaskRows, 1);
+  const int64_t row_tasks = max(min(wanted, most), ceil_div(num_rows * row_bytes, kMaxTaskBytes));
+  const int64_t rows_per_task = round_up(ceil_div(num_rows, row_tasks), rows_together);
   return {rows_per_task, ceil_div(num_rows, rows_per_task)};
+}
+
+// Calls multiply(panel, first_row, last_row) for all panels and rows, on all threads.
+template <class Multiply>
+void for_each_task(const LinearCall& call, ThreadPool& pool, int rows_together, const Multiply& multiply) {
+  const int64_t num_panels = call.weight->num_panels();
+  const int64_t row_bytes = LinearScratch(*call.weight, call.num_rows).row_bytes;
+  const Split split = split_rows(call.num_rows, row_bytes, num_panels, pool.num_threads(), rows_together);
+  parallel_for(pool, num_panels * split.num_row_tasks, [&](int64_t task, int) {
+    const int64_t first_row = task / num_panels * split.rows_per_task;
+    multiply(task % num_panels, first_row, min(first_row + split.rows_per_task, call.num_rows));
+  });
 }
 
 // Calls visit(first_row, count, pass) for tiles of nearly equal height.

@@ -120,11 +120,7 @@ Rows convert_rows(const LinearCall& call, ThreadPool& pool) {
 void multiply_int4(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const Rows rows = convert_rows(call, pool);
-  const Split split = split_rows(call.num_rows, weight.num_panels(), pool.num_threads());
-  parallel_for(pool, weight.num_panels() * split.num_row_tasks, [&](int64_t task, int) {
-    const int64_t panel = task / split.num_row_tasks;
-    const int64_t first_row = task % split.num_row_tasks * split.rows_per_task;
-    const int64_t last_row = min(first_row + split.rows_per_task, call.num_rows);
+  for_each_task(call, pool, kTileRows, [&](int64_t panel, int64_t first_row, int64_t last_row) {
     const int64_t column = panel * kPanelColumns;
     const int64_t count = min(weight.out_features - column, kPanelColumns);
     f32x16 bias[2];

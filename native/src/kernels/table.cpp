@@ -1,14 +1,13 @@
-// The table of one instruction set. Compiled once for each.
+// The table of one instruction set. Compiled once for each; see kernels.cmake for those that have only some kernels of their own.
 #include "dispatch.h"
 
 #define QUIRE_TEXT_OF(name) #name
 #define QUIRE_TEXT(name) QUIRE_TEXT_OF(name)
 
-namespace quire::QUIRE_ISA {
+namespace quire::QUIRE_BASE_ISA {
 
 int64_t pack_scratch(const PackCall& call, int num_threads);
 void pack(const PackCall& call, ThreadPool& pool);
-void linear(const LinearCall& call, ThreadPool& pool);
 int64_t attention_scratch(const AttentionCall& call, int num_threads);
 void attention(const AttentionCall& call, ThreadPool& pool);
 int64_t mass_scratch(const AttentionCall& call, const KeySelection& selection, int num_threads);
@@ -20,6 +19,14 @@ void largest(const LargestCall& call, ThreadPool& pool);
 void likeliest(const LikeliestCall& call, ThreadPool& pool);
 void sum_exp(const SumExpCall& call, ThreadPool& pool);
 void ranks(const RanksCall& call, ThreadPool& pool);
+
+}  // namespace quire::QUIRE_BASE_ISA
+
+namespace quire::QUIRE_ISA {
+
+using namespace QUIRE_BASE_ISA;
+
+void linear(const LinearCall& call, ThreadPool& pool);
 
 extern const Kernels kKernels;
 const Kernels kKernels = {

@@ -1,4 +1,4 @@
-"""Dense layers on packed weights, at the speed of memory for one row and of the vector units for many.
+"""Dense layers on packed weights, at the speed of memory for one row, of vector or matrix units for many.
 
 Where torch's oneDNN reaches the same rate, it does so from some tens of rows on; these kernels do from eight
 (docs/benchmarks.md), and give a row the same bits for every number of rows in every type.
