@@ -54,6 +54,15 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{tests[room]:6} {duration:7.1f}  {room}")
 
 
+@pytest.fixture
+def preloaded_engines():
+    """Let engine processes, and those of ranks, start with torch imported (tests/preloaded.py)."""
+    import preloaded  # not on the path yet when this file is read
+
+    with preloaded.engines():
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
     """Directory of a random Qwen3 of 512 tokens' length, in float32."""

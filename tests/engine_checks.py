@@ -6,8 +6,7 @@ import os
 import select
 from pathlib import Path
 
-import psutil
-
+import preloaded
 from quire import LLM, ContinuousBatchingPipeline, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.front.live_requests import LiveRequests
@@ -32,11 +31,8 @@ def core_of(llm: LLM | ContinuousBatchingPipeline) -> EngineCore:
 
 def engine_pid() -> int:
     """Return the process id of the one engine that this process has started."""
-    commands = {-1: []}
-    while not all(commands.values()):  # a process that has just been started has none for a moment
-        commands = {child.pid: child.cmdline() for child in psutil.Process().children()}
-    (engine,) = [pid for pid, command in commands.items() if "quire.engine.process" in command]
-    return engine
+    [engine] = preloaded.other_children()
+    return engine.pid
 
 
 def check_after_every_step(core: EngineCore) -> EngineCore:

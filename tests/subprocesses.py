@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import preloaded
+
 LIMIT = 100.0  # seconds; the slowest take about five on an idle machine
 
 # Runs in the child before the program. Signals that the test run ignores (SIGINT, if a shell started it in
@@ -27,19 +29,21 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], *, limit: float = LIMIT, **options: Any
+    command: Sequence[str], *, limit: float = LIMIT, preload: bool = False, **options: Any
 ) -> Iterator[subprocess.Popen[Any]]:
     """Run a program in a process group of its own while the block lasts, then kill the group.
 
     Args:
         limit: seconds after which the group is killed within the block: reads from the program then end.
+        preload: let a Python program start with torch and Quire imported (tests/preloaded.py).
         options: for `subprocess.Popen`.
 
     Raises:
         TimeoutError: the block ended because of the limit.
     """
-    launch = [sys.executable, "-I", "-S", "-c", LAUNCHER, *command]
-    with subprocess.Popen(launch, start_new_session=True, **options) as process:
+    launch = [*command] if preload else [sys.executable, "-I", "-S", "-c", LAUNCHER, *command]
+    popen = preloaded.Popen if preload else subprocess.Popen
+    with popen(launch, start_new_session=True, **options) as process:
         expired = threading.Event()
 
         def expire() -> None:
@@ -58,12 +62,10 @@ def started(
                 raise TimeoutError(f"{list(command)} ran for more than {limit} seconds")
 
 
-def run(
-    command: Sequence[str], *, stdin: str = "", limit: float = LIMIT, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; raises `TimeoutError` after `limit` seconds."""
+def run(command: Sequence[str], *, stdin: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; `options` are those of `started`."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with started(command, limit=limit, **pipes, **options) as process:
+    with started(command, **pipes, **options) as process:
         stdout, stderr = process.communicate(stdin)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 

@@ -66,7 +66,7 @@ def test_latency_of_the_built_in_model():
     assert data["settings"]["engine"]["scheduler"]["num_kv_blocks"] == 256
 
 
-def test_serving_of_the_built_in_model(tmp_path: Path):
+def test_serving_of_the_built_in_model(tmp_path: Path, preloaded_engines):
     plot, file = tmp_path / "latencies.svg", tmp_path / "figures.json"
     result = bench(
         "serve",
@@ -93,7 +93,7 @@ def server_url():
     command = [*QUIRE, "serve", "--port", "0", "--served-model-name", "small", "--api-key", "key", *SMALL]
     limit = 600  # of all tests that use it
     with started(
-        command, limit=limit, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, limit=limit, preload=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         yield process.stdout.readline().split()[1]
 
@@ -133,7 +133,7 @@ def test_a_server_that_is_not_there():
     assert result.stderr.startswith("error: cannot reach http://127.0.0.1:1/v1/models: ")
 
 
-def test_requests_that_fail_are_counted_and_end_with_a_status():
+def test_requests_that_fail_are_counted_and_end_with_a_status(preloaded_engines):
     result = bench(
         "serve",
         *("--num-prompts", "6", "--input-len", "8", "--output-len", "4", "--warmup", "0"),

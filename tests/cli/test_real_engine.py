@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 
 import psutil
 import pytest
@@ -18,12 +19,17 @@ QUIRE = [sys.executable, "-m", "quire.cli.main"]
 LONG_ANSWER = ["generate", "Hello", "--ignore-eos", "--max-tokens", "4000"]
 
 
-def quire(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return run([*QUIRE, *arguments], stdin=stdin)
+def quire(*arguments: str, stdin: str = "", preload: bool = True) -> subprocess.CompletedProcess[str]:
+    return run([*QUIRE, *arguments], stdin=stdin, preload=preload)
+
+
+def started_long_answer() -> AbstractContextManager[subprocess.Popen]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return started([*QUIRE, *LONG_ANSWER], preload=True, **pipes)
 
 
 def test_generate_answers_the_same_every_time_and_as_json():
-    text = quire("generate", "What is a KV block?")
+    text = quire("generate", "What is a KV block?", preload=False)
     lines = quire("generate", "What is a KV block?", "What is a KV block?", "--output", "-")
     assert (text.returncode, lines.returncode) == (0, 0), text.stderr + lines.stderr
     records = [json.loads(line) for line in lines.stdout.splitlines()]
@@ -43,7 +49,7 @@ def test_the_front_process_does_not_import_torch():
 
 
 def test_ctrl_c_ends_the_command_and_its_engine():
-    with started([*QUIRE, *LONG_ANSWER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started_long_answer() as process:
         assert process.stdout.read(1)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
@@ -55,7 +61,7 @@ def test_ctrl_c_ends_the_command_and_its_engine():
 
 
 def test_a_reader_that_goes_away_ends_the_command_quietly():
-    with started([*QUIRE, *LONG_ANSWER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started_long_answer() as process:
         assert process.stdout.read(1)
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()

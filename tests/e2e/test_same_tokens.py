@@ -145,7 +145,7 @@ def test_with_another_block_size(numbers):
         assert_as_alone(run(llm, ALL), numbers)
 
 
-# A process takes seconds to start, so each kind of kernel has one.
+# Each kind of kernel has a process.
 @pytest.mark.parametrize(
     ("numbers", "num_threads"),
     [
@@ -157,7 +157,7 @@ def test_with_another_block_size(numbers):
         ("reference-bfloat16", 2),
     ],
 )
-def test_after_a_restart_on_another_number_of_threads(numbers, num_threads):
+def test_after_a_restart_on_another_number_of_threads(numbers, num_threads, preloaded_engines):
     with LLM(
         "mini", **NUMBERS[numbers], num_kv_blocks=1024, engine_process=True, num_threads=num_threads
     ) as llm:

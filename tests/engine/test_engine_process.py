@@ -69,7 +69,9 @@ def sockets(tmp_path, monkeypatch) -> Path:
 
 
 @contextlib.contextmanager
-def started_front(checkpoint: str, how: str) -> Iterator[tuple[subprocess.Popen, int]]:
+def started_front(
+    checkpoint: str, how: str, *, preload: bool = True
+) -> Iterator[tuple[subprocess.Popen, int]]:
     """Start a front process; yields it with the process id of its engine."""
     environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent.parent}"}
     with started(
@@ -78,6 +80,7 @@ def started_front(checkpoint: str, how: str) -> Iterator[tuple[subprocess.Popen,
         stderr=subprocess.DEVNULL,
         env=environment,
         text=True,
+        preload=preload,
     ) as front:
         yield front, int(front.stdout.readline())
 
@@ -105,13 +108,13 @@ def test_the_engine_ends_with_its_front(checkpoint, sockets, how, number):
 
 def test_ctrl_c_in_the_terminal_reaches_the_front_alone(checkpoint, sockets):
     """The whole process group gets SIGINT; the engine leaves it to the front what to do."""
-    with started_front(checkpoint, "running") as (front, engine):
+    with started_front(checkpoint, "running", preload=False) as (front, engine):
         os.killpg(front.pid, signal.SIGINT)
         assert wait_for_end(engine)
         assert front.wait() != 0
 
 
-async def test_requests_of_a_killed_engine_are_answered(checkpoint, sockets):
+async def test_requests_of_a_killed_engine_are_answered(checkpoint, sockets, preloaded_engines):
     llm = AsyncLLM(tiny_config(checkpoint))
     streams = [
         llm.generate("the", LONG),
@@ -204,7 +207,7 @@ print(engine.is_running())
     assert python_output(program, checkpoint) == "False\n"
 
 
-def test_the_socket_directory_is_private_and_gone_once_connected(checkpoint, sockets):
+def test_the_socket_directory_is_private_and_gone_once_connected(checkpoint, sockets, preloaded_engines):
     llm = LLM(checkpoint, engine_process=True, **TINY)
     (directory,) = sockets.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+import preloaded
 from engine_checks import check_after_every_step, core_of, engine_pid, is_zombie, wait_for_end
 from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.engine.core import EngineCore
@@ -79,7 +80,7 @@ def kill_in_step(core: EngineCore, pid: int, *, number: int) -> None:
     core.ranks.send = send_and_kill
 
 
-def test_an_error_on_another_rank_ends_the_engine_with_its_reason(checkpoint):
+def test_an_error_on_another_rank_ends_the_engine_with_its_reason(checkpoint, preloaded_engines):
     with LLM(checkpoint, tensor_parallel_size=2, num_kv_blocks=64, num_threads=1) as llm:
         ranks = core_of(llm).ranks
         ranks.send(CopyBlocks(np.array([[0, 64]], dtype=np.int32)))
@@ -108,7 +109,7 @@ def test_other_ranks_are_told_all_of_a_step():
     assert {field.name for field in dataclasses.fields(AttentionBatch)} - sent == {"key_scores", "plans"}
 
 
-def test_a_rank_that_hangs_ends_the_engine(checkpoint):
+def test_a_rank_that_hangs_ends_the_engine(checkpoint, preloaded_engines):
     settings = {"tensor_parallel_size": 2, "tensor_parallel_timeout": 2.0}
     with LLM(checkpoint, num_kv_blocks=64, num_threads=1, **settings) as llm:
         [pid] = core_of(llm).ranks.pids
@@ -120,7 +121,7 @@ def test_a_rank_that_hangs_ends_the_engine(checkpoint):
     assert not psutil.pid_exists(pid)
 
 
-async def test_an_idle_engine_process_ends_with_a_rank(checkpoint):
+async def test_an_idle_engine_process_ends_with_a_rank(checkpoint, preloaded_engines):
     scheduler = SchedulerConfig(num_kv_blocks=64)
     llm = AsyncLLM(EngineConfig(model=checkpoint, num_threads=1, tensor_parallel_size=2, scheduler=scheduler))
     await llm.wait_until_ready()
@@ -153,7 +154,8 @@ asyncio.run(main())
 
 def test_no_rank_outlives_the_front(checkpoint):
     command = [sys.executable, "-c", FRONT, checkpoint]
-    with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as front:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with started(command, preload=True, **pipes) as front:
         pids = [int(pid) for pid in front.stdout.readline().split()]
         assert len(pids) == 2  # engine and rank 1
         os.kill(front.pid, signal.SIGKILL)
@@ -179,7 +181,7 @@ def test_ranks_end_with_their_group():
     assert not is_zombie(pid)
 
 
-def test_a_shard_that_cannot_be_loaded_is_the_reason(checkpoint, monkeypatch):
+def test_a_shard_that_cannot_be_loaded_is_the_reason(checkpoint, monkeypatch, preloaded_engines):
     start = RankGroup.start
 
     def with_another_path(ranks, start_of):
@@ -188,7 +190,7 @@ def test_a_shard_that_cannot_be_loaded_is_the_reason(checkpoint, monkeypatch):
     monkeypatch.setattr(RankGroup, "start", with_another_path)
     with pytest.raises(EngineDeadError, match=r"rank 1 failed: .*/nowhere"):
         LLM(checkpoint, tensor_parallel_size=2, num_kv_blocks=64, num_threads=1)
-    assert not psutil.Process().children()
+    assert not preloaded.other_children()
 
 
 def test_what_does_not_go_with_several_ranks_is_refused(checkpoint):

@@ -11,9 +11,9 @@ import subprocesses
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(name: str) -> list[str]:
+def run(name: str, *, preload: bool = True) -> list[str]:
     """Run an example as a user would, and return the lines that it prints."""
-    result = subprocesses.run([sys.executable, str(EXAMPLES / f"{name}.py")])
+    result = subprocesses.run([sys.executable, str(EXAMPLES / f"{name}.py")], preload=preload)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return result.stdout.splitlines()
@@ -22,11 +22,11 @@ def run(name: str) -> list[str]:
 def test_every_example_is_tested() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     for example in EXAMPLES.glob("*.py"):
-        assert f'run("{example.stem}")' in source, f"{example.name} has no test"
+        assert f'run("{example.stem}"' in source, f"{example.name} has no test"
 
 
 def test_offline_batch_answers_each_question_below_it() -> None:
-    lines = run("offline_batch")
+    lines = run("offline_batch", preload=False)
     assert lines[0::2] == [
         "What is a KV block?", "What is continuous batching?", "What is 27 + 58?", "What is 31 + 16?",
     ]  # fmt: skip

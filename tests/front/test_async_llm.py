@@ -28,6 +28,8 @@ from quire.front import async_llm, live_requests
 from quire.status import FinishReason
 from quire.structured_outputs import StructuredOutputsParams
 
+pytestmark = pytest.mark.usefixtures("preloaded_engines")
+
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 
 

@@ -80,7 +80,7 @@ def test_kv_is_found_only_with_the_salt_it_was_restored_for(saved):
         assert llm.stats().num_loaded_tokens == 160
 
 
-async def test_an_engine_in_a_process_of_its_own_saves_and_restores(tmp_path, saved):
+async def test_an_engine_in_a_process_of_its_own_saves_and_restores(tmp_path, saved, preloaded_engines):
     llm = AsyncLLM(EngineConfig(num_threads=1, kv_tier="memory", scheduler=SchedulerConfig(num_kv_blocks=64)))
     try:
         assert await llm.save_kv(PROMPT, tmp_path / "async.kv") == 160

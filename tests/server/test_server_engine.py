@@ -11,6 +11,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import preloaded
 from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.config import ServerConfig, SpeculationConfig
 from quire.server.app import create_app
@@ -27,7 +28,8 @@ PROMPT = "copy: b c d b c d b c d b c d b c d"
 
 def started(config: EngineConfig):
     """Yield an engine that any event loop may use, one after the other."""
-    llm = AsyncLLM(config)
+    with preloaded.engines():
+        llm = AsyncLLM(config)
     asyncio.run(llm.wait_until_ready())
     yield llm
     asyncio.run(llm.shutdown())

@@ -54,10 +54,10 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(*, port=0, drain_timeout=20, wait=True, **limit):
+def server_process(*, port=0, drain_timeout=20, wait=True, preload=True, **limit):
     command = [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocesses.started(command, **pipes, **limit) as process:
+    with subprocesses.started(command, preload=preload, **pipes, **limit) as process:
         yield ServerProcess(process, wait=wait)
 
 
@@ -84,7 +84,7 @@ def slow_stream(client):
 
 
 def test_answers_and_ends_cleanly(started):
-    server = started()
+    server = started(preload=False)
     assert server.ready_line.startswith("Ready: http://127.0.0.1:")
     assert f"curl {server.url}/v1/chat/completions" in server.try_line
     client = server.client()
