@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine_checks import tiny_config
+from faulty_connector import FaultyConnector
 from quire.engine import loop as engine_loop
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
@@ -23,15 +25,16 @@ from quire.structured_outputs import StructuredOutputsParams
 class Engine:
     """A loop on a clock that stands still unless it is moved."""
 
-    def __init__(self, checkpoint: str) -> None:
+    def __init__(self, checkpoint: str, **options) -> None:
         self.messages = []
         self.now = 100.0
-        self.core = EngineCore(tiny_config(checkpoint), Path(checkpoint))
+        config = dataclasses.replace(tiny_config(checkpoint), **options)
+        self.core = EngineCore(config, Path(checkpoint))
         self.loop = EngineLoop(self.core, self.messages.append, clock=lambda: self.now)
 
-    def add(self, name: str, **params) -> None:
+    def add(self, name: str, prompt=(3, 4, 5), **params) -> None:
         settings = {"max_tokens": 2, "temperature": 0.0, "seed": 0, **params}
-        self.loop.handle(EngineCoreRequest([(name, 0)], [3, 4, 5], SamplingParams(**settings)))
+        self.loop.handle(EngineCoreRequest([(name, 0)], list(prompt), SamplingParams(**settings)))
 
     def run(self) -> None:
         while self.core.has_requests():
@@ -93,6 +96,33 @@ def test_others_go_on_while_a_grammar_is_compiled(engine, may_compile, caplog):
         assert engine.loop.step_and_send()
     assert not engine.finished.get("structured")
     assert not caplog.records
+
+
+class SlowConnector(FaultyConnector):
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, load_steps=1)
+
+
+def test_a_load_that_takes_long_is_no_stall(checkpoint, caplog):
+    engine = Engine(checkpoint, kv_connector="test_stall.SlowConnector")
+    prompt = range(40)
+    engine.add("first", prompt)
+    engine.run()
+    connector = engine.core.scheduler.get_kv_connector()
+    assert engine.core.scheduler.reset_prefix_cache()
+    connector.never_answer_next_loads(1)
+    engine.add("loading", prompt)
+    engine.loop.step_and_send()
+    for _ in range(3):
+        assert not engine.loop.step_and_send()
+        engine.now += engine_loop.STALL_NOTICE
+    assert engine.core.stats().num_loading == 1
+    assert not caplog.records
+    connector.answer()
+    engine.run()
+    assert engine.core.stats().num_loaded_tokens == 32
+    assert set(engine.finished) == {"first", "loading"}
+    engine.core.shutdown()
 
 
 def test_a_pause_is_in_order_and_the_engine_counts_as_alive(engine, caplog):

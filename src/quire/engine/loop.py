@@ -166,11 +166,12 @@ class EngineLoop:
     def _note_stall(self, now: float) -> bool:
         """Set how long to pause, and return whether the stall is legitimate.
 
-        The reason is logged once per stall; immediately, if the stall is not legitimate.
+        The reason is logged once per stall; immediately, if the stall is not legitimate. Loads of KV are
+        what the engine does then, and end by themselves.
         """
         core, stats = self.core, self.core.stats()
         self.stall_wait = AWAITING_WAIT if stats.num_awaiting else STALL_WAIT
-        if self._stalled_since is None:
+        if self._stalled_since is None or stats.num_loading:
             self._stalled_since = now
         is_legitimate = core.may_stall()
         if not self._stall_is_logged and (not is_legitimate or now - self._stalled_since >= STALL_NOTICE):

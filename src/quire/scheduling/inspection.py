@@ -40,6 +40,7 @@ class Inspection:
             num_steps=self.in_flight.next_step,
             num_leased_blocks=self.holdings.num_leased_blocks,
             num_awaiting=self.state.waiting.num_awaiting,
+            num_loading=self.loads.num_coming,
         )
 
     def check_invariants(self) -> None:

@@ -58,6 +58,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     resumed_queried_tokens: int = 0  # tokens of preempted requests looked up when they started again
     resumed_hit_tokens: int = 0  # of those, found
     kv_connector: KVConnectorStats | None = None  # what the KV connector counts, if there is one and it does
+    num_loading: int = 0  # of those that await something: until KV has come from elsewhere
     num_evicted_blocks: int = 0  # that sequences have given back while they ran, see `CacheEvictionConfig`
 
     @property
