@@ -155,24 +155,31 @@ def naive_attention(
 
 
 def naive_weights_and_values(
-    sequences: Sequences, index: int, *, window: int, softcap: float, sinks: torch.Tensor | None
+    sequences: Sequences,
+    index: int,
+    *,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights [heads, length, length] too."""
+    """Return the weights [heads, length - first, length] too, of the queries from `first` on."""
     query, key, value = (part[index].double() for part in (sequences.query, sequences.key, sequences.value))
+    length, query = len(query), query[first:]
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    place = torch.arange(len(query))
-    hidden = place[None, :] > place[:, None]
+    key_place, query_place = torch.arange(length)[None, :], torch.arange(first, length)[:, None]
+    hidden = key_place > query_place
     if window:
-        hidden |= place[None, :] <= place[:, None] - window
+        hidden |= key_place <= query_place - window
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         column = sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
         scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(-1)[:, :, : len(query)]
+    weights = scores.softmax(-1)[:, :, :length]
     return weights, torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -250,8 +257,9 @@ def check_key_scores(kernel: Any, *, block_size: int, window: int) -> None:
     first, summed = [0, 60, 0, 1, 2], [True, False, False, False, True]
     _, scores = scored.scores(kernel, first=first, summed=summed, **options)
     for index, (length, count) in enumerate(zip(scored.LENGTHS, scored.COUNTS, strict=True)):
-        weights, _ = naive_weights_and_values(scored.sequences, index, **options)
-        expected = weights.sum(0)[length - count + first[index] :]
+        scoring = length - count + first[index]
+        weights, _ = naive_weights_and_values(scored.sequences, index, **options, first=scoring)
+        expected = weights.sum(0)
         if summed[index]:
             sums = scores.sums_of(index).double() * SCORE_UNIT
             torch.testing.assert_close(sums, expected.sum(0), atol=2e-5, rtol=0)

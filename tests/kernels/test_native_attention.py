@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,10 +54,16 @@ def check_against_naive(
     sequences: Sequences, outputs: list[torch.Tensor], types: tuple[torch.dtype, torch.dtype], **options: Any
 ) -> None:
     cached = sequences.as_cached(*types)
+    expected = [naive_attention(cached, index, **options) for index in range(len(outputs))]
+    assert_close_to(expected, outputs, types)
+
+
+def assert_close_to(
+    expected: list[torch.Tensor], outputs: list[torch.Tensor], types: tuple[torch.dtype, torch.dtype]
+) -> None:
     atol, rtol = TOLERANCES[types[0]]
-    for index, output in enumerate(outputs):
-        expected = naive_attention(cached, index, **options)
-        torch.testing.assert_close(output.double(), expected, atol=atol, rtol=rtol)
+    for output, wanted in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output.double(), wanted, atol=atol, rtol=rtol)
 
 
 def assert_equal_bits(outputs: list[torch.Tensor], expected: list[torch.Tensor], what: object) -> None:
@@ -114,12 +121,19 @@ def test_equals_textbook_attention(
 def test_long_sequences_are_merged_from_spans(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    sequences = Sequences.random([2060, 1025], 2, 1, 16)
     for window in (0, 1100):
         outputs = run_paged(
-            sequences, kernel=paged_attention, dtype=types[0], kv_dtype=types[1], chunks=1500, window=window
+            LONG, kernel=paged_attention, dtype=types[0], kv_dtype=types[1], chunks=1500, window=window
         )
-        check_against_naive(sequences, outputs, types, window=window)
+        assert_close_to(naive_attention_of_long(types, window), outputs, types)
+
+
+LONG = Sequences.random([2060, 1025], 2, 1, 16)
+
+
+@functools.cache
+def naive_attention_of_long(types: tuple[torch.dtype, torch.dtype], window: int) -> list[torch.Tensor]:
+    return [naive_attention(LONG.as_cached(*types), index, window=window) for index in range(2)]
 
 
 @on_instruction_sets(types=TYPES, window=[0, 70])
