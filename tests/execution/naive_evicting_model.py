@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from naive_eviction import NaiveLayer
@@ -14,11 +16,15 @@ def rms_norm(values: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 def rotated(values: np.ndarray, position: int, theta: float) -> np.ndarray:
     """Rotate heads [heads, head_dim] to a position."""
     half = values.shape[-1] // 2
-    angle = position * theta ** (-np.arange(half) / half)
+    cos, sin = rotation(position, half, theta)
     first, second = values[..., :half], values[..., half:]
-    return np.concatenate(
-        (first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)), -1
-    )
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+@functools.cache
+def rotation(position: int, half: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+    angle = position * theta ** (-np.arange(half) / half)
+    return np.cos(angle), np.sin(angle)
 
 
 class NaiveEvictingModel:
