@@ -122,7 +122,7 @@ def test_in_chunks(numbers, tokens_per_step):
 def test_with_preemptions_in_the_middle(numbers, caching):
     options = {"num_kv_blocks": 24, "max_model_len": 320, "watermark": 0.0, "reserve_full_prompt": False}
     with LLM("mini", **NUMBERS[numbers], enable_prefix_caching=caching, **options) as llm:
-        assert_as_alone(run(llm, ALL), numbers)
+        assert_as_alone(run(llm, SOME), numbers)
         stats = llm.stats()
         assert stats.num_preemptions > 0
         assert stats.num_free_blocks == stats.num_blocks
@@ -133,8 +133,8 @@ def test_in_a_batch_of_32_and_out_of_the_prefix_cache(numbers):
     with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024, max_num_batched_tokens=8192) as llm:
         first = run(llm, ALL)
         assert sum(output.num_cached_tokens for output in first.values()) > 15 * 16, "shared within a step"
-        second = run(llm, ALL)
-        assert sum(output.num_cached_tokens for output in second.values()) > 32 * 16
+        second = run(llm, SOME)
+        assert sum(output.num_cached_tokens for output in second.values()) > len(SOME) * 16
         assert_as_alone(first, numbers)
         assert_as_alone(second, numbers)
 
@@ -142,7 +142,7 @@ def test_in_a_batch_of_32_and_out_of_the_prefix_cache(numbers):
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_with_another_block_size(numbers):
     with LLM("mini", **NUMBERS[numbers], num_kv_blocks=2048, block_size=8) as llm:
-        assert_as_alone(run(llm, ALL), numbers)
+        assert_as_alone(run(llm, SOME), numbers)
 
 
 # Each kind of kernel has a process.
