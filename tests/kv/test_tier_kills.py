@@ -51,7 +51,7 @@ def test_whatever_a_kill_interrupts_what_is_read_is_right(tmp_path):
     num_right = 0
     for seed in range(NUM_KILLS):
         command = [sys.executable, "-c", f"{code}t.write_for_ever({str(tmp_path)!r}, {seed})"]
-        with started(command, stdout=-1) as writer:
+        with started(command, preload=True, stdout=-1) as writer:
             writer.stdout.read(1 + 7 * seed)  # prefixes that it has written
             writer.send_signal(signal.SIGKILL)
             writer.wait()
