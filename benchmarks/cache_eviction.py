@@ -7,7 +7,7 @@
   contexts as long as the budget, from which the cost of scores and eviction follows. Three engines take
   turns, for as many steps as a request decodes between two evictions; figures are medians over the rounds.
 
-    python benchmarks/cache_eviction.py quality [--prompts 60]
+    python benchmarks/cache_eviction.py quality [--prompts 60] [--questions name|mixed] [--svg FILE]
     python benchmarks/cache_eviction.py speed [--model DIR] [--requests 16] [--context 4000] [--budget 672]
 
 With the default sizes, `speed` needs 17 GB of memory.
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from line_chart import Panel, line_chart
 from random_model import random_model
 
 from quire import (
@@ -33,6 +34,7 @@ from quire import (
     KVCrushConfig,
     SamplingParams,
     SchedulerConfig,
+    ScorePooling,
 )
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineCoreRequest
@@ -43,54 +45,81 @@ BLOCK_SIZE = 16
 CHUNK = 512  # tokens of a prompt in one step
 FIRST_ID, END_ID = 10, 250  # token ids of prompts, which every model has
 RETAINED = 8  # blocks, of KVCrush
-SHARES = {"1/4": 0.25, "3/8": 0.375, "1/2": 0.5, "3/4": 0.75}
-MODES = {
-    "sum": (AggregationMode.SUM, 0),
-    "sum, KVCrush": (AggregationMode.SUM, RETAINED),
-    "norm_sum": (AggregationMode.NORM_SUM, 0),
-    "norm_sum, KVCrush": (AggregationMode.NORM_SUM, RETAINED),
-    "adaptive_rkv": (AggregationMode.ADAPTIVE_RKV, 0),
+SHARES = (25.0, 37.5, 50.0, 62.5, 75.0)  # percent of the mean prompt
+MODES: dict[str, dict[str, Any]] = {
+    "sum": {"aggregation_mode": AggregationMode.SUM},
+    "norm_sum": {},
+    "adaptive_rkv": {"aggregation_mode": AggregationMode.ADAPTIVE_RKV},
+    "norm_sum, KVCrush": {"kvcrush_config": KVCrushConfig(budget=RETAINED)},
+    "norm_sum, rotation": {"apply_rotation": True},
 }
 
 
-def eviction(budget: int, mode: AggregationMode, retained: int) -> dict[str, Any]:
+def eviction(budget: int, **fields: Any) -> dict[str, Any]:
     """Return an engine's options for holding sequences to `budget` tokens."""
-    config = CacheEvictionConfig(
-        max_cache_size=budget - retained * BLOCK_SIZE,
-        aggregation_mode=mode,
-        kvcrush_config=KVCrushConfig(budget=retained) if retained else None,
-    )
+    retained = RETAINED * BLOCK_SIZE if "kvcrush_config" in fields else 0
+    config = CacheEvictionConfig(max_cache_size=budget - retained, **fields)
     return {"use_cache_eviction": True, "cache_eviction_config": config}
 
 
-def retrieval_cases(count: int) -> list[Any]:
-    """Return the first held-out retrieval prompts of 1,400 tokens."""
+def retrieval_cases(count: int, questions: str) -> list[Any]:
+    """Return the first held-out retrieval prompts of 1,400 tokens.
+
+    Args:
+        count: of prompts, if there are so many.
+        questions: mixed, as they are; or name, so that all consist of the name asked for.
+    """
     lines = (Path(resolve_model("mini")) / "eval.jsonl").read_text(encoding="utf-8").splitlines()
-    return [case for case in map(json.loads, lines) if case["task"] == "retrieval-1400"][:count]
+    cases = [case for case in map(json.loads, lines) if case["task"] == "retrieval-1400"][:count]
+    for case in cases if questions == "name" else ():
+        message = case["messages"][-1]
+        text, _question = message["content"].rsplit("\n", 1)
+        name = case["answer"].split()[0].rstrip(":")
+        message["content"] = f"{text}\n{name}?"
+    return cases
 
 
 def exact_match(cases: list[Any], options: dict[str, Any]) -> tuple[float, float]:
-    """Return the share of right greedy answers, and the mean number of prompt tokens."""
+    """Return the percentage of right greedy answers, and the mean number of prompt tokens."""
     greedy = SamplingParams(max_tokens=64, temperature=0.0)
     with LLM("mini", block_size=BLOCK_SIZE, enable_prefix_caching=False, **options) as llm:
         outputs = llm.chat([case["messages"] for case in cases], greedy)
     right = [
         output.outputs[0].text.strip() == case["answer"] for output, case in zip(outputs, cases, strict=True)
     ]
-    return statistics.mean(right), statistics.mean(len(output.prompt_token_ids) for output in outputs)
+    tokens = [len(output.prompt_token_ids) for output in outputs]
+    return 100 * statistics.mean(right), statistics.mean(tokens)
 
 
 def quality(options: argparse.Namespace) -> None:
-    """Print exact match by mode and budget."""
-    cases = retrieval_cases(options.prompts)
+    """Print exact match by pooling, mode and budget, and draw it."""
+    cases = retrieval_cases(options.prompts, options.questions)
     full, mean_tokens = exact_match(cases, {})
-    budgets = {name: int(mean_tokens * share) // BLOCK_SIZE * BLOCK_SIZE for name, share in SHARES.items()}
-    print(f"{len(cases)} prompts of {mean_tokens:.0f} tokens on average; full KV: {full:.1%}\n")
-    print("| scores | " + " | ".join(f"{name} ({budget})" for name, budget in budgets.items()) + " |")
-    print("|---" * (len(budgets) + 1) + "|")
-    for name, mode in MODES.items():
-        found = [exact_match(cases, eviction(budget, *mode))[0] for budget in budgets.values()]
-        print(f"| {name} | " + " | ".join(f"{share:.1%}" for share in found) + " |", flush=True)
+    budgets = {share: int(mean_tokens * share / 100) // BLOCK_SIZE * BLOCK_SIZE for share in SHARES}
+    print(f"{len(cases)} prompts of {mean_tokens:.0f} tokens on average; full KV: {full:.0f} %\n")
+    print(
+        "| pooling | scores | "
+        + " | ".join(f"{share:g} % ({size})" for share, size in budgets.items())
+        + " |"
+    )
+    print("|---" * (len(budgets) + 2) + "|")
+    panels = []
+    for pooling in ScorePooling:
+        curves = {}
+        for name, fields in MODES.items():
+            found = [
+                exact_match(cases, eviction(budget, score_pooling=pooling, **fields))[0]
+                for budget in budgets.values()
+            ]
+            curves[name] = [*zip(SHARES, found, strict=True), (100.0, full)]
+            print(
+                f"| {pooling} | {name} | " + " | ".join(f"{match:.0f} %" for match in found) + " |",
+                flush=True,
+            )
+        panels.append(Panel(f"score_pooling = {pooling}", curves))
+    if options.svg:
+        chart = line_chart(panels, [*SHARES, 100.0], "tokens kept, % of the prompt", "exact match, %")
+        Path(options.svg).write_text(chart, encoding="utf-8")
 
 
 class Decoding:
@@ -146,7 +175,7 @@ def speed(options: argparse.Namespace, model: str) -> None:
     whole, part = options.context + steps, options.budget + BLOCK_SIZE
     sizes: dict[str, tuple[int, int, dict[str, Any]]] = {
         "full KV": (options.context, whole, {}),
-        "held": (options.context, part, eviction(options.budget, AggregationMode.NORM_SUM, 0)),
+        "held": (options.context, part, eviction(options.budget)),
         "short": (options.budget - steps // 2, part + steps, {}),
     }
     engines = {
@@ -173,6 +202,8 @@ def main() -> None:
     )
     parser.add_argument("part", choices=("quality", "speed"))
     parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--questions", choices=("name", "mixed"), default="name")
+    parser.add_argument("--svg", default="", help="file for a picture of exact match by budget")
     parser.add_argument("--model", default="", help="directory of the model; made if not given")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--context", type=int, default=4000, help="prompt tokens of each request")
