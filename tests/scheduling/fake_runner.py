@@ -1,9 +1,10 @@
 """A model runner without a model, for tests: it believes nothing but the plans it is given.
 
-It keeps the token that each place of each KV block was written for. Before it "computes" a token it checks
-that the request's block table really holds the request's own history, so a wrong table, a block given to two
-requests, a false prefix hit, a wrong copy or a load into the wrong block is seen at once. The next token is a
-hash of the history: any error in the scheduling changes the output.
+Its KV is, for each place of each block, a number that stands for the token there and all tokens before it.
+Before it "computes" a token it checks that the request's block table really holds the request's own history,
+so a wrong table, a block given to two requests, a false prefix hit, a wrong copy or a load of or into the
+wrong block is seen at once. The next token is a hash of the history: any error in the scheduling changes the
+output.
 
 It proposes drafts that are right with a fixed probability, obeys grammar bitmasks, and drives the worker side
 of a KV connector over its own blocks.
@@ -27,7 +28,20 @@ from quire.step import (
 
 VOCAB = 50
 NEVER_WRITTEN = -7
-GARBAGE = VOCAB + 7  # sampled from KV that was not there
+GARBAGE = VOCAB + 7  # sampled from KV that was not there, and KV that is wrong
+
+# KV is that of the place before times `FACTOR`, plus the token and 1, in 64 bits.
+FACTOR = 0x5851F42D4C957F2D
+_MOST_TOKENS = 1 << 14
+_POWERS = np.cumprod(np.full(_MOST_TOKENS, FACTOR, np.uint64))
+_INVERSES = np.cumprod(np.full(_MOST_TOKENS, pow(FACTOR, -1, 1 << 64), np.uint64))
+
+
+def kv_of(history: list[int]) -> np.ndarray:
+    """Return the KV of a sequence from its first token on, [tokens]."""
+    count = len(history)
+    tokens = np.array(history, dtype=np.uint64) + np.uint64(1)
+    return (np.cumsum(tokens * _INVERSES[:count]) * _POWERS[:count]).view(np.int64)
 
 
 def scores(history: list[int]) -> np.ndarray:
@@ -134,18 +148,18 @@ class FakeRunner:
             positions[:] = range(start)
         else:
             assert len(positions) == start - plan.evictions.num_evicted_tokens[row]
+        kv = kv_of((history + drafts)[: start + count])
         if request_id in self.fail:
             self._write_garbage(slot, len(positions), count)
         else:
-            self._write(slot, len(positions), (history + drafts)[start : start + count])
+            self._write(slot, len(positions), kv[start:])
         positions += range(start, start + count)
         if not self.bad_blocks.isdisjoint(self.tables[slot][: -(-len(positions) // self.block_size)]):
             # Computed from garbage: the scheduler has been told, or is being told with this step.
             emitted = [GARBAGE] if start + count >= known else []
             history += emitted
             return emitted
-        there = history + drafts
-        assert self._read(slot, len(positions)) == [there[position] for position in positions], request_id
+        assert (self._read(slot, len(positions)) == kv[positions]).all(), request_id
         if self.eviction is not None:
             self._evict(
                 slot, int(plan.evictions.num_blocks[row]), start + count >= self.prompt_length[request_id]
@@ -240,19 +254,21 @@ class FakeRunner:
         if slot is not None:
             del self.tables[slot], self.positions[slot]
 
-    def _write(self, slot: int, start: int, tokens: list[int]) -> None:
-        for position, token in enumerate(tokens, start):
-            if position % self.block_size == 0:
-                self.bad_blocks.discard(self.tables[slot][position // self.block_size])
-            self.kv[self.tables[slot][position // self.block_size], position % self.block_size] = token
+    def _write(self, slot: int, start: int, kv: np.ndarray) -> None:
+        size, table = self.block_size, self.tables[slot]
+        for first in range(start // size * size, start + len(kv), size):
+            begin, end = max(first, start), min(first + size, start + len(kv))
+            self.kv[table[first // size], begin - first : end - first] = kv[begin - start : end - start]
+            if begin == first:
+                self.bad_blocks.discard(table[first // size])
 
     def _write_garbage(self, slot: int, start: int, count: int) -> None:
-        self._write(slot, start, [GARBAGE] * count)
+        self._write(slot, start, np.full(count, GARBAGE))
         size = self.block_size
         self.bad_blocks |= set(self.tables[slot][start // size : -(-(start + count) // size)])
 
-    def _read(self, slot: int, count: int) -> list[int]:
-        return self.kv[self.tables[slot]].reshape(-1)[:count].tolist()
+    def _read(self, slot: int, count: int) -> np.ndarray:
+        return self.kv[self.tables[slot]].reshape(-1)[:count]
 
     def _logprobs(self, history: list[int], count: int) -> PositionLogprobs:
         values = scores(history)

@@ -84,4 +84,6 @@ def check_nothing_held(driver: MixedDriver) -> None:
     assert not world.runner.tables
     assert not world.runner.tokens
     assert not requests_among(held_by_scheduler(world))
+    if world.connector is not None:
+        driver.counts += world.connector.settle()
     scheduler.check_invariants()

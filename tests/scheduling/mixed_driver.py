@@ -278,22 +278,14 @@ class MixedDriver:
         connector = self.world.connector
         if connector is None:
             return
-        what = choose.among(
-            ["fail", "raise", "silent", "answer", "dead peer", "living peer", "put off", "know"]
-        )
+        what = choose.among(["raise", "put off", "know", *connector.FAULTS])
         match what:
-            case "fail":
-                connector.fail_next_loads(1, num_good_blocks=choose.integer(0, 2))
             case "raise":
                 connector.num_failures = choose.integer(1, 4)
-            case "silent":
-                connector.never_answer_next_loads(1)
-            case "answer":
-                connector.answer()
-            case "dead peer" | "living peer":
-                connector.is_peer_alive = what == "living peer"
-            case _:
+            case "put off" | "know":
                 connector.is_reluctant = what == "put off"
+            case _:
+                connector.misbehave(what, choose)
         self.counts[f"connector: {what}"] += 1
 
     def change_memory(self, choose: Chooser) -> None:

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from fake_grammar import CompilerOnCommand, FakeGrammarBackend
 from fake_runner import FakeRunner
+from mixed_connectors import draw_connector
 
-from faulty_connector import FaultyConnector
 from quire.config import AggregationMode, CacheEvictionConfig, KVCrushConfig, SchedulerConfig
 from quire.scheduling import Scheduler
 from quire.scheduling.context import SchedulerContext
@@ -81,45 +81,6 @@ def draw_config(choose: Chooser) -> SchedulerConfig:
     ).validate()
 
 
-class ReluctantConnector(FaultyConnector):
-    """Says for some requests, as long as it is told to, that it does not know yet; raises when told to."""
-
-    def __init__(self, block_size: int, **options) -> None:
-        super().__init__(block_size, **options)
-        self.is_reluctant = False
-        self.put_off: set[str] = set()
-        self.num_failures = 0  # of the next calls
-
-    def _fail_if_told(self) -> None:
-        if self.num_failures:
-            self.num_failures -= 1
-            raise ConnectionError("no answer")
-
-    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        self._fail_if_told()
-        super().update_state_after_alloc(request, block_ids, num_external_tokens)
-
-    def cancel_load(self, request_id):
-        super().cancel_load(request_id)
-        self._fail_if_told()
-
-    def request_finished(self, request, block_ids):
-        answer = super().request_finished(request, block_ids)
-        self._fail_if_told()
-        return answer
-
-    def leases_renewed(self):
-        self._fail_if_told()
-        return super().leases_renewed()
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        self._fail_if_told()
-        if self.is_reluctant and len(request.prompt_token_ids) % 2:
-            self.put_off.add(request.request_id)
-            return None, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-
 class CacheEvents:
     """What can be found in the prefix cache, by its events alone."""
 
@@ -148,7 +109,7 @@ class World:
         self.grows = choose.chance(30)
         self.num_blocks_of_memory = choose.integer(1, self.num_blocks) if self.grows else self.num_blocks
         self.compiler = CompilerOnCommand()
-        self.connector = None if config.use_cache_eviction else self._draw_connector(choose)
+        self.connector = None if config.use_cache_eviction else draw_connector(choose, config.block_size)
         self.events = CacheEvents()
         self.most_drafts = choose.among([0, 0, 1, 3])
         self.runner = FakeRunner(
@@ -181,14 +142,3 @@ class World:
         granted = min(count, self.num_blocks_of_memory)
         self.num_blocks_of_memory -= granted
         return granted
-
-    def _draw_connector(self, choose: Chooser) -> ReluctantConnector | None:
-        if choose.chance(45):
-            return None
-        block_bytes = 8 * self.config.block_size
-        return ReluctantConnector(
-            self.config.block_size,
-            load_steps=choose.among([0, 1, 3]),
-            send_steps=choose.among([None, 1, 4]),
-            capacity_bytes=block_bytes * choose.among([5, 1000]),
-        )
