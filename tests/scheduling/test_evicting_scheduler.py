@@ -94,6 +94,19 @@ def test_admission_reserves_what_a_resumed_request_will_hold_and_not_all_that_it
     scene.check_naive()
 
 
+def test_a_resumed_request_reserves_nothing_for_what_it_has_evicted_of_its_prompt():
+    scene = evicting(num_blocks=12, max_model_len=128)
+    scene.add("r", range(40), max_tokens=40)
+    for _ in range(38):
+        scene.step()
+    scene.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert scene.step() == {"r": 40}
+    scene.add("s", range(60, 80), max_tokens=2)
+    assert scene.step() == {"r": BLOCK_SIZE, "s": 20}
+    scene.finish()
+    scene.check_naive()
+
+
 @pytest.mark.parametrize("policy", ["reserve", "past-future"])
 def test_steps_in_flight_evict_in_turn(policy):
     scene = evicting(num_blocks=24, overlap_steps=True, admission=policy)

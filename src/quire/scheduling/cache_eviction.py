@@ -48,9 +48,11 @@ class CacheEviction:
 
     def num_held(self, slots: IntArray) -> IntArray:
         """Return how many tokens each slot needs room for, with those that it knows now."""
-        running = self.running
-        known = running.num_tokens[slots]
-        most = self.lengths.most_held(running.num_prompt[slots], known)
+        running, lengths = self.running, self.lengths
+        known, num_prompt = running.num_tokens[slots], running.num_prompt[slots]
+        is_in_prompt = running.num_computed[slots] < num_prompt
+        later = lengths.most_held_after_prompt(num_prompt)
+        most = np.where(is_in_prompt, lengths.most_held(num_prompt, known), later)
         held: IntArray = np.minimum(known - running.num_evicted[slots], most)
         return held
 

@@ -56,11 +56,16 @@ class EvictionLengths:
 
         A prompt is held as a whole until it is computed; later a block is evicted as soon as it overflows.
         """
+        most_in_prompt = np.maximum(num_prompt, self.most_held_after_prompt(num_prompt))
+        most: IntArray = np.minimum(num_tokens, most_in_prompt).astype(np.int32)
+        return most
+
+    def most_held_after_prompt(self, num_prompt: IntArray) -> IntArray:
+        """Return how many tokens a sequence holds at most after the step that ends its prompt: [S]."""
         # A block that overflows later goes alone, so that KVCrush retains it only with a budget of 1.
         retains = num_prompt // self.block_size - self._max_blocks >= self.num_retained_blocks
         retained = np.where(retains | (self.num_retained_blocks == 1), self.num_retained_blocks, 0)
-        later = (self._max_blocks + retained + 1) * self.block_size
-        most: IntArray = np.minimum(num_tokens, np.maximum(num_prompt, later)).astype(np.int32)
+        most: IntArray = ((self._max_blocks + retained + 1) * self.block_size).astype(np.int32)
         return most
 
 
