@@ -110,17 +110,24 @@ class UnreliableConnector(MemoryConnector):
 
 
 def random_context(
-    rng: random.Random, block_size: int, *, grammars: bool = True, share_of_failures: float = 0.0
+    rng: random.Random,
+    block_size: int,
+    *,
+    grammars: bool = True,
+    has_connector: bool = True,
+    share_of_failures: float = 0.0,
 ) -> SchedulerContext:
     """Surroundings that answer by chance, with this share of grammars, and of answers, that are none."""
-    connector = UnreliableConnector(
-        rng,
-        share_of_failures / 4,
-        block_size,
-        load_steps=rng.choice([0, 2]),
-        send_steps=rng.choice([None, 2]),
-    )
-    connector.register_kv_caches(ArrayBlocks(500))
+    connector = None
+    if has_connector:
+        connector = UnreliableConnector(
+            rng,
+            share_of_failures / 4,
+            block_size,
+            load_steps=rng.choice([0, 2]),
+            send_steps=rng.choice([None, 2]),
+        )
+        connector.register_kv_caches(ArrayBlocks(500))
     return SchedulerContext(
         clock=Clock(rng),
         grammars=RandomGrammars(rng, share_of_failures) if grammars else None,
@@ -193,10 +200,6 @@ def interfere(scheduler, rng: random.Random, added: list[str]) -> None:
 
 
 def computed(scheduler, plan, rng: random.Random) -> ModelRunnerOutput:
-    connector = scheduler.get_kv_connector()
-    connector.start_load_kv(plan.kv_connector_metadata)
-    connector.wait_for_save(frozenset())
-    sent, received = connector.get_finished(plan.finished_req_ids)
     width = plan.draft_token_ids.shape[1] + 1
     sampled = np.full((len(plan.request_ids), width), NO_TOKEN, dtype=np.int32)
     counts = np.where(plan.samples, [rng.randint(1, int(n) + 1) for n in plan.num_drafts], 0)
@@ -208,5 +211,15 @@ def computed(scheduler, plan, rng: random.Random) -> ModelRunnerOutput:
         sampled,
         logprobs={name: [PositionLogprobs([1], [-0.5], [1])] for name in first},
         prompt_logprobs={name: [PositionLogprobs([1], [-0.5], [1])] * 3 for name in first},
-        kv_connector_output=KVConnectorOutput(sent, received, connector.get_block_ids_with_load_errors()),
+        kv_connector_output=transferred(scheduler, plan),
     )
+
+
+def transferred(scheduler, plan) -> KVConnectorOutput | None:
+    connector = scheduler.get_kv_connector()
+    if connector is None:
+        return None
+    connector.start_load_kv(plan.kv_connector_metadata)
+    connector.wait_for_save(frozenset())
+    sent, received = connector.get_finished(plan.finished_req_ids)
+    return KVConnectorOutput(sent, received, connector.get_block_ids_with_load_errors())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import inspect
 import io
@@ -19,7 +20,7 @@ from recorded_runs import random_context, run
 from small_scheduler import SmallScheduler
 
 import subprocesses
-from quire.config import SchedulerConfig
+from quire.config import CacheEvictionConfig, SchedulerConfig
 from quire.errors import ConfigError
 from quire.recording import calls
 from quire.recording import file_format as recording
@@ -33,16 +34,25 @@ from quire.scheduling.scheduler import Scheduler
 from quire.step import NO_TOKEN, ModelRunnerOutput
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_queued_reqs=3)
+EVICTING = dataclasses.replace(
+    CONFIG,
+    use_cache_eviction=True,
+    cache_eviction_config=CacheEvictionConfig(start_size=4, recent_size=4, max_cache_size=12),
+)
 
 
-def record(path: Path, seed: int, num_steps: int = 40, scheduler_cls=SmallScheduler) -> int:
+def record(
+    path: Path, seed: int, num_steps: int = 40, scheduler_cls=SmallScheduler, config: SchedulerConfig = CONFIG
+) -> int:
     rng = random.Random(seed)
     failures = 0.2 if scheduler_cls is Scheduler else 0.0  # the small one withstands none
+    has_connector = not config.use_cache_eviction
+    context = random_context(rng, config.block_size, has_connector=has_connector, share_of_failures=failures)
     scheduler = RecordingScheduler(
-        CONFIG,
+        config,
         num_blocks=30,
         max_model_len=64,
-        context=random_context(rng, CONFIG.block_size, share_of_failures=failures),
+        context=context,
         scheduler_cls=scheduler_cls,
         path=path,
     )
@@ -79,6 +89,26 @@ def test_every_run_is_repeated_exactly(tmp_path_factory, scheduler_cls, seed: in
     assert report.difference is None
     assert report.num_steps == num_planned
     assert not report.is_truncated
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=10)
+def test_a_run_with_cache_eviction_is_repeated_exactly(tmp_path_factory, seed: int):
+    path = tmp_path_factory.mktemp("run") / "recording"
+    num_planned = record(path, seed, scheduler_cls=Scheduler, config=EVICTING)
+    report = replay(path)
+    assert report.difference is None
+    assert report.num_steps == num_planned
+
+
+def test_an_eviction_more_or_less_is_a_difference(tmp_path):
+    def change(header):
+        header["config"]["cache_eviction_config"]["max_cache_size"] += EVICTING.block_size
+
+    record(tmp_path / "run", seed=1, scheduler_cls=Scheduler, config=EVICTING)
+    difference = replay(rewritten(tmp_path / "run", tmp_path / "changed", change)).difference
+    assert difference is not None
+    assert difference.where == "result.plan.evictions.num_blocks[0]"
 
 
 def test_a_recorded_run_is_the_run_without_a_recorder(tmp_path):
