@@ -3,8 +3,8 @@
 Its KV is, for each place of each block, a number that stands for the token there and all tokens before it.
 Before it "computes" a token it checks that the request's block table really holds the request's own history,
 so a wrong table, a block given to two requests, a false prefix hit, a wrong copy or a load of or into the
-wrong block is seen at once. The next token is a hash of the history: any error in the scheduling changes the
-output.
+wrong block is seen at once. The next token is a hash of the history, and with cache eviction of what the
+cache keeps of it: any error in the scheduling changes the output.
 
 It proposes drafts that are right with a fixed probability, obeys grammar bitmasks, and drives the worker side
 of a KV connector over its own blocks.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+from eviction_rules import EvictionRules, Held
 
 from quire.execution.failed_requests import FailedRequests
 from quire.step import (
@@ -44,34 +45,45 @@ def kv_of(history: list[int]) -> np.ndarray:
     return (np.cumsum(tokens * _INVERSES[:count]) * _POWERS[:count]).view(np.int64)
 
 
-def scores(history: list[int]) -> np.ndarray:
+def scores(history: list[int] | Held) -> np.ndarray:
     """Made-up log-probabilities of the next token, [VOCAB]."""
     digest = hashlib.shake_128(str(history).encode()).digest(2 * VOCAB)
     logits = np.frombuffer(digest, dtype=np.uint16) / 8192.0
     return logits - np.log(np.exp(logits).sum())
 
 
-def next_token(history: list[int], allowed: set[int] | None = None) -> int:
+def next_token(history: list[int] | Held, allowed: set[int] | None = None) -> int:
     by_score = np.argsort(-scores(history), kind="stable").tolist()
     return next(token for token in by_score if allowed is None or token in allowed)
 
 
-def naive_generation(prompt: list[int], max_tokens: int, stop_ids: set[int], grammar=None) -> list[int]:
+def naive_generation(
+    prompt: list[int], max_tokens: int, stop_ids: set[int], grammar=None, rules: EvictionRules | None = None
+) -> list[int]:
     """What one request alone, without blocks or steps, generates."""
     output: list[int] = []
+    held = list(enumerate(prompt))
     while len(output) < max_tokens:
-        output.append(next_token(prompt + output, grammar(output) if grammar else None))
+        seen = prompt + output if rules is None else held
+        output.append(next_token(seen, grammar(output) if grammar else None))
         if output[-1] in stop_ids:
             break
+        if rules is not None:
+            held = [*rules.kept(held), (len(prompt) + len(output) - 1, output[-1])]
     return output
 
 
 class FakeRunner:
     def __init__(
-        self, num_blocks: int, block_size: int, connector=None, seed: int = 0, eviction=None
+        self,
+        num_blocks: int,
+        block_size: int,
+        connector=None,
+        seed: int = 0,
+        rules: EvictionRules | None = None,
     ) -> None:
         self.block_size = block_size
-        self.eviction = eviction  # a CacheEvictionConfig, or None
+        self.rules = rules  # of cache eviction
         self.num_evictions = 0
         self.positions: dict[int, list[int]] = {}  # what is in the cache of each slot, by place
         self.kv = np.full((num_blocks, block_size), NEVER_WRITTEN)
@@ -143,10 +155,11 @@ class FakeRunner:
         assert start + count <= known + len(drafts)
         assert not drafts or start + count == known + len(drafts)
         positions = self.positions[slot]
-        if self.eviction is None:
+        if self.rules is None:
             assert plan.evictions is None
             positions[:] = range(start)
         else:
+            assert not drafts
             assert len(positions) == start - plan.evictions.num_evicted_tokens[row]
         kv = kv_of((history + drafts)[: start + count])
         if request_id in self.fail:
@@ -154,21 +167,24 @@ class FakeRunner:
         else:
             self._write(slot, len(positions), kv[start:])
         positions += range(start, start + count)
-        if not self.bad_blocks.isdisjoint(self.tables[slot][: -(-len(positions) // self.block_size)]):
-            # Computed from garbage: the scheduler has been told, or is being told with this step.
-            emitted = [GARBAGE] if start + count >= known else []
-            history += emitted
-            return emitted
-        assert (self._read(slot, len(positions)) == kv[positions]).all(), request_id
-        if self.eviction is not None:
-            self._evict(
-                slot, int(plan.evictions.num_blocks[row]), start + count >= self.prompt_length[request_id]
-            )
+        is_bad = not self.bad_blocks.isdisjoint(self.tables[slot][: -(-len(positions) // self.block_size)])
+        assert is_bad or (self._read(slot, len(positions)) == kv[positions]).all(), request_id
+        seen: list = history
+        if self.rules is not None:
+            held = [(position, history[position]) for position in positions]
+            is_due = start + count >= self.prompt_length[request_id]
+            self._evict(slot, held, int(plan.evictions.num_blocks[row]), is_due)
+            seen = sorted(held)
+            if is_bad:
+                self.bad_blocks |= set(self.tables[slot][self.rules.start // self.block_size :])
         if start + count < known:
             return []
+        if is_bad:  # the scheduler has been told, or is being told with this step
+            history.append(GARBAGE)
+            return [GARBAGE]
         emitted = []
         for place in range(len(drafts) + 1):
-            emitted.append(next_token(history, allowed[place] if allowed else None))
+            emitted.append(next_token(seen, allowed[place] if allowed else None))
             history.append(emitted[-1])
             if place == len(drafts) or emitted[-1] != drafts[place]:
                 break
@@ -220,25 +236,20 @@ class FakeRunner:
 
     def _open(self, request_id: str, slot: int, block_ids, num_computed: int) -> None:
         assert slot not in self.tables, f"slot {slot} given to two requests"
+        assert self.rules is None or num_computed <= self.rules.start, "shared behind the start area"
         self.slot_of[request_id] = slot
         self.tables[slot] = block_ids.tolist()
         self.positions[slot] = list(range(num_computed))
 
-    def _evict(self, slot: int, num_blocks: int, is_due: bool) -> None:
-        """Check how many blocks go, choose some of those that may, and fill their places."""
-        size, config, positions = self.block_size, self.eviction, self.positions[slot]
-        crush = config.kvcrush_config
-        budget = 0 if crush is None or config.aggregation_mode == "adaptive_rkv" else crush.budget
-        overflow = 0
-        if is_due and len(positions) > config.max_cache_size + size - 1:
-            overflow = len(positions) // size - config.max_cache_size // size
-        assert num_blocks == (overflow if overflow < budget else overflow - budget)
+    def _evict(self, slot: int, held: Held, num_blocks: int, is_due: bool) -> None:
+        """Check how many blocks go, and fill the places of those that do, wherever they are in the table."""
+        size, positions, table = self.block_size, self.positions[slot], self.tables[slot]
+        assert num_blocks == (self.rules.num_going(len(positions)) if is_due else 0)
         if not num_blocks:
             return
         self.num_evictions += 1
-        start, table = config.start_size // size, self.tables[slot]
-        may_go = range(start, len(positions) // size - config.recent_size // size)
-        goes = self._random.choice(may_go, num_blocks, replace=False).tolist()
+        goes = self.rules.blocks_going([held[first : first + size] for first in range(0, len(held), size)])
+        start = self.rules.start // size
         leaves = range(start, start + num_blocks)
         holes = [index for index in goes if index not in leaves]
         for index in leaves:

@@ -40,6 +40,17 @@ def check_plan(driver: MixedDriver, plan: SchedulerOutput, throttles: bool) -> N
     _check_nobody_overdue(driver)
 
 
+def check_tables(driver: MixedDriver) -> None:
+    """Each sequence has the blocks that the runner, which takes evicted ones out by itself, works with."""
+    runner, state = driver.world.runner, driver.scheduler._state
+    if driver.in_flight:
+        return
+    for request_id, expected in driver.live.items():
+        slot = state.running.slot_of(request_id)
+        if slot is not None and not expected.is_beam_search:
+            assert state.kv.table(slot).tolist() == runner.tables[slot]
+
+
 def _check_nobody_overdue(driver: MixedDriver) -> None:
     for request_id, expected in driver.live.items():
         if driver.scheduler.has_request(request_id):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from fake_runner import VOCAB
-from mixed_checks import check_output, check_plan, check_progress, check_queue_order
+from mixed_checks import check_output, check_plan, check_progress, check_queue_order, check_tables
 from mixed_requests import Expected, draw_burst, draw_request, draw_siblings, expected_of
 from mixed_world import MAX_MODEL_LEN, Chooser, World
 
@@ -86,6 +86,8 @@ class MixedDriver:
             assert not self._must_fit(request), f"{request} is refused"
             self.counts["refused: never fits"] += 1
         else:
+            is_beam_search = request.sampling_params.beam_width > 0
+            assert is_beam_search or self._must_fit(request), f"{request} is accepted"
             self._accept(request)
 
     def _must_fit(self, request: Request) -> bool:
@@ -98,7 +100,10 @@ class MixedDriver:
             return False
         if not config.dynamic_split_fuse and num_prompt > config.max_num_batched_tokens:
             return False
-        num_blocks = -(-min(num_prompt + params.max_tokens, MAX_MODEL_LEN) // config.block_size)
+        num_held = min(num_prompt + params.max_tokens, MAX_MODEL_LEN) - 1
+        if self.world.runner.rules is not None:
+            num_held = self.world.runner.rules.most_held(num_prompt, num_held)
+        num_blocks = -(-num_held // config.block_size)
         width = max(params.beam_width, 1)
         return num_blocks * width <= self.world.num_blocks and width <= config.max_num_seqs
 
@@ -110,7 +115,7 @@ class MixedDriver:
             pass
         else:
             raise AssertionError("a duplicate id is accepted")
-        expected = expected_of(request)
+        expected = expected_of(request, self.world)
         self.live[request.request_id] = expected
         self.owner.update(dict.fromkeys(expected.outputs, request.request_id))
         self.counts["requests"] += 1
@@ -339,6 +344,7 @@ class MixedDriver:
         num_there = sum(map(scheduler.has_request, self.live))
         assert scheduler.get_num_unfinished_requests() == num_there
         assert scheduler._state.pool.num_cached == len(self.world.events.digests)
+        check_tables(self)
 
     def _count(self, plan: SchedulerOutput) -> None:
         self.counts["tokens"] += plan.total_num_scheduled_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Protocol
 
+from eviction_rules import rules_of
 from fake_grammar import CompilerOnCommand, FakeGrammarBackend
 from fake_runner import FakeRunner
 from mixed_connectors import draw_connector
@@ -41,12 +42,12 @@ class RandomChooser:
 
 
 def draw_eviction(choose: Chooser, block_size: int) -> CacheEvictionConfig:
-    start, recent = choose.integer(1, 3), choose.integer(1, 3)
+    start, recent, evictable = (choose.among([1, 1, 2, 3]) for _ in range(3))
     budget = choose.among([0, 0, 1, 2])
     return CacheEvictionConfig(
         start_size=start * block_size,
         recent_size=recent * block_size,
-        max_cache_size=(start + recent + choose.integer(1, 3)) * block_size,
+        max_cache_size=(start + recent + evictable) * block_size,
         aggregation_mode=choose.among(list(AggregationMode)),
         kvcrush_config=KVCrushConfig(budget=budget) if budget else None,
     )
@@ -57,7 +58,7 @@ def draw_config(choose: Chooser) -> SchedulerConfig:
     block_size = choose.among([1, 2, 4, 4, 16])
     return SchedulerConfig(
         block_size=block_size,
-        use_cache_eviction=choose.chance(30),
+        use_cache_eviction=block_size <= MAX_MODEL_LEN // 12 and choose.chance(40),
         cache_eviction_config=draw_eviction(choose, block_size),
         max_num_batched_tokens=choose.among([1, 3, 7, 16, 64] if splits else [16, 64]),
         max_num_seqs=choose.integer(1, 8),
@@ -117,7 +118,7 @@ class World:
             config.block_size,
             connector=self.connector,
             seed=choose.integer(0, 99),
-            eviction=config.cache_eviction_config if config.use_cache_eviction else None,
+            rules=rules_of(config),
         )
         context = SchedulerContext(
             clock=self.clock,

@@ -1,11 +1,13 @@
 """A scheduler in plain lists and dictionaries, to compare the real one with, step by step.
 
 It knows what a plan depends on when nothing asynchronous happens: the order of service, the budget, chunks,
-slots, blocks, the prefix cache by content and least recent use, the reserve for admission, and preemption of
-the last. It shares no code with the real one. Tokens come from a function of the history.
+slots, blocks, the prefix cache by content and least recent use, cache eviction, the reserve for admission,
+and preemption of the last. It shares no code with the real one. What a sequence generates is known before.
 """
 
 from __future__ import annotations
+
+from eviction_rules import rules_of
 
 
 class Block:
@@ -52,26 +54,27 @@ class Blocks:
 
 
 class Sequence:
-    def __init__(self, name: str, prompt: list[int], limit: int, stops: set[int], salt: str, key) -> None:
+    def __init__(self, name: str, prompt: list[int], output: list[int], salt: str, key) -> None:
         self.name, self.salt, self.key = name, salt, key
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
-        self.limit, self.stops = limit, stops
-        self.computed = 0
+        self.output = output
+        self.computed = self.evicted = 0
         self.blocks: list[Block] = []
         self.num_offered = 0  # of them, to the prefix cache
         self.has_run = False
 
 
 class Oracle:
-    def __init__(self, config, num_blocks: int, next_token) -> None:
-        self.config, self.next_token = config, next_token
+    def __init__(self, config, num_blocks: int) -> None:
+        self.config, self.rules = config, rules_of(config)
         self.blocks = Blocks(num_blocks, config.block_size)
         self.cached: dict[tuple, Block] = {}
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.preempted: list[str] = []
         self.plan: list[tuple[Sequence, int]] = []
+        self.evictions: list[tuple[int, int]] = []  # of each row: tokens before it, blocks after it
         self.admitted: list[Sequence] = []
         self.had_prompts = False  # in the last step, without dynamic_split_fuse
 
@@ -79,7 +82,7 @@ class Oracle:
         self.waiting.append(sequence)
 
     def schedule(self, *, throttles: bool, pause: str) -> None:
-        self.plan, self.admitted = [], []
+        self.plan, self.admitted, self.evictions = [], [], []
         if pause == "PAUSED_ALL":
             return
         may_admit = pause == "UNPAUSED" and not throttles
@@ -94,13 +97,15 @@ class Oracle:
                 self._admit(budget)
         if pause == "UNPAUSED":
             self.had_prompts = bool(self.admitted)
+        if self.rules is not None:
+            self._evict()
 
     def _serve_running(self, budget: int, throttles: bool) -> tuple[int, bool]:
         self.running.sort(key=lambda sequence: sequence.key)
         rows = []
         for sequence in self.running:
             missing = len(sequence.tokens) - sequence.computed
-            wanted = 0 if throttles and missing > 1 else min(missing, self._chunk(budget))
+            wanted = 0 if throttles and missing > 1 else min(self._wanted(sequence), self._chunk(budget))
             count = min(wanted, budget - sum(count for _, count in rows))
             rows.append((sequence, count))
         has_preempted = False
@@ -114,17 +119,36 @@ class Oracle:
         self.plan = [row for row in rows if row[1]]
         return budget - sum(count for _, count in rows), has_preempted
 
+    def _wanted(self, sequence: Sequence) -> int:
+        known, computed = len(sequence.tokens), sequence.computed
+        if self.rules is None:
+            return known - computed
+        return self.rules.first_stop(sequence.num_prompt, computed, sequence.evicted, known)
+
+    def _evict(self) -> None:
+        """What goes is free at once."""
+        start = self.rules.start // self.blocks.size
+        for sequence, count in self.plan:
+            computed = sequence.computed + count
+            is_due = computed >= sequence.num_prompt
+            num_blocks = self.rules.num_going(computed - sequence.evicted) if is_due else 0
+            self.evictions.append((sequence.evicted, num_blocks))
+            self.blocks.let_go(sequence.blocks[start : start + num_blocks])
+            del sequence.blocks[start : start + num_blocks]
+            sequence.evicted += num_blocks * self.blocks.size
+
     def _chunk(self, budget: int) -> int:
         return self.config.long_prefill_token_threshold or budget
 
     def _growth(self, sequence: Sequence, count: int) -> int:
-        needed = self.blocks.needed(sequence.computed + count) - len(sequence.blocks)
+        held = sequence.computed - sequence.evicted + count
+        needed = self.blocks.needed(held) - len(sequence.blocks)
         return max(needed, 0) if count else 0
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.blocks.let_go(sequence.blocks)
-        sequence.blocks, sequence.computed = [], 0
+        sequence.blocks, sequence.computed, sequence.evicted = [], 0, 0
         self.waiting.append(sequence)
         self.preempted.append(sequence.name)
 
@@ -140,16 +164,17 @@ class Oracle:
             found = self._find(sequence)
             fillers = self._find_fillers(sequence, len(found), filling)
             num_had = len(found) + len(fillers)
-            num_found = num_had * self.blocks.size
-            chunk = self._first_chunk(len(sequence.tokens) - num_found, budget)
+            num_found = sequence.computed = num_had * self.blocks.size
+            chunk = self._first_chunk(self._wanted(sequence), budget)
             needed = self.blocks.needed(num_found + chunk) - num_had
             free = self.blocks.free() - sum(block in self.blocks.idle for block in found)
             free -= sum(count for _, count, _ in promised)
             has_slot = len(self.running) < self.config.max_num_seqs
             if not (budget and chunk and has_slot and self._fits(sequence, num_had, needed, free, promised)):
+                sequence.computed = 0
                 break
             self.blocks.hold(found)
-            sequence.blocks, sequence.computed, sequence.num_offered = found, num_found, len(found)
+            sequence.blocks, sequence.num_offered = found, len(found)
             self.waiting.remove(sequence)
             self.running.append(sequence)
             promised.append((sequence, needed, fillers))
@@ -167,8 +192,13 @@ class Oracle:
 
     def _note_filling(self, filling: dict, sequence: Sequence, first: int, num_tokens: int) -> None:
         if self.config.enable_prefix_caching:
-            for index in range(first, num_tokens // self.blocks.size):
+            for index in range(first, self._sharable(num_tokens)):
                 filling.setdefault(self._content(sequence, index), sequence)
+
+    def _sharable(self, num_tokens: int) -> int:
+        """Full blocks that others may use: none that could ever go."""
+        most = num_tokens if self.rules is None else min(num_tokens, self.rules.start)
+        return most // self.blocks.size
 
     def _find_fillers(self, sequence: Sequence, num_found: int, filling: dict) -> list[Sequence]:
         """Who fills, in this step, each of the blocks behind those that were found."""
@@ -193,12 +223,19 @@ class Oracle:
             return needed <= free
         kept = int(self.config.watermark * self.blocks.number)
         if self.config.reserve_full_prompt:
-            needed = self.blocks.needed(len(sequence.tokens)) - num_had
+            needed = self.blocks.needed(self._room(sequence)) - num_had
             coming = {id(other): count + len(fillers) for other, count, fillers in promised}
             for other in self.running:
                 held = len(other.blocks) + coming.get(id(other), 0)
-                kept += max(self.blocks.needed(len(other.tokens)) - held, 0)
+                kept += max(self.blocks.needed(self._room(other)) - held, 0)
         return needed <= free - kept
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens that the sequence has to hold at once, from now on until all that are known are computed."""
+        known, computed = len(sequence.tokens), sequence.computed
+        if self.rules is None:
+            return known
+        return self.rules.most_held(sequence.num_prompt, known, computed, sequence.evicted)
 
     def _find(self, sequence: Sequence) -> list[Block]:
         found: list[Block] = []
@@ -220,8 +257,9 @@ class Oracle:
         for sequence, count in self.plan:
             sequence.computed += count
             if sequence in self.running and sequence.computed == len(sequence.tokens):
-                sequence.tokens.append(self.next_token(sequence.tokens))
-                if len(sequence.tokens) == sequence.limit or sequence.tokens[-1] in sequence.stops:
+                num_output = len(sequence.tokens) - sequence.num_prompt
+                sequence.tokens.append(sequence.output[num_output])
+                if num_output + 1 == len(sequence.output):
                     ended.append(sequence)
         for sequence, _ in self.plan:
             if sequence in self.running and self.config.enable_prefix_caching:
@@ -231,7 +269,7 @@ class Oracle:
 
     def _cache(self, sequence: Sequence) -> None:
         """Make new full blocks findable; one whose content is known already never is."""
-        num_full = sequence.computed // self.blocks.size
+        num_full = self._sharable(sequence.computed)
         for index in range(sequence.num_offered, num_full):
             content, block = self._content(sequence, index), sequence.blocks[index]
             if content not in self.cached and block.content is None:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 
 import numpy as np
+from eviction_rules import rules_of
 from fake_runner import VOCAB, FakeRunner, naive_generation
 
 from quire.config import SchedulerConfig
@@ -63,8 +64,7 @@ class Scene:
             config, num_blocks=num_blocks, max_model_len=max_model_len, context=SchedulerContext(**context)
         )
         self.num_blocks = num_blocks
-        eviction = config.cache_eviction_config if config.use_cache_eviction else None
-        self.runner = FakeRunner(num_blocks, config.block_size, connector, eviction=eviction)
+        self.runner = FakeRunner(num_blocks, config.block_size, connector, rules=rules_of(config))
         self.runner.draft_accuracy = draft_accuracy
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -155,7 +155,7 @@ class Scene:
         request = self.requests[request_id]
         stops = set(request.sampling_params.stop_token_ids)
         max_tokens = request.sampling_params.max_tokens
-        return naive_generation(request.prompt_token_ids, max_tokens, stops, grammar)
+        return naive_generation(request.prompt_token_ids, max_tokens, stops, grammar, self.runner.rules)
 
     def check_naive(self, *request_ids: str) -> None:
         """Check the outputs of these requests, or of all, against naive generation."""

@@ -18,7 +18,7 @@ from mixed_actions import drain, run_random
 from mixed_driver import MixedDriver
 from mixed_world import RandomChooser
 
-from quire.config import SchedulerConfig
+from quire.config import CacheEvictionConfig, SchedulerConfig
 from quire.limits import limits_of
 
 STEPS_PER_HISTORY = 1000
@@ -108,6 +108,8 @@ def _long_config(seed: int) -> SchedulerConfig:
         prefix_retention=limits["prefix_retention"].choices[seed % 3],
         overlap_steps=bool(seed % 2),
         kv_transfer_timeout=20.0,
+        use_cache_eviction=seed % 4 == 2,
+        cache_eviction_config=CacheEvictionConfig(start_size=4, recent_size=4, max_cache_size=16),
         max_num_queued_reqs=12,
         max_num_queued_tokens=400,
     ).validate()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import FakeRunner, next_token
+from eviction_rules import rules_of
+from fake_runner import FakeRunner, naive_generation
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -16,7 +17,7 @@ from hypothesis.stateful import (
 )
 from mixed_actions import NEED_LIVE, drain
 from mixed_driver import MixedDriver
-from mixed_world import RandomChooser
+from mixed_world import RandomChooser, draw_eviction
 from oracle import Oracle, Sequence
 
 from quire.config import SchedulerConfig
@@ -111,11 +112,18 @@ class OracleMachine(RuleBasedStateMachine):
             }
         ),
         splits=st.booleans(),
+        evicts=st.booleans(),
+        seed=SEEDS,
     )
-    def build(self, block_size, num_tokens_of_kv, options, splits):
+    def build(self, block_size, num_tokens_of_kv, options, splits, evicts, seed):
         splits = splits or options["max_num_batched_tokens"] < 16
         self.config = SchedulerConfig(
-            block_size=block_size, dynamic_split_fuse=splits, max_num_queued_reqs=10, **options
+            block_size=block_size,
+            dynamic_split_fuse=splits,
+            max_num_queued_reqs=10,
+            use_cache_eviction=evicts,
+            cache_eviction_config=draw_eviction(RandomChooser(seed), block_size),
+            **options,
         ).validate()
         self.num_blocks = max(num_tokens_of_kv // block_size, 2)
         self.now = 0.0
@@ -123,8 +131,8 @@ class OracleMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             self.config, num_blocks=self.num_blocks, max_model_len=MAX_MODEL_LEN, context=context
         )
-        self.runner = FakeRunner(self.num_blocks, block_size)
-        self.oracle = Oracle(self.config, self.num_blocks, next_token)
+        self.runner = FakeRunner(self.num_blocks, block_size, rules=rules_of(self.config))
+        self.oracle = Oracle(self.config, self.num_blocks)
         self.sequences: dict[str, Sequence] = {}
         self.count = 0
 
@@ -148,9 +156,10 @@ class OracleMachine(RuleBasedStateMachine):
             self.scheduler.add_request(request)
         except (InvalidRequestError, QueueFullError):
             return
-        limit = min(len(prompt) + max_tokens, MAX_MODEL_LEN)
+        most = min(max_tokens, MAX_MODEL_LEN - len(prompt))
+        output = naive_generation(prompt, most, stop_ids, rules=self.runner.rules)
         key = (self._priority_key(request), self.count)
-        sequence = Sequence(request.request_id, prompt, limit, stop_ids, salt, key)
+        sequence = Sequence(request.request_id, prompt, output, salt, key)
         self.sequences[request.request_id] = sequence
         self.oracle.add(sequence)
 
@@ -172,6 +181,9 @@ class OracleMachine(RuleBasedStateMachine):
         oracle.schedule(throttles=throttles, pause=scheduler.pause_state.name)
         plan = scheduler.schedule(throttles)
         assert list(plan.num_scheduled_tokens.items()) == [(s.name, count) for s, count in oracle.plan]
+        if plan.evictions is not None:
+            pairs = zip(plan.evictions.num_evicted_tokens, plan.evictions.num_blocks, strict=True)
+            assert [(int(tokens), int(blocks)) for tokens, blocks in pairs] == oracle.evictions
         assert plan.preempted_req_ids == oracle.preempted
         new = {one.request_id for one in plan.scheduled_new_reqs}
         assert new == {sequence.name for sequence in oracle.admitted if not sequence.has_run}
@@ -194,6 +206,7 @@ class OracleMachine(RuleBasedStateMachine):
             "resumption": plan.scheduled_cached_reqs.resumed,
             "a prefix hit": any(new.num_computed_tokens for new in plan.scheduled_new_reqs),
             "a chunk": (~plan.samples).any(),
+            "an eviction": plan.evictions is not None and plan.evictions.num_blocks.any(),
             "a mixed step": plan.samples.any() and (plan.num_tokens > 1).any(),
         }.items():
             if happened:

@@ -52,6 +52,8 @@ class Inspection:
         config, running, waiting = self.config, self.state.running, self.state.waiting
         self.state.kv.check(self.holdings.held_blocks())
         self._check_all_can_go_on()
+        if config.use_cache_eviction:
+            self._check_evicted_blocks_are_gone()
         assert len(running) <= config.max_num_seqs, "invariant 5: more sequences than max_num_seqs"
         assert running.num_free + len(running) + self.fences.num_slots == config.max_num_seqs, (
             "invariant 8: a slot leaks"
@@ -63,6 +65,15 @@ class Inspection:
         if not len(running) + len(waiting):
             assert not len(self.deadlines), "invariant 8: a deadline leaks"
             assert not len(self.loads), "invariant 8: a load leaks"
+
+    def _check_evicted_blocks_are_gone(self) -> None:
+        """Check that each table has the blocks of what is computed and not evicted, and none more."""
+        running, kv = self.state.running, self.state.kv
+        slots = running.in_order()
+        num_kept = running.num_computed[slots] - running.num_evicted[slots]
+        num_needed = -(-num_kept // kv.block_size)
+        names = running.request_ids[slots[kv.num_blocks[slots] != num_needed]].tolist()
+        assert not names, f"invariant 2: {names} hold more or fewer blocks than what they keep needs"
 
     def _check_all_can_go_on(self) -> None:
         """Check, as far as invariant 3 goes, that each running request has tokens left to compute."""
