@@ -9,7 +9,7 @@ target_compile_options(quire_kernels PRIVATE ${warnings})
 
 set(rooms packing linear linear_int4 attention key_masses elementwise rotary sampling table)
 # A set with a base has rooms of its own for some kernels, and takes the others from its base.
-set(rooms_amx linear linear_int4 table)
+set(rooms_amx linear attention table)
 set(base_amx avx512bf16)
 # Portable comes first: should an inline function that all sets share have a copy in each, the linker keeps the first.
 set(sets portable)

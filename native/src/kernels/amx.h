@@ -41,17 +41,21 @@ QUIRE_INLINE void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(kTile) : "memory");
 }
 
-// Adds the products of pairs of bf16 to float32 sums: for each sum, first those of the even and of the odd inputs in rising
-// order, then both.
-template <int kSums, int kRows, int kColumns>
-QUIRE_INLINE void add_bf16_products() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kRows), "i"(kColumns));
-}
+// Adds products of pairs of bf16 to float32 sums. For each sum, those of the even and those of the odd inputs are added up by
+// themselves, in rising order, then both, then to the sum; denormal numbers count as zero.
+struct BFloat16Product {
+  template <int kSums, int kRows, int kColumns>
+  static QUIRE_INLINE void add() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kRows), "i"(kColumns));
+  }
+};
 
-// Adds the products of uint8 rows and int8 columns to int32 sums.
-template <int kSums, int kRows, int kColumns>
-QUIRE_INLINE void add_int8_products() {
-  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kRows), "i"(kColumns));
-}
+// Adds products of uint8 rows and int8 columns, four inputs in a step, to int32 sums.
+struct Int8Product {
+  template <int kSums, int kRows, int kColumns>
+  static QUIRE_INLINE void add() {
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kRows), "i"(kColumns));
+  }
+};
 
 }  // namespace quire::QUIRE_ISA

@@ -7,6 +7,15 @@
 #include "attention_softmax.h"
 #include "attention_tiles.h"
 #include "simd.h"
+#if defined(__AMX_BF16__)
+#include "attention_amx.h"
+#endif
+
+namespace quire::QUIRE_BASE_ISA {
+
+void attention(const AttentionCall& call, ThreadPool& pool);
+
+}  // namespace quire::QUIRE_BASE_ISA
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -119,9 +128,9 @@ class HeadTask {
     }
     pack_keys<Path, T>(tile, ahead, visit.first_key, visit.end_key, head_dim, keys_);
     pack_values<Path, T>(tile, ahead, visit.first_key, visit.end_key, head_dim, values_);
-    for (int64_t row = first_row; row < end_row; row += kChunkRows) {
-      const int count = static_cast<int>(min(kChunkRows, end_row - row));
-      score<Path>(count, query_ + row * head_dim, head_dim, keys_, scores_, ahead);
+    for (int64_t row = first_row; row < end_row; row += kPackedRows<Path>) {
+      const int count = static_cast<int>(min(kPackedRows<Path>, end_row - row));
+      score<Path>(registers_, count, query_ + row * head_dim, head_dim, keys_, scores_, ahead);
       take_scores(visit, tile, row, count, PackedValues<Path>{values_, head_dim}, state, ahead);
     }
   }
@@ -131,7 +140,7 @@ class HeadTask {
   QUIRE_INLINE void take_scores(const AttentionVisit& visit, const Tile& tile, int64_t first_row, int count, const Values& values,
                                 const State& state, Ahead& ahead) {
     const float* value_scales = sizeof(T) == 1 ? tile.value_scales : nullptr;
-    float factors[kChunkRows];
+    float factors[kPackedRows<Path>];
     int first_seen = kTileTokens, last_seen = 0;
     for (int i = 0; i < count; ++i) {
       const int64_t row = first_row + i;
@@ -146,7 +155,7 @@ class HeadTask {
       factors[i] = weigh(scores, value_scales, state.best + row, state.sums + row * kLanes, weights_ + i * kTileTokens, kept);
       if (kept != nullptr) kept_.note_best(kept, state.best[row]);
     }
-    add_values<Path>(count,
+    add_values<Path>(registers_, count,
                      {weights_, factors, first_seen, last_seen + 1, rows_.head_dim, state.totals + first_row * rows_.head_dim},
                      values, ahead);
   }
@@ -231,9 +240,9 @@ class HeadTask {
     TileSums sums;
     int64_t* to = nullptr;  // the sums of the rows' sequence; the next row may be of another one
     const int64_t end_row = rows_.end_row(visit);
-    for (int64_t row = rows_.first_row(visit); row < end_row; row += kChunkRows) {
-      const int count = static_cast<int>(min(kChunkRows, end_row - row));
-      score<Path>(count, query_ + row * rows_.head_dim, rows_.head_dim, keys_, scores_, nothing);
+    for (int64_t row = rows_.first_row(visit); row < end_row; row += kPackedRows<Path>) {
+      const int count = static_cast<int>(min(kPackedRows<Path>, end_row - row));
+      score<Path>(registers_, count, query_ + row * rows_.head_dim, rows_.head_dim, keys_, scores_, nothing);
       for (int i = 0; i < count; ++i) {
         const int64_t start = sum_start(row + i);
         if (start < 0) continue;
@@ -270,6 +279,7 @@ class HeadTask {
   Tile* tiles_;
   State span_;
   State merged_;
+  typename Path::Registers registers_;
 };
 
 template <class Path, class T>
@@ -313,6 +323,18 @@ void attend(const AttentionCall& call, ThreadPool& pool) {
 
 int64_t attention_scratch(const AttentionCall& call, int num_threads) { return Layout(call, num_threads).total; }
 
+#if defined(__AMX_BF16__)
+
+void attention(const AttentionCall& call, ThreadPool& pool) {
+  if (call.query_type == DType::kBFloat16 && call.kv->head_dim % AmxPath::kGroupFeatures == 0) {
+    if (call.kv->type == DType::kBFloat16) return attend<AmxPath, bf16>(call, pool);
+    if (call.kv->type == DType::kInt8) return attend<AmxPath, int8_t>(call, pool);
+  }
+  QUIRE_BASE_ISA::attention(call, pool);
+}
+
+#else
+
 void attention(const AttentionCall& call, ThreadPool& pool) {
 #if defined(__AVX512BF16__)
   if (call.query_type == DType::kBFloat16) {
@@ -327,5 +349,7 @@ void attention(const AttentionCall& call, ThreadPool& pool) {
     default: return attend<Float32Path, float>(call, pool);
   }
 }
+
+#endif
 
 }  // namespace quire::QUIRE_ISA

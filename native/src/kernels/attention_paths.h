@@ -6,6 +6,9 @@
 #include "bf16_pairs.h"
 #include "simd.h"
 #include "transpose.h"
+#if defined(__AMX_BF16__)
+#include "amx_rows.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 
@@ -35,11 +38,31 @@ struct Ahead {
 
 // -- paths: in what numbers the products are computed ---------------------------------------------------------------------
 
+// A sum of which a group of consecutive steps is added up. Here, each step is added to the sum.
+template <class Path>
+struct PlainGroup {
+  static constexpr int kSums = 1;  // in registers
+
+  f32x16 sum;
+
+  QUIRE_INLINE void begin(f32x16 before) { sum = before; }
+  template <class Input, class Column>
+  QUIRE_INLINE void add(Input input, Column column) {
+    Path::add(sum, input, column);
+  }
+  QUIRE_INLINE f32x16 total() const { return sum; }
+};
+
+struct NoRegisters {};
+
 // Pairs of bf16, summed in float32. Keys are packed as [head_dim / 2][64][2], values as [32][head_dim][2].
 struct BFloat16Path {
   using Number = bf16;
   using Column = u32x16;
+  using Group = PlainGroup<BFloat16Path>;
+  using Registers = NoRegisters;
   static constexpr int kInputs = 2;  // numbers of a sum that one step adds
+  static constexpr int kGroupSteps = 1;
 
   static QUIRE_INLINE Column column(const char* at) {
     Column result;
@@ -90,11 +113,63 @@ struct BFloat16Path {
   }
 };
 
+#if defined(__AMX_BF16__)
+// What BFloat16Product adds to a sum in one instruction. Denormal numbers have to count as zero, see ZeroDenormals.
+struct AmxGroup {
+  static constexpr int kSums = 2;
+
+  f32x16 sum, even, odd;
+
+  QUIRE_INLINE void begin(f32x16 before) {
+    sum = before;
+    even = odd = f32x16{};
+  }
+  QUIRE_INLINE void add(uint32_t input, u32x16 column) {
+    add_product(even, input << 16, column << 16);
+    add_product(odd, input & 0xffff0000u, column & 0xffff0000u);
+  }
+  QUIRE_INLINE f32x16 total() const { return sum + (even + odd); }
+
+ private:
+  static QUIRE_INLINE void add_product(f32x16& to, uint32_t input, u32x16 column) {
+    const __m512 factor = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(input)));
+    to = bits_as<f32x16>(_mm512_fmadd_ps(factor, bits_as<__m512>(column), bits_as<__m512>(to)));
+  }
+};
+
+// What the instructions of AMX do always, and others only if told to.
+class ZeroDenormals {
+ public:
+  ZeroDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kInputsAndResults); }
+  ~ZeroDenormals() { _mm_setcsr(before_); }
+  ZeroDenormals(const ZeroDenormals&) = delete;
+  ZeroDenormals& operator=(const ZeroDenormals&) = delete;
+
+ private:
+  static constexpr unsigned kInputsAndResults = 0x8040;
+
+  const unsigned before_;
+};
+
+// As before, for many rows in the tile registers, and for few in the same order. Heads have whole groups of features.
+struct AmxPath : BFloat16Path {
+  struct Registers : AmxRegisters {
+    ZeroDenormals zero_denormals;
+  };
+  using Group = AmxGroup;
+  static constexpr int kGroupSteps = kStepsOfTile;
+  static constexpr int kGroupFeatures = kGroupSteps * kInputs;
+};
+#endif
+
 // Float32 throughout. Keys are packed as [head_dim][64], values as [64][head_dim].
 struct Float32Path {
   using Number = float;
   using Column = f32x16;
+  using Group = PlainGroup<Float32Path>;
+  using Registers = NoRegisters;
   static constexpr int kInputs = 1;
+  static constexpr int kGroupSteps = 1;
 
   static QUIRE_INLINE Column column(const char* at) { return load(reinterpret_cast<const float*>(at)); }
   static QUIRE_INLINE float input(const float* row, int64_t step) { return row[step]; }

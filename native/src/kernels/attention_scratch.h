@@ -27,8 +27,8 @@ struct ThreadScratch {
     query = take(num_rows * head_dim * 4);
     keys = take(kTileTokens * head_dim * 4);
     values = take(kTileTokens * head_dim * 4);
-    scores = take(kChunkRows * kTileTokens * 4);
-    weights = take(kChunkRows * kTileTokens * 4);
+    scores = take(kMaxPackedRows * kTileTokens * 4);
+    weights = take(kMaxPackedRows * kTileTokens * 4);
     tiles = take(2 * sizeof(Tile));
     for (int64_t& state : states) state = take(State::bytes(num_rows, head_dim));
   }

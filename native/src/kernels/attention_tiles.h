@@ -32,6 +32,17 @@ constexpr int kValueVectors = 1;
 constexpr int kUnpackedVectors = 1;
 #endif
 
+// Rows that go through a packed tile together.
+template <class Path>
+constexpr int kPackedRows = kChunkRows;
+#if defined(__AMX_BF16__)
+template <>
+constexpr int kPackedRows<AmxPath> = kAmxRows;
+constexpr int kMaxPackedRows = kAmxRows;
+#else
+constexpr int kMaxPackedRows = kChunkRows;
+#endif
+
 // -- keys as columns ----------------------------------------------------------------------------------------------------------
 
 template <int N>
@@ -72,7 +83,7 @@ QUIRE_INLINE void for_each_lanes(const Tile& tile, int first, int end, const Vis
 template <class Path, class T>
 struct UnpackedValues {
   static constexpr int kRows = kChunkRows;
-  static constexpr int kVectors = kUnpackedVectors;
+  static constexpr int kVectors = kUnpackedVectors / Path::Group::kSums;
 
   const Tile* tile;
 
@@ -121,8 +132,8 @@ void pack_keys(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_
 // The same of values.
 template <class Path, class T>
 void pack_values(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_dim, char* to) {
-  const int64_t end_step = ceil_div(end, Path::kInputs);
-  for (int64_t step = first / Path::kInputs; step < end_step; ++step) {
+  const int64_t end_step = round_up(ceil_div(end, Path::kInputs), Path::kGroupSteps);
+  for (int64_t step = first / Path::kInputs / Path::kGroupSteps * Path::kGroupSteps; step < end_step; ++step) {
     ahead.fetch();
     const UnpackedValues<Path, T> values{&tile};
     for (int64_t feature = 0; feature < head_dim; feature += kLanes) {
@@ -166,11 +177,17 @@ void score_rows(const typename Path::Number* rows, int64_t head_dim, const char*
 }
 
 template <class Path, int R = kChunkRows>
-QUIRE_INLINE void score(int num_rows, const typename Path::Number* rows, int64_t head_dim, const char* keys, float* scores,
-                        Ahead& ahead) {
+QUIRE_INLINE void score_packed(int num_rows, const typename Path::Number* rows, int64_t head_dim, const char* keys, float* scores,
+                               Ahead& ahead) {
   if (num_rows == R && ahead.num_left > 0) return score_rows<Path, true, R>(rows, head_dim, keys, scores, ahead);
   if (num_rows == R) return score_rows<Path, false, R>(rows, head_dim, keys, scores, ahead);
-  if constexpr (R > 1) score<Path, R - 1>(num_rows, rows, head_dim, keys, scores, ahead);
+  if constexpr (R > 1) score_packed<Path, R - 1>(num_rows, rows, head_dim, keys, scores, ahead);
+}
+
+template <class Path>
+QUIRE_INLINE void score(typename Path::Registers&, int num_rows, const typename Path::Number* rows, int64_t head_dim,
+                        const char* keys, float* scores, Ahead& ahead) {
+  score_packed<Path>(num_rows, rows, head_dim, keys, scores, ahead);
 }
 
 // Scores of the keys of a tile that lie from `first` to `end`, and of some beside them.
@@ -187,11 +204,16 @@ void score_unpacked_rows(const typename Path::Number* query, int64_t head_dim, c
     for (int row = 0; row < R; ++row) sums[row] = f32x16{};
     for_each_key_columns<Path, T>(rows, head_dim, [&](int64_t step, const auto& columns, auto count) {
       for (int64_t i = 0; i < num_fetches; ++i) ahead.fetch();
+      typename Path::Group groups[R];
+#pragma GCC unroll 6
+      for (int row = 0; row < R; ++row) groups[row].begin(sums[row]);
 #pragma GCC unroll 16
       for (int i = 0; i < decltype(count)::kValue; ++i) {
 #pragma GCC unroll 6
-        for (int row = 0; row < R; ++row) Path::add(sums[row], Path::input(query + row * head_dim, step + i), columns[i]);
+        for (int row = 0; row < R; ++row) groups[row].add(Path::input(query + row * head_dim, step + i), columns[i]);
       }
+#pragma GCC unroll 6
+      for (int row = 0; row < R; ++row) sums[row] = groups[row].total();
     });
 #pragma GCC unroll 6
     for (int row = 0; row < R; ++row) store(scores + row * kTileTokens + token, sums[row]);
@@ -232,17 +254,27 @@ QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, co
   const int64_t first_step = sum.first / Path::kInputs, end_step = ceil_div(sum.end, Path::kInputs);
   const int64_t num_fetches = kFetches ? Values::num_fetches(ahead, end_step - first_step) : 0;
 #pragma GCC unroll 1
-  for (int64_t step = first_step; step < end_step; ++step) {
-    for (int64_t i = 0; i < num_fetches; ++i) ahead.fetch();
-    decltype(Path::input(weights, 0)) inputs[R];
+  for (int64_t first = first_step; first < end_step;) {
+    const int64_t end = min((first / Path::kGroupSteps + 1) * Path::kGroupSteps, end_step);
+    typename Path::Group groups[R][N];
+#pragma GCC unroll 24
+    for (int i = 0; i < R * N; ++i) groups[i / N][i % N].begin(sums[i / N][i % N]);
+#pragma GCC unroll 1
+    for (int64_t step = first; step < end; ++step) {
+      for (int64_t i = 0; i < num_fetches; ++i) ahead.fetch();
+      decltype(Path::input(weights, 0)) inputs[R];
 #pragma GCC unroll 6
-    for (int row = 0; row < R; ++row) inputs[row] = Path::input(weights + row * kTileTokens, step);
+      for (int row = 0; row < R; ++row) inputs[row] = Path::input(weights + row * kTileTokens, step);
 #pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) {
-      const typename Path::Column column = values.column(step, feature + i * kLanes);
+      for (int i = 0; i < N; ++i) {
+        const typename Path::Column column = values.column(step, feature + i * kLanes);
 #pragma GCC unroll 6
-      for (int row = 0; row < R; ++row) Path::add(sums[row][i], inputs[row], column);
+        for (int row = 0; row < R; ++row) groups[row][i].add(inputs[row], column);
+      }
     }
+#pragma GCC unroll 24
+    for (int i = 0; i < R * N; ++i) sums[i / N][i % N] = groups[i / N][i % N].total();
+    first = end;
   }
 #pragma GCC unroll 24
   for (int i = 0; i < R * N; ++i) store(totals + i / N * sum.head_dim + i % N * kLanes, sums[i / N][i % N]);
@@ -264,7 +296,8 @@ QUIRE_INLINE void add_vectors(int num_vectors, int num_rows, const WeightedSum<t
 }
 
 template <class Path, class Values>
-void add_values(int num_rows, const WeightedSum<typename Path::Number>& sum, const Values& values, Ahead& ahead) {
+void add_values(typename Path::Registers&, int num_rows, const WeightedSum<typename Path::Number>& sum, const Values& values,
+                Ahead& ahead) {
   for (int row = 0; row < num_rows; row += Values::kRows) {
     const int count = num_rows - row < Values::kRows ? num_rows - row : Values::kRows;
     for (int64_t feature = 0; feature < sum.head_dim; feature += Values::kVectors * kLanes) {

@@ -7,10 +7,13 @@
 #include "linear_amx.h"
 #endif
 
-namespace quire::QUIRE_ISA {
+namespace quire::QUIRE_BASE_ISA {
 
 void multiply_int4(const LinearCall& call, ThreadPool& pool);  // linear_int4.cpp
 
+}  // namespace quire::QUIRE_BASE_ISA
+
+namespace quire::QUIRE_ISA {
 namespace {
 
 // -- tiles: R rows times one panel --------------------------------------------------------------------------------------
@@ -162,7 +165,7 @@ void linear(const LinearCall& call, ThreadPool& pool) {
     case WeightFormat::kBFloat16: return multiply_float<BFloat16Format>(call, pool);
     case WeightFormat::kFloat16: return multiply_float<Float16Format>(call, pool);
     case WeightFormat::kInt8: return multiply_int8(call, pool);
-    case WeightFormat::kInt4: return multiply_int4(call, pool);
+    case WeightFormat::kInt4: return QUIRE_BASE_ISA::multiply_int4(call, pool);
   }
 }
 

@@ -5,7 +5,7 @@
 #include "linear.h"
 #include "simd.h"
 #if defined(__AMX_BF16__)
-#include "amx.h"
+#include "amx_rows.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -69,11 +69,8 @@ struct BFloat16Format {
   static QUIRE_INLINE void add(Sum& sum, Input input, Column column) { add_pair_products(sum, input, column); }
 #if defined(__AMX_BF16__)
   static constexpr bool kHasTiles = true;
-  static constexpr int kRowsTogether = 2 * kTileLines;
-  template <int kSums, int kRows, int kColumns>
-  static QUIRE_INLINE void add_tile_products() {
-    add_bf16_products<kSums, kRows, kColumns>();
-  }
+  static constexpr int kRowsTogether = kAmxRows;
+  using Product = BFloat16Product;
 #else
   static constexpr bool kHasTiles = false;
   static constexpr int kRowsTogether = kTileRows;
@@ -111,11 +108,8 @@ struct Int8Format {
   }
 #if defined(__AMX_INT8__)
   static constexpr bool kHasTiles = true;
-  static constexpr int kRowsTogether = 2 * kTileLines;
-  template <int kSums, int kRows, int kColumns>
-  static QUIRE_INLINE void add_tile_products() {
-    add_int8_products<kSums, kRows, kColumns>();
-  }
+  static constexpr int kRowsTogether = kAmxRows;
+  using Product = Int8Product;
 #else
   static constexpr bool kHasTiles = false;
   static constexpr int kRowsTogether = kTileRows;

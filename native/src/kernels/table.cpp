@@ -8,8 +8,6 @@ namespace quire::QUIRE_BASE_ISA {
 
 int64_t pack_scratch(const PackCall& call, int num_threads);
 void pack(const PackCall& call, ThreadPool& pool);
-int64_t attention_scratch(const AttentionCall& call, int num_threads);
-void attention(const AttentionCall& call, ThreadPool& pool);
 int64_t mass_scratch(const AttentionCall& call, const KeySelection& selection, int num_threads);
 void masses(const AttentionCall& call, const KeySelection& selection, double* to, ThreadPool& pool);
 void norm(const NormCall& call, ThreadPool& pool);
@@ -27,6 +25,8 @@ namespace quire::QUIRE_ISA {
 using namespace QUIRE_BASE_ISA;
 
 void linear(const LinearCall& call, ThreadPool& pool);
+int64_t attention_scratch(const AttentionCall& call, int num_threads);
+void attention(const AttentionCall& call, ThreadPool& pool);
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
