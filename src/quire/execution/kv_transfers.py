@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
+import torch
+
 from quire.execution.failed_requests import FailedRequests
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
@@ -22,6 +24,7 @@ class KVTransfers:
     def __init__(self, connector: KVConnector, kv_cache: PagedAttentionCache, block_size: int) -> None:
         self._connector = connector
         self._kv_cache = kv_cache
+        self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the layers seen so far
         self._failed = FailedRequests(block_size)
         connector.register_kv_caches(kv_cache)
 
@@ -36,8 +39,10 @@ class KVTransfers:
 
     def after_attention(self, layer: int) -> None:
         """Start storing what the step has written to the layer."""
-        kv = self._kv_cache.views[layer]
-        self._connector.save_kv_layer(layer, kv.key_pages.transpose(0, 1), kv.value_pages.transpose(0, 1))
+        if layer not in self._pages:
+            kv = self._kv_cache.views[layer]
+            self._pages[layer] = kv.key_pages.transpose(0, 1), kv.value_pages.transpose(0, 1)
+        self._connector.save_kv_layer(layer, *self._pages[layer])
 
     def end(
         self, output: SchedulerOutput, errors: Container[str], block_table: Callable[[int], IntArray]

@@ -50,8 +50,10 @@ class PromptBlocks:
             self._open(new.request_id, new.slot, new.block_ids, keys)
         for resumed in plan.scheduled_cached_reqs.resumed:
             self._open(resumed.request_id, resumed.slot, resumed.block_ids, keys)
+        if not self._tables:
+            return []
         self._take_new_blocks(plan)
-        return self._full_blocks(plan) if self._tables else []
+        return self._full_blocks(plan)
 
     def forget(self, request_id: str) -> None:
         """Stop following a request."""
