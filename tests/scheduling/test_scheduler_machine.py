@@ -11,7 +11,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -96,36 +95,12 @@ class MixedMachine(RuleBasedStateMachine):
 class OracleMachine(RuleBasedStateMachine):
     """Every plan is the oracle's: who is scheduled for how many tokens, admitted, resumed and preempted."""
 
-    @initialize(
-        block_size=st.sampled_from([1, 2, 4, 16]),
-        num_tokens_of_kv=st.integers(16, 160),
-        options=st.fixed_dictionaries(
-            {
-                "max_num_batched_tokens": st.sampled_from([16, 64, 3, 7]),
-                "max_num_seqs": st.integers(1, 6),
-                "policy": st.sampled_from(["fcfs", "priority"]),
-                "priority_ageing": st.sampled_from([0.0, 5.0]),
-                "enable_prefix_caching": st.booleans(),
-                "reserve_full_prompt": st.booleans(),
-                "watermark": st.sampled_from([0.0, 0.1, 0.5]),
-                "long_prefill_token_threshold": st.sampled_from([0, 2, 5]),
-            }
-        ),
-        splits=st.booleans(),
-        evicts=st.booleans(),
-        seed=SEEDS,
-    )
-    def build(self, block_size, num_tokens_of_kv, options, splits, evicts, seed):
-        splits = splits or options["max_num_batched_tokens"] < 16
-        self.config = SchedulerConfig(
-            block_size=block_size,
-            dynamic_split_fuse=splits,
-            max_num_queued_reqs=10,
-            use_cache_eviction=evicts,
-            cache_eviction_config=draw_eviction(RandomChooser(seed), block_size),
-            **options,
-        ).validate()
-        self.num_blocks = max(num_tokens_of_kv // block_size, 2)
+    @initialize(seed=SEEDS)
+    def build(self, seed):
+        choose = RandomChooser(seed)
+        self.config = self._draw_config(choose)
+        block_size = self.config.block_size
+        self.num_blocks = max(choose.integer(16, 160) // block_size, 2)
         self.now = 0.0
         context = SchedulerContext(clock=lambda: self.now)
         self.scheduler = Scheduler(
@@ -136,20 +111,42 @@ class OracleMachine(RuleBasedStateMachine):
         self.sequences: dict[str, Sequence] = {}
         self.count = 0
 
-    @rule(
-        pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=4),
-        max_tokens=st.integers(1, 30),
-        priority=st.integers(0, 2),
-        stops=st.booleans(),
-        salt=st.sampled_from(["", "", "other"]),
-        seconds=st.sampled_from([0.0, 1.0, 4.0]),
-    )
-    def add(self, pieces, max_tokens, priority, stops, salt, seconds):
+    def _draw_config(self, choose):
+        block_size = choose.among([1, 2, 4, 16])
+        max_num_batched_tokens = choose.among([16, 64, 3, 7])
+        return SchedulerConfig(
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            dynamic_split_fuse=max_num_batched_tokens < 16 or choose.chance(50),
+            max_num_seqs=choose.integer(1, 6),
+            max_num_queued_reqs=10,
+            policy=choose.among(["fcfs", "priority"]),
+            priority_ageing=choose.among([0.0, 5.0]),
+            enable_prefix_caching=choose.chance(50),
+            reserve_full_prompt=choose.chance(50),
+            watermark=choose.among([0.0, 0.1, 0.5]),
+            long_prefill_token_threshold=choose.among([0, 2, 5]),
+            use_cache_eviction=choose.chance(50),
+            cache_eviction_config=draw_eviction(choose, block_size),
+        ).validate()
+
+    @rule(seed=SEEDS, count=st.integers(1, 3), is_burst=st.booleans())
+    def add(self, seed, count, is_burst):
+        choose = RandomChooser(seed)
+        self.now += choose.among([0.0, 1.0, 4.0])
+        prompt = self._draw_prompt(choose)
+        for _ in range(count):
+            self._add(choose, prompt if is_burst else self._draw_prompt(choose))
+
+    def _draw_prompt(self, choose):
+        return [token for _ in range(choose.integer(1, 4)) for token in choose.among(PIECES)]
+
+    def _add(self, choose, prompt):
         self.count += 1
-        self.now += seconds
-        prompt = [token for piece in pieces for token in piece]
-        priority = priority if self.config.policy == "priority" else 0
-        stop_ids = {STOP_ID} if stops else set()
+        max_tokens = choose.integer(1, 30)
+        priority = choose.integer(0, 2) if self.config.policy == "priority" else 0
+        stop_ids = {STOP_ID} if choose.chance(50) else set()
+        salt = choose.among(["", "", "other"])
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop_ids))
         request = Request(f"r{self.count}", prompt, params, priority=priority, cache_salt=salt)
         try:
@@ -215,19 +212,21 @@ class OracleMachine(RuleBasedStateMachine):
     def _names_in_oracle(self):
         return {sequence.name for sequence in (*self.oracle.running, *self.oracle.waiting)}
 
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def abort(self, data):
-        name = data.draw(st.sampled_from(sorted(self.sequences)))
+    @rule(seed=SEEDS, what=st.sampled_from(["abort", "pause", "reset"]))
+    def disturb(self, what, seed):
+        getattr(self, f"_{what}")(RandomChooser(seed))
+
+    def _abort(self, choose):
+        if not self.sequences:
+            return
+        name = choose.among(sorted(self.sequences))
         assert self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.oracle.end(self.sequences.pop(name))
 
-    @rule(state=st.sampled_from([*PauseState, PauseState.UNPAUSED]))
-    def pause(self, state):
-        self.scheduler.set_pause_state(state)
+    def _pause(self, choose):
+        self.scheduler.set_pause_state(choose.among([PauseState.UNPAUSED] * 3 + list(PauseState)))
 
-    @rule()
-    def reset(self):
+    def _reset(self, choose):
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.oracle.reset()
 
@@ -250,4 +249,4 @@ def test_all_features_at_once(part):
 
 @pytest.mark.parametrize("part", range(2))
 def test_the_deterministic_part_against_an_oracle(part):
-    run_state_machine_as_test(OracleMachine, settings=settings(MACHINE_SETTINGS, max_examples=100))
+    run_state_machine_as_test(OracleMachine, settings=settings(MACHINE_SETTINGS, max_examples=50))
