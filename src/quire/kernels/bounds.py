@@ -18,7 +18,7 @@ SPAN = 1024  # tokens
 BLOCK_ROWS = 128  # that a task has, unless one token alone has more
 TASKS_PER_THREAD = 4  # with fewer, the spans of a task become tasks of their own
 MAX_SPAN_BYTES = 64 << 20  # of all states of spans
-THREAD_BYTES = 20 << 10  # what a thread has besides queries, a tile of keys and values, and states; less without AMX
+THREAD_BYTES = 20 << 10  # what a thread with AMX has besides queries, a tile of keys and values, and states
 
 # The estimate of a selection of keys, see native/src/kernels/key_masses.cpp.
 MASS_ROWS = 4  # that are computed together
