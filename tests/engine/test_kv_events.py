@@ -16,6 +16,11 @@ LOCAL = "tcp://127.0.0.1:*"
 PATIENCE = 10.0  # seconds, for what comes at once
 
 
+def from_zero() -> float:
+    """A publisher's clock with which its batches are numbered from 0."""
+    return 0.0
+
+
 def removed(number: int) -> BlockRemoved:
     return BlockRemoved([number.to_bytes(4, "big")])
 
@@ -31,7 +36,7 @@ def numbers(batches: list[KVEventBatch]) -> list[int | None]:
 
 @pytest.fixture
 def publisher():
-    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=100)
+    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=100, clock=from_zero)
     yield publisher
     publisher.close()
 
@@ -92,7 +97,7 @@ def test_without_replay_what_was_missed_is_a_clearing(follow):
 
 
 def test_the_buffer_is_bounded_and_a_gap_is_a_clearing(follow):
-    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=8)
+    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=8, clock=from_zero)
     with raw_socket(publisher.endpoint, zmq.SUB) as socket:
         receive_first(publisher, socket)
     first = 1000
@@ -110,18 +115,28 @@ def test_the_buffer_is_bounded_and_a_gap_is_a_clearing(follow):
     publisher.close()
 
 
-def test_an_engine_started_anew_is_noticed(follow):
-    publisher = KVEventPublisher(LOCAL, clock=lambda: 1.0)
+@pytest.mark.parametrize(
+    ("started", "restarted"),
+    [
+        pytest.param(1.0, 1.0 + 1e-3, id="numbers-go-on"),
+        pytest.param(2.0, 1.0, id="clock-set-back"),
+    ],
+)
+@pytest.mark.parametrize("replay_endpoint", ["", LOCAL])
+def test_a_restarted_engine_is_a_clearing(follow, started, restarted, replay_endpoint):
+    publisher = KVEventPublisher(LOCAL, replay_endpoint, clock=lambda: started)
     subscriber = follow(publisher)
     publish_until_received(publisher, subscriber, 0)
-    endpoint = publisher.endpoint
+    endpoints = publisher.endpoint, publisher.replay_endpoint
     publisher.close()
-    publisher = KVEventPublisher(endpoint, clock=lambda: 2.0)
+    publisher = KVEventPublisher(*endpoints, clock=lambda: restarted)
     batches: list[KVEventBatch] = []
-    while not any(batch.ts == 2.0 for batch in batches):
+    while not any(batch.ts == restarted for batch in batches):
         publisher.publish([removed(7)])
         batches += subscriber.receive(0.02)
-    assert None in numbers(batches)
+    since = [batch for batch in batches if batch.ts == restarted]
+    assert numbers(since)[0] is None
+    assert 7 in numbers(since)
     publisher.close()
 
 

@@ -2,8 +2,9 @@
 
 The message format is vLLM's. The live socket (PUB) sends `[TOPIC, sequence number, batch]`. The replay socket
 (ROUTER) answers `[b"", first sequence number]` with `[b"", sequence number, batch]` for each buffered
-batch from that number on, and then `[b"", END_OF_REPLAY, b""]`. Sequence numbers count from 0, in 8
-bytes, big-endian; batches are msgpack of `KVEventBatch`.
+batch from that number on, and then `[b"", END_OF_REPLAY, b""]`. Sequence numbers have 8 bytes,
+big-endian, and count from the microsecond at which the publisher started: those of an engine that has been
+restarted are higher, and its subscribers see a gap. Batches are msgpack of `KVEventBatch`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Socket = zmq.Socket[bytes]
 class KVEventPublisher:
     """Publishes batches from its own thread; `publish` never blocks.
 
-    The first batch clears all blocks, which tells subscribers that the engine has restarted.
+    The first batch clears all blocks: what subscribers knew of an engine before this one is gone.
 
     Args:
         endpoint: ZeroMQ address to bind the live socket to, such as `tcp://127.0.0.1:5557`.
@@ -58,7 +59,7 @@ class KVEventPublisher:
     ) -> None:
         self.num_dropped = 0  # batches for which the queue had no room
         self._clock = clock
-        self._next_number = 0
+        self._next_number = int(clock() * 1_000_000)
         self._queue: deque[tuple[int, KVEventBatch]] = deque()
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)  # (number, batch), encoded
         self._buffer_steps = buffer_steps
@@ -188,7 +189,6 @@ class KVEventSubscriber:
         self._replay_timeout = int(replay_timeout * 1000)
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self._next_number = 0
-        self._last_ts = 0.0
 
     def receive(self, timeout: float | None = None) -> list[KVEventBatch]:
         """Return the next batch and any missed before it; empty after `timeout` seconds (None: never)."""
@@ -196,33 +196,25 @@ class KVEventSubscriber:
             return []
         _, encoded_number, encoded = self._live.recv_multipart()
         number, batch = int.from_bytes(encoded_number, "big"), self._decoder.decode(encoded)
-        if number < self._next_number:
-            if batch.ts <= self._last_ts:
-                return []  # already replayed
-            self._next_number = 0  # the engine has restarted
-        batches = self._missed(number)
-        batches.append(batch)
+        batches = [batch] if number == self._next_number else self._after_gap(number, batch)
         self._next_number = number + 1
-        self._last_ts = batch.ts
         return batches
 
     def close(self) -> None:
         """Close the sockets."""
         self._context.destroy(linger=0)
 
-    def _missed(self, end: int) -> list[KVEventBatch]:
-        """Return the missed batches, up to but excluding number `end`."""
-        if self._next_number == end:
-            return []
-        replayed = [item for item in self._replayed(self._next_number) if item[0] < end]
+    def _after_gap(self, number: int, batch: KVEventBatch) -> list[KVEventBatch]:
+        """Return the missed batches that the publisher still has, and the batch received."""
+        # A lower number than before: the engine has restarted and its clock has been set back.
+        expected = self._next_number if self._next_number < number else 0
+        replayed = [item for item in self._replayed(expected) if item[0] < number]
         batches = []
-        expected = self._next_number
-        for number, batch in [*replayed, (end, None)]:
-            if number != expected:
-                batches.append(KVEventBatch(batch.ts if batch else self._last_ts, [AllBlocksCleared()]))
-            if batch is not None:
-                batches.append(batch)
-            expected = number + 1
+        for found, missed in [*replayed, (number, batch)]:
+            if found != expected and not any(isinstance(event, AllBlocksCleared) for event in missed.events):
+                batches.append(KVEventBatch(missed.ts, [AllBlocksCleared()]))
+            batches.append(missed)
+            expected = found + 1
         return batches
 
     def _replayed(self, first: int) -> list[tuple[int, KVEventBatch]]:
