@@ -16,13 +16,13 @@ With the default sizes, `speed` needs 17 GB of memory.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from eval_cases import eval_cases
 from line_chart import Panel, line_chart
 from random_model import random_model
 
@@ -36,9 +36,9 @@ from quire import (
     SchedulerConfig,
     ScorePooling,
 )
+from quire.cli.evaluate import Case
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineCoreRequest
-from quire.models.checkpoints.hub import resolve_model
 from quire.scheduling.outputs import SchedulerStats
 
 BLOCK_SIZE = 16
@@ -62,30 +62,29 @@ def eviction(budget: int, **fields: Any) -> dict[str, Any]:
     return {"use_cache_eviction": True, "cache_eviction_config": config}
 
 
-def retrieval_cases(count: int, questions: str) -> list[Any]:
+def retrieval_cases(count: int, questions: str) -> list[Case]:
     """Return the first held-out retrieval prompts of 1,400 tokens.
 
     Args:
         count: of prompts, if there are so many.
         questions: mixed, as they are; or name, so that all consist of the name asked for.
     """
-    lines = (Path(resolve_model("mini")) / "eval.jsonl").read_text(encoding="utf-8").splitlines()
-    cases = [case for case in map(json.loads, lines) if case["task"] == "retrieval-1400"][:count]
+    cases = eval_cases("retrieval-1400", count)
     for case in cases if questions == "name" else ():
-        message = case["messages"][-1]
+        message = case.messages[-1]
         text, _question = message["content"].rsplit("\n", 1)
-        name = case["answer"].split()[0].rstrip(":")
+        name = case.answer.split()[0].rstrip(":")
         message["content"] = f"{text}\n{name}?"
     return cases
 
 
-def exact_match(cases: list[Any], options: dict[str, Any]) -> tuple[float, float]:
+def exact_match(cases: list[Case], options: dict[str, Any]) -> tuple[float, float]:
     """Return the percentage of right greedy answers, and the mean number of prompt tokens."""
     greedy = SamplingParams(max_tokens=64, temperature=0.0)
     with LLM("mini", block_size=BLOCK_SIZE, enable_prefix_caching=False, **options) as llm:
-        outputs = llm.chat([case["messages"] for case in cases], greedy)
+        outputs = llm.chat([case.messages for case in cases], greedy)
     right = [
-        output.outputs[0].text.strip() == case["answer"] for output, case in zip(outputs, cases, strict=True)
+        output.outputs[0].text.strip() == case.answer for output, case in zip(outputs, cases, strict=True)
     ]
     tokens = [len(output.prompt_token_ids) for output in outputs]
     return 100 * statistics.mean(right), statistics.mean(tokens)

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from eval_cases import eval_cases
 from random_model import random_model
 
 from quire import LLM, SamplingParams, SparseAttentionConfig
-from quire.models.checkpoints.hub import resolve_model
+from quire.cli.evaluate import Case
 
 CHUNK = 512  # tokens
 FIRST_ID, END_ID = 10, 250  # token ids of prompts, which every model has
@@ -53,21 +52,14 @@ def seconds_to_first_token(model: str, config: SparseAttentionConfig | None, num
         return time.perf_counter() - started
 
 
-def answers(config: SparseAttentionConfig | None, cases: list[Any]) -> list[str]:
+def answers(config: SparseAttentionConfig | None, cases: list[Case]) -> list[str]:
     """Return the built-in model's greedy answers."""
     if config is not None:
         config = dataclasses.replace(config, **SMALL)
     greedy = SamplingParams(max_tokens=64, temperature=0.0)
     with engine("mini", config) as llm:
-        outputs = llm.chat([case["messages"] for case in cases], greedy)
+        outputs = llm.chat([case.messages for case in cases], greedy)
         return [output.outputs[0].text.strip() for output in outputs]
-
-
-def retrieval_cases(count: int) -> list[Any]:
-    """Return the first held-out retrieval prompts of 1,400 tokens."""
-    lines = (Path(resolve_model("mini")) / "eval.jsonl").read_text(encoding="utf-8").splitlines()
-    cases = [case for case in map(json.loads, lines) if case["task"] == "retrieval-1400"]
-    return cases[:count]
 
 
 def report(model: str, num_tokens: int, rounds: int, num_prompts: int) -> None:
@@ -76,12 +68,12 @@ def report(model: str, num_tokens: int, rounds: int, num_prompts: int) -> None:
     for _ in range(rounds):
         for mode, config in MODES.items():
             times[mode] = min(times[mode], seconds_to_first_token(model, config, num_tokens))
-    cases = retrieval_cases(num_prompts)
+    cases = eval_cases("retrieval-1400", num_prompts)
     texts = {mode: answers(config, cases) for mode, config in MODES.items()}
     print(f"| attention | {num_tokens} tokens, s | speed-up | exact match | same answer as dense |")
     print("|---|---|---|---|---|")
     for mode, seconds in times.items():
-        right = sum(text == case["answer"] for text, case in zip(texts[mode], cases, strict=True))
+        right = sum(text == case.answer for text, case in zip(texts[mode], cases, strict=True))
         same = sum(text == dense for text, dense in zip(texts[mode], texts["dense"], strict=True))
         print(
             f"| {mode} | {seconds:.1f} | {times['dense'] / seconds:.2f} | {right / len(cases):.0%} "

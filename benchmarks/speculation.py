@@ -12,23 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
+from eval_cases import eval_cases
+
 from quire import LLM
-from quire.models.checkpoints.hub import resolve_model
 from quire.sampling_params import SamplingParams
 
 TASKS = ("copy", "reverse", "retrieval-200", "retrieval-600", "qa")
 CONCURRENCY = (1, 8)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
-
-
-def conversations(task: str, count: int) -> list[Any]:
-    """Return the first prompts of a task."""
-    lines = (Path(resolve_model("mini")) / "eval.jsonl").read_text(encoding="utf-8").splitlines()
-    cases = [case for case in map(json.loads, lines) if case["task"] == task]
-    return [case["messages"] for case in cases[:count]]
 
 
 def one_round(llm: LLM, messages: list[Any]) -> tuple[float, list[list[int]], int]:
@@ -44,7 +37,7 @@ def one_round(llm: LLM, messages: list[Any]) -> tuple[float, list[list[int]], in
 
 def measure(task: str, concurrency: int, num_prompts: int, rounds: int) -> dict[str, Any]:
     """Return the figures of one row of the table."""
-    messages = conversations(task, num_prompts)
+    messages = [case.messages for case in eval_cases(task, num_prompts)]
     engines = [
         LLM("mini", max_num_seqs=concurrency, speculative_method=method, ngram_min=1)
         for method in ("none", "ngram")

@@ -42,10 +42,10 @@ def test_quality_prints_and_draws_every_budget(monkeypatch, capsys, tmp_path):
 def test_questions_consist_of_the_name_asked_for():
     mixed, name = cache_eviction.retrieval_cases(4, "mixed"), cache_eviction.retrieval_cases(4, "name")
     for before, after in zip(mixed, name, strict=True):
-        text, question = after["messages"][-1]["content"].rsplit("\n", 1)
-        assert before["messages"][-1]["content"].startswith(f"{text}\n")
-        assert f"\n{after['answer']}\n" in text
-        assert question == after["answer"].replace(":", "").split()[0] + "?"
+        text, question = after.messages[-1]["content"].rsplit("\n", 1)
+        assert before.messages[-1]["content"].startswith(f"{text}\n")
+        assert f"\n{after.answer}\n" in text
+        assert question == after.answer.replace(":", "").split()[0] + "?"
 
 
 def test_what_kvcrush_retains_is_part_of_the_budget():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sparse_prefill
 
+from quire.cli.evaluate import Case
+
 
 def test_every_mode_is_measured_and_its_answers_are_counted(monkeypatch, capsys):
-    case = {"messages": [{"role": "user", "content": "Say yes."}], "answer": "no such answer"}
-    monkeypatch.setattr(sparse_prefill, "retrieval_cases", lambda count: [case] * count)
+    case = Case("", [{"role": "user", "content": "Say yes."}], "no such answer")
+    monkeypatch.setattr(sparse_prefill, "eval_cases", lambda task, count: [case] * count)
     sparse_prefill.report("mini", num_tokens=48, rounds=1, num_prompts=1)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
     assert [row.split("|")[1].strip() for row in rows] == list(sparse_prefill.MODES)
