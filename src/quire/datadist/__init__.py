@@ -1,0 +1,61 @@
+"""Moving KV caches between machines: the LLMDataDist interface over transports of Quire's own.
+
+A PROMPT listens and serves the caches of the prefill side; a DECODER links to it and pulls. docs/datadist.md
+tells users how. The public names are imported when first used, so that torch loads only where tensors are.
+"""
+
+from __future__ import annotations
+
+from quire.lazy_attributes import lazy_attributes
+
+TYPE_CHECKING = False  # as in `quire.lazy_attributes`
+
+if TYPE_CHECKING:
+    from quire.datadist.cache_desc import CacheDesc
+    from quire.datadist.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+    from quire.datadist.configs import LLMConfig, ModelConfig
+    from quire.datadist.configs import LLMConfig as LlmConfig
+    from quire.datadist.enums import DataType, LLMRole, Placement
+    from quire.datadist.requests import LLMClusterInfo, LLMReq
+    from quire.datadist.status import LLMException, LLMStatusCode
+    from quire.datadist.tensor import Tensor, TensorDesc
+
+__all__ = [
+    "BlocksCacheKey",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "DataType",
+    "LLMClusterInfo",
+    "LLMConfig",
+    "LLMException",
+    "LLMReq",
+    "LLMRole",
+    "LLMStatusCode",
+    "LlmConfig",
+    "ModelConfig",
+    "Placement",
+    "Tensor",
+    "TensorDesc",
+]
+
+_HOMES = {
+    "BlocksCacheKey": "quire.datadist.cache_keys",
+    "CacheDesc": "quire.datadist.cache_desc",
+    "CacheKey": "quire.datadist.cache_keys",
+    "CacheKeyByIdAndIndex": "quire.datadist.cache_keys",
+    "DataType": "quire.datadist.enums",
+    "LLMClusterInfo": "quire.datadist.requests",
+    "LLMConfig": "quire.datadist.configs",
+    "LLMException": "quire.datadist.status",
+    "LLMReq": "quire.datadist.requests",
+    "LLMRole": "quire.datadist.enums",
+    "LLMStatusCode": "quire.datadist.status",
+    "LlmConfig": "quire.datadist.configs",
+    "ModelConfig": "quire.datadist.configs",
+    "Placement": "quire.datadist.enums",
+    "Tensor": "quire.datadist.tensor",
+    "TensorDesc": "quire.datadist.tensor",
+}
+
+__getattr__, __dir__ = lazy_attributes(globals(), _HOMES)

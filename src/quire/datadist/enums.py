@@ -1,0 +1,81 @@
+"""The roles of a cluster, where memory is, and what a tensor consists of."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class LLMRole(IntEnum):
+    """PROMPT is the prefill side, which serves; DECODER is the decode side, which links and pulls."""
+
+    PROMPT = 1
+    DECODER = 2
+    MIX = 3
+
+
+class Placement(IntEnum):
+    """Memory of the host, or of the device that the engine runs on."""
+
+    HOST = 0
+    DEVICE = 1
+
+
+class DataType(IntEnum):
+    """Element types of tensors, numbered as in `aclDataType`."""
+
+    DT_FLOAT = 0
+    DT_FLOAT16 = 1
+    DT_INT8 = 2
+    DT_INT32 = 3
+    DT_UINT8 = 4
+    DT_INT16 = 6
+    DT_UINT16 = 7
+    DT_UINT32 = 8
+    DT_INT64 = 9
+    DT_UINT64 = 10
+    DT_DOUBLE = 11
+    DT_BOOL = 12
+    DT_BF16 = 27
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _ITEM_SIZES[self]
+
+    @property
+    def torch_name(self) -> str:
+        """Name in torch, and in numpy unless it is "bfloat16", which numpy does not have."""
+        return _TORCH_NAMES[self]
+
+
+_TORCH_NAMES = {
+    DataType.DT_FLOAT: "float32",
+    DataType.DT_FLOAT16: "float16",
+    DataType.DT_INT8: "int8",
+    DataType.DT_INT32: "int32",
+    DataType.DT_UINT8: "uint8",
+    DataType.DT_INT16: "int16",
+    DataType.DT_UINT16: "uint16",
+    DataType.DT_UINT32: "uint32",
+    DataType.DT_INT64: "int64",
+    DataType.DT_UINT64: "uint64",
+    DataType.DT_DOUBLE: "float64",
+    DataType.DT_BOOL: "bool",
+    DataType.DT_BF16: "bfloat16",
+}
+
+_ITEM_SIZES = {
+    DataType.DT_FLOAT: 4,
+    DataType.DT_FLOAT16: 2,
+    DataType.DT_INT8: 1,
+    DataType.DT_INT32: 4,
+    DataType.DT_UINT8: 1,
+    DataType.DT_INT16: 2,
+    DataType.DT_UINT16: 2,
+    DataType.DT_UINT32: 4,
+    DataType.DT_INT64: 8,
+    DataType.DT_UINT64: 8,
+    DataType.DT_DOUBLE: 8,
+    DataType.DT_BOOL: 1,
+    DataType.DT_BF16: 2,
+}
