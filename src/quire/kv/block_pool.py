@@ -203,20 +203,18 @@ class BlockPool:
             digests: of the blocks that may be found; taken up to the first that is not found.
             tokens: of at least these blocks, [N, block_size].
         """
-        hits, chain = [], [root]
-        for digest in digests:
-            block_id = self._by_digest.get(digest)
-            if block_id is None:
-                break
-            hits.append(block_id)
-            chain.append(digest)
+        hits, chain = self._leading(digests)
         if not hits:
             return NO_BLOCKS
         found = np.array(hits, dtype=np.int32)
-        parents = np.frombuffer(b"".join(chain[: len(hits)]), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        parents = np.frombuffer(b"".join([root, *chain[:-1]]), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         same = (self._tokens[found] == tokens[: len(hits)]).all(axis=1)
         same &= (self._parents[found] == parents).all(axis=1)
         return found if same.all() else found[: int(same.argmin())]
+
+    def count_findable(self, digests: Iterable[bytes]) -> int:
+        """Return the length of the longest cached run at the start of `digests`, by the digests alone."""
+        return len(self._leading(digests)[0])
 
     def count_idle(self, block_ids: IntArray) -> int:
         """Return how many of `block_ids` are idle, that is, how many free blocks acquiring them takes."""
@@ -266,6 +264,17 @@ class BlockPool:
         assert {digest: block for block, digest in cached.items()} == self._by_digest, (
             "invariant 1: the prefix index and the blocks' contents differ"
         )
+
+    def _leading(self, digests: Iterable[bytes]) -> tuple[list[int], list[bytes]]:
+        """Return the blocks at the start of `digests` up to the first not found, and their digests."""
+        hits, found = [], []
+        for digest in digests:
+            block_id = self._by_digest.get(digest)
+            if block_id is None:
+                break
+            hits.append(block_id)
+            found.append(digest)
+        return hits, found
 
     def _forget(self, block_ids: IntArray) -> None:
         """Forget the contents of cached blocks."""

@@ -16,6 +16,9 @@ from quire.kv.block_pool import NO_BLOCKS, BlockPool
 from quire.request import Request
 from quire.step import IntArray
 
+LOOKUP_BLOCKS = 1024
+"""Cached blocks of one request that are looked for at a time, at most: some 2 milliseconds."""
+
 
 @dataclasses.dataclass(slots=True)
 class Prefix:
@@ -113,9 +116,14 @@ class KVCacheManager:
         block_ids, _ = self.find_full_blocks(request_id, token_ids[:-1])
         return Prefix(block_ids, len(block_ids) * self.block_size)
 
+    def count_findable(self, request_id: str, start: int, end: int) -> int:
+        """Return how many blocks can be found, by their digests, from number `start` up to `end`."""
+        return self.pool.count_findable(self.digests(request_id, start, end))
+
     def count_cached_tokens(self, request: Request) -> int:
-        """Return how many tokens at a request's start are cached."""
-        return self.find_prefix(request.request_id, request.all_token_array()).num_tokens
+        """Return how many tokens at a request's start are cached; looks for `LOOKUP_BLOCKS` blocks."""
+        token_ids = request.all_token_array()[: LOOKUP_BLOCKS * self.block_size + 1]
+        return self.find_prefix(request.request_id, token_ids).num_tokens
 
     def prefix_in_slot(self, slot: int, num_tokens: int) -> Prefix:
         """Return the first `num_tokens` tokens of a running request, all computed, to be shared."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.config import SchedulerConfig
-from quire.kv.manager import NO_PREFIX, KVCacheManager, Prefix
+from quire.kv.manager import LOOKUP_BLOCKS, NO_PREFIX, KVCacheManager, Prefix
 from quire.request import Request
 from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.connector_calls import ConnectorCalls
@@ -48,7 +48,9 @@ class AdmissionPhase:
     """Moves requests from the head of the queue into slots, as long as policy, blocks and budget allow.
 
     No request overtakes another: the first that does not fit ends the phase. Only a request whose KV may be
-    elsewhere, while its connector does not know yet, is passed over for the step.
+    elsewhere, while its connector does not know yet, is passed over for the step. While others run, a step
+    looks for `LOOKUP_BLOCKS` more cached blocks of a request at most: to hash a very long prompt takes longer
+    than they should wait, and so it is admitted some steps later.
     """
 
     config: SchedulerConfig
@@ -69,6 +71,8 @@ class AdmissionPhase:
     stats: SchedulerStats
     eviction: CacheEviction | None
     _num_promised: int = dataclasses.field(default=0, init=False)  # blocks to be given out in this step
+    # The arrival number of a request that was not looked up to its end, and how many blocks were found.
+    _half_found: tuple[int, int] = dataclasses.field(default=(-1, 0), init=False)
 
     def plan(self, plan: Plan) -> None:
         """Admit what fits into the rest of the budget, unless the plan admits nobody."""
@@ -90,6 +94,8 @@ class AdmissionPhase:
             if not self._has_slots(request):
                 break
             prefix = self._find_prefix(request)
+            if prefix is None:
+                break
             num_external, is_async = self._ask_connector(request, prefix)
             if num_external is None:
                 queue.pass_over(request.request_id)
@@ -122,8 +128,11 @@ class AdmissionPhase:
 
     # -- what is there already -----------------------------------------------------------------------------
 
-    def _find_prefix(self, request: Request) -> Prefix:
-        """Return the KV that the request can begin with: its load, its leader's prompt, or cached blocks."""
+    def _find_prefix(self, request: Request) -> Prefix | None:
+        """Return the KV that the request can begin with: its load, its leader's prompt, or cached blocks.
+
+        None if there may be more cached blocks than this step has looked for.
+        """
         load = self.loads.get(request.request_id)
         if load is not None:
             return load.prefix()
@@ -133,7 +142,24 @@ class AdmissionPhase:
         leader = self._leader_of(request)
         if leader is not None:
             return self.kv.prefix_in_slot(leader, request.num_prompt_tokens - 1)
+        return self._find_cached(request)
+
+    def _find_cached(self, request: Request) -> Prefix | None:
+        """Return the cached blocks at the request's start; None: there may be more than were looked for."""
+        if len(self.running) and not self._is_looked_up(request):
+            return None
         return self.kv.find_prefix(request.request_id, request.all_token_array())
+
+    def _is_looked_up(self, request: Request) -> bool:
+        """Look for the next blocks of a long prompt; False if they are all there and more may be."""
+        arrival, num_found = self._half_found
+        num_found = num_found if arrival == request.arrival else 0
+        end = num_found + LOOKUP_BLOCKS
+        if (request.num_tokens - 1) // self.kv.block_size <= end:
+            return True
+        num_found += self.kv.count_findable(request.request_id, num_found, end)
+        self._half_found = request.arrival, num_found
+        return num_found < end
 
     def _leader_of(self, request: Request) -> int | None:
         """Return the slot of the request whose prompt this one shares, if the KV of that is there.

@@ -28,7 +28,7 @@ class QueueOrder(ABC):
 
     Args:
         config: of the scheduler.
-        find_cached: returns how many tokens of a request's prompt are in the prefix cache now.
+        find_cached: returns how many tokens at the start of a request's prompt are in the prefix cache now.
     """
 
     reads_priority: ClassVar[bool] = True
