@@ -86,11 +86,7 @@ QUIRE_INLINE void multiply_panel(const typename Format::Row* rows, int64_t row_s
 // Whether rows can be multiplied where they are.
 template <class Format>
 bool is_direct(const LinearCall& call) {
-  const WeightFormat format = call.weight->format;
-  const DType wanted = format == WeightFormat::kFloat32   ? DType::kFloat32
-                       : format == WeightFormat::kFloat16 ? DType::kFloat16
-                                                          : DType::kBFloat16;
-  if (call.row_type != wanted) return false;
+  if (call.row_type != Format::kRowType) return false;
   if constexpr (Format::kHasTiles) {
     return call.num_rows <= Format::kRowsTogether && call.weight->in_features * sizeof(typename Format::Row) % kLine == 0;
   }

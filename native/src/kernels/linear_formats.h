@@ -27,6 +27,7 @@ constexpr int64_t kMaxTaskBytes = 1 << 20;   // of rows, so that they stay in th
 
 struct Float32Format {
   using Row = float;
+  static constexpr DType kRowType = DType::kFloat32;
   using Sum = f32x16;
   static constexpr int kInputs = 1;  // per step
   static constexpr int kStepBytes = kPanelColumns * 4;
@@ -45,6 +46,7 @@ struct Float32Format {
 
 struct Float16Format : Float32Format {
   using Row = fp16;
+  static constexpr DType kRowType = DType::kFloat16;
   static constexpr int kStepBytes = kPanelColumns * 2;
   static QUIRE_INLINE Input input(const Row* row, int64_t step) { return to_float(row[step]); }
   static QUIRE_INLINE void weights(const char* at, f32x16 (&columns)[2]) {
@@ -55,6 +57,7 @@ struct Float16Format : Float32Format {
 
 struct BFloat16Format {
   using Row = bf16;
+  static constexpr DType kRowType = DType::kBFloat16;
   using Sum = f32x16;
   using Input = uint32_t;
   using Column = u32x16;
