@@ -20,6 +20,7 @@ from quire.kernels import bounds
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu.layers import native_layer, native_plan
 from quire.kernels.key_scores import KeyScores
+from quire.kv.eviction.diversity import diversity
 from quire.models.config import ModelConfig
 from subprocesses import python_output
 
@@ -162,6 +163,24 @@ def test_the_scores_of_sequences_stay_within_their_bound(
     bound = eviction_bytes(config, shape, 1024) - eviction_bytes(config, kernel, 1024)
     bound += score_bytes_per_token(config, shape) * tokens
     assert 0.5 * bound < max(in_prompt, rows) < bound
+
+
+def test_comparing_keys_stays_within_its_bound(model: ModelConfig):
+    shape = dataclasses.replace(model, num_kv_heads=4, head_dim=64)
+    sizes = {"max_cache_size": 1024}
+    compared, not_compared = (
+        scheduler(cache_eviction_config=CacheEvictionConfig(aggregation_mode=mode, **sizes), max_num_seqs=1)
+        for mode in ("adaptive_rkv", "sum")
+    )
+    bound = eviction_bytes(compared, shape, 4096) - eviction_bytes(not_compared, shape, 4096)
+    keys = np.random.default_rng(0).normal(size=(4, 4096, 64)).astype(np.float32)
+    tracemalloc.start()
+    try:
+        diversity(keys, 16, np.arange(4096 // 16))
+        measured = tracemalloc.get_traced_memory()[1] + 2 * keys.nbytes  # as stored, and in float32
+    finally:
+        tracemalloc.stop()
+    assert 0.8 * bound < measured < bound
 
 
 def test_the_plan_leaves_room_for_scores(model: ModelConfig):

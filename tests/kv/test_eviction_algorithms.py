@@ -87,9 +87,9 @@ class Comparison:
         self.held = np.array([naive.held for naive in self.naive])
         self.num_evictions += 1
 
-    def diversity(self, layer, blocks):
+    def diversity(self, layer, blocks, rest):
         tokens = self.held[layer].reshape(-1)[blocks[:, None] * BLOCK + np.arange(BLOCK)].ravel()
-        return diversity(self.keys[layer][:, tokens], BLOCK)
+        return diversity(self.keys[layer][:, tokens], BLOCK, rest)
 
 
 def run(config, *, prompt, steps=40, seed=0, ties=False):
@@ -138,11 +138,13 @@ def test_adaptive_rkv_shares_the_places_between_mass_and_diversity(mass, window_
     assert run(config, prompt=60, seed=3).num_evictions > 5
 
 
-def test_diversity_is_that_of_the_whole_matrix_of_similarities():
+@pytest.mark.parametrize("num_rest", [1, 20, 75])
+def test_diversity_is_that_of_the_whole_matrix_of_similarities(num_rest):
     keys = np.random.default_rng(5).normal(size=(3, 600, 6)).astype(np.float32)
     blocks = np.arange(600).reshape(-1, 4)[:75]
-    expected = naive_diversity(keys, blocks.tolist())
-    np.testing.assert_allclose(diversity(keys[:, :300], 4), expected, atol=1e-4)
+    rest = np.arange(2, 75, 1 + 75 // num_rest)
+    expected = naive_diversity(keys, blocks.tolist())[rest][:, blocks[rest].ravel()].mean(axis=1)
+    np.testing.assert_allclose(diversity(keys[:, :300], 4, rest), expected, atol=1e-4 / len(rest))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 
 from quire.config import AdaptiveRKVConfig, AggregationMode
 from quire.kernels import bounds
+from quire.kv.eviction import diversity
 from quire.kv.eviction.lengths import eviction_lengths
 
 if TYPE_CHECKING:
@@ -62,8 +63,20 @@ def eviction_bytes(scheduler: SchedulerConfig, model: ModelConfig, max_model_len
     # The start of a sequence may be shared, and is counted only once as a part of the cache.
     unshared = scheduler.max_num_seqs * (lengths.start_size + PADDING)
     return (
-        (rows + normalizers) * FLOAT32_BYTES + registered + unshared * score_bytes_per_token(scheduler, model)
+        (rows + normalizers) * FLOAT32_BYTES
+        + registered
+        + unshared * score_bytes_per_token(scheduler, model)
+        + _diversity_bytes(scheduler.cache_eviction_config, model, max_model_len)
     )
+
+
+def _diversity_bytes(config: CacheEvictionConfig, model: ModelConfig, max_model_len: int) -> int:
+    """Return the most bytes that comparing keys takes: those of one layer and prompt, all with each other."""
+    if config.aggregation_mode != AggregationMode.ADAPTIVE_RKV:
+        return 0
+    keys = 3 * model.num_kv_heads * model.head_dim * FLOAT32_BYTES  # as stored, in float32, and normalized
+    similarities = diversity.ROWS * (2 * FLOAT32_BYTES + 1)  # all, those counted, and which these are
+    return max_model_len * (keys + similarities)
 
 
 def _padded(num_keys: int) -> int:

@@ -20,7 +20,7 @@ from quire.kv.eviction.diversity import diversity
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.eviction.places import Moves
 from quire.kv.eviction.rotation import positions_to_move_back
-from quire.kv.eviction.scores import WeightArray
+from quire.kv.eviction.scores import FloatArray, WeightArray
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import ModelConfig
 from quire.step import BoolArray, SchedulerOutput
@@ -149,9 +149,9 @@ class CacheEvictor:
         table = self._batch.block_table(slot).astype(np.int64)
         places = sequence.places.of(len(table))
 
-        def layer_diversity(layer: int, blocks: Int64Array) -> WeightArray:
+        def layer_diversity(layer: int, blocks: Int64Array, rest: Int64Array) -> FloatArray:
             keys = cached_keys(self._kv_cache.views[layer], table[places[layer, blocks]])
-            return diversity(keys, self._lengths.block_size)
+            return diversity(keys, self._lengths.block_size, rest)
 
         evicted = sequence.selection.choose(num_held, layer_diversity)
         sequence.selection.remove(evicted, num_held)

@@ -11,8 +11,9 @@ from quire.kv.eviction.kvcrush import Int64Array, KVCrush
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.eviction.scores import FloatArray, SummedScores, WeightArray, token_scores_of
 
-Diversity = Callable[[int, Int64Array], WeightArray]
-"""Given a layer and the numbers of its evictable blocks, returns `quire.kv.eviction.diversity.diversity`."""
+Diversity = Callable[[int, Int64Array, Int64Array], FloatArray]
+"""Given a layer, the numbers of its evictable blocks, and which of these are the rest (by their place among
+them), returns `quire.kv.eviction.diversity.diversity`."""
 
 
 class BlockSelection:
@@ -109,6 +110,5 @@ class BlockSelection:
         if not num_places:
             return rest
         blocks = self._lengths.num_start_blocks + np.arange(len(scores))
-        unlike = diversity(layer, blocks).reshape(len(scores), len(scores), -1)
-        by_diversity = np.argsort(-unlike[rest][:, rest].mean(axis=(1, 2)), kind="stable")
+        by_diversity = np.argsort(-diversity(layer, blocks, rest), kind="stable")
         return np.sort(rest[by_diversity[num_places:]])
