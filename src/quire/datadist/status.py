@@ -64,3 +64,13 @@ class LLMException(QuireError, RuntimeError):  # noqa: N818 - the interface's na
     def status_code(self) -> LLMStatusCode:
         """What a program can act on."""
         return self._status_code
+
+
+def failure(status_code: LLMStatusCode, message: str) -> LLMException:
+    """Return an exception to raise."""
+    return LLMException(message, status_code=status_code)
+
+
+def invalid(message: str) -> LLMException:
+    """Return an exception with LLM_PARAM_INVALID to raise."""
+    return failure(LLMStatusCode.LLM_PARAM_INVALID, message)

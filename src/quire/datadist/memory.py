@@ -1,0 +1,152 @@
+"""The memory of caches, on the host or on a device: nothing else here knows what a device is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import psutil
+import torch
+from typing_extensions import override
+
+from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.enums import Placement
+from quire.datadist.spans import Window
+from quire.datadist.status import LLMException, LLMStatusCode, failure
+from quire.datadist.tensor import torch_dtype
+
+
+class CacheMemory(ABC):
+    """The zero-filled tensors of one cache.
+
+    Attributes:
+        tensors: as described, each with memory of its own.
+        tensor_bytes: the same memory as flat bytes.
+    """
+
+    def __init__(self, desc: CacheDesc, device: torch.device) -> None:
+        dtype = torch_dtype(desc.data_type)
+        self.tensor_bytes = [
+            torch.zeros(desc.tensor_bytes, dtype=torch.uint8, device=device) for _ in range(desc.num_tensors)
+        ]
+        self.tensors = [one.view(dtype).view(desc.shape) for one in self.tensor_bytes]
+
+    def addresses(self) -> list[int]:
+        """Return the address of each tensor."""
+        return [one.data_ptr() for one in self.tensors]
+
+    def copy_from(self, source: CacheMemory, to_offset: int, from_offset: int, num_bytes: int) -> None:
+        """Copy a span of bytes of each tensor."""
+        for mine, theirs in zip(self.tensor_bytes, source.tensor_bytes, strict=True):
+            mine[to_offset : to_offset + num_bytes].copy_(theirs[from_offset : from_offset + num_bytes])
+
+    def copy_blocks(self, block_bytes: int, from_blocks: Sequence[int], to_blocks: Sequence[int]) -> None:
+        """Copy blocks of each tensor; all are read before any is written."""
+        for one in self.tensor_bytes:
+            blocks = one.view(-1, block_bytes)
+            sources = torch.tensor(from_blocks, device=one.device)
+            blocks[torch.tensor(to_blocks, device=one.device)] = blocks[sources]
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything that was asked of the device before is in memory."""
+
+    @abstractmethod
+    def outgoing(self, window: Window) -> list[memoryview]:
+        """Return what is in a window, in order, as memory to send from."""
+
+    @abstractmethod
+    def incoming(self, window: Window) -> list[memoryview]:
+        """Return memory to receive a window into; `arrived` must follow."""
+
+    @abstractmethod
+    def arrived(self, window: Window, views: list[memoryview]) -> None:
+        """Take over what was received into the memory that `incoming` returned."""
+
+
+class HostMemory(CacheMemory):
+    """Memory of the host: sent from and received into without a copy."""
+
+    def __init__(self, desc: CacheDesc) -> None:
+        super().__init__(desc, torch.device("cpu"))
+        self._views = [one.numpy().data for one in self.tensor_bytes]
+
+    @override
+    def synchronize(self) -> None:
+        pass
+
+    @override
+    def outgoing(self, window: Window) -> list[memoryview]:
+        views = self._views
+        return [views[tensor][offset : offset + length] for tensor, offset, length in window]
+
+    @override
+    def incoming(self, window: Window) -> list[memoryview]:
+        return self.outgoing(window)
+
+    @override
+    def arrived(self, window: Window, views: list[memoryview]) -> None:
+        pass
+
+
+class DeviceMemory(CacheMemory):
+    """Memory of a device: each window passes through memory of the host."""
+
+    def __init__(self, desc: CacheDesc, device: torch.device) -> None:
+        super().__init__(desc, device)
+        self._device = device
+
+    @override
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @override
+    def outgoing(self, window: Window) -> list[memoryview]:
+        parts = [self.tensor_bytes[tensor][offset : offset + length] for tensor, offset, length in window]
+        return [torch.cat(parts).cpu().numpy().data]
+
+    @override
+    def incoming(self, window: Window) -> list[memoryview]:
+        return [memoryview(bytearray(sum(length for _, _, length in window)))]
+
+    @override
+    def arrived(self, window: Window, views: list[memoryview]) -> None:
+        received = torch.frombuffer(views[0], dtype=torch.uint8).to(self._device)
+        start = 0
+        for tensor, offset, length in window:
+            self.tensor_bytes[tensor][offset : offset + length].copy_(received[start : start + length])
+            start += length
+
+
+class MemoryAllocator:
+    """Allocates caches on the host and on one device.
+
+    Args:
+        device: what `Placement.DEVICE` means.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, desc: CacheDesc) -> CacheMemory:
+        """Return zero-filled memory.
+
+        Raises:
+            LLMException: LLM_DEVICE_OUT_OF_MEMORY.
+        """
+        num_bytes = desc.num_tensors * desc.tensor_bytes
+        is_on_host = desc.placement is Placement.HOST or self._device.type == "cpu"
+        if is_on_host and num_bytes > psutil.virtual_memory().available:
+            raise _out_of_memory(num_bytes, "host")
+        try:
+            return HostMemory(desc) if is_on_host else DeviceMemory(desc, self._device)
+        except (MemoryError, RuntimeError) as error:  # torch's errors of allocation are RuntimeErrors
+            raise _out_of_memory(num_bytes, str(self._device)) from error
+
+
+def _out_of_memory(num_bytes: int, where: str) -> LLMException:
+    return failure(
+        LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
+        f"a cache of {num_bytes} bytes does not fit into the memory of {where}; release caches and keys",
+    )
