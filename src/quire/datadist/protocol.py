@@ -1,0 +1,281 @@
+"""The messages of a link's control connection, and how they are framed.
+
+A frame is a length (4 bytes, little-endian) and a msgpack message. Lengths and fields are bounded before
+memory is taken for them. The version is that of `handshake.PROTOCOL_VERSION`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+import threading
+import time
+from typing import Annotated, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from quire.datadist import sockets
+from quire.datadist.spans import Int64Array
+
+MAX_FRAME_BYTES = 4 << 20
+MAX_BLOCK_RUNS = 128 << 10  # per request: half of a frame
+FRAME_LIMIT = 10.0  # seconds that a frame may take once it has begun
+
+BYTE_ORDER = sys.byteorder
+"""Part of the layout that both ends must share; what else a cache is comes with each request."""
+
+_LENGTH = struct.Struct("<I")
+_RUN_BYTES = 16
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no greater integers
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Parameters = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
+
+
+class ProtocolError(ConnectionError):
+    """The peer sent what it must not."""
+
+
+class LinkDroppedError(ConnectionError):
+    """The peer has dropped the link, and said so."""
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class TransportOffer(msgspec.Struct, array_like=True):
+    """A transport that an end has, and what the other end must know to use it."""
+
+    name: Text
+    parameters: Parameters
+
+
+class LinkRequest(_Message):
+    """DECODER: link me."""
+
+    prompt_cluster_id: U64
+    decoder_cluster_id: U64
+    byte_order: Text
+    use_checksum: bool
+    transports: Annotated[list[TransportOffer], msgspec.Meta(max_length=16)]
+
+
+class LinkOffer(_Message):
+    """PROMPT: this is how; `LinkEstablished` follows when the transport stands.
+
+    `epoch` is random for each start of the PROMPT; references of another epoch are void.
+    """
+
+    epoch: U64
+    link_id: U64
+    use_checksum: bool
+    transport: TransportOffer
+
+
+class LinkEstablished(_Message):
+    """PROMPT: pulls may begin."""
+
+
+class LinkDropped(_Message):
+    """PROMPT: the link is refused, or has ended."""
+
+    reason: Text
+
+
+class Unlink(_Message):
+    """DECODER: drop the link."""
+
+
+class Unlinked(_Message):
+    """PROMPT: it is dropped."""
+
+
+class KeySource(msgspec.Struct, array_like=True, tag=True):
+    """The slot of a request key or prefix key."""
+
+    req_id: U64
+    model_id: U64
+    prefix_id: U64
+
+
+class SlotSource(msgspec.Struct, array_like=True, tag=True):
+    """A slot by the cache's id."""
+
+    cache_id: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    batch_index: U32
+
+
+class BlocksSource(msgspec.Struct, array_like=True, tag=True):
+    """Blocks of a model's blocks cache: runs of adjacent ones, first and count of each as 64-bit integers."""
+
+    model_id: U64
+    block_bytes: Size
+    runs: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * _RUN_BYTES)]
+
+
+class LayerRange(msgspec.Struct, array_like=True):
+    """Which layers of the source are pulled."""
+
+    start: Size
+    stop: Size
+    tensors_per_layer: Size
+
+
+class PullRequest(_Message):
+    """DECODER: send this. `num_bytes` and `offset` count in each tensor; blocks have no offset."""
+
+    transfer_id: U64
+    epoch: U64
+    source: KeySource | SlotSource | BlocksSource
+    data_type: U32
+    num_tensors: U32
+    layers: LayerRange | None
+    offset: Size
+    num_bytes: Size
+    consume: bool
+    timeout: Annotated[float, msgspec.Meta(ge=0, le=2**31)]  # seconds
+
+
+class PullAccepted(_Message):
+    """PROMPT: the data follow, on the transport."""
+
+    transfer_id: U64
+
+
+class PullRefused(_Message):
+    """PROMPT: no data follow; the link goes on."""
+
+    transfer_id: U64
+    status_code: U32
+    reason: Text
+
+
+class PullCompleted(_Message):
+    """DECODER: the data have arrived, whole."""
+
+    transfer_id: U64
+
+
+class PullConfirmed(_Message):
+    """PROMPT: the source is released, and its key if it was consumed."""
+
+    transfer_id: U64
+
+
+FromDecoder = LinkRequest | PullRequest | PullCompleted | Unlink
+FromPrompt = LinkOffer | LinkEstablished | LinkDropped | PullAccepted | PullRefused | PullConfirmed | Unlinked
+
+_encoder = msgspec.msgpack.Encoder()
+_from_decoder = msgspec.msgpack.Decoder(FromDecoder)
+_from_prompt = msgspec.msgpack.Decoder(FromPrompt)
+
+
+def encode_runs(starts: Int64Array, counts: Int64Array) -> bytes:
+    """Return runs of blocks as `BlocksSource` has them."""
+    return np.stack([starts, counts], axis=1).astype("<i8").tobytes()
+
+
+def decode_runs(data: bytes) -> tuple[Int64Array, Int64Array]:
+    """Return starts and counts of runs of blocks.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    if not data or len(data) % _RUN_BYTES:
+        raise ProtocolError(f"runs of blocks have {len(data)} bytes")
+    pairs = np.frombuffer(data, dtype="<i8").reshape(-1, 2).astype(np.int64)
+    return pairs[:, 0], pairs[:, 1]
+
+
+class ControlChannel(Generic[T]):
+    """One end of a link's control connection. One thread uses it; others may `send_last` and `shut_down`."""
+
+    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._connection = connection
+        self._decoder = decoder
+        self._sending = threading.Lock()
+
+    def send(self, message: FromDecoder | FromPrompt, deadline: float) -> None:
+        """Send a message; raises what `sockets.send` does."""
+        with self._sending:
+            sockets.send(self._connection, _frame(message), deadline)
+
+    def send_last(self, message: FromDecoder | FromPrompt) -> None:
+        """Send a message if that can be done at once, and shut the connection down."""
+        if self._sending.acquire(blocking=False):
+            with contextlib.suppress(OSError):  # the peer will notice the end of the connection
+                self._connection.send(b"".join(_frame(message)))
+            self._sending.release()
+        self.shut_down()
+
+    def receive(self, deadline: float) -> T:
+        """Return the next message.
+
+        Raises:
+            ProtocolError: it is none.
+            LinkDroppedError: the peer has dropped the link.
+            OSError: none came in time, or the connection has ended.
+        """
+        (length,) = _LENGTH.unpack(sockets.receive(self._connection, _LENGTH.size, deadline))
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a message has {length} bytes, more than {MAX_FRAME_BYTES}")
+        data = sockets.receive(self._connection, length, deadline)
+        try:
+            message = self._decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"a message is malformed: {error}") from error
+        if isinstance(message, LinkDropped):
+            raise LinkDroppedError(message.reason)
+        return message
+
+    def expect(self, kind: type[M], deadline: float) -> M:
+        """Return the next message; raises what `receive` does, also if it is of another kind."""
+        return expected(kind, self.receive(deadline))
+
+    def receive_when_it_comes(self) -> T:
+        """Return the next message, however late it begins; raises what `receive` does."""
+        sockets.wait_until_readable(self._connection)
+        return self.receive(time.monotonic() + FRAME_LIMIT)
+
+    def has_something(self) -> bool:
+        """Return whether a message has begun, or the connection has ended."""
+        return sockets.is_readable(self._connection)
+
+    def shut_down(self) -> None:
+        """Let every wait of this channel end."""
+        sockets.shut_down(self._connection)
+
+    def close(self) -> None:
+        """Release the descriptor; nobody may use the channel any more."""
+        self._connection.close()
+
+
+def decoder_channel(connection: socket.socket) -> ControlChannel[FromPrompt]:
+    """Return the DECODER's end."""
+    return ControlChannel(connection, _from_prompt)
+
+
+def prompt_channel(connection: socket.socket) -> ControlChannel[FromDecoder]:
+    """Return the PROMPT's end."""
+    return ControlChannel(connection, _from_decoder)
+
+
+def expected(kind: type[M], message: object) -> M:
+    """Return a message if it is of a kind, else raise `ProtocolError`."""
+    if not isinstance(message, kind):
+        raise ProtocolError(f"the peer sent {type(message).__name__} instead of {kind.__name__}")
+    return message
+
+
+def _frame(message: FromDecoder | FromPrompt) -> tuple[bytes, bytes]:
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)), data

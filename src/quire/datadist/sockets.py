@@ -1,0 +1,146 @@
+"""Sending and receiving within a deadline. All sockets are non-blocking, so that no call ever waits longer.
+
+Deadlines are times of the monotonic clock, in seconds; None: no deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable
+
+MAX_PARTS = 1024  # IOV_MAX of Linux
+
+KEEPALIVE_IDLE = 10
+KEEPALIVE_INTERVAL = 5
+KEEPALIVE_PROBES = 3
+
+
+class PeerClosedError(ConnectionError):
+    """The peer has closed the connection."""
+
+
+def configure(connection: socket.socket) -> None:
+    """Set what every connection has: no waiting, no delay of small messages, notice of hosts that vanish."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+def connect(address: tuple[str, int], deadline: float) -> socket.socket:
+    """Return a connection.
+
+    Raises:
+        TimeoutError: no answer before the deadline.
+        OSError: refused, or unreachable.
+    """
+    connection = socket.create_connection(address, timeout=seconds_left(deadline))
+    try:
+        configure(connection)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def seconds_left(deadline: float) -> float:
+    """Return the seconds before a deadline; raise `TimeoutError` if it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time limit has passed")
+    return left
+
+
+def send(connection: socket.socket, parts: Iterable[bytes | memoryview], deadline: float | None) -> None:
+    """Send parts one after another, without joining them.
+
+    Raises:
+        TimeoutError: the peer did not take them in time.
+        OSError: the connection has ended.
+    """
+    left = deque(memoryview(part) for part in parts if len(part))
+    while left:
+        if deadline is not None:
+            seconds_left(deadline)
+        try:
+            num_sent = connection.sendmsg([left[index] for index in range(min(len(left), MAX_PARTS))])
+        except BlockingIOError:
+            _wait(connection, select.POLLOUT, deadline)
+        else:
+            _advance(left, num_sent)
+
+
+def receive_into(connection: socket.socket, parts: Iterable[memoryview], deadline: float | None) -> None:
+    """Fill parts one after another.
+
+    Raises:
+        TimeoutError: they did not come in time.
+        PeerClosedError: the peer has closed the connection.
+        OSError: the connection has ended.
+    """
+    left = deque(part for part in parts if len(part))
+    while left:
+        if deadline is not None:
+            seconds_left(deadline)
+        try:
+            if len(left) == 1:
+                num_received = connection.recv_into(left[0])
+            else:
+                buffers = [left[index] for index in range(min(len(left), MAX_PARTS))]
+                num_received = connection.recvmsg_into(buffers)[0]
+        except BlockingIOError:
+            _wait(connection, select.POLLIN, deadline)
+        else:
+            if not num_received:
+                raise PeerClosedError("the peer has closed the connection")
+            _advance(left, num_received)
+
+
+def receive(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytearray:
+    """Return exactly so many bytes; raises what `receive_into` does."""
+    data = bytearray(num_bytes)
+    receive_into(connection, [memoryview(data)], deadline)
+    return data
+
+
+def is_readable(connection: socket.socket) -> bool:
+    """Return whether something has come, or the connection has ended."""
+    return _poll(connection, select.POLLIN, 0.0)
+
+
+def wait_until_readable(connection: socket.socket) -> None:
+    """Wait until something has come, or the connection has ended."""
+    _wait(connection, select.POLLIN, None)
+
+
+def shut_down(connection: socket.socket) -> None:
+    """Let every wait for the connection end, at both ends."""
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _wait(connection: socket.socket, event: int, deadline: float | None) -> None:
+    if not _poll(connection, event, None if deadline is None else seconds_left(deadline)):
+        raise TimeoutError("the peer gave no sign within the time limit")
+
+
+def _poll(connection: socket.socket, event: int, seconds: float | None) -> bool:
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(None if seconds is None else seconds * 1e3))
+
+
+def _advance(parts: deque[memoryview], num_bytes: int) -> None:
+    """Drop the first `num_bytes`."""
+    while num_bytes:
+        part = parts.popleft()
+        if len(part) > num_bytes:
+            parts.appendleft(part[num_bytes:])
+            return
+        num_bytes -= len(part)

@@ -1,0 +1,1 @@
+"""The ways in which bytes of caches travel, behind one interface."""

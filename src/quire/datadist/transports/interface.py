@@ -1,0 +1,113 @@
+"""What a transport is: each link has two ends, which move spans of bytes from one cache to another."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from abc import ABC, abstractmethod
+
+from quire.datadist.memory import CacheMemory
+from quire.datadist.spans import ByteSpans
+
+
+class ChecksumError(ConnectionError):
+    """Bytes have changed on their way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkTerms:
+    """What the DECODER knows of a link when it sets up its end of the transport.
+
+    Attributes:
+        link_id: of the link, unique on the PROMPT.
+        address: that the PROMPT listens on, as the DECODER sees it.
+        key: that proves further connections of the link.
+        use_checksum: compare checksums of all that is moved.
+    """
+
+    link_id: int
+    address: tuple[str, int]
+    key: bytes
+    use_checksum: bool
+
+
+class DataEnd(ABC):
+    """An end of a link's data plane. One thread moves data; others may `shut_down`."""
+
+    @abstractmethod
+    def shut_down(self) -> None:
+        """Let what is moved at this time fail soon, and everything after it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the end holds; nobody may use it any more."""
+
+
+class SourceEnd(DataEnd):
+    """The PROMPT's end, which lets the other end have bytes."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> bytes:
+        """What the DECODER must know to set up its end."""
+
+    @abstractmethod
+    def attach(self, stream: int, connection: socket.socket) -> bool:
+        """Take a proved connection of the link; return whether it was wanted, else the caller keeps it."""
+
+    @abstractmethod
+    def wait_until_complete(self, deadline: float) -> None:
+        """Wait for the DECODER to set up its end; raise `OSError` if it does not in time."""
+
+    @abstractmethod
+    def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        """Let the other end have spans of a cache.
+
+        Raises:
+            OSError: it did not take them in time, or the connection has ended.
+        """
+
+
+class DestinationEnd(DataEnd):
+    """The DECODER's end, which gets bytes."""
+
+    @abstractmethod
+    def receive(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        """Get as many bytes as `spans` has, and put them there in order; they are in place on return.
+
+        Raises:
+            ChecksumError: they have changed on their way.
+            OSError: they did not come in time, or the connection has ended.
+        """
+
+
+class Transport(ABC):
+    """A kind of data plane.
+
+    Attributes:
+        name: by which both ends agree on it.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def parameters(self) -> bytes:
+        """What this side's ends are like, for the other side."""
+
+    @abstractmethod
+    def open_source(self, peer: bytes, *, use_checksum: bool) -> SourceEnd:
+        """Return the PROMPT's end of a link, given the other side's parameters.
+
+        Raises:
+            ValueError: the parameters are malformed.
+        """
+
+    @abstractmethod
+    def open_destination(self, terms: LinkTerms, peer: bytes, deadline: float) -> DestinationEnd:
+        """Return the DECODER's end of a link, given the parameters of the PROMPT's end.
+
+        Raises:
+            ValueError: the parameters are malformed.
+            OSError: it cannot be set up in time.
+        """

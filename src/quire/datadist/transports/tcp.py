@@ -1,0 +1,251 @@
+"""The data plane over TCP: several connections, each of which carries its share of a transfer.
+
+A share is a header (transfer, first byte, number of bytes), the bytes and their CRC-32. Both ends compute
+from the size of the transfer which share travels on which connection, so the header is only compared. Bytes
+are sent from and received into the memory of caches, a window at a time, and their checksum is computed while
+they are in the core's cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+
+import msgspec
+from typing_extensions import override
+
+from quire.datadist import sockets
+from quire.datadist.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.memory import CacheMemory
+from quire.datadist.spans import ByteSpans
+from quire.datadist.transports.interface import (
+    ChecksumError,
+    DestinationEnd,
+    LinkTerms,
+    SourceEnd,
+    Transport,
+)
+
+MAX_STREAMS = 16
+MIN_SHARE_BYTES = 1 << 20  # below that, a further thread costs more than it saves
+
+_HEADER = struct.Struct("<QQQ")
+_CHECKSUM = struct.Struct("<I")
+
+Share = tuple[int, int]
+MoveShare = Callable[[socket.socket, int, int], None]
+
+
+class TcpParameters(msgspec.Struct, array_like=True):
+    """What an end tells the other: how many connections it wants at most, or expects."""
+
+    num_streams: int
+
+    @classmethod
+    def decode(cls, data: bytes) -> TcpParameters:
+        """Return what the other end has told; raise `ValueError` if it is malformed."""
+        parameters = msgspec.msgpack.decode(data, type=cls)  # msgspec's errors are ValueErrors
+        if not 1 <= parameters.num_streams <= MAX_STREAMS:
+            raise ValueError(f"the peer asks for {parameters.num_streams} streams, not 1..{MAX_STREAMS}")
+        return parameters
+
+    def encode(self) -> bytes:
+        """Return the message."""
+        return msgspec.msgpack.encode(self)
+
+
+class TcpTransport(Transport):
+    """Transport over TCP.
+
+    Args:
+        num_streams: maximum number of connections of a link, beside the control connection.
+    """
+
+    name = "tcp"
+
+    def __init__(self, num_streams: int) -> None:
+        self._num_streams = num_streams
+
+    @property
+    @override
+    def parameters(self) -> bytes:
+        return TcpParameters(self._num_streams).encode()
+
+    @override
+    def open_source(self, peer: bytes, *, use_checksum: bool) -> TcpSourceEnd:
+        num_streams = min(self._num_streams, TcpParameters.decode(peer).num_streams)
+        return TcpSourceEnd(num_streams, use_checksum=use_checksum)
+
+    @override
+    def open_destination(self, terms: LinkTerms, peer: bytes, deadline: float) -> TcpDestinationEnd:
+        connections: list[socket.socket] = []
+        try:
+            for stream in range(TcpParameters.decode(peer).num_streams):
+                connection = sockets.connect(terms.address, deadline)
+                connections.append(connection)
+                greeting = new_greeting(ConnectionKind.STREAM, stream, terms.link_id)
+                greet(connection, terms.key, greeting, deadline)
+        except BaseException:
+            for connection in connections:
+                connection.close()
+            raise
+        return TcpDestinationEnd(connections, use_checksum=terms.use_checksum)
+
+
+class TcpSourceEnd(SourceEnd):
+    """The PROMPT's end: waits for the connections, and sends."""
+
+    def __init__(self, num_streams: int, *, use_checksum: bool) -> None:
+        self._num_streams = num_streams
+        self._use_checksum = use_checksum
+        self._changed = threading.Condition()
+        self._connections: dict[int, socket.socket] = {}
+        self._has_ended = False
+
+    @property
+    @override
+    def parameters(self) -> bytes:
+        return TcpParameters(self._num_streams).encode()
+
+    @override
+    def attach(self, stream: int, connection: socket.socket) -> bool:
+        with self._changed:
+            if self._has_ended or stream >= self._num_streams or stream in self._connections:
+                return False
+            self._connections[stream] = connection
+            self._changed.notify_all()
+        return True
+
+    @override
+    def wait_until_complete(self, deadline: float) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._has_ended or len(self._connections) == self._num_streams,
+                sockets.seconds_left(deadline),
+            )
+            if self._has_ended or len(self._connections) < self._num_streams:
+                count = len(self._connections)
+                raise TimeoutError(f"the peer has opened {count} of {self._num_streams} streams")
+
+    @override
+    def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        def send_share(connection: socket.socket, start: int, stop: int) -> None:
+            checksum = 0
+            sockets.send(connection, [_HEADER.pack(transfer_id, start, stop - start)], deadline)
+            for window in spans.windows(start, stop):
+                views = memory.outgoing(window)
+                if self._use_checksum:
+                    checksum = _checksum(views, checksum)
+                sockets.send(connection, views, deadline)
+            sockets.send(connection, [_CHECKSUM.pack(checksum)], deadline)
+
+        memory.synchronize()
+        _move_shares(
+            [self._connections[one] for one in sorted(self._connections)], spans.num_bytes, send_share
+        )
+
+    @override
+    def shut_down(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+            for connection in self._connections.values():
+                sockets.shut_down(connection)
+
+    @override
+    def close(self) -> None:
+        self.shut_down()
+        for connection in self._connections.values():
+            connection.close()
+
+
+class TcpDestinationEnd(DestinationEnd):
+    """The DECODER's end: receives."""
+
+    def __init__(self, connections: list[socket.socket], *, use_checksum: bool) -> None:
+        self._connections = connections
+        self._use_checksum = use_checksum
+
+    @override
+    def receive(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        def receive_share(connection: socket.socket, start: int, stop: int) -> None:
+            header = _HEADER.unpack(sockets.receive(connection, _HEADER.size, deadline))
+            if header != (transfer_id, start, stop - start):
+                raise ConnectionError(f"the peer sends {header}, not {(transfer_id, start, stop - start)}")
+            checksum = 0
+            for window in spans.windows(start, stop):
+                views = memory.incoming(window)
+                sockets.receive_into(connection, views, deadline)
+                if self._use_checksum:
+                    checksum = _checksum(views, checksum)
+                memory.arrived(window, views)
+            (expected,) = _CHECKSUM.unpack(sockets.receive(connection, _CHECKSUM.size, deadline))
+            if checksum != expected:
+                raise ChecksumError(f"bytes {start} to {stop} of a transfer have changed on their way")
+
+        _move_shares(self._connections, spans.num_bytes, receive_share)
+        memory.synchronize()
+
+    @override
+    def shut_down(self) -> None:
+        for connection in self._connections:
+            sockets.shut_down(connection)
+
+    @override
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+
+def shares(num_bytes: int, num_streams: int) -> list[Share]:
+    """Return first byte and end of the share of each connection that is used."""
+    num_shares = max(1, min(num_streams, num_bytes // MIN_SHARE_BYTES))
+    bounds = [num_bytes * number // num_shares for number in range(num_shares + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def _move_shares(connections: list[socket.socket], num_bytes: int, move: MoveShare) -> None:
+    """Move all shares at a time, the first in this thread; raise the first error when all have ended."""
+    errors: list[BaseException] = []
+
+    def fail(error: BaseException) -> None:
+        errors.append(error)
+        for connection in connections:  # the transfer has failed: let no share wait for its deadline
+            sockets.shut_down(connection)
+
+    def move_one(connection: socket.socket, share: Share) -> None:
+        try:
+            move(connection, *share)
+        except BaseException as error:
+            fail(error)
+
+    jobs = list(zip(connections, shares(num_bytes, len(connections)), strict=False))
+    threads = [
+        threading.Thread(target=move_one, args=job, name="datadist-stream", daemon=True) for job in jobs[1:]
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        move_one(*jobs[0])
+        _join(threads)
+    except BaseException as error:  # an interrupt, or no thread could be started
+        fail(error)
+        _join(threads)  # nothing may be written to the cache any more
+    if errors:
+        raise errors[0]
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+
+
+def _checksum(views: list[memoryview], checksum: int) -> int:
+    for view in views:
+        checksum = zlib.crc32(view, checksum)
+    return checksum
