@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from quire.datadist.configs import LLMConfig, ModelConfig
     from quire.datadist.configs import LLMConfig as LlmConfig
     from quire.datadist.enums import DataType, LLMRole, Placement
+    from quire.datadist.kv_cache import KvCache
+    from quire.datadist.kv_cache_manager import KvCacheManager
+    from quire.datadist.llm_datadist import LLMDataDist
+    from quire.datadist.llm_model import LLMModel
+    from quire.datadist.model_runner import ModelRunner, set_default_runner_factory
     from quire.datadist.requests import LLMClusterInfo, LLMReq
     from quire.datadist.status import LLMException, LLMStatusCode
     from quire.datadist.tensor import Tensor, TensorDesc
@@ -26,17 +31,23 @@ __all__ = [
     "CacheKey",
     "CacheKeyByIdAndIndex",
     "DataType",
+    "KvCache",
+    "KvCacheManager",
     "LLMClusterInfo",
     "LLMConfig",
+    "LLMDataDist",
     "LLMException",
+    "LLMModel",
     "LLMReq",
     "LLMRole",
     "LLMStatusCode",
     "LlmConfig",
     "ModelConfig",
+    "ModelRunner",
     "Placement",
     "Tensor",
     "TensorDesc",
+    "set_default_runner_factory",
 ]
 
 _HOMES = {
@@ -45,17 +56,23 @@ _HOMES = {
     "CacheKey": "quire.datadist.cache_keys",
     "CacheKeyByIdAndIndex": "quire.datadist.cache_keys",
     "DataType": "quire.datadist.enums",
+    "KvCache": "quire.datadist.kv_cache",
+    "KvCacheManager": "quire.datadist.kv_cache_manager",
     "LLMClusterInfo": "quire.datadist.requests",
     "LLMConfig": "quire.datadist.configs",
+    "LLMDataDist": "quire.datadist.llm_datadist",
     "LLMException": "quire.datadist.status",
+    "LLMModel": "quire.datadist.llm_model",
     "LLMReq": "quire.datadist.requests",
     "LLMRole": "quire.datadist.enums",
     "LLMStatusCode": "quire.datadist.status",
     "LlmConfig": "quire.datadist.configs",
     "ModelConfig": "quire.datadist.configs",
+    "ModelRunner": "quire.datadist.model_runner",
     "Placement": "quire.datadist.enums",
     "Tensor": "quire.datadist.tensor",
     "TensorDesc": "quire.datadist.tensor",
+    "set_default_runner_factory": "quire.datadist.model_runner",
 }
 
 __getattr__, __dir__ = lazy_attributes(globals(), _HOMES)

@@ -1,0 +1,238 @@
+"""The DECODER's end of one link."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from quire.datadist import sockets
+from quire.datadist.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.memory import CacheMemory
+from quire.datadist.protocol import (
+    BYTE_ORDER,
+    ControlChannel,
+    FromPrompt,
+    LinkDroppedError,
+    LinkEstablished,
+    LinkOffer,
+    LinkRequest,
+    ProtocolError,
+    PullAccepted,
+    PullCompleted,
+    PullConfirmed,
+    PullRefused,
+    PullRequest,
+    TransportOffer,
+    Unlink,
+    Unlinked,
+    decoder_channel,
+    expected,
+)
+from quire.datadist.spans import ByteSpans
+from quire.datadist.status import LLMException, LLMStatusCode, failure
+from quire.datadist.transports.interface import DestinationEnd, LinkTerms, Transport
+
+logger = logging.getLogger(__name__)
+
+REFUSALS = (
+    LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    LLMStatusCode.LLM_NOT_YET_LINK,
+    LLMStatusCode.LLM_PARAM_INVALID,
+)
+"""Codes with which a PROMPT may refuse a pull."""
+
+
+class DecoderLink:
+    """A link that is established. It breaks with the first pull that fails on the way, and stays broken.
+
+    Attributes:
+        cluster_id: of the PROMPT.
+        transport: name of the transport that was chosen.
+        epoch: of the PROMPT's start.
+    """
+
+    def __init__(
+        self,
+        cluster_id: int,
+        channel: ControlChannel[FromPrompt],
+        destination_end: DestinationEnd,
+        offer: LinkOffer,
+    ) -> None:
+        self.cluster_id = cluster_id
+        self.transport = offer.transport.name
+        self.epoch = offer.epoch
+        self._channel = channel
+        self._destination_end = destination_end
+        self._busy = threading.Lock()
+        self._num_transfers = 0
+        self._is_broken = False
+
+    def pull(self, request: PullRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        """Have the PROMPT send what `request` says, into `spans`.
+
+        `transfer_id`, `epoch` and `timeout` of the request are filled in.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK (the link is broken, or was dropped), LLM_WAIT_PROCESS_TIMEOUT (it
+                broke, or was busy until the deadline), or why the PROMPT refused.
+        """
+        with self._use(deadline):
+            if self._is_broken or self._channel.has_something():
+                self._break("it was dropped by the PROMPT")
+                raise self._not_linked()
+            self._num_transfers += 1
+            request.transfer_id = self._num_transfers
+            request.epoch = self.epoch
+            try:
+                self._transfer(request, memory, spans, deadline)
+            except LLMException:
+                raise
+            except LinkDroppedError as error:
+                self._break(str(error))
+                raise self._not_linked() from error
+            except OSError as error:
+                self._break(str(error))
+                raise failure(
+                    LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+                    f"the link with PROMPT {self.cluster_id} broke in a pull: {error}; unlink and link again",
+                ) from error
+            except BaseException:
+                self._break("the pull was interrupted")
+                raise
+            self._acknowledge(request.transfer_id, deadline)
+
+    @contextlib.contextmanager
+    def _use(self, deadline: float) -> Iterator[None]:
+        if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise failure(
+                LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT, f"the link with PROMPT {self.cluster_id} is in use"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def unlink(self, deadline: float) -> LLMStatusCode:
+        """Take both ends down.
+
+        Returns:
+            LLM_SUCCESS; LLM_NOTIFY_PROMPT_UNLINK_FAILED if only this end is down; LLM_LINK_BUSY if a pull did
+            not end in time, and the link stands.
+        """
+        if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return LLMStatusCode.LLM_LINK_BUSY
+        try:
+            return self._notify_unlinked(deadline)
+        finally:
+            self._busy.release()
+            self.drop()
+
+    def drop(self) -> None:
+        """Take this end down, from any thread; a running pull fails."""
+        self._channel.shut_down()
+        self._destination_end.shut_down()
+        with self._busy:
+            self._is_broken = True
+            self._channel.close()
+            self._destination_end.close()
+
+    def _transfer(self, request: PullRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        request.timeout = sockets.seconds_left(deadline)
+        self._channel.send(request, deadline)
+        answer = self._channel.receive(deadline)
+        if isinstance(answer, PullRefused):
+            self._require_current(answer.transfer_id, request)
+            if answer.status_code not in REFUSALS:
+                raise ProtocolError(f"the peer refused a pull with status {answer.status_code}")
+            raise failure(LLMStatusCode(answer.status_code), answer.reason)
+        self._require_current(expected(PullAccepted, answer).transfer_id, request)
+        self._destination_end.receive(request.transfer_id, memory, spans, deadline)
+
+    def _acknowledge(self, transfer_id: int, deadline: float) -> None:
+        """Let the PROMPT release the source. The data are whole, so no failure of this is one of the pull."""
+        try:
+            self._channel.send(PullCompleted(transfer_id), deadline)
+            confirmed = self._channel.expect(PullConfirmed, deadline)
+            if confirmed.transfer_id != transfer_id:
+                raise ProtocolError(f"the peer confirmed {confirmed.transfer_id}, not {transfer_id}")
+        except OSError as error:
+            self._break(f"a pull succeeded, but was not confirmed: {error}")
+        except BaseException:
+            self._break("a pull succeeded, but waiting for its confirmation was interrupted")
+            raise
+
+    def _notify_unlinked(self, deadline: float) -> LLMStatusCode:
+        if self._is_broken:
+            return LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
+        try:
+            self._channel.send(Unlink(), deadline)
+            self._channel.expect(Unlinked, deadline)
+        except OSError as error:
+            logger.warning("PROMPT %s could not be told of the unlinking: %s", self.cluster_id, error)
+            return LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
+        return LLMStatusCode.LLM_SUCCESS
+
+    def _require_current(self, transfer_id: int, request: PullRequest) -> None:
+        if transfer_id != request.transfer_id:
+            raise ProtocolError(f"the peer answered {transfer_id}, not {request.transfer_id}")
+
+    def _break(self, reason: str) -> None:
+        if not self._is_broken:
+            logger.warning("the link with PROMPT %s is broken: %s", self.cluster_id, reason)
+        self._is_broken = True
+        self._channel.shut_down()
+        self._destination_end.shut_down()
+
+    def _not_linked(self) -> LLMException:
+        return failure(
+            LLMStatusCode.LLM_NOT_YET_LINK,
+            f"the link with PROMPT {self.cluster_id} is broken or was dropped; unlink and link again",
+        )
+
+
+def establish_link(
+    address: tuple[str, int],
+    token: bytes,
+    *,
+    prompt_cluster_id: int,
+    decoder_cluster_id: int,
+    transports: Sequence[Transport],
+    use_checksum: bool,
+    deadline: float,
+) -> DecoderLink:
+    """Link to a PROMPT; leaves nothing behind if that fails.
+
+    Raises:
+        TimeoutError: the PROMPT does not answer in time.
+        OSError: it cannot be reached, is not who it should be, or refuses.
+    """
+    connection = sockets.connect(address, deadline)
+    channel = decoder_channel(connection)
+    destination_end: DestinationEnd | None = None
+    try:
+        key = greet(connection, token, new_greeting(ConnectionKind.CONTROL), deadline)
+        offers = [TransportOffer(one.name, one.parameters) for one in transports]
+        channel.send(
+            LinkRequest(prompt_cluster_id, decoder_cluster_id, BYTE_ORDER, use_checksum, offers), deadline
+        )
+        offer = channel.expect(LinkOffer, deadline)
+        chosen = next((one for one in transports if one.name == offer.transport.name), None)
+        if chosen is None:
+            raise ProtocolError(
+                f"the peer chose the transport {offer.transport.name!r}, which was not offered"
+            )
+        terms = LinkTerms(offer.link_id, address, key, offer.use_checksum or use_checksum)
+        try:
+            destination_end = chosen.open_destination(terms, offer.transport.parameters, deadline)
+        except ValueError as error:
+            raise ProtocolError(f"the peer's parameters are malformed: {error}") from error
+        channel.expect(LinkEstablished, deadline)
+    except BaseException:
+        channel.close()
+        if destination_end is not None:
+            destination_end.close()
+        raise
+    return DecoderLink(prompt_cluster_id, channel, destination_end, offer)

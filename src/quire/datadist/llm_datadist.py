@@ -1,0 +1,325 @@
+"""`LLMDataDist`: one side of a prefill and decode split."""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.datadist.argument_checks import TIMEOUT_MS, U64, ArgumentChecks
+from quire.datadist.cache_pool import CachePool
+from quire.datadist.decoder_links import DecoderLinks
+from quire.datadist.decoder_model import DecoderModel
+from quire.datadist.enums import LLMRole
+from quire.datadist.kv_cache_manager import KvCacheManager
+from quire.datadist.llm_model import LLMModel
+from quire.datadist.memory import CacheMemory, MemoryAllocator
+from quire.datadist.model_runner import ModelRunner, default_runner
+from quire.datadist.options import InitOptions, ModelOptions
+from quire.datadist.prompt_link import PromptLink
+from quire.datadist.prompt_model import PromptModel
+from quire.datadist.prompt_service import PromptService
+from quire.datadist.requests import LLMClusterInfo, LLMReq
+from quire.datadist.status import LLMStatusCode, failure, invalid
+from quire.datadist.transports.interface import Transport
+from quire.datadist.transports.tcp import TcpTransport
+
+logger = logging.getLogger(__name__)
+
+MAX_CLUSTERS = 16
+"""In one call of `link_clusters` or `unlink_clusters`."""
+
+LinkResult = tuple[LLMStatusCode, list[LLMStatusCode]]
+"""Of the whole call, and of each cluster."""
+
+
+class LLMDataDist:
+    """One side of a prefill and decode split: a cluster, with its device, caches and links.
+
+    Args:
+        role: PROMPT listens and serves; DECODER links and pulls.
+        cluster_id: unique among the PROMPTs that one DECODER links to, and among the DECODERs of one PROMPT.
+    """
+
+    def __init__(self, role: LLMRole, cluster_id: int) -> None:
+        with ArgumentChecks() as check:
+            check.instance("role", role, LLMRole)
+            self._cluster_id = check.integer("cluster_id", cluster_id, U64)
+        self._role = role
+        self._session: _Session | None = None
+
+    @property
+    def cluster_id(self) -> int:
+        """As it was given."""
+        return self._cluster_id
+
+    @property
+    def role(self) -> LLMRole:
+        """As it was given."""
+        return self._role
+
+    @property
+    def listen_port(self) -> int | None:
+        """The port that a PROMPT listens on, from `init` to `finalize`."""
+        session = self._session
+        return None if session is None or session.service is None else session.service.port
+
+    @property
+    def kv_cache_manager(self) -> KvCacheManager:
+        """What allocates and pulls caches.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED, before `init` and after `finalize`.
+        """
+        return self._opened().manager
+
+    def init(self, options: dict[str, str]) -> None:
+        """Begin; a PROMPT listens from now on.
+
+        Args:
+            options: what `LLMConfig.generate_options` returns; unknown options are ignored.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID (an option is missing or malformed), LLM_REPEAT_REQUEST
+                (initialised already), LLM_FAILED (cannot listen).
+        """
+        with ArgumentChecks() as check:
+            checked = check.text_options("options", options)
+        if self._session is not None:
+            raise failure(LLMStatusCode.LLM_REPEAT_REQUEST, "initialised already; call finalize first")
+        if self._role is LLMRole.MIX:
+            raise invalid("role is MIX; it must be PROMPT or DECODER")
+        self._session = _Session(self._role, self._cluster_id, InitOptions.read(self._role, checked))
+        _initialised.add(self)
+
+    def finalize(self) -> None:
+        """End: stop listening, drop links, release all models and caches. Does nothing if not initialised."""
+        session, self._session = self._session, None
+        _initialised.discard(self)
+        if session is not None:
+            session.close()
+
+    def add_model(self, model_options: dict[str, str], model_runner: ModelRunner | None = None) -> LLMModel:
+        """Add a model; both sides must add theirs in the same order.
+
+        Args:
+            model_options: what `ModelConfig.generate_options` returns; unknown options are ignored.
+            model_runner: computes it; None: the registered factory makes a runner.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED, LLM_PARAM_INVALID, LLM_DEVICE_OUT_OF_MEMORY,
+                LLM_FEATURE_NOT_ENABLED (no runner, and no factory).
+        """
+        with ArgumentChecks() as check:
+            options = check.text_options("model_options", model_options)
+            check.instance("model_runner", model_runner, ModelRunner, type(None))
+        return self._opened().add_model(options, model_runner)
+
+    def link_clusters(
+        self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000
+    ) -> LinkResult:
+        """Link this DECODER to PROMPTs, each independently of the others.
+
+        Args:
+            clusters: at most 16.
+            timeout: of the whole call, in milliseconds.
+
+        Returns:
+            LLM_SUCCESS if every cluster is linked now, else the first failure; and what became of each:
+            LLM_SUCCESS, LLM_ALREADY_LINK, LLM_REPEAT_REQUEST (twice in the call), LLM_LINK_FAILED,
+            LLM_WAIT_PROCESS_TIMEOUT (no answer), LLM_PARAM_INVALID (it has no id, or not one address). Or one
+            for all: LLM_PARAM_INVALID (on a PROMPT), LLM_CLUSTER_NUM_EXCEED_LIMIT, LLM_PROCESSING_LINK
+            (another call is running).
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED.
+        """
+        checked, deadline = _checked_link_arguments(clusters, timeout)
+        session = self._opened()
+        if self._role is not LLMRole.DECODER:
+            logger.warning("a PROMPT is linked to; call link_clusters on the DECODER")
+            return _one_for_all(LLMStatusCode.LLM_PARAM_INVALID, checked)
+        if len(checked) > MAX_CLUSTERS:
+            return _one_for_all(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT, checked)
+        return session.with_links(checked, deadline, lambda: session.links.link(checked, deadline))
+
+    def unlink_clusters(
+        self,
+        clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...],
+        timeout: int = 3000,
+        force: bool = False,
+    ) -> LinkResult:
+        """Take links down; a PROMPT drops its own end. Caches and keys stay.
+
+        Args:
+            clusters: at most 16 unless `force`; only `remote_cluster_id` is looked at.
+            timeout: of the whole call, in milliseconds.
+            force: only this end, at once, without telling the other.
+
+        Returns:
+            LLM_SUCCESS if every link is down, else the first failure; and what became of each: LLM_SUCCESS,
+            LLM_NOT_YET_LINK, LLM_NOTIFY_PROMPT_UNLINK_FAILED (this end is down), LLM_LINK_BUSY (a pull was
+            running all the time), LLM_PARAM_INVALID (it has no id). Or one for all:
+            LLM_CLUSTER_NUM_EXCEED_LIMIT, LLM_PROCESSING_LINK (another call is running).
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED.
+        """
+        with ArgumentChecks() as check:
+            check.instance("force", force, bool)
+            checked, deadline = _checked_link_arguments(clusters, timeout)
+        session = self._opened()
+        if len(checked) > MAX_CLUSTERS and not force:
+            return _one_for_all(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT, checked)
+        ids = [one.remote_cluster_id for one in checked]
+        if force:
+            return _overall([session.drop(one) for one in ids])
+        return session.with_links(checked, deadline, lambda: [session.unlink(one, deadline) for one in ids])
+
+    def complete_request(self, llm_req: LLMReq) -> None:
+        """Forget a request: its keys on a PROMPT, its slot and staged KV on a DECODER.
+
+        Unknown requests and placeholders are ignored.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED.
+        """
+        with ArgumentChecks() as check:
+            check.instance("llm_req", llm_req, LLMReq)
+        session = self._opened()
+        if not llm_req.is_placeholder:
+            session.complete_request(llm_req)
+
+    def _opened(self) -> _Session:
+        session = self._session
+        if session is None:
+            raise failure(LLMStatusCode.LLM_ENGINE_FINALIZED, "not initialised, or finalized; call init")
+        return session
+
+
+class _Session:
+    """What an `LLMDataDist` has from `init` to `finalize`."""
+
+    def __init__(self, role: LLMRole, cluster_id: int, options: InitOptions) -> None:
+        self._role = role
+        self._cluster_id = cluster_id
+        self._epoch = secrets.randbits(64)
+        self._use_checksum = options.use_checksum
+        self._transports: list[Transport] = [TcpTransport(options.num_tcp_streams)]
+        self._pool: CachePool[CacheMemory] = CachePool(
+            MemoryAllocator(options.device).allocate, options.pool_bytes
+        )
+        self._linking = threading.Lock()
+        self._adding = threading.RLock()
+        self._models: list[LLMModel] = []
+        self.links = DecoderLinks(
+            cluster_id, options.token, self._transports, use_checksum=options.use_checksum
+        )
+        self.manager = KvCacheManager(role, self._pool, self.links, options.timeout)
+        self.service: PromptService | None = None
+        if options.address is not None:
+            if not options.token and not ipaddress.IPv4Address(options.address[0]).is_loopback:
+                logger.warning(
+                    "listening on %s without quire.token: everyone who reaches it can read KV",
+                    options.address[0],
+                )
+            self.service = PromptService(options.address, options.token, self._new_link)
+
+    def add_model(self, options: dict[str, str], runner: ModelRunner | None) -> LLMModel:
+        model_options = ModelOptions.read(options)
+        chosen = default_runner(options) if runner is None else runner
+        with self._adding:
+            model_id = len(self._models)
+            model: PromptModel | DecoderModel
+            if self._role is LLMRole.PROMPT:
+                model = PromptModel(
+                    self._cluster_id, model_id, model_options, chosen, manager=self.manager, pool=self._pool
+                )
+            else:
+                model = DecoderModel(
+                    model_id, model_options, chosen, manager=self.manager, pool=self._pool, links=self.links
+                )
+            added = LLMModel(model_id, model, takes_tensors=runner is None)
+            self._models.append(added)
+        return added
+
+    def with_links(
+        self, clusters: Sequence[LLMClusterInfo], deadline: float, act: Callable[[], list[LLMStatusCode]]
+    ) -> LinkResult:
+        """Do what changes links, one call at a time."""
+        if not self._linking.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return _one_for_all(LLMStatusCode.LLM_PROCESSING_LINK, clusters)
+        try:
+            return _overall(act())
+        finally:
+            self._linking.release()
+
+    def unlink(self, cluster_id: int | None, deadline: float) -> LLMStatusCode:
+        if cluster_id is None or self.service is not None:
+            return self.drop(cluster_id)
+        return self.links.unlink(cluster_id, deadline)
+
+    def drop(self, cluster_id: int | None) -> LLMStatusCode:
+        if cluster_id is None:
+            return LLMStatusCode.LLM_PARAM_INVALID
+        return self.links.drop(cluster_id) if self.service is None else self.service.unlink(cluster_id)
+
+    def complete_request(self, request: LLMReq) -> None:
+        if self._role is LLMRole.PROMPT:
+            self._pool.remove_request(request.req_id)
+        for model in self._models:
+            model.complete(request)
+
+    def close(self) -> None:
+        self.manager.close()
+        if self.service is not None:
+            self.service.close()
+        self.links.close()
+        self._pool.close()
+        for model in self._models:
+            model.close()
+
+    def _new_link(self, connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
+        return PromptLink(
+            connection,
+            link_id,
+            key,
+            cluster_id=self._cluster_id,
+            epoch=self._epoch,
+            pool=self._pool,
+            transports=self._transports,
+            use_checksum=self._use_checksum,
+        )
+
+
+_initialised: set[LLMDataDist] = set()
+
+
+@atexit.register
+def _finalize_forgotten() -> None:
+    for one in list(_initialised):
+        one.finalize()
+
+
+def _checked_link_arguments(clusters: Any, timeout: Any) -> tuple[list[LLMClusterInfo], float]:
+    with ArgumentChecks() as check:
+        checked = check.items("clusters", clusters, LLMClusterInfo)
+        check.require(bool(checked), "clusters is empty")
+        milliseconds = check.integer("timeout", timeout, TIMEOUT_MS)
+    return checked, time.monotonic() + milliseconds / 1e3
+
+
+def _one_for_all(code: LLMStatusCode, clusters: Sequence[LLMClusterInfo]) -> LinkResult:
+    return code, [code] * len(clusters)
+
+
+def _overall(codes: list[LLMStatusCode]) -> LinkResult:
+    """Return the codes with the first that is a failure."""
+    linked = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
+    return next((one for one in codes if one not in linked), LLMStatusCode.LLM_SUCCESS), codes

@@ -1,0 +1,171 @@
+"""The PROMPT's end of one link: a thread that answers a DECODER's messages, one after another."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from quire.datadist.cache_pool import CachePool
+from quire.datadist.memory import CacheMemory
+from quire.datadist.protocol import (
+    BYTE_ORDER,
+    FRAME_LIMIT,
+    LinkDropped,
+    LinkEstablished,
+    LinkOffer,
+    LinkRequest,
+    ProtocolError,
+    PullAccepted,
+    PullCompleted,
+    PullConfirmed,
+    PullRefused,
+    PullRequest,
+    TransportOffer,
+    Unlink,
+    Unlinked,
+    prompt_channel,
+)
+from quire.datadist.pull_sources import PullSource, open_pull_source
+from quire.datadist.status import LLMException
+from quire.datadist.transports.interface import SourceEnd, Transport
+
+logger = logging.getLogger(__name__)
+
+
+class LinkRefusedError(Exception):
+    """A DECODER asks for a link that it cannot have; the message says why."""
+
+
+class PromptLink:
+    """One link, from the proof of its control connection to its end.
+
+    Args:
+        connection: the control connection, proved.
+        link_id: unique among the links of this PROMPT.
+        key: of the control connection.
+        cluster_id: of this PROMPT.
+        epoch: of this start of the PROMPT.
+        pool: the caches that may be pulled.
+        transports: that this side has, the best first.
+        use_checksum: whether this side wants checksums.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        link_id: int,
+        key: bytes,
+        *,
+        cluster_id: int,
+        epoch: int,
+        pool: CachePool[CacheMemory],
+        transports: Sequence[Transport],
+        use_checksum: bool,
+    ) -> None:
+        self.link_id = link_id
+        self.key = key
+        self.decoder_cluster_id: int | None = None
+        self.source_end: SourceEnd | None = None
+        self.transport: str | None = None
+        self._cluster_id = cluster_id
+        self._epoch = epoch
+        self._pool = pool
+        self._transports = transports
+        self._use_checksum = use_checksum
+        self._channel = prompt_channel(connection)
+
+    def establish(self, deadline: float, register: Callable[[PromptLink], None]) -> None:
+        """Agree on the link; `register` makes it one of this PROMPT's.
+
+        Raises:
+            LinkRefusedError: the DECODER cannot have it, and has been told why.
+            OSError: the DECODER did not go on in time, or its connection has ended.
+        """
+        try:
+            request = self._channel.expect(LinkRequest, deadline)
+            self.decoder_cluster_id = request.decoder_cluster_id
+            offer = self._offer(request)
+            self._channel.send(offer, deadline)
+            assert self.source_end is not None
+            self.source_end.wait_until_complete(deadline)
+            register(self)
+            self._channel.send(LinkEstablished(), deadline)
+        except LinkRefusedError as error:
+            self._channel.send_last(LinkDropped(str(error)))
+            raise
+
+    def serve(self) -> None:
+        """Answer messages until the DECODER unlinks.
+
+        Raises:
+            OSError: the connection has ended, or the DECODER broke the protocol.
+        """
+        while True:
+            message = self._channel.receive_when_it_comes()
+            if isinstance(message, Unlink):
+                self._channel.send(Unlinked(), time.monotonic() + FRAME_LIMIT)
+                return
+            if not isinstance(message, PullRequest):
+                raise ProtocolError(f"the peer sent {type(message).__name__} outside of a pull")
+            self._serve_pull(message)
+
+    def drop(self, reason: str) -> None:
+        """End the link from another thread, and tell the DECODER if that can be done at once."""
+        self._channel.send_last(LinkDropped(reason))
+        if self.source_end is not None:
+            self.source_end.shut_down()
+
+    def close(self) -> None:
+        """Release the connections; for the thread that serves the link, at its end."""
+        self._channel.shut_down()
+        self._channel.close()
+        if self.source_end is not None:
+            self.source_end.close()
+
+    def _offer(self, request: LinkRequest) -> LinkOffer:
+        if request.prompt_cluster_id != self._cluster_id:
+            raise LinkRefusedError(
+                f"remote_cluster_id is {request.prompt_cluster_id}, but the PROMPT at this address is "
+                f"{self._cluster_id}"
+            )
+        if request.byte_order != BYTE_ORDER:
+            raise LinkRefusedError(f"byte order: PROMPT {BYTE_ORDER}, DECODER {request.byte_order}")
+        use_checksum = self._use_checksum or request.use_checksum
+        peers = {one.name: one.parameters for one in request.transports}
+        chosen = next((one for one in self._transports if one.name in peers), None)
+        if chosen is None:
+            mine = [one.name for one in self._transports]
+            raise LinkRefusedError(f"no transport in common: PROMPT {mine}, DECODER {sorted(peers)}")
+        try:
+            self.source_end = chosen.open_source(peers[chosen.name], use_checksum=use_checksum)
+        except ValueError as error:
+            raise LinkRefusedError(f"{chosen.name}: {error}") from error
+        self.transport = chosen.name
+        transport = TransportOffer(chosen.name, self.source_end.parameters)
+        return LinkOffer(self._epoch, self.link_id, use_checksum, transport)
+
+    def _serve_pull(self, request: PullRequest) -> None:
+        deadline = time.monotonic() + request.timeout
+        try:
+            source = open_pull_source(self._pool, self._epoch, request)
+        except LLMException as error:
+            refusal = PullRefused(request.transfer_id, error.status_code, str(error)[:1024])
+            self._channel.send(refusal, time.monotonic() + FRAME_LIMIT)
+            return
+        try:
+            self._transfer(request, source, deadline)
+        finally:
+            source.hold.end(consume=False)
+        self._channel.send(PullConfirmed(request.transfer_id), time.monotonic() + FRAME_LIMIT)
+
+    def _transfer(self, request: PullRequest, source: PullSource, deadline: float) -> None:
+        assert self.source_end is not None
+        self._channel.send(PullAccepted(request.transfer_id), deadline)
+        memory = source.hold.cache.memory
+        self.source_end.send(request.transfer_id, memory, source.spans, deadline)
+        completed = self._channel.expect(PullCompleted, deadline + FRAME_LIMIT)
+        if completed.transfer_id != request.transfer_id:
+            raise ProtocolError(f"the peer completed {completed.transfer_id}, not {request.transfer_id}")
+        source.hold.end(consume=request.consume)

@@ -1,0 +1,113 @@
+"""What a request for a pull names on the PROMPT, checked against the caches that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.cache_keys import CacheKey
+from quire.datadist.cache_pool import CachePool, SourceHold
+from quire.datadist.enums import DataType
+from quire.datadist.memory import CacheMemory
+from quire.datadist.protocol import BlocksSource, KeySource, LayerRange, PullRequest, decode_runs
+from quire.datadist.spans import ByteSpans, block_spans, slot_spans
+from quire.datadist.status import LLMStatusCode, failure, invalid
+
+
+@dataclasses.dataclass(frozen=True)
+class PullSource:
+    """Bytes of a cache that is held until `hold` ends."""
+
+    hold: SourceHold[CacheMemory]
+    spans: ByteSpans
+
+
+def open_pull_source(pool: CachePool[CacheMemory], epoch: int, request: PullRequest) -> PullSource:
+    """Hold what a request names.
+
+    Raises:
+        LLMException: LLM_NOT_YET_LINK, LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID; nothing is held.
+    """
+    if request.epoch != epoch:
+        raise failure(LLMStatusCode.LLM_NOT_YET_LINK, "the PROMPT has been started anew since it was linked")
+    hold = _hold(pool, request)
+    try:
+        return PullSource(hold, _spans(hold, request))
+    except BaseException:
+        hold.end(consume=False)
+        raise
+
+
+def _hold(pool: CachePool[CacheMemory], request: PullRequest) -> SourceHold[CacheMemory]:
+    source = request.source
+    if isinstance(source, KeySource):
+        return pool.hold_key(CacheKey(0, source.req_id, source.model_id, source.prefix_id))
+    if isinstance(source, BlocksSource):
+        return pool.hold_blocks(source.model_id)
+    return pool.hold_slot(source.cache_id, source.batch_index)
+
+
+def _spans(hold: SourceHold[CacheMemory], request: PullRequest) -> ByteSpans:
+    desc = hold.cache.desc
+    tensors = _tensors(desc, request)
+    if isinstance(request.source, BlocksSource):
+        spans = _block_spans(desc, tensors, request.source, request.num_bytes)
+    else:
+        assert hold.slot is not None
+        spans = _slot_spans(desc, tensors, hold.slot, request)
+    if not spans.is_within(desc.num_tensors, desc.tensor_bytes):
+        raise invalid(f"the pull reaches beyond the source, which is {desc}")
+    return spans
+
+
+def _tensors(desc: CacheDesc, request: PullRequest) -> range:
+    if request.data_type != desc.data_type:
+        raise invalid(
+            f"the source has {desc.data_type.name}, the destination {DataType(request.data_type).name}"
+            if request.data_type in tuple(DataType)
+            else f"there is no data type {request.data_type}"
+        )
+    tensors = layer_tensors("src_layer_range", request.layers, desc.num_tensors)
+    if len(tensors) != request.num_tensors:
+        raise invalid(f"{len(tensors)} tensors of the source are pulled into {request.num_tensors}")
+    return tensors
+
+
+def layer_tensors(name: str, layers: LayerRange | None, num_tensors: int) -> range:
+    """Return the tensors of a range of layers, or all.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID; `name` is that of the argument.
+    """
+    if layers is None:
+        return range(num_tensors)
+    per_layer = layers.tensors_per_layer
+    if not 1 <= per_layer <= num_tensors or num_tensors % per_layer:
+        raise invalid(f"tensor_num_per_layer is {per_layer}, which does not divide {num_tensors} tensors")
+    if not 0 <= layers.start < layers.stop <= num_tensors // per_layer:
+        raise invalid(
+            f"{name} is {layers.start}..{layers.stop} of {num_tensors // per_layer} layers; it must be within"
+        )
+    return range(layers.start * per_layer, layers.stop * per_layer)
+
+
+def _slot_spans(desc: CacheDesc, tensors: range, slot: int, request: PullRequest) -> ByteSpans:
+    if request.num_bytes < 1 or request.offset + request.num_bytes > desc.slot_bytes:
+        raise invalid(
+            f"{request.num_bytes} bytes from byte {request.offset} are not within the source slot, which has "
+            f"{desc.slot_bytes}; pass a size, or use a smaller destination"
+        )
+    return slot_spans(tensors, slot * desc.slot_bytes + request.offset, request.num_bytes)
+
+
+def _block_spans(desc: CacheDesc, tensors: range, source: BlocksSource, num_bytes: int) -> ByteSpans:
+    if source.block_bytes != desc.slot_bytes:
+        raise invalid(f"blocks of the source have {desc.slot_bytes} bytes, not {source.block_bytes}")
+    starts, counts = decode_runs(source.runs)
+    num_blocks = desc.batch_size
+    is_within = (starts >= 0) & (counts > 0) & (counts <= num_blocks) & (starts <= num_blocks - counts)
+    if not is_within.all():
+        raise invalid(f"prompt_blocks names a block that is not among the {num_blocks} of the source")
+    if int(counts.sum()) * desc.slot_bytes != num_bytes:
+        raise invalid(f"{int(counts.sum())} blocks are not {num_bytes} bytes")
+    return block_spans(tensors, starts, counts, desc.slot_bytes)

@@ -1,0 +1,235 @@
+"""Pulls as a DECODER asks for them: what fits the destination, and what the PROMPT is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.datadist.argument_checks import OFFSET, U32, ArgumentChecks
+from quire.datadist.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from quire.datadist.cache_pool import PooledCache
+from quire.datadist.decoder_link import DecoderLink
+from quire.datadist.memory import CacheMemory
+from quire.datadist.protocol import (
+    MAX_BLOCK_RUNS,
+    BlocksSource,
+    KeySource,
+    LayerRange,
+    PullRequest,
+    SlotSource,
+    encode_runs,
+)
+from quire.datadist.pull_sources import layer_tensors
+from quire.datadist.spans import ByteSpans, block_spans, runs, slot_spans
+from quire.datadist.status import invalid
+
+LAYER_OPTIONS = ("src_layer_range", "dst_layer_range", "tensor_num_per_layer")
+SLOT_OPTIONS = ("src_cache_offset", "dst_cache_offset", *LAYER_OPTIONS)
+
+Cache = PooledCache[CacheMemory]
+
+
+@dataclasses.dataclass(frozen=True)
+class PullOptions:
+    """The keywords of a pull."""
+
+    src_cache_offset: int | None = None
+    dst_cache_offset: int | None = None
+    src_layer_range: range | None = None
+    dst_layer_range: range | None = None
+    tensor_num_per_layer: int = 2
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether less than a whole slot is asked for, so that its key stays."""
+        given = (self.src_cache_offset, self.dst_cache_offset, self.src_layer_range, self.dst_layer_range)
+        return any(one is not None for one in given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """A request and where its bytes go."""
+
+    request: PullRequest
+    cache: Cache
+    spans: ByteSpans
+
+    def run(self, link: DecoderLink, deadline: float) -> None:
+        """Raises what `DecoderLink.pull` does."""
+        link.pull(self.request, self.cache.memory, self.spans, deadline)
+
+
+def check_options(check: ArgumentChecks, given: dict[str, Any], known: Collection[str]) -> PullOptions:
+    """Return the keywords of a pull.
+
+    Raises:
+        TypeError: a keyword is unknown, or its type is wrong.
+    """
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(f"a pull has no keyword {name!r}; it has {', '.join(known)}")
+        if name == "tensor_num_per_layer":
+            check.integer(name, value, U32)
+        elif value is not None and name.endswith("_offset"):
+            check.integer(name, value, OFFSET)
+        elif value is not None:
+            check.instance(name, value, range)
+    options = PullOptions(**given)
+    has_layers = options.src_layer_range is not None or options.dst_layer_range is not None
+    check.require(
+        not has_layers or options.tensor_num_per_layer >= 1, "tensor_num_per_layer is not at least 1"
+    )
+    return options
+
+
+def slot_pull(
+    key: CacheKey | CacheKeyByIdAndIndex, cache: Cache, batch_index: int, size: int, options: PullOptions
+) -> Pull:
+    """Return the pull of a slot into a slot.
+
+    Args:
+        key: names the source.
+        cache: the destination, a contiguous cache.
+        batch_index: of the destination slot.
+        size: in bytes per tensor; -1: the rest of the destination slot.
+        options: the keywords.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
+    desc = cache.desc
+    if isinstance(key, CacheKey) and key.is_placeholder:
+        raise invalid("cache_key is a placeholder; it needs a req_id or a prefix_id")
+    if cache.is_blocks or batch_index >= desc.batch_size:
+        what = "a blocks cache" if cache.is_blocks else f"{desc.batch_size} slots"
+        raise invalid(f"batch_index is {batch_index}, but the destination has {what}")
+    offset = options.dst_cache_offset or 0
+    num_bytes = desc.slot_bytes - offset if size == -1 else size
+    if num_bytes < 1 or offset + num_bytes > desc.slot_bytes:
+        raise invalid(
+            f"size {size} from dst_cache_offset {offset} is not within the destination slot, which has "
+            f"{desc.slot_bytes} bytes"
+        )
+    tensors, source_layers = _layers(cache, options)
+    request = _request(
+        KeySource(key.req_id, key.model_id, key.prefix_id)
+        if isinstance(key, CacheKey)
+        else SlotSource(key.cache_id, key.batch_index),
+        cache,
+        tensors,
+        num_bytes,
+        layers=source_layers,
+        offset=options.src_cache_offset or 0,
+        consume=isinstance(key, CacheKey) and not options.is_partial,
+    )
+    return Pull(request, cache, slot_spans(tensors, batch_index * desc.slot_bytes + offset, num_bytes))
+
+
+def block_pulls(
+    key: BlocksCacheKey,
+    cache: Cache,
+    prompt_blocks: npt.NDArray[np.uint64],
+    decoder_blocks: npt.NDArray[np.uint64],
+    options: PullOptions,
+) -> Iterator[Pull]:
+    """Yield the pulls of blocks into blocks: one, unless there are too many for a message.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, before the first.
+    """
+    _require_blocks(cache, decoder_blocks)
+    if len(prompt_blocks) != len(decoder_blocks):
+        raise invalid(
+            f"there are {len(prompt_blocks)} prompt_blocks for {len(decoder_blocks)} decoder_blocks"
+        )
+    if len(prompt_blocks) and int(prompt_blocks.max()) > OFFSET.greatest:
+        raise invalid(f"prompt_blocks has {prompt_blocks.max()}, which no cache has")
+    tensors, source_layers = _layers(cache, options)
+    order = np.argsort(decoder_blocks)  # so that neighbours stand beside each other
+    sources = prompt_blocks[order].astype(np.int64)
+    targets = decoder_blocks[order].astype(np.int64)
+    block_bytes = cache.desc.slot_bytes
+
+    def pull(part: slice) -> Pull:
+        source = BlocksSource(key.model_id, block_bytes, encode_runs(*runs(sources[part])))
+        spans = block_spans(tensors, *runs(targets[part]), block_bytes)
+        num_bytes = len(targets[part]) * block_bytes
+        request = _request(source, cache, tensors, num_bytes, layers=source_layers, offset=0, consume=False)
+        return Pull(request, cache, spans)
+
+    return (pull(part) for part in _parts(len(targets)))
+
+
+def spread_pull(key: CacheKey, cache: Cache, decoder_blocks: npt.NDArray[np.uint64]) -> Pull:
+    """Return the pull of the start of a slot into blocks, in their order; the key stays.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
+    _require_blocks(cache, decoder_blocks)
+    tensors = range(cache.desc.num_tensors)
+    num_bytes = len(decoder_blocks) * cache.desc.slot_bytes
+    source = KeySource(key.req_id, key.model_id, key.prefix_id)
+    request = _request(source, cache, tensors, num_bytes, layers=None, offset=0, consume=False)
+    starts, counts = runs(decoder_blocks.astype(np.int64))
+    return Pull(request, cache, block_spans(tensors, starts, counts, cache.desc.slot_bytes))
+
+
+def _parts(num_blocks: int) -> Iterator[slice]:
+    for start in range(0, num_blocks, MAX_BLOCK_RUNS):
+        yield slice(start, start + MAX_BLOCK_RUNS)
+
+
+def _require_blocks(cache: Cache, decoder_blocks: npt.NDArray[np.uint64]) -> None:
+    if not cache.is_blocks:
+        raise invalid("the destination is a contiguous cache; blocks are pulled into a blocks cache")
+    if len(decoder_blocks) and int(decoder_blocks.max()) >= cache.desc.batch_size:
+        raise invalid(f"decoder_blocks has {decoder_blocks.max()} of {cache.desc.batch_size} blocks")
+    if len(np.unique(decoder_blocks)) != len(decoder_blocks):
+        raise invalid("decoder_blocks names a block twice")
+
+
+def _layers(cache: Cache, options: PullOptions) -> tuple[range, LayerRange | None]:
+    """Return the tensors of the destination, and the layers of the source."""
+    source, target = options.src_layer_range, options.dst_layer_range
+    if source is None and target is None:
+        return range(cache.desc.num_tensors), None
+    for name, layers in (("src_layer_range", source), ("dst_layer_range", target)):
+        if layers is not None and (layers.step != 1 or not 0 <= layers.start < layers.stop <= U32.greatest):
+            raise invalid(f"{name} is {layers}; it must have layers, and step 1")
+    if source is not None and target is not None and len(source) != len(target):
+        raise invalid(f"src_layer_range {source} and dst_layer_range {target} have different lengths")
+    tensors = layer_tensors("dst_layer_range", _layer_range(target, options), cache.desc.num_tensors)
+    return tensors, _layer_range(source, options)
+
+
+def _layer_range(layers: range | None, options: PullOptions) -> LayerRange | None:
+    return None if layers is None else LayerRange(layers.start, layers.stop, options.tensor_num_per_layer)
+
+
+def _request(
+    source: KeySource | SlotSource | BlocksSource,
+    cache: Cache,
+    tensors: range,
+    num_bytes: int,
+    *,
+    layers: LayerRange | None,
+    offset: int,
+    consume: bool,
+) -> PullRequest:
+    return PullRequest(
+        transfer_id=0,
+        epoch=0,
+        source=source,
+        data_type=cache.desc.data_type,
+        num_tensors=len(tensors),
+        layers=layers,
+        offset=offset,
+        num_bytes=num_bytes,
+        consume=consume,
+        timeout=0.0,
+    )
