@@ -60,8 +60,7 @@ class PromptModel:
         try:
             with self._manager.call():
                 self._copy_prefixes(cache, requests)
-            result = self._run(cache, inputs, kwargs)
-            self._pool.bind(cache, [self._key(one) for one in requests])
+            result = self._run_and_bind(cache, [self._key(one) for one in requests], inputs, kwargs)
         finally:
             self._pool.release_handle(cache.cache_id)
         return result
@@ -80,8 +79,7 @@ class PromptModel:
             desc = CacheDesc(self._options.desc.num_tensors, shape, self._options.desc.data_type)
             cache = self._pool.allocate(desc, is_of_model=True)
         try:
-            self._run(cache, inputs, kwargs)
-            self._pool.bind(cache, [key])
+            self._run_and_bind(cache, [key], inputs, kwargs)
         except LLMException as error:
             if error.status_code is LLMStatusCode.LLM_REPEAT_REQUEST:  # another call was faster
                 raise _prefix_exists(request.prefix_id) from error
@@ -106,8 +104,14 @@ class PromptModel:
             cache = self._pool.allocate_blocks(self._options.desc, key, is_of_model=True)
             return kv_cache_of(self._pool, cache)
 
-    def _run(self, cache: PooledCache[CacheMemory], inputs: Any, kwargs: dict[str, Any]) -> Any:
-        return self._runner.run_model(kv_cache_of(self._pool, cache), inputs, **kwargs)
+    def _run_and_bind(
+        self, cache: PooledCache[CacheMemory], keys: list[CacheKey], inputs: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        # Dropped before the keys hold the cache, the handle would release it.
+        kv_cache = kv_cache_of(self._pool, cache)
+        result = self._runner.run_model(kv_cache, inputs, **kwargs)
+        self._pool.bind(cache, keys)
+        return result
 
     def _check(self, requests: Sequence[LLMReq]) -> None:
         batch_size, limit = self._options.desc.batch_size, self._options.seq_len_limit
