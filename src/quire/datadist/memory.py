@@ -44,8 +44,11 @@ class CacheMemory(ABC):
         """Copy blocks of each tensor; all are read before any is written."""
         for one in self.tensor_bytes:
             blocks = one.view(-1, block_bytes)
-            sources = torch.tensor(from_blocks, device=one.device)
-            blocks[torch.tensor(to_blocks, device=one.device)] = blocks[sources]
+            sources, targets = (
+                torch.tensor(indices, dtype=torch.int64, device=one.device)
+                for indices in (from_blocks, to_blocks)
+            )
+            blocks[targets] = blocks[sources]
 
     @abstractmethod
     def synchronize(self) -> None:
