@@ -62,7 +62,7 @@ sanitize:  ## Test the native kernels under AddressSanitizer and ThreadSanitizer
 	done
 
 conformance: $(READY)  ## List each row of the specifications with the tests that show it
-	@$(BIN)/pytest tests/conformance --conformance-list
+	@$(BIN)/pytest tests/conformance tests/datadist --conformance-list
 
 lint: $(READY)  ## Check style, types and the floors, and that generated files are current
 	$(BIN)/ruff check

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 
+import datadist_rows
 import paged_cache_rows
 import pytest
 import scheduler_rows
@@ -12,6 +13,7 @@ import scheduler_rows
 SPECS = {
     "scheduler interface and configuration": scheduler_rows,
     "paged attention cache": paged_cache_rows,
+    "LLMDataDist": datadist_rows,
 }
 """Modules with `ROWS` (names by section), `ELSEWHERE` (row: where it is shown) and `NOT_YET` (row: why)."""
 

@@ -1,4 +1,4 @@
-"""Rows of the specifications and the tests that show them: `pytest tests/conformance --conformance-list`."""
+"""Rows of the specifications and the tests that show them: `make conformance`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ def pytest_addoption(parser):
     parser.addoption(
         "--conformance-list", action="store_true", help="print each row with its tests, run none"
     )
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "row(name): the row of a specification that the test shows")
 
 
 def pytest_runtestloop(session):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import quire.datadist
 from conformance import SPECS, listing, rows_of
 from quire.config import SchedulerConfig
 from quire.kv.connector import KVConnector
@@ -16,7 +17,9 @@ from quire.status import FinishReason, RequestStatus
 
 
 def shown_rows() -> set[str]:
-    modules = [importlib.import_module(path.stem) for path in Path(__file__).parent.glob("test_*_spec.py")]
+    here = Path(__file__).parent
+    files = [*here.glob("test_*_spec.py"), *(here.parent / "datadist").glob("test_*.py")]
+    modules = [importlib.import_module(path.stem) for path in files]
     tests = [test for module in modules for name, test in vars(module).items() if name.startswith("test_")]
     return {mark.args[0] for test in tests for mark in getattr(test, "pytestmark", ()) if mark.name == "row"}
 
@@ -37,6 +40,7 @@ def test_nothing_in_the_code_is_without_a_row():
     assert {field.name for field in dataclasses.fields(SchedulerConfig)} <= rows
     assert {status.name for status in RequestStatus} <= rows
     assert {f"reason {reason}" for reason in FinishReason} <= rows
+    assert set(quire.datadist.__all__) <= set(rows_of(SPECS["LLMDataDist"]))
 
 
 def test_the_list_names_each_row_its_tests_and_what_is_missing(request, monkeypatch):

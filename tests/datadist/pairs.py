@@ -1,0 +1,106 @@
+"""Pairs of a PROMPT and a DECODER, in one process and in two, over each transport."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sides
+from forwarder import Forwarder
+from remote_objects import RemoteProcess, remote_process
+
+from quire.datadist import KvCacheManager, LLMClusterInfo, LLMDataDist, LLMStatusCode
+
+PROCESSES = ("one-process", "two-processes")
+TRANSPORTS = ("tcp",)
+PAIRS = [f"{processes} {transport}" for processes in PROCESSES for transport in TRANSPORTS]
+
+
+def with_pairs_in(processes: str) -> pytest.MarkDecorator:
+    """Run a test with one kind of pairs only."""
+    kinds = [kind for kind in PAIRS if kind.startswith(processes)]
+    return pytest.mark.parametrize("make_pair", kinds, indirect=True)
+
+
+in_one_process = with_pairs_in("one-process")
+in_two_processes = with_pairs_in("two-processes")
+
+
+@dataclasses.dataclass
+class Pair:
+    """A linked PROMPT and DECODER, with their managers.
+
+    Attributes:
+        call: runs a function of an importable module where the PROMPT is.
+        peer: what the DECODER links to.
+        forwarder: lies between the two if the test asked for one.
+        process: where the PROMPT is, if that is another process.
+    """
+
+    prompt: LLMDataDist
+    decoder: LLMDataDist
+    pm: KvCacheManager
+    dm: KvCacheManager
+    call: Callable[..., Any]
+    peer: LLMClusterInfo
+    forwarder: Forwarder | None
+    process: RemoteProcess | None
+
+    @property
+    def itself(self) -> LLMClusterInfo:
+        """Return what the PROMPT knows the DECODER by."""
+        return sides.cluster_info(self.decoder.cluster_id, 0)
+
+    def link(self, timeout: int = sides.PATIENT) -> None:
+        result = self.decoder.link_clusters([self.peer], timeout)
+        assert result == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS])
+
+    def unlink(self, timeout: int = sides.PATIENT, **keywords: Any) -> LLMStatusCode:
+        overall, codes = self.decoder.unlink_clusters([self.peer], timeout, **keywords)
+        assert codes == [overall]
+        return overall
+
+
+class PairMaker:
+    """Makes pairs, and finalizes them when the test ends."""
+
+    def __init__(self, kind: str, stack: contextlib.ExitStack) -> None:
+        processes, transport = kind.split()
+        assert transport == "tcp"  # the one that every side has
+        self._is_remote = processes == "two-processes"
+        self._stack = stack
+
+    def __call__(
+        self,
+        *,
+        prompt_id: int = 1,
+        decoder_id: int = 2,
+        pool: int = sides.POOL,
+        timeout: int = sides.PATIENT,
+        forwarded: bool = False,
+        linked: bool = True,
+    ) -> Pair:
+        """Make a pair; `timeout` (milliseconds) is that of calls to the DECODER's manager."""
+        process = self._stack.enter_context(remote_process()) if self._is_remote else None
+        call = process.call if process else lambda function, *given, **named: function(*given, **named)
+        prompt = call(sides.start_prompt, prompt_id, pool=pool)
+        decoder = sides.start_decoder(decoder_id, pool=pool, timeout=timeout)
+        self._stack.callback(_finalize_if_there, prompt)
+        self._stack.callback(decoder.finalize)
+        forwarder = Forwarder(prompt.listen_port) if forwarded else None
+        if forwarder:
+            self._stack.callback(forwarder.close)
+        peer = sides.cluster_info(prompt_id, forwarder.port if forwarder else prompt.listen_port)
+        managers = prompt.kv_cache_manager, decoder.kv_cache_manager
+        pair = Pair(prompt, decoder, *managers, call, peer, forwarder, process)
+        if linked:
+            pair.link()
+        return pair
+
+
+def _finalize_if_there(prompt: LLMDataDist) -> None:
+    with contextlib.suppress(EOFError):  # the test has killed its process
+        prompt.finalize()
