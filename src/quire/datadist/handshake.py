@@ -128,4 +128,5 @@ def greet(connection: socket.socket, secret: bytes, greeting: Greeting, deadline
 
 
 def _hmac(key: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, message, "sha256")
+    """HMAC pads a short key with zeros, and so would take "a" and "a\\0" for the same."""
+    return hmac.digest(hashlib.sha256(key).digest(), message, "sha256")
