@@ -1,45 +1,26 @@
 // Vectors of sixteen lanes on every instruction set: one register with AVX-512, two with AVX2, four with SSE or NEON. The
 // lanes are the same everywhere, so that a kernel adds in the same order everywhere.
-//
-// Files that include this are compiled once for each instruction set, into the namespace QUIRE_ISA. They use no templates of
-// the standard library: a copy with AVX-512 in it could be the one that the linker keeps for everybody.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "types.h"
+#include "vectors.h"
 
 namespace quire::QUIRE_ISA {
 
 constexpr int kLanes = 16;
 
-using f32x16 = float __attribute__((vector_size(64)));
-using i32x16 = int32_t __attribute__((vector_size(64)));
-using u32x16 = uint32_t __attribute__((vector_size(64)));
-using u16x16 = uint16_t __attribute__((vector_size(32)));
-using i8x16 = int8_t __attribute__((vector_size(16)));
+using f32x16 = Vector<float, kLanes>;
+using i32x16 = Vector<int32_t, kLanes>;
+using u32x16 = Vector<uint32_t, kLanes>;
+using i8x16 = Vector<int8_t, kLanes>;
+using u16x8 = Vector<uint16_t, 8>;
 
-#define QUIRE_INLINE inline __attribute__((always_inline))
+alignas(64) constexpr int32_t kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Bits of one vector type as another of the same size.
-template <class To, class From>
-QUIRE_INLINE To bits_as(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  return (To)from;  // a cast between vector types keeps the bits
-}
-
-QUIRE_INLINE f32x16 splat(float value) { return value - f32x16{}; }
+QUIRE_INLINE f32x16 splat(float value) { return broadcast<f32x16>(value); }
 
 QUIRE_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 QUIRE_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-QUIRE_INLINE f32x16 maximum(f32x16 a, f32x16 b) { return a > b ? a : b; }
-QUIRE_INLINE f32x16 minimum(f32x16 a, f32x16 b) { return a < b ? a : b; }
 
 QUIRE_INLINE float bf16_to_float(bf16 value) {
   const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
@@ -75,41 +56,61 @@ QUIRE_INLINE fp16 from_float<fp16>(float value) {
   return {static_cast<half>(value)};
 }
 
-// -- sixteen numbers of memory as floats, at any address ---------------------------------------------------------------
+// -- 16-bit numbers in the low halves of lanes ---------------------------------------------------------------------------
 
-QUIRE_INLINE f32x16 load(const float* from) {
-  f32x16 result;
-  std::memcpy(&result, from, sizeof result);
-  return result;
-}
-
-// Sixteen 16-bit numbers in 32 bits each. GCC makes several instructions of a conversion where there is one.
+// Compilers make several instructions of a conversion where there is one.
 QUIRE_INLINE u32x16 load_wide(const void* from) {
 #if defined(__AVX512F__)
   return bits_as<u32x16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
+#elif defined(__AVX2__)
+  const __m128i* halves = static_cast<const __m128i*>(from);
+  return {bits_as<HalfOf<u32x16> >(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves))),
+          bits_as<HalfOf<u32x16> >(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1)))};
 #else
-  u16x16 bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return __builtin_convertvector(bits, u32x16);
+  using Half = HalfOf<u32x16>;
+  const auto widen = [](u16x8 bits) {
+    const u16x8 low = __builtin_shufflevector(bits, u16x8{}, 0, 8, 1, 9, 2, 10, 3, 11);
+    const u16x8 high = __builtin_shufflevector(bits, u16x8{}, 4, 12, 5, 13, 6, 14, 7, 15);
+    return Half{bits_as<HalfOf<Half> >(low), bits_as<HalfOf<Half> >(high)};
+  };
+  return {widen(load_bits<u16x8>(from)), widen(load_bits<u16x8>(static_cast<const char*>(from) + 16))};
 #endif
 }
 
+// The high halves of lanes have to be zero.
+QUIRE_INLINE void store_narrow(void* to, u32x16 wide) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi32_epi16(bits_as<__m512i>(wide)));
+#elif defined(__AVX2__)
+  const __m256i mixed = _mm256_packus_epi32(bits_as<__m256i>(wide.low), bits_as<__m256i>(wide.high));
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
+#else
+  const auto narrow = [](const HalfOf<u32x16>& half) {
+    return __builtin_shufflevector(bits_as<u16x8>(half.low), bits_as<u16x8>(half.high), 0, 2, 4, 6, 8, 10, 12, 14);
+  };
+  store_bits(to, narrow(wide.low));
+  store_bits(static_cast<char*>(to) + 16, narrow(wide.high));
+#endif
+}
+
+// -- sixteen numbers of memory as floats, at any address ---------------------------------------------------------------
+
+QUIRE_INLINE f32x16 load(const float* from) { return load_bits<f32x16>(from); }
 QUIRE_INLINE f32x16 load(const bf16* from) { return bits_as<f32x16>(load_wide(from) << 16); }
 
 QUIRE_INLINE f32x16 load(const fp16* from) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
-  f32x16 result;
-  const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  const __m256 high = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8)));
-  std::memcpy(&result, &low, 32);
-  std::memcpy(reinterpret_cast<char*>(&result) + 32, &high, 32);
-  return result;
+  const __m128i* halves = reinterpret_cast<const __m128i*>(from);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 #else
-  f32x16 result;
-  for (int lane = 0; lane < kLanes; ++lane) result[lane] = to_float(from[lane]);
-  return result;
+  // As a float whose exponent is too small by 112; the product makes that good, of denormal numbers too.
+  const u32x16 bits = load_wide(from);
+  const u32x16 magnitude = (bits & 0x7fff) << 13;
+  const f32x16 finite = bits_as<f32x16>(magnitude) * 0x1p112f;
+  const u32x16 exponent = select(magnitude >= 0x7c00u << 13, broadcast<u32x16>(0x7f800000), u32x16{});
+  return bits_as<f32x16>(bits_as<u32x16>(finite) | exponent | (bits & 0x8000) << 16);
 #endif
 }
 
@@ -118,16 +119,20 @@ QUIRE_INLINE f32x16 load(const int8_t* from) {
   return bits_as<f32x16>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))));
 #elif defined(__AVX2__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  const __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-  const __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)));
-  f32x16 result;
-  std::memcpy(&result, &low, 32);
-  std::memcpy(reinterpret_cast<char*>(&result) + 32, &high, 32);
-  return result;
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
 #else
-  i8x16 bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, i32x16), f32x16);
+  // Each byte four times, so that a shift leaves it with its sign.
+  using Half = HalfOf<i32x16>;
+  const i8x16 bytes = load_bits<i8x16>(from);
+  const auto widen = [](i8x16 twice) {
+    const u16x8 words = bits_as<u16x8>(twice);
+    return Half{bits_as<HalfOf<Half> >(__builtin_shufflevector(words, words, 0, 0, 1, 1, 2, 2, 3, 3)),
+                bits_as<HalfOf<Half> >(__builtin_shufflevector(words, words, 4, 4, 5, 5, 6, 6, 7, 7))};
+  };
+  const i8x16 low = __builtin_shufflevector(bytes, bytes, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  const i8x16 high = __builtin_shufflevector(bytes, bytes, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
+  return convert<f32x16>(i32x16{widen(low), widen(high)} >> 24);
 #endif
 }
 
@@ -136,47 +141,53 @@ QUIRE_INLINE i8x16 low_bytes(i32x16 values) {
 #if defined(__AVX512F__)
   return bits_as<i8x16>(_mm512_cvtepi32_epi8(bits_as<__m512i>(values)));
 #else
-  return __builtin_convertvector(values, i8x16);
+  i8x16 words[2];
+  store_narrow(words, bits_as<u32x16>(values & 0xff));
+  return __builtin_shufflevector(words[0], words[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 #endif
 }
 
-QUIRE_INLINE void store(float* to, f32x16 values) { std::memcpy(to, &values, sizeof values); }
+QUIRE_INLINE void store(float* to, f32x16 values) { store_bits(to, values); }
 
 QUIRE_INLINE void store(bf16* to, f32x16 values) {
 #if defined(__AVX512BF16__)
-  const auto rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(values));
+  const auto rounded = _mm512_cvtneps_pbh(bits_as<__m512>(values));
   std::memcpy(to, &rounded, 32);
 #else
-  u32x16 bits = bits_as<u32x16>(values);
+  const u32x16 bits = bits_as<u32x16>(values);
   const u32x16 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   const u32x16 not_a_number = bits >> 16 | 0x40;
-  const u16x16 result = __builtin_convertvector(values != values ? not_a_number : rounded, u16x16);
-  std::memcpy(to, &result, sizeof result);
+  store_narrow(to, select(values != values, not_a_number, rounded));
 #endif
 }
 
 QUIRE_INLINE void store(fp16* to, f32x16 values) {
 #if defined(__AVX512F__)
-  const __m256i rounded = _mm512_cvtps_ph(reinterpret_cast<__m512>(values), _MM_FROUND_TO_NEAREST_INT);
+  const __m256i rounded = _mm512_cvtps_ph(bits_as<__m512>(values), _MM_FROUND_TO_NEAREST_INT);
   std::memcpy(to, &rounded, 32);
 #elif defined(__F16C__)
-  __m256 halves[2];
-  std::memcpy(halves, &values, sizeof halves);
-  for (int i = 0; i < 2; ++i) {
-    const __m128i rounded = _mm256_cvtps_ph(halves[i], _MM_FROUND_TO_NEAREST_INT);
-    std::memcpy(to + 8 * i, &rounded, 16);
-  }
+  __m128i* halves = reinterpret_cast<__m128i*>(to);
+  _mm_storeu_si128(halves, _mm256_cvtps_ph(values.low, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(values.high, _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (int lane = 0; lane < kLanes; ++lane) to[lane] = from_float<fp16>(values[lane]);
+  const u32x16 bits = bits_as<u32x16>(values);
+  const u32x16 magnitude = bits & 0x7fffffff;
+  const u32x16 normal = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
+  // 0.5 has the last place that denormal numbers have in 16 bits.
+  const u32x16 denormal = bits_as<u32x16>(bits_as<f32x16>(magnitude) + 0.5f) - 0x3f000000;
+  const u32x16 infinite = select(values != values, magnitude >> 13 | 0x7e00, broadcast<u32x16>(0x7c00));
+  const u32x16 finite = select(magnitude < 113u << 23, denormal, normal);
+  store_narrow(to, select(magnitude < 0x477ff000u, finite, infinite & 0x7fff) | (bits >> 16 & 0x8000));
 #endif
 }
 
 // The first `count` (0 to 16) numbers, with `fill` in the other lanes.
 template <class T>
 QUIRE_INLINE f32x16 load_some(const T* from, int count, float fill = 0.0f) {
-  f32x16 result = splat(fill);
-  for (int lane = 0; lane < count; ++lane) result[lane] = to_float(from[lane]);
-  return result;
+  float lanes[kLanes];
+  for (float& lane : lanes) lane = fill;
+  for (int lane = 0; lane < count; ++lane) lanes[lane] = to_float(from[lane]);
+  return load(lanes);
 }
 
 template <class T>
@@ -188,22 +199,24 @@ QUIRE_INLINE void store_some(T* to, f32x16 values, int count) {
 
 // -- across lanes, always as the same tree -----------------------------------------------------------------------------
 
-QUIRE_INLINE float sum_of_lanes(f32x16 values) {
-  float lanes[kLanes];
-  store(lanes, values);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+template <class V>
+QUIRE_INLINE float sum_of_lanes(V values) {
+  if constexpr (kLanesOf<V> > 4) {
+    return sum_of_lanes(low_half(values) + high_half(values));
+  } else {
+    return (values[0] + values[2]) + (values[1] + values[3]);
   }
-  return lanes[0];
 }
 
-QUIRE_INLINE float max_of_lanes(f32x16 values) {
-  float lanes[kLanes];
-  store(lanes, values);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] = lanes[lane] > lanes[lane + width] ? lanes[lane] : lanes[lane + width];
+template <class V>
+QUIRE_INLINE float max_of_lanes(V values) {
+  if constexpr (kLanesOf<V> > 4) {
+    return max_of_lanes(maximum(low_half(values), high_half(values)));
+  } else {
+    const float even = values[0] > values[2] ? values[0] : values[2];
+    const float odd = values[1] > values[3] ? values[1] : values[3];
+    return even > odd ? even : odd;
   }
-  return lanes[0];
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -11,7 +11,7 @@ QUIRE_INLINE f32x16 times_power_of_two(f32x16 values, f32x16 powers) {
   return bits_as<f32x16>(_mm512_scalef_ps(bits_as<__m512>(values), bits_as<__m512>(powers)));
 #else
   // In two steps, as the ends of the range are no exponents that a number can have.
-  const i32x16 whole = __builtin_convertvector(powers, i32x16);
+  const i32x16 whole = convert<i32x16>(powers);
   const i32x16 half = whole >> 1;
   return values * bits_as<f32x16>((half + 127) << 23) * bits_as<f32x16>((whole - half + 127) << 23);
 #endif
@@ -20,8 +20,8 @@ QUIRE_INLINE f32x16 times_power_of_two(f32x16 values, f32x16 powers) {
 // Within 1.2 ulp. exp(-inf) is 0, exp(0) is exactly 1, exp of a NaN is NaN, and exp of more than 88.73 infinity.
 QUIRE_INLINE f32x16 exp(f32x16 x) {
   // The comparisons are so that a NaN stays.
-  x = x < -110.0f ? splat(-110.0f) : x;
-  x = x > 90.0f ? splat(90.0f) : x;
+  x = select(x < -110.0f, splat(-110.0f), x);
+  x = select(x > 90.0f, splat(90.0f), x);
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding and taking it away rounds to a whole number
   const f32x16 shifted = x * 1.44269504f + kRound;
   f32x16 power = shifted - kRound;
@@ -29,7 +29,7 @@ QUIRE_INLINE f32x16 exp(f32x16 x) {
   f32x16 rest = x - power * 0.693359375f;
   rest = rest - power * -2.12194440e-4f;
 #if !defined(__AVX512F__)
-  power = power == power ? power : f32x16{};  // a NaN is no whole number; `rest` keeps it
+  power = select(power == power, power, f32x16{});  // a NaN is no whole number; `rest` keeps it
 #endif
   f32x16 sum = splat(1.3814596e-3f);
   sum = sum * rest + 8.3687175e-3f;
@@ -43,7 +43,7 @@ QUIRE_INLINE f32x16 exp(f32x16 x) {
 
 // Within 1.4 ulp.
 QUIRE_INLINE f32x16 tanh(f32x16 x) {
-  const f32x16 magnitude = x < 0.0f ? -x : x;
+  const f32x16 magnitude = select(x < 0.0f, -x, x);
   const f32x16 square = x * x;
   f32x16 sum = splat(-5.717037e-3f);
   sum = sum * square + 2.0650579e-2f;
@@ -52,13 +52,13 @@ QUIRE_INLINE f32x16 tanh(f32x16 x) {
   sum = sum * square - 3.3333284e-1f;
   const f32x16 near = sum * square * x + x;
   const f32x16 far = 1.0f - 2.0f / (exp(magnitude + magnitude) + 1.0f);
-  const f32x16 signed_far = x < 0.0f ? -far : far;
-  return magnitude < 0.625f ? near : signed_far;
+  const f32x16 signed_far = select(x < 0.0f, -far, far);
+  return select(magnitude < 0.625f, near, signed_far);
 }
 
 // Within 3 ulp.
 QUIRE_INLINE f32x16 erf(f32x16 x) {
-  const f32x16 magnitude = x < 0.0f ? -x : x;
+  const f32x16 magnitude = select(x < 0.0f, -x, x);
   const f32x16 square = x * x;
   f32x16 sum = splat(7.8824974e-5f);
   sum = sum * square - 8.018855e-4f;
@@ -68,7 +68,7 @@ QUIRE_INLINE f32x16 erf(f32x16 x) {
   sum = sum * square - 3.7612626e-1f;
   const f32x16 near = sum * x * square + x * 1.1283791f;
   // The logarithm of 1 - erf; from 4 on erf rounds to 1.
-  const f32x16 limited = magnitude > 4.0f ? splat(4.0f) : magnitude;
+  const f32x16 limited = select(magnitude > 4.0f, splat(4.0f), magnitude);
   f32x16 log = splat(1.6140616e-6f);
   log = log * limited - 4.5590623e-5f;
   log = log * limited + 5.9276953e-4f;
@@ -79,8 +79,8 @@ QUIRE_INLINE f32x16 erf(f32x16 x) {
   log = log * limited - 1.1301666f;
   log = log * limited + 3.0321296e-4f;
   const f32x16 far = 1.0f - exp(log);
-  const f32x16 signed_far = x < 0.0f ? -far : far;
-  return magnitude < 1.0f ? near : signed_far;
+  const f32x16 signed_far = select(x < 0.0f, -far, far);
+  return select(magnitude < 1.0f, near, signed_far);
 }
 
 }  // namespace quire::QUIRE_ISA

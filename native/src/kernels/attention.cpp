@@ -202,7 +202,7 @@ class HeadTask {
       const int64_t place = rows_.place(row);
       for (int64_t i = 0; i < head_dim; i += kLanes) {
         const f32x16 values = load(merged_.totals + row * head_dim + i) * scale;
-        unsound = values == values ? unsound : values;
+        unsound = select(values == values, unsound, values);
         store(to + place * head_dim + i, values);
       }
       if (call_.key_scores != nullptr) {

@@ -12,7 +12,7 @@
 
 namespace quire::QUIRE_ISA {
 
-using i64x16 = int64_t __attribute__((vector_size(128)));
+using i64x16 = Vector<int64_t, kLanes>;
 
 // The kept weights of all rows, head after head, each as `rows` of KeyScores.
 class KeptWeights {
@@ -82,7 +82,7 @@ class TileSums {
  public:
   // Adds what a row gives to each key, rounded down to a multiple of kScoreUnit.
   QUIRE_INLINE void add(const f32x16 (&weights)[kTileVectors]) {
-    for (int i = 0; i < kTileVectors; ++i) sums_[i] += __builtin_convertvector(weights[i] * (1.0f / kScoreUnit), i64x16);
+    for (int i = 0; i < kTileVectors; ++i) sums_[i] += convert<i64x16>(weights[i] * (1.0f / kScoreUnit));
   }
 
   // Other threads may do so, too; integers give the same in any order.

@@ -64,20 +64,20 @@ struct BFloat16Path {
   static constexpr int kInputs = 2;  // numbers of a sum that one step adds
   static constexpr int kGroupSteps = 1;
 
-  static QUIRE_INLINE Column column(const char* at) {
-    Column result;
-    std::memcpy(&result, at, sizeof result);
-    return result;
-  }
+  static QUIRE_INLINE Column column(const char* at) { return load_bits<Column>(at); }
   static QUIRE_INLINE uint32_t input(const bf16* row, int64_t step) { return load_pair(row + 2 * step); }
   static QUIRE_INLINE void add(f32x16& sum, uint32_t input, Column column) { add_pair_products(sum, input, column); }
 
   // 2 * N features, of which each pair becomes a lane. bf16 holds 8-bit numbers exactly.
   template <int N>
   static QUIRE_INLINE u32x16 load_pairs(const bf16* from) {
-    u32x16 pairs{};
-    std::memcpy(&pairs, from, N * 4);
-    return pairs;
+    if constexpr (N == kLanes) {
+      return load_bits<u32x16>(from);
+    } else {
+      bf16 numbers[2 * kLanes] = {};
+      std::memcpy(numbers, from, N * 4);
+      return load_bits<u32x16>(numbers);
+    }
   }
   template <int N>
   static QUIRE_INLINE u32x16 load_pairs(const int8_t* from) {

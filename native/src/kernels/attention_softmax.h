@@ -47,11 +47,11 @@ QUIRE_INLINE void finish_scores(const AttentionCall& call, const float* raw, con
     for (int i = 0; i < kTileVectors; ++i) scores[i] = tanh(scores[i] * inverse) * call.softcap;
   }
   if (first > 0 || last < kTileTokens - 1) {
-    constexpr i32x16 kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const i32x16 lanes = load_bits<i32x16>(kLaneNumbers);
 #pragma GCC unroll 4
     for (int i = 0; i < kTileVectors; ++i) {
-      const i32x16 key = kLane + i * kLanes;
-      scores[i] = ((key >= first) & (key <= last)) ? scores[i] : splat(kNothing);
+      const i32x16 is_seen = (lanes >= first - i * kLanes) & (lanes <= last - i * kLanes);
+      scores[i] = select(is_seen, scores[i], splat(kNothing));
     }
   }
 }

@@ -124,7 +124,7 @@ void pack_keys(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_
     for_each_key_columns<Path, T>(rows, head_dim, [&](int64_t step, const auto& columns, auto count) {
       char* at = to + step * kTileTokens * 4 + token * 4;
 #pragma GCC unroll 16
-      for (int i = 0; i < decltype(count)::kValue; ++i) std::memcpy(at + i * kTileTokens * 4, &columns[i], 64);
+      for (int i = 0; i < decltype(count)::kValue; ++i) store_bits(at + i * kTileTokens * 4, columns[i]);
     });
   });
 }
@@ -137,8 +137,7 @@ void pack_values(const Tile& tile, Ahead& ahead, int first, int end, int64_t hea
     ahead.fetch();
     const UnpackedValues<Path, T> values{&tile};
     for (int64_t feature = 0; feature < head_dim; feature += kLanes) {
-      const typename Path::Column column = values.column(step, feature);
-      std::memcpy(to + (step * head_dim + feature) * 4, &column, sizeof column);
+      store_bits(to + (step * head_dim + feature) * 4, values.column(step, feature));
     }
   }
 }

@@ -19,8 +19,9 @@ QUIRE_INLINE void add_pair_products(f32x16& sum, uint32_t pair, u32x16 column) {
   sum = bits_as<f32x16>(
       _mm512_dpbf16_ps(bits_as<__m512>(sum), bits_as<__m512bh>(_mm512_set1_epi32(pair)), bits_as<__m512bh>(column)));
 #else
-  sum += bf16_to_float({static_cast<uint16_t>(pair)}) * bits_as<f32x16>(column << 16);
-  sum += bf16_to_float({static_cast<uint16_t>(pair >> 16)}) * bits_as<f32x16>(column & 0xffff0000u);
+  const u32x16 inputs = broadcast<u32x16>(pair);
+  sum += bits_as<f32x16>(inputs << 16) * bits_as<f32x16>(column << 16);
+  sum += bits_as<f32x16>(inputs & 0xffff0000u) * bits_as<f32x16>(column & 0xffff0000u);
 #endif
 }
 

@@ -138,13 +138,15 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
     f32x16 bias[2], column_scale[2];
     i32x16 column_sum[2];
     load_bias(call.bias, column, count, bias);
-    std::memcpy(column_scale, tail, sizeof column_scale);
-    std::memcpy(column_sum, tail + kPanelColumns * 4, sizeof column_sum);
+    for (int half = 0; half < 2; ++half) {
+      column_scale[half] = load_bits<f32x16>(tail + half * kLine);
+      column_sum[half] = load_bits<i32x16>(tail + kPanelColumns * 4 + half * kLine);
+    }
     multiply_panel<Int8Format>(rows, row_stride, first_row, last_row, num_steps, data, weight.panel_bytes(),
                                [&](int64_t row, i32x16(&sums)[2]) {
                                  f32x16 values[2];
                                  for (int half = 0; half < 2; ++half) {
-                                   const f32x16 exact = __builtin_convertvector(sums[half] - column_sum[half] * 128, f32x16);
+                                   const f32x16 exact = convert<f32x16>(sums[half] - column_sum[half] * 128);
                                    values[half] = exact * (column_scale[half] * scales[row]) + bias[half];
                                  }
                                  store_row(call, row, column, count, values);

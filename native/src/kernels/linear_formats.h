@@ -66,8 +66,8 @@ struct BFloat16Format {
 
   static QUIRE_INLINE Input input(const Row* row, int64_t step) { return load_pair(row + 2 * step); }
   static QUIRE_INLINE void weights(const char* at, Column (&columns)[2]) {
-    std::memcpy(&columns[0], at, sizeof columns[0]);
-    std::memcpy(&columns[1], at + sizeof columns[0], sizeof columns[1]);
+    columns[0] = load_bits<Column>(at);
+    columns[1] = load_bits<Column>(at + kLine);
   }
   static QUIRE_INLINE void add(Sum& sum, Input input, Column column) { add_pair_products(sum, input, column); }
 #if defined(__AMX_BF16__)
@@ -79,6 +79,24 @@ struct BFloat16Format {
   static constexpr int kRowsTogether = kTileRows;
 #endif
 };
+
+#if !defined(__AVX512VNNI__)
+// Of the two 16-bit numbers in each lane.
+template <class V>
+QUIRE_INLINE V sums_of_products(V a, V b) {
+  if constexpr (kIsPair<V>) {
+    return {sums_of_products(a.low, b.low), sums_of_products(a.high, b.high)};
+  } else {
+#if defined(__AVX2__)
+    return bits_as<V>(_mm256_madd_epi16(bits_as<__m256i>(a), bits_as<__m256i>(b)));
+#elif defined(__SSE2__)
+    return bits_as<V>(_mm_madd_epi16(bits_as<__m128i>(a), bits_as<__m128i>(b)));
+#else
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+  }
+}
+#endif
 
 // Inputs are stored with 128 added, as the instruction wants them unsigned; the sum of the column takes that away again.
 struct Int8Format {
@@ -95,18 +113,18 @@ struct Int8Format {
     return four;
   }
   static QUIRE_INLINE void weights(const char* at, Column (&columns)[2]) {
-    std::memcpy(&columns[0], at, sizeof columns[0]);
-    std::memcpy(&columns[1], at + sizeof columns[0], sizeof columns[1]);
+    columns[0] = load_bits<Column>(at);
+    columns[1] = load_bits<Column>(at + kLine);
   }
   static QUIRE_INLINE void add(Sum& sum, Input input, Column column) {
 #if defined(__AVX512VNNI__)
     sum = bits_as<i32x16>(_mm512_dpbusd_epi32(bits_as<__m512i>(sum), _mm512_set1_epi32(input), bits_as<__m512i>(column)));
 #else
-    const i32x16 lanes = bits_as<i32x16>(column);
-    for (int byte = 0; byte < 4; ++byte) {
-      const int32_t factor = input >> (8 * byte) & 0xff;
-      sum += factor * (lanes << (24 - 8 * byte) >> 24);
-    }
+    // Bytes as words: first those with even numbers, then those with odd ones.
+    const u32x16 inputs = broadcast<u32x16>(input);
+    const auto words = bits_as<Vector<int16_t, 2 * kLanes> >(column);
+    sum += sums_of_products(bits_as<i32x16>(inputs & 0x00ff00ff), bits_as<i32x16>(words << 8 >> 8));
+    sum += sums_of_products(bits_as<i32x16>(inputs >> 8 & 0x00ff00ff), bits_as<i32x16>(words >> 8));
 #endif
   }
 #if defined(__AMX_INT8__)

@@ -24,9 +24,7 @@ QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[4]) {
   pairs[3] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), numbers));
 }
 #else
-QUIRE_INLINE u32x16 bits_of_whole(u32x16 numbers) {
-  return bits_as<u32x16>(__builtin_convertvector(bits_as<i32x16>(numbers), f32x16));
-}
+QUIRE_INLINE u32x16 bits_of_whole(u32x16 numbers) { return bits_as<u32x16>(convert<f32x16>(bits_as<i32x16>(numbers))); }
 
 QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[4]) {
   for (int pair = 0; pair < 4; ++pair) {
@@ -60,9 +58,8 @@ void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, con
       for (int half = 0; half < 2; ++half) {
         const char* line = weights + (2 * octet + half) * kLine;
         __builtin_prefetch(line + kAheadBytes, 0, 2);
-        u32x16 packed, pairs[4];
-        std::memcpy(&packed, line, kLine);
-        unpack(packed, pairs);
+        u32x16 pairs[4];
+        unpack(load_bits<u32x16>(line), pairs);
 #pragma GCC unroll 12
         for (int row = 0; row < R; ++row) {
 #pragma GCC unroll 4
@@ -73,9 +70,10 @@ void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, con
         }
       }
     }
-    f32x16 scale[2], zero[2];
-    std::memcpy(scale, panel, sizeof scale);
-    std::memcpy(zero, panel + sizeof scale, sizeof zero);
+    const float* scales = reinterpret_cast<const float*>(panel);
+    const float* zeros = scales + kPanelColumns;
+    const f32x16 scale[2] = {load(scales), load(scales + kLanes)};
+    const f32x16 zero[2] = {load(zeros), load(zeros + kLanes)};
 #pragma GCC unroll 12
     for (int row = 0; row < R; ++row) {
       const float group_sum = rows.group_sums[(first_row + row) * rows.num_groups + group];

@@ -33,11 +33,12 @@ void interleave(const char* const (&columns)[kLanes], int64_t num_steps, char* t
     const int64_t count = num_steps - step < kLanes ? num_steps - step : kLanes;
     u32x16 lines[kLanes];
     for (int i = 0; i < kLanes; ++i) {
-      lines[i] = u32x16{};
-      std::memcpy(&lines[i], columns[i] + step * 4, count * 4);
+      uint32_t line[kLanes] = {};
+      std::memcpy(line, columns[i] + step * 4, count * 4);
+      lines[i] = load_bits<u32x16>(line);
     }
     transpose(lines);
-    for (int64_t i = 0; i < count; ++i) std::memcpy(to + (step + i) * kPanelColumns * 4, &lines[i], sizeof lines[i]);
+    for (int64_t i = 0; i < count; ++i) store_bits(to + (step + i) * kPanelColumns * 4, lines[i]);
   }
 }
 

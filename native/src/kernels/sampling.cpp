@@ -6,9 +6,8 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-using f32x8 = float __attribute__((vector_size(32)));
-using f64x8 = double __attribute__((vector_size(64)));
-using i64x8 = int64_t __attribute__((vector_size(64)));
+using f64x8 = Vector<double, kLanes / 2>;
+using i64x8 = Vector<int64_t, kLanes / 2>;
 
 constexpr int64_t kBlockTokens = 1024;  // of which one search is made when the largest logit of a piece is known
 constexpr float kLowest = -3.40282347e38f;
@@ -19,11 +18,9 @@ QUIRE_INLINE bool any_of_lanes(i32x16 lanes) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask(bits_as<__m512i>(lanes), bits_as<__m512i>(lanes)) != 0;
 #else
-  int32_t each[kLanes];
-  std::memcpy(each, &lanes, sizeof each);
-  int32_t any = 0;
-  for (int lane = 0; lane < kLanes; ++lane) any |= each[lane];
-  return any != 0;
+  const auto half = low_half(lanes) | high_half(lanes);
+  const auto quarter = low_half(half) | high_half(half);
+  return (quarter[0] | quarter[1] | quarter[2] | quarter[3]) != 0;
 #endif
 }
 
@@ -112,7 +109,7 @@ void write_head(const LikeliestCall& call, int64_t index, const Token* tokens, i
 // exp of numbers up to 0, within 2 ulp; 0 below -708.
 QUIRE_INLINE f64x8 exp_of_negative(f64x8 x) {
   const auto vanishes = x < -708.0;
-  x = vanishes ? f64x8{} : x;
+  x = select(vanishes, f64x8{}, x);
   constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52: a sum with it has a whole number in its low bits
   const f64x8 shifted = x * 1.4426950408889634 + kRound;
   const f64x8 power = shifted - kRound;
@@ -133,25 +130,22 @@ QUIRE_INLINE f64x8 exp_of_negative(f64x8 x) {
   sum = sum * rest + 1.0;
   sum = sum * rest + 1.0;
   const f64x8 scale = bits_as<f64x8>((bits_as<i64x8>(shifted) + 1023) << 52);
-  return vanishes ? f64x8{} : sum * scale;
+  return select(vanishes, f64x8{}, sum * scale);
 }
 
 double sum_exp_of(const float* from, int64_t count, double maximum, double temperature) {
   f64x8 sums[2] = {};
   for (int64_t column = 0; column < count; column += kLanes) {
     const f32x16 logits = load_logits(from + column, count - column);
-    f32x8 halves[2];
-    std::memcpy(halves, &logits, sizeof halves);
+    const auto low = low_half(logits), high = high_half(logits);
     for (int half = 0; half < 2; ++half) {
-      f64x8 exponents = __builtin_convertvector(halves[half], f64x8) - maximum;
+      f64x8 exponents = convert<f64x8>(half == 0 ? low : high) - maximum;
       if (temperature != 1.0) exponents /= temperature;
       sums[half] += exp_of_negative(exponents);
     }
   }
   const f64x8 both = sums[0] + sums[1];
-  double lanes[8];
-  std::memcpy(lanes, &both, sizeof lanes);
-  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+  return ((both[0] + both[4]) + (both[2] + both[6])) + ((both[1] + both[5]) + (both[3] + both[7]));
 }
 
 // -- ranks ---------------------------------------------------------------------------------------------------------------

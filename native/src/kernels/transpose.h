@@ -6,6 +6,30 @@
 namespace quire::QUIRE_ISA {
 
 // Row i becomes lane i of every row.
+template <class V>
+QUIRE_INLINE void transpose(V (&rows)[kLanesOf<V>]) {
+  static_assert(kIsPair<V>);
+  constexpr int kHalf = kLanesOf<V> / 2;
+  HalfOf<V> quarters[2][2][kHalf];
+#pragma GCC unroll 8
+  for (int i = 0; i < kHalf; ++i) {
+    quarters[0][0][i] = rows[i].low;
+    quarters[0][1][i] = rows[i].high;
+    quarters[1][0][i] = rows[kHalf + i].low;
+    quarters[1][1][i] = rows[kHalf + i].high;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) transpose(quarters[i / 2][i % 2]);
+#pragma GCC unroll 8
+  for (int i = 0; i < kHalf; ++i) {
+    rows[i] = {quarters[0][0][i], quarters[1][0][i]};
+    rows[kHalf + i] = {quarters[0][1][i], quarters[1][1][i]};
+  }
+}
+
+#if defined(__AVX512F__)
+
+template <>
 QUIRE_INLINE void transpose(u32x16 (&rows)[kLanes]) {
   u32x16 pairs[kLanes];
 #pragma GCC unroll 8
@@ -37,5 +61,46 @@ QUIRE_INLINE void transpose(u32x16 (&rows)[kLanes]) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) rows[i] = pairs[i];
 }
+
+#elif defined(__AVX2__)
+
+template <>
+QUIRE_INLINE void transpose(Vector<uint32_t, 8> (&rows)[8]) {
+  Vector<uint32_t, 8> pairs[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    pairs[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const auto a = pairs[i / 2 * 4 + i % 2], b = pairs[i / 2 * 4 + i % 2 + 2];
+    rows[i / 2 * 4 + i % 2 * 2] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+    rows[i / 2 * 4 + i % 2 * 2 + 1] = __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = __builtin_shufflevector(rows[i], rows[4 + i], 0, 1, 2, 3, 8, 9, 10, 11);
+    pairs[4 + i] = __builtin_shufflevector(rows[i], rows[4 + i], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) rows[i] = pairs[i];
+}
+
+#else
+
+template <>
+QUIRE_INLINE void transpose(Vector<uint32_t, 4> (&rows)[4]) {
+  const auto a = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5);
+  const auto b = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7);
+  const auto c = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
+  const auto d = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
+  rows[0] = __builtin_shufflevector(a, c, 0, 1, 4, 5);
+  rows[1] = __builtin_shufflevector(a, c, 2, 3, 6, 7);
+  rows[2] = __builtin_shufflevector(b, d, 0, 1, 4, 5);
+  rows[3] = __builtin_shufflevector(b, d, 2, 3, 6, 7);
+}
+
+#endif
 
 }  // namespace quire::QUIRE_ISA
