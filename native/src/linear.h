@@ -70,7 +70,8 @@ struct LinearScratch {
 
   LinearScratch(const PackedWeight& weight, int64_t num_rows) {
     const int64_t num_groups = weight.format == WeightFormat::kInt4 ? weight.in_features / weight.group_size : 1;
-    const int64_t input_bytes = weight.format == WeightFormat::kFloat32 ? 4 : weight.format == WeightFormat::kInt8 ? 1 : 2;
+    const bool is_float32 = weight.format == WeightFormat::kFloat32 || weight.format == WeightFormat::kFloat16;
+    const int64_t input_bytes = is_float32 ? 4 : weight.format == WeightFormat::kInt8 ? 1 : 2;
     // An odd number of lines, so that the same place of many rows is not in the same few sets of a cache.
     row_bytes = (ceil_div(weight.in_features * input_bytes, kLine) | 1) * kLine;
     row_numbers = num_rows * row_bytes;

@@ -44,11 +44,9 @@ struct Float32Format {
   static constexpr int kRowsTogether = kTileRows;
 };
 
+// Rows are converted once, not for each panel.
 struct Float16Format : Float32Format {
-  using Row = fp16;
-  static constexpr DType kRowType = DType::kFloat16;
   static constexpr int kStepBytes = kPanelColumns * 2;
-  static QUIRE_INLINE Input input(const Row* row, int64_t step) { return to_float(row[step]); }
   static QUIRE_INLINE void weights(const char* at, f32x16 (&columns)[2]) {
     columns[0] = load(reinterpret_cast<const fp16*>(at));
     columns[1] = load(reinterpret_cast<const fp16*>(at) + kLanes);

@@ -49,7 +49,9 @@ template <class T>
 void convert_row(const LinearCall& call, int64_t row, T* to, int64_t padded) {
   const int64_t place = row * call.row_stride, count = call.weight->in_features;
   const auto convert = [&](auto* from) {
-    for (int64_t input = 0; input < padded; input += kLanes) {
+    int64_t input = 0;
+    for (; input + kLanes <= count; input += kLanes) store(to + input, load(from + input));
+    for (; input < padded; input += kLanes) {
       store_some(to + input, load_inputs(from, input, count), static_cast<int>(min(padded - input, kLanes)));
     }
   };
