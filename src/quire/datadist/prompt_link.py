@@ -96,8 +96,8 @@ class PromptLink:
             self._channel.send_last(LinkDropped(str(error)))
             raise
 
-    def serve(self) -> None:
-        """Answer messages until the DECODER unlinks.
+    def serve(self, unregister: Callable[[PromptLink], None]) -> None:
+        """Answer messages until the DECODER unlinks; `unregister` undoes `register`.
 
         Raises:
             OSError: the connection has ended, or the DECODER broke the protocol.
@@ -105,6 +105,7 @@ class PromptLink:
         while True:
             message = self._channel.receive_when_it_comes()
             if isinstance(message, Unlink):
+                unregister(self)  # before the DECODER hears that both ends are gone
                 self._channel.send(Unlinked(), time.monotonic() + FRAME_LIMIT)
                 return
             if not isinstance(message, PullRequest):

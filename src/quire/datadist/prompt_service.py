@@ -155,7 +155,7 @@ class PromptService:
         try:
             with self._operations:
                 link.establish(deadline, self._register)
-            link.serve()
+            link.serve(self._unregister)
         except LinkRefusedError as error:
             logger.warning("refused a link with DECODER %s: %s", link.decoder_cluster_id, error)
         except sockets.PeerClosedError:
@@ -180,11 +180,15 @@ class PromptService:
         if replaced is not None:
             replaced.drop(f"DECODER {cluster_id} has been linked anew")
 
-    def _forget(self, link: PromptLink) -> None:
+    def _unregister(self, link: PromptLink) -> None:
         with self._lock:
-            del self._links[link.link_id]
             if link.decoder_cluster_id is not None and self._linked.get(link.decoder_cluster_id) is link:
                 del self._linked[link.decoder_cluster_id]
+
+    def _forget(self, link: PromptLink) -> None:
+        self._unregister(link)
+        with self._lock:
+            del self._links[link.link_id]
             self._threads.discard(threading.current_thread())
         link.close()
 
