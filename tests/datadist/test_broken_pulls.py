@@ -66,6 +66,7 @@ def test_a_prompt_that_is_stopped(make_pair):
     bound(pair, desc, [key], seed=1)
     target = pair.dm.allocate_cache(desc)
     os.kill(pair.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pair.process.pid, os.WSTOPPED | os.WNOWAIT)
     try:
         with fails_with(TIMEOUT):
             pair.dm.pull_cache(key, target)
