@@ -15,7 +15,7 @@ from quire.datadist.status import invalid
 from quire.datadist.transports.tcp import MAX_STREAMS
 
 DEFAULT_TIMEOUT_MS = 1000
-DEFAULT_TCP_STREAMS = 2
+DEFAULT_TCP_STREAMS = 4
 
 _MAX_I32 = 2**31 - 1
 _MAX_I64 = 2**63 - 1
