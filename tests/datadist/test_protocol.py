@@ -58,7 +58,7 @@ requests = st.builds(
     offset=size,
     num_bytes=size,
     consume=st.booleans(),
-    timeout=st.floats(0, 2**31),
+    timeout_ms=st.integers(0, 2**31 - 1),
 )
 link_requests = st.builds(
     LinkRequest, u64, u64, st.text(max_size=6), st.booleans(), st.lists(offers, max_size=3)

@@ -73,7 +73,7 @@ class DecoderLink:
     def pull(self, request: PullRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         """Have the PROMPT send what `request` says, into `spans`.
 
-        `transfer_id`, `epoch` and `timeout` of the request are filled in.
+        `transfer_id`, `epoch` and `timeout_ms` of the request are filled in.
 
         Raises:
             LLMException: LLM_NOT_YET_LINK (the link is broken, or was dropped), LLM_WAIT_PROCESS_TIMEOUT (it
@@ -93,7 +93,7 @@ class DecoderLink:
             except LinkDroppedError as error:
                 self._break(str(error))
                 raise self._not_linked() from error
-            except OSError as error:
+            except Exception as error:
                 self._break(str(error))
                 raise failure(
                     LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
@@ -140,7 +140,7 @@ class DecoderLink:
             self._destination_end.close()
 
     def _transfer(self, request: PullRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        request.timeout = sockets.seconds_left(deadline)
+        request.timeout_ms = int(sockets.seconds_left(deadline) * 1e3)
         self._channel.send(request, deadline)
         answer = self._channel.receive(deadline)
         if isinstance(answer, PullRefused):

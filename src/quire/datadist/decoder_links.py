@@ -38,10 +38,10 @@ class DecoderLinks:
         self._is_closed = False
 
     @property
-    def cluster_ids(self) -> list[int]:
-        """The PROMPTs that are linked, also by links that are broken."""
+    def transports(self) -> dict[int, str]:
+        """Name of the transport to each PROMPT that is linked, also by a link that is broken."""
         with self._lock:
-            return list(self._links)
+            return {cluster_id: link.transport for cluster_id, link in self._links.items()}
 
     def link_of(self, cluster_id: int) -> DecoderLink:
         """Return the link with a PROMPT.

@@ -41,6 +41,11 @@ class LinkRefusedError(Exception):
 class PromptLink:
     """One link, from the proof of its control connection to its end.
 
+    Attributes:
+        decoder_cluster_id: of the other side; None until it has said so.
+        source_end: of the data plane; None until the transport is chosen.
+        transport: name of the transport that was chosen.
+
     Args:
         connection: the control connection, proved.
         link_id: unique among the links of this PROMPT.
@@ -68,7 +73,7 @@ class PromptLink:
         self.key = key
         self.decoder_cluster_id: int | None = None
         self.source_end: SourceEnd | None = None
-        self.transport: str | None = None
+        self.transport = ""
         self._cluster_id = cluster_id
         self._epoch = epoch
         self._pool = pool
@@ -148,7 +153,7 @@ class PromptLink:
         return LinkOffer(self._epoch, self.link_id, use_checksum, transport)
 
     def _serve_pull(self, request: PullRequest) -> None:
-        deadline = time.monotonic() + request.timeout
+        deadline = time.monotonic() + request.timeout_ms / 1e3
         try:
             source = open_pull_source(self._pool, self._epoch, request)
         except LLMException as error:

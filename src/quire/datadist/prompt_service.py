@@ -80,10 +80,10 @@ class PromptService:
         return port
 
     @property
-    def cluster_ids(self) -> list[int]:
-        """The DECODERs that are linked."""
+    def transports(self) -> dict[int, str]:
+        """Name of the transport to each DECODER that is linked."""
         with self._lock:
-            return list(self._linked)
+            return {cluster_id: link.transport for cluster_id, link in self._linked.items()}
 
     def unlink(self, cluster_id: int) -> LLMStatusCode:
         """Drop the link of a DECODER; return LLM_SUCCESS or LLM_NOT_YET_LINK."""

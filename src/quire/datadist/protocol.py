@@ -142,7 +142,7 @@ class PullRequest(_Message):
     offset: Size
     num_bytes: Size
     consume: bool
-    timeout: Annotated[float, msgspec.Meta(ge=0, le=2**31)]  # seconds
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class PullAccepted(_Message):

@@ -231,5 +231,5 @@ def _request(
         offset=offset,
         num_bytes=num_bytes,
         consume=consume,
-        timeout=0.0,
+        timeout_ms=0,
     )

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 MAX_PARTS = 1024  # IOV_MAX of Linux
 
+MAX_WAIT = 1e6  # seconds; the system counts milliseconds in 32 bits
+
 KEEPALIVE_IDLE = 10
 KEEPALIVE_INTERVAL = 5
 KEEPALIVE_PROBES = 3
@@ -133,7 +135,7 @@ def _wait(connection: socket.socket, event: int, deadline: float | None) -> None
 def _poll(connection: socket.socket, event: int, seconds: float | None) -> bool:
     poll = select.poll()
     poll.register(connection, event)
-    return bool(poll.poll(None if seconds is None else seconds * 1e3))
+    return bool(poll.poll(None if seconds is None else min(seconds, MAX_WAIT) * 1e3))
 
 
 def _advance(parts: deque[memoryview], num_bytes: int) -> None:
