@@ -70,9 +70,9 @@ def run(command: Sequence[str], *, stdin: str = "", **options: Any) -> subproces
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def python_output(code: str, *arguments: str) -> str:
+def python_output(code: str, *arguments: str, preload: bool = False) -> str:
     """Return what Python code prints in a process of its own; fails with its errors if it fails."""
-    result = run([sys.executable, "-c", code, *arguments])
+    result = run([sys.executable, "-c", code, *arguments], preload=preload)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

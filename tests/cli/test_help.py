@@ -81,7 +81,7 @@ def test_the_command_line_imports_nothing_slow():
 
 def test_errors_have_no_traceback_in_a_real_process():
     command = [sys.executable, "-m", "quire.cli.main", "plan", "/no/such/model"]
-    result = run(command)
+    result = run(command, preload=True)
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1

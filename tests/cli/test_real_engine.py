@@ -19,8 +19,8 @@ QUIRE = [sys.executable, "-m", "quire.cli.main"]
 LONG_ANSWER = ["generate", "Hello", "--ignore-eos", "--max-tokens", "4000"]
 
 
-def quire(*arguments: str, stdin: str = "", preload: bool = True) -> subprocess.CompletedProcess[str]:
-    return run([*QUIRE, *arguments], stdin=stdin, preload=preload)
+def quire(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return run([*QUIRE, *arguments], stdin=stdin, preload=True)
 
 
 def started_long_answer() -> AbstractContextManager[subprocess.Popen]:
@@ -29,7 +29,7 @@ def started_long_answer() -> AbstractContextManager[subprocess.Popen]:
 
 
 def test_generate_answers_the_same_every_time_and_as_json():
-    text = quire("generate", "What is a KV block?", preload=False)
+    text = quire("generate", "What is a KV block?")
     lines = quire("generate", "What is a KV block?", "What is a KV block?", "--output", "-")
     assert (text.returncode, lines.returncode) == (0, 0), text.stderr + lines.stderr
     records = [json.loads(line) for line in lines.stdout.splitlines()]

@@ -69,9 +69,7 @@ def sockets(tmp_path, monkeypatch) -> Path:
 
 
 @contextlib.contextmanager
-def started_front(
-    checkpoint: str, how: str, *, preload: bool = True
-) -> Iterator[tuple[subprocess.Popen, int]]:
+def started_front(checkpoint: str, how: str) -> Iterator[tuple[subprocess.Popen, int]]:
     """Start a front process; yields it with the process id of its engine."""
     environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent.parent}"}
     with started(
@@ -80,7 +78,7 @@ def started_front(
         stderr=subprocess.DEVNULL,
         env=environment,
         text=True,
-        preload=preload,
+        preload=True,
     ) as front:
         yield front, int(front.stdout.readline())
 
@@ -108,7 +106,7 @@ def test_the_engine_ends_with_its_front(checkpoint, sockets, how, number):
 
 def test_ctrl_c_in_the_terminal_reaches_the_front_alone(checkpoint, sockets):
     """The whole process group gets SIGINT; the engine leaves it to the front what to do."""
-    with started_front(checkpoint, "running", preload=False) as (front, engine):
+    with started_front(checkpoint, "running") as (front, engine):
         os.killpg(front.pid, signal.SIGINT)
         assert wait_for_end(engine)
         assert front.wait() != 0

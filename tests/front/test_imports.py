@@ -14,15 +14,19 @@ def test_importing_the_package_imports_nothing_else():
     assert python_output(code) == "[]\n"
 
 
-def test_the_front_does_without_torch():
+def test_the_front_does_without_torch(checkpoint):
     code = """
 import sys
 from quire import *
 import quire.engine.process
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+path = resolve_model(sys.argv[1])
+read_model_config(path), read_tokenizer(path).encode("a")
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
-    assert python_output(code) == "[]\n"
+    assert python_output(code, checkpoint) == "[]\n"
 
 
 def test_the_engine_does_without_slow_modules(checkpoint):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 
 import native_settings
 import pytest
 
+import subprocesses
 from quire.errors import ConfigError
 from quire.kernels import dispatch
 from quire.kernels.cores import usable_cpus
@@ -16,6 +16,8 @@ from quire.kernels.cpu import _native, threads
 
 WITHOUT_NATIVE_KERNELS = """
 import sys
+for name in [name for name in sys.modules if name.split(".")[0] == "quire"]:
+    del sys.modules[name]
 sys.modules["quire.kernels.cpu._native"] = None
 from quire import LLM, SamplingParams
 with LLM("mini", num_kv_blocks=64, max_num_seqs=4, weight_cache="") as llm:
@@ -25,9 +27,7 @@ print(len(output.outputs[0].token_ids))
 
 
 def test_without_native_kernels_the_reference_runs_and_that_is_said_once() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NATIVE_KERNELS], capture_output=True, text=True, check=True
-    )
+    done = subprocesses.run([sys.executable, "-c", WITHOUT_NATIVE_KERNELS], preload=True)
     assert done.stdout == "4\n"
     assert done.stderr.count("without its native kernels") == 1
 

@@ -19,7 +19,6 @@ from quire.config import ServerConfig
 from quire.server.app import ENDPOINTS, create_app
 from quire.server.docs_page import limits_in_words
 from quire.server.openapi import openapi_document
-from subprocesses import python_output
 
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 
@@ -141,8 +140,3 @@ async def test_docs_page_lists_every_field(http):
 )
 def test_limits_in_words(schema, words):
     assert limits_in_words(schema) == words
-
-
-def test_the_front_does_not_import_torch():
-    code = "import quire.server.app, quire.server.serve, sys; assert 'torch' not in sys.modules"
-    python_output(code)

@@ -22,7 +22,6 @@ from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.weights import WeightSpec, count_parameters, weight_bytes, weight_specs
-from subprocesses import python_output
 
 
 def _load(path: Path, dtype: str = "auto", **kwargs: Any) -> Decoder:
@@ -220,17 +219,3 @@ def test_damaged_file_is_named(qwen3: Path) -> None:
     (qwen3 / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
         _load(qwen3)
-
-
-def test_nothing_loads_transformers(qwen3: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from quire.models.checkpoints.config_reading import read_model_config\n"
-        "from quire.models.checkpoints.tokenizer_reading import read_tokenizer\n"
-        f"path = Path({str(qwen3)!r}); config = read_model_config(path)\n"
-        "read_tokenizer(path).encode('a'); from quire.models.checkpoints.hub import resolve_model\n"
-        "assert 'torch' not in sys.modules\n"
-        "from quire.models.checkpoints.loading import load_decoder; load_decoder(path, config, 'auto')\n"
-        "assert 'transformers' not in sys.modules\n"
-    )
-    python_output(code)
