@@ -33,7 +33,6 @@ def held_by_scheduler(world: World) -> list[object]:
     ours = [world, world.runner, world.events, world.compiler, world.config]
     if world.connector is not None:
         ours.append(world.connector.store)
-    gc.collect()
     return reachable(world.scheduler, ours)
 
 

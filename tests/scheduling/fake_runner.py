@@ -12,6 +12,7 @@ of a KV connector over its own blocks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
@@ -53,8 +54,12 @@ def scores(history: list[int] | Held) -> np.ndarray:
 
 
 def next_token(history: list[int] | Held, allowed: set[int] | None = None) -> int:
-    by_score = np.argsort(-scores(history), kind="stable").tolist()
-    return next(token for token in by_score if allowed is None or token in allowed)
+    return next(token for token in _by_score(tuple(history)) if allowed is None or token in allowed)
+
+
+@functools.lru_cache(1 << 12)  # what a request says alone, the runner says again
+def _by_score(history: tuple) -> list[int]:
+    return np.argsort(-scores(list(history)), kind="stable").tolist()
 
 
 def naive_generation(

@@ -60,7 +60,7 @@ def draw_config(choose: Chooser) -> SchedulerConfig:
         block_size=block_size,
         use_cache_eviction=block_size <= MAX_MODEL_LEN // 12 and choose.chance(40),
         cache_eviction_config=draw_eviction(choose, block_size),
-        max_num_batched_tokens=choose.among([1, 3, 7, 16, 64] if splits else [16, 64]),
+        max_num_batched_tokens=choose.among([1, *[3, 7, 16, 64] * 2] if splits else [16, 64]),
         max_num_seqs=choose.integer(1, 8),
         dynamic_split_fuse=splits,
         enable_prefix_caching=choose.chance(65),
