@@ -56,10 +56,16 @@ def generate(
     *,
     num_new: int,
     chunk: int = 10_000,
+    first_chunk: int | None = None,
     block_size: int = 16,
     seed: int = 0,
 ) -> list[Generated]:
-    """Continue all prompts at once, greedily; prompts enter in chunks while others already decode."""
+    """Continue all prompts at once, greedily; prompts enter in chunks while others already decode.
+
+    Args:
+        chunk: tokens of each prompt in one step.
+        first_chunk: tokens of each prompt in the first step; None: as in all others.
+    """
     harness = PagedHarness(
         decoder, [len(prompt) + num_new for prompt in prompts], block_size=block_size, seed=seed
     )
@@ -67,7 +73,8 @@ def generate(
     computed = [0] * len(prompts)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     while running := [s for s in range(len(prompts)) if len(logits[s]) < num_new]:
-        parts = [tokens[s][computed[s] : computed[s] + chunk] for s in running]
+        size = chunk if first_chunk is None or any(computed) else first_chunk
+        parts = [tokens[s][computed[s] : computed[s] + size] for s in running]
         hidden = harness.step(running, [computed[s] for s in running], parts)
         last_rows = hidden[torch.tensor([len(part) for part in parts]).cumsum(0) - 1]
         rows = decoder.logits(last_rows).clone()

@@ -50,11 +50,19 @@ def _assert_same_bits(generated: list[Generated], expected: list[Generated]) -> 
         assert torch.equal(one.logits, other.logits)
 
 
-@pytest.mark.parametrize(("chunk", "block_size"), [(10_000, 8), (64, 16), (7, 5), (1, 64)])
+@pytest.mark.parametrize(
+    ("first_chunk", "chunk", "block_size"), [(None, 10_000, 8), (None, 64, 16), (None, 7, 5), (50, 1, 64)]
+)
 def test_together_and_chunked(
-    decoder: Decoder, prompts: list[list[int]], alone: list[Generated], chunk: int, block_size: int
+    decoder: Decoder,
+    prompts: list[list[int]],
+    alone: list[Generated],
+    first_chunk: int | None,
+    chunk: int,
+    block_size: int,
 ) -> None:
-    together = generate(decoder, prompts, num_new=NUM_NEW, chunk=chunk, block_size=block_size, seed=chunk)
+    chunks = {"first_chunk": first_chunk, "chunk": chunk}
+    together = generate(decoder, prompts, num_new=NUM_NEW, block_size=block_size, seed=chunk, **chunks)
     _assert_same_bits(together, alone)
 
 
