@@ -55,7 +55,7 @@ WAYS: dict[str, tuple[CacheEvictionConfig, dict[str, Any]]] = {
 def run(llm: LLM, *, one_by_one: bool = False) -> list[RequestOutput]:
     prompts = [(llm.get_tokenizer().encode(TEXT) * 2)[start : start + n] for start, n in enumerate(LENGTHS)]
     params = [
-        SamplingParams(max_tokens=44 - n % 9, ignore_eos=True, logprobs=2, seed=n, temperature=float(n % 2))
+        SamplingParams(max_tokens=30 - n % 9, ignore_eos=True, logprobs=2, seed=n, temperature=float(n % 2))
         for n in LENGTHS
     ]
     if one_by_one:
