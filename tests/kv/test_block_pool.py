@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.kv.block_pool import BlockPool
+from unmutated import UNMUTATED
 
 
 def digest(number: int) -> bytes:
@@ -110,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40)
+TestPool.settings = settings(backend=UNMUTATED, max_examples=90, stateful_step_count=40)
 
 
 def test_a_digest_that_collides_is_a_miss():

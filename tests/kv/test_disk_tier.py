@@ -20,6 +20,7 @@ from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.region import RegionLayout
 from quire.kv.tiers.tier_file import SUFFIX
 from subprocesses import python_output
+from unmutated import UNMUTATED
 
 PAYLOAD = 6000
 LAYOUT = RegionLayout(b"f" * 16, 4, PAYLOAD)
@@ -179,7 +180,7 @@ class DiskMachine(RuleBasedStateMachine):
         assert all(len(tier.residents) <= NUM_PLACES for tier in self.tiers)
 
 
-DiskMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+DiskMachine.TestCase.settings = settings(backend=UNMUTATED, max_examples=36, stateful_step_count=40)
 TestDiskTier = DiskMachine.TestCase
 
 

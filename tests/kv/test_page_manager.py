@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.kv import KVLayerSpec, PagedAttentionCacheManager, PagedAttentionCacheMetaData
+from unmutated import UNMUTATED
 
 
 def make_manager(num_pages: int, page_size: int = 4) -> PagedAttentionCacheManager:
@@ -63,6 +65,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
+TestPages.settings = settings(backend=UNMUTATED, max_examples=60)
 
 
 def test_all_pages_but_one_can_be_handed_out():

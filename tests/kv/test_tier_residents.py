@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.tiers.residents import ResidentBlocks
+from unmutated import UNMUTATED
 
 NUM_PLACES = 6
 MIN_USES = 2
@@ -139,7 +140,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         assert len(self.residents) == len(self.held) <= NUM_PLACES
 
 
-ResidentsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ResidentsMachine.TestCase.settings = settings(backend=UNMUTATED, max_examples=36, stateful_step_count=40)
 TestResidents = ResidentsMachine.TestCase
 
 
