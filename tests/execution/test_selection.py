@@ -64,7 +64,7 @@ def test_random_rows_draw_what_the_plain_loop_draws(vocab_size, spread):
     ],
 )
 def test_draws_follow_the_distribution(params, seed):
-    count = 30_000
+    count = 10_000
     row = np.random.default_rng(7).normal(size=150).astype(np.float32) * 2
     numbers = uniforms(np.full(count, seed, dtype=np.uint64), np.arange(count))
     drawn = draw_rows(np.tile(row, (count, 1)), [params] * count, numbers)
