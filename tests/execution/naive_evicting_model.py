@@ -38,6 +38,7 @@ class NaiveEvictingModel:
         random = np.random.Generator(np.random.PCG64(0))
         self.layers = [NaiveLayer(config, block_size, random) for _ in range(self.hf.num_hidden_layers)]
         self.keys = [{} for _ in self.layers]  # by token number: [kv_heads, head_dim]
+        self.rotated_keys = [{} for _ in self.layers]  # by token number and position
         self.values = [{} for _ in self.layers]
         self.held = [[] for _ in self.layers]
         self.num_known = 0
@@ -79,7 +80,10 @@ class NaiveEvictingModel:
 
     def rotated_key(self, layer: int, token: int, place: int) -> np.ndarray:
         position = place if self.config.apply_rotation else token
-        return rotated(self.keys[layer][token], position, self.theta)
+        known = self.rotated_keys[layer]
+        if (token, position) not in known:
+            known[token, position] = rotated(self.keys[layer][token], position, self.theta)
+        return known[token, position]
 
     def compute(self, token_id: int) -> tuple[np.ndarray, list[dict[int, float]]]:
         """Compute the next token: its logits, and the weight that each held token gets, by layer."""
@@ -108,16 +112,16 @@ class NaiveEvictingModel:
         self.values[layer][token] = (weight("self_attn.v_proj") @ normed).reshape(-1, dim)
         self.held[layer].append(token)
         held = self.held[layer]
-        keys = [self.rotated_key(layer, other, place) for place, other in enumerate(held)]
+        keys = np.array([self.rotated_key(layer, other, place) for place, other in enumerate(held)])
+        values = np.array([self.values[layer][other] for other in held])
         position = len(held) - 1 if self.config.apply_rotation else token
         query = rotated(query, position, self.theta)
         group = len(query) // len(key)
         attended, total = [], np.zeros(len(held))
         for head, one in enumerate(query):
-            scores = np.array([one @ key[head // group] for key in keys]) / np.sqrt(dim)
+            scores = keys[:, head // group] @ one / np.sqrt(dim)
             shares = np.exp(scores - scores.max())
             shares /= shares.sum()
             total += shares
-            values = np.array([self.values[layer][other][head // group] for other in held])
-            attended.append(shares @ values)
+            attended.append(shares @ values[:, head // group])
         return np.concatenate(attended), dict(zip(held, total.tolist(), strict=True))
