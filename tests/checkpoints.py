@@ -7,6 +7,7 @@ Sliding windows are shorter than the sequences that tests run.
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -213,5 +214,16 @@ def make_checkpoint(
     **overrides: Any,
 ) -> Path:
     """Write a random checkpoint of `family` with a tokenizer into `directory` and return `directory`."""
-    model = make_model(family, seed=seed, dtype=dtype, **overrides)
-    return save_checkpoint(model, directory, max_shard_size=max_shard_size)
+    key = repr((family, seed, dtype, max_shard_size, sorted(overrides.items())))
+    if key not in _files:
+        with tempfile.TemporaryDirectory() as temporary:
+            model = make_model(family, seed=seed, dtype=dtype, **overrides)
+            written = save_checkpoint(model, Path(temporary), max_shard_size=max_shard_size)
+            _files[key] = {path.name: path.read_bytes() for path in written.iterdir()}
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in _files[key].items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+_files: dict[str, dict[str, bytes]] = {}  # of each checkpoint that has been asked for: contents by name
