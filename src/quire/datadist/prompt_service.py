@@ -187,10 +187,10 @@ class PromptService:
 
     def _forget(self, link: PromptLink) -> None:
         self._unregister(link)
+        link.close()
         with self._lock:
             del self._links[link.link_id]
             self._threads.discard(threading.current_thread())
-        link.close()
 
 
 class _Unproved:
