@@ -10,6 +10,7 @@ from scene import Scene
 
 from quire.errors import InvalidRequestError
 from quire.status import FinishReason, RequestStatus
+from unmutated import UNMUTATED
 
 PROMPT = list(range(20, 29))  # two full blocks of four and a token
 NAMES = ("b", "b:1", "b:2", "b:3", "b:4")
@@ -59,7 +60,7 @@ def found(scene: Scene, n: int = 3, names=NAMES):
     return [(scene.outputs[name], scene.ends[name].cumulative_logprob) for name in names[:n]]
 
 
-@settings(max_examples=60)
+@settings(max_examples=36, backend=UNMUTATED)
 @given(
     num_prompt=st.integers(1, 13),
     width=st.integers(2, 5),
