@@ -150,7 +150,7 @@ async def test_an_engine_killed_at_start_is_noticed(checkpoint, sockets):
     await llm.shutdown()
 
 
-def test_an_engine_process_for_batches(checkpoint, sockets):
+def test_an_engine_process_for_batches(checkpoint, sockets, preloaded_engines):
     params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     with LLM(checkpoint, **TINY) as here:
         expected = here.generate(["the", "a cache"], params)

@@ -44,7 +44,7 @@ MIXED = [
 ]
 
 
-def test_two_ranks_give_the_tokens_of_one_until_one_is_killed(checkpoint):
+def test_two_ranks_give_the_tokens_of_one_until_one_is_killed(checkpoint, preloaded_engines):
     # chunks, preemption, drafts, and steps that another thread computes
     settings = {"num_kv_blocks": 14, "max_num_batched_tokens": 16, "num_threads": 1, "overlap_steps": True}
     settings |= {"speculative_method": "ngram"}
@@ -122,6 +122,7 @@ def test_a_rank_that_hangs_ends_the_engine(checkpoint, preloaded_engines):
 
 
 async def test_an_idle_engine_process_ends_with_a_rank(checkpoint, preloaded_engines):
+    """The engine has threads by the time that it starts the rank, which is therefore a real start."""
     scheduler = SchedulerConfig(num_kv_blocks=64)
     llm = AsyncLLM(EngineConfig(model=checkpoint, num_threads=1, tensor_parallel_size=2, scheduler=scheduler))
     await llm.wait_until_ready()
