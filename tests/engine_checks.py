@@ -48,7 +48,7 @@ def check_after_every_step(core: EngineCore) -> EngineCore:
     return core
 
 
-def wait_for_end(pid: int, timeout: float = 20.0) -> bool:
+def wait_for_end(pid: int, timeout: float = 60.0) -> bool:
     """Wait until a process, of whatever parent, has ended."""
     try:
         descriptor = os.pidfd_open(pid)

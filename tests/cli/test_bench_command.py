@@ -154,7 +154,7 @@ def test_ctrl_c_ends_the_benchmark_and_its_engine():
         _, stderr = process.communicate()
     assert process.returncode == 130, stderr
     assert b"Traceback" not in stderr
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_ctrl_c_ends_the_command_and_its_engine():
     assert process.returncode == 130
     assert b"Traceback" not in stderr
     assert children
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 def test_a_reader_that_goes_away_ends_the_command_quietly():

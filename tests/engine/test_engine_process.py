@@ -127,7 +127,7 @@ async def test_requests_of_a_killed_engine_are_answered(checkpoint, sockets, pre
         async for _ in stream:
             pass
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(*map(outcome, streams), llm.stats(), return_exceptions=True)
     assert [type(result) for result in results] == [EngineDeadError] * 3
     assert "SIGKILL" in str(results[0])
@@ -143,7 +143,7 @@ async def test_an_engine_killed_at_start_is_noticed(checkpoint, sockets):
     llm = AsyncLLM(tiny_config(checkpoint))
     pid = engine_pid()
     os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await llm.wait_until_ready()
     assert not is_zombie(pid)

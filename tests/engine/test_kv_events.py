@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 from quire.kv.events import AllBlocksCleared, BlockRemoved, KVEventBatch
 
 LOCAL = "tcp://127.0.0.1:*"
-PATIENCE = 10.0  # seconds, for what comes at once
+PATIENCE = 60.0  # seconds, for what comes at once
 
 
 def from_zero() -> float:

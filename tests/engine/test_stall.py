@@ -62,7 +62,7 @@ def may_compile(monkeypatch):
     compile_now = LLGuidanceBackend.compile
 
     def compile_later(backend, spec):
-        assert event.wait(20)
+        assert event.wait(60)
         return compile_now(backend, spec)
 
     monkeypatch.setattr(LLGuidanceBackend, "compile", compile_later)

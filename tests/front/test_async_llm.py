@@ -48,7 +48,7 @@ async def last_of(stream):
 
 async def wait_until_empty(llm: AsyncLLM):
     """Return the statistics once the engine holds nothing; each look is a round trip, not a sleep."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             stats = await llm.stats()
             if not stats.num_running and not stats.num_waiting and stats.num_free_blocks == stats.num_blocks:
@@ -244,7 +244,7 @@ async def requests_are_explained(llm):
     searching = asyncio.create_task(
         last_of(llm.generate("the", greedy(2, beam_width=3), request_id="search"))
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await llm.stats()).num_running < 4 or (await llm.stats()).num_waiting < 2:
             pass
     asked = ["running/0", "two", "waits", "search", "unknown"]

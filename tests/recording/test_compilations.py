@@ -11,7 +11,7 @@ from quire.errors import InvalidRequestError
 from quire.recording.compilations import CompilationPlayer, CompilationRecorder, Compiled
 from quire.recording.recorded_context import Answer, ContextPlayer
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ def served(app):
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
         thread.start()
         try:
-            assert listening.wait(20)
+            assert listening.wait(60)
             yield f"http://127.0.0.1:{port}"
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()

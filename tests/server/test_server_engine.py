@@ -231,7 +231,7 @@ async def test_requests_are_explained_while_they_are_served(engine_of_one):
 
 async def until(http, holds) -> None:
     """Look until `holds` is true of the first words of what is listed."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             listed = (await http.get("/v1/requests")).json()["data"]
             if holds({one["id"]: [re.split(r"\W", text)[0] for text in one["state"]] for one in listed}):

@@ -90,8 +90,8 @@ async def test_a_client_that_leaves_counts_as_an_abort(live, llm):
     async with httpx.AsyncClient(base_url=live) as http:
         body = {"model": "fake", "prompt": "hold", "stream": True, "n": 3}
         async with http.stream("POST", "/v1/completions", json=body):
-            assert await asyncio.to_thread(llm.held_seen.wait, 10)
-        assert await asyncio.to_thread(llm.abort_seen.wait, 10)
+            assert await asyncio.to_thread(llm.held_seen.wait, 60)
+        assert await asyncio.to_thread(llm.abort_seen.wait, 60)
         assert (await samples(http))["quire_requests_finished_total", "abort"] == 3
 
 

@@ -48,7 +48,7 @@ class ServerProcess:
 
     def ended(self):
         out, err = self.process.communicate()
-        _, alive = psutil.wait_procs(self.children, timeout=10)
+        _, alive = psutil.wait_procs(self.children, timeout=60)
         assert not alive
         return self.process.returncode, out, err
 
