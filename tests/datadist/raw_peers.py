@@ -14,6 +14,7 @@ from quire.datadist.protocol import (
     LinkEstablished,
     LinkOffer,
     LinkRequest,
+    OfferAccepted,
     TransportOffer,
     decoder_channel,
 )
@@ -88,6 +89,7 @@ class RawDecoder:
         self.request()
         self.offer = self.channel.expect(LinkOffer, soon())
         self.open_stream()
+        self.channel.send(OfferAccepted(), soon())
         self.channel.expect(LinkEstablished, soon())
         return self
 

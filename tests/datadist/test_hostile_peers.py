@@ -414,6 +414,7 @@ class RawPrompt:
             offer = TransportOffer("tcp", b"\x91\x01")
             channel.send(LinkOffer(1, 2, False, offer), soon())
             stream = stack.enter_context(self._accept(control[1]))
+            channel.expect(protocol.OfferAccepted, soon())
             channel.send(protocol.LinkEstablished(), soon())
             request = channel.receive(soon())
             self.answer(channel, stream[0], request)

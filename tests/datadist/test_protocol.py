@@ -23,6 +23,8 @@ from quire.datadist.protocol import (
     LinkEstablished,
     LinkOffer,
     LinkRequest,
+    OfferAccepted,
+    OfferDeclined,
     ProtocolError,
     PullAccepted,
     PullCompleted,
@@ -64,6 +66,7 @@ link_requests = st.builds(
     LinkRequest, u64, u64, st.text(max_size=6), st.booleans(), st.lists(offers, max_size=3)
 )
 from_decoder = requests | link_requests | st.builds(PullCompleted, u64) | st.just(Unlink())
+from_decoder |= st.just(OfferAccepted()) | st.builds(OfferDeclined, st.text(max_size=30))
 from_prompt = (
     st.builds(LinkOffer, u64, u64, st.booleans(), offers)
     | st.builds(PullAccepted, u64)

@@ -19,6 +19,8 @@ from quire.datadist.protocol import (
     LinkEstablished,
     LinkOffer,
     LinkRequest,
+    OfferAccepted,
+    OfferDeclined,
     ProtocolError,
     PullAccepted,
     PullCompleted,
@@ -218,17 +220,19 @@ def establish_link(
         channel.send(
             LinkRequest(prompt_cluster_id, decoder_cluster_id, BYTE_ORDER, use_checksum, offers), deadline
         )
-        offer = channel.expect(LinkOffer, deadline)
-        chosen = next((one for one in transports if one.name == offer.transport.name), None)
-        if chosen is None:
-            raise ProtocolError(
-                f"the peer chose the transport {offer.transport.name!r}, which was not offered"
-            )
-        terms = LinkTerms(offer.link_id, address, key, offer.use_checksum or use_checksum)
-        try:
-            destination_end = chosen.open_destination(terms, offer.transport.parameters, deadline)
-        except ValueError as error:
-            raise ProtocolError(f"the peer's parameters are malformed: {error}") from error
+        while destination_end is None:
+            offer = channel.expect(LinkOffer, deadline)
+            terms = LinkTerms(offer.link_id, address, key, offer.use_checksum or use_checksum)
+            try:
+                destination_end = _open_destination(transports, offer.transport, terms, deadline)
+            except ProtocolError:
+                raise
+            except OSError as error:
+                logger.info(
+                    "PROMPT %s: %s cannot be used: %s", prompt_cluster_id, offer.transport.name, error
+                )
+                channel.send(OfferDeclined(str(error)[:1024]), deadline)
+        channel.send(OfferAccepted(), deadline)
         channel.expect(LinkEstablished, deadline)
     except BaseException:
         channel.close()
@@ -236,3 +240,15 @@ def establish_link(
             destination_end.close()
         raise
     return DecoderLink(prompt_cluster_id, channel, destination_end, offer)
+
+
+def _open_destination(
+    transports: Sequence[Transport], offer: TransportOffer, terms: LinkTerms, deadline: float
+) -> DestinationEnd:
+    chosen = next((one for one in transports if one.name == offer.name), None)
+    if chosen is None:
+        raise ProtocolError(f"the peer chose the transport {offer.name!r}, which was not offered")
+    try:
+        return chosen.open_destination(terms, offer.parameters, deadline)
+    except ValueError as error:
+        raise ProtocolError(f"the peer's parameters are malformed: {error}") from error

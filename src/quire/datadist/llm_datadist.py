@@ -211,7 +211,7 @@ class _Session:
         self._cluster_id = cluster_id
         self._epoch = secrets.randbits(64)
         self._use_checksum = options.use_checksum
-        self._transports: list[Transport] = [TcpTransport(options.num_tcp_streams)]
+        self._transports = [_transport(name, options) for name in options.transports]
         self._pool: CachePool[CacheMemory] = CachePool(
             MemoryAllocator(options.device).allocate, options.pool_bytes
         )
@@ -296,6 +296,10 @@ class _Session:
             transports=self._transports,
             use_checksum=self._use_checksum,
         )
+
+
+def _transport(name: str, options: InitOptions) -> Transport:
+    return {"tcp": TcpTransport(options.num_tcp_streams)}[name]
 
 
 _initialised: set[LLMDataDist] = set()

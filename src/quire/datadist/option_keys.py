@@ -10,6 +10,7 @@ POOL_SIZE = "ge.flowGraphMemMaxSize"
 DEVICE = "quire.device"
 TOKEN = "quire.token"
 CHECKSUM = "quire.checksum"
+TRANSPORTS = "quire.transports"
 TCP_STREAMS = "quire.tcpStreams"
 
 KV_SHAPES = "llm.RefInputShapes"

@@ -14,6 +14,9 @@ from quire.datadist.enums import DataType, LLMRole
 from quire.datadist.status import invalid
 from quire.datadist.transports.tcp import MAX_STREAMS
 
+TRANSPORT_NAMES = ("tcp",)
+"""Names of the transports, the best first."""
+
 DEFAULT_TIMEOUT_MS = 1000
 DEFAULT_TCP_STREAMS = 4
 
@@ -32,6 +35,7 @@ class InitOptions:
         pool_bytes: maximum number of bytes of all caches, or None.
         token: that peers must have; empty: none.
         use_checksum: whether checksums of all that is moved are compared.
+        transports: names of those that may be used; a PROMPT prefers them in this order.
         num_tcp_streams: maximum number of connections of a link.
     """
 
@@ -41,6 +45,7 @@ class InitOptions:
     pool_bytes: int | None
     token: bytes
     use_checksum: bool
+    transports: tuple[str, ...]
     num_tcp_streams: int
 
     @classmethod
@@ -62,6 +67,7 @@ class InitOptions:
             pool_bytes=_integer(options, option_keys.POOL_SIZE, 0, _MAX_I64),
             token=options.get(option_keys.TOKEN, "").encode(),
             use_checksum=_boolean(options, option_keys.CHECKSUM, default=True),
+            transports=_transports(options),
             num_tcp_streams=num_streams or DEFAULT_TCP_STREAMS,
         )
 
@@ -122,6 +128,17 @@ def _boolean(options: Mapping[str, str], key: str, *, default: bool) -> bool:
     if text not in (None, "0", "1"):
         raise invalid(f"{key} is {text!r}, not '0' or '1'")
     return default if text is None else text == "1"
+
+
+def _transports(options: Mapping[str, str]) -> tuple[str, ...]:
+    text = options.get(option_keys.TRANSPORTS)
+    names = TRANSPORT_NAMES if text is None else tuple(text.split(","))
+    if len(set(names)) != len(names) or not set(names) <= set(TRANSPORT_NAMES):
+        known = ", ".join(TRANSPORT_NAMES)
+        raise invalid(
+            f"{option_keys.TRANSPORTS} is {text!r}; it takes each once, with commas between: {known}"
+        )
+    return names
 
 
 def _items(options: Mapping[str, str], key: str) -> list[str]:

@@ -16,6 +16,8 @@ from quire.datadist.protocol import (
     LinkEstablished,
     LinkOffer,
     LinkRequest,
+    OfferAccepted,
+    OfferDeclined,
     ProtocolError,
     PullAccepted,
     PullCompleted,
@@ -25,6 +27,7 @@ from quire.datadist.protocol import (
     TransportOffer,
     Unlink,
     Unlinked,
+    expected,
     prompt_channel,
 )
 from quire.datadist.pull_sources import PullSource, open_pull_source
@@ -91,10 +94,7 @@ class PromptLink:
         try:
             request = self._channel.expect(LinkRequest, deadline)
             self.decoder_cluster_id = request.decoder_cluster_id
-            offer = self._offer(request)
-            self._channel.send(offer, deadline)
-            assert self.source_end is not None
-            self.source_end.wait_until_complete(deadline)
+            self._agree_on_transport(request, deadline).wait_until_complete(deadline)
             register(self)
             self._channel.send(LinkEstablished(), deadline)
         except LinkRefusedError as error:
@@ -119,9 +119,9 @@ class PromptLink:
 
     def drop(self, reason: str) -> None:
         """End the link from another thread, and tell the DECODER if that can be done at once."""
-        self._channel.send_last(LinkDropped(reason))
         if self.source_end is not None:
-            self.source_end.shut_down()
+            self.source_end.shut_down()  # before the source of a transfer may be released
+        self._channel.send_last(LinkDropped(reason))
 
     def close(self) -> None:
         """Release the connections; for the thread that serves the link, at its end."""
@@ -130,7 +130,33 @@ class PromptLink:
         if self.source_end is not None:
             self.source_end.close()
 
-    def _offer(self, request: LinkRequest) -> LinkOffer:
+    def _agree_on_transport(self, request: LinkRequest, deadline: float) -> SourceEnd:
+        """Offer what both sides have, the best first, until the DECODER can use one."""
+        self._require_fitting(request)
+        use_checksum = self._use_checksum or request.use_checksum
+        peers = {one.name: one.parameters for one in request.transports}
+        for transport in self._transports:
+            if transport.name not in peers:
+                continue
+            try:
+                source_end = transport.open_source(peers[transport.name], use_checksum=use_checksum)
+            except ValueError as error:
+                raise LinkRefusedError(f"{transport.name}: {error}") from error
+            self.source_end = source_end
+            offer = TransportOffer(transport.name, source_end.parameters)
+            self._channel.send(LinkOffer(self._epoch, self.link_id, use_checksum, offer), deadline)
+            answer = self._channel.receive(deadline)
+            if not isinstance(answer, OfferDeclined):
+                expected(OfferAccepted, answer)
+                self.transport = transport.name
+                return source_end
+            logger.info("DECODER %s declined %s: %s", self.decoder_cluster_id, transport.name, answer.reason)
+            self.source_end = None
+            source_end.close()
+        mine = [one.name for one in self._transports]
+        raise LinkRefusedError(f"no transport in common that works: PROMPT {mine}, DECODER {sorted(peers)}")
+
+    def _require_fitting(self, request: LinkRequest) -> None:
         if request.prompt_cluster_id != self._cluster_id:
             raise LinkRefusedError(
                 f"remote_cluster_id is {request.prompt_cluster_id}, but the PROMPT at this address is "
@@ -138,19 +164,6 @@ class PromptLink:
             )
         if request.byte_order != BYTE_ORDER:
             raise LinkRefusedError(f"byte order: PROMPT {BYTE_ORDER}, DECODER {request.byte_order}")
-        use_checksum = self._use_checksum or request.use_checksum
-        peers = {one.name: one.parameters for one in request.transports}
-        chosen = next((one for one in self._transports if one.name in peers), None)
-        if chosen is None:
-            mine = [one.name for one in self._transports]
-            raise LinkRefusedError(f"no transport in common: PROMPT {mine}, DECODER {sorted(peers)}")
-        try:
-            self.source_end = chosen.open_source(peers[chosen.name], use_checksum=use_checksum)
-        except ValueError as error:
-            raise LinkRefusedError(f"{chosen.name}: {error}") from error
-        self.transport = chosen.name
-        transport = TransportOffer(chosen.name, self.source_end.parameters)
-        return LinkOffer(self._epoch, self.link_id, use_checksum, transport)
 
     def _serve_pull(self, request: PullRequest) -> None:
         deadline = time.monotonic() + request.timeout_ms / 1e3
@@ -162,9 +175,17 @@ class PromptLink:
             return
         try:
             self._transfer(request, source, deadline)
+        except BaseException:
+            self._end_transport()
+            raise
         finally:
             source.hold.end(consume=False)
         self._channel.send(PullConfirmed(request.transfer_id), time.monotonic() + FRAME_LIMIT)
+
+    def _end_transport(self) -> None:
+        """Before a source is released whose transfer has failed: the DECODER may be reading it still."""
+        assert self.source_end is not None
+        self.source_end.shut_down()
 
     def _transfer(self, request: PullRequest, source: PullSource, deadline: float) -> None:
         assert self.source_end is not None

@@ -70,7 +70,7 @@ class LinkRequest(_Message):
 
 
 class LinkOffer(_Message):
-    """PROMPT: this is how; `LinkEstablished` follows when the transport stands.
+    """PROMPT: this is how. After `OfferDeclined`, it offers another transport, or drops the link.
 
     `epoch` is random for each start of the PROMPT; references of another epoch are void.
     """
@@ -79,6 +79,16 @@ class LinkOffer(_Message):
     link_id: U64
     use_checksum: bool
     transport: TransportOffer
+
+
+class OfferAccepted(_Message):
+    """DECODER: my end of the transport stands."""
+
+
+class OfferDeclined(_Message):
+    """DECODER: my end of this transport cannot be set up."""
+
+    reason: Text
 
 
 class LinkEstablished(_Message):
@@ -171,7 +181,7 @@ class PullConfirmed(_Message):
     transfer_id: U64
 
 
-FromDecoder = LinkRequest | PullRequest | PullCompleted | Unlink
+FromDecoder = LinkRequest | OfferAccepted | OfferDeclined | PullRequest | PullCompleted | Unlink
 FromPrompt = LinkOffer | LinkEstablished | LinkDropped | PullAccepted | PullRefused | PullConfirmed | Unlinked
 
 _encoder = msgspec.msgpack.Encoder()

@@ -109,5 +109,5 @@ class Transport(ABC):
 
         Raises:
             ValueError: the parameters are malformed.
-            OSError: it cannot be set up in time.
+            OSError: it cannot be set up; the PROMPT then offers its next transport.
         """
