@@ -60,6 +60,31 @@ def test_another_transport_is_used_where_the_best_cannot_be(error):
         assert (read_cache(decoder.kv_cache_manager, target)[:, 0] == expected).all()
 
 
+def test_another_transport_is_used_where_the_prompt_cannot_have_the_best(caplog):
+    class Unavailable(Declining):
+        def open_source(self, peer, *, use_checksum):
+            raise self.error
+
+    with sides_with([Unavailable(OSError("no such road")), TcpTransport(1)]) as (prompt, decoder):
+        assert decoder.link_clusters([address_of(prompt)])[0] is SUCCESS
+        assert transport_of(decoder) == "tcp"
+    assert "declining cannot be used: no such road" in caplog.text
+
+
+def test_transports_are_closed_with_their_side():
+    closed = []
+
+    class Closing(TcpTransport):
+        def close(self):
+            closed.append(self)
+
+    transport = Closing(1)
+    with sides_with([transport]) as (prompt, decoder):
+        assert decoder.link_clusters([address_of(prompt)])[0] is SUCCESS
+        assert not closed
+    assert closed == [transport, transport]
+
+
 def test_no_link_where_no_transport_works(caplog):
     with sides_with([Declining(OSError("no such road"))]) as (prompt, decoder):
         assert decoder.link_clusters([address_of(prompt)])[0] is LLMStatusCode.LLM_LINK_FAILED

@@ -284,6 +284,8 @@ class _Session:
         self._pool.close()
         for model in self._models:
             model.close()
+        for transport in self._transports:
+            transport.close()
 
     def _new_link(self, connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
         return PromptLink(

@@ -142,6 +142,9 @@ class PromptLink:
                 source_end = transport.open_source(peers[transport.name], use_checksum=use_checksum)
             except ValueError as error:
                 raise LinkRefusedError(f"{transport.name}: {error}") from error
+            except OSError as error:
+                logger.warning("%s cannot be used: %s", transport.name, error)
+                continue
             self.source_end = source_end
             offer = TransportOffer(transport.name, source_end.parameters)
             self._channel.send(LinkOffer(self._epoch, self.link_id, use_checksum, offer), deadline)

@@ -101,6 +101,7 @@ class Transport(ABC):
 
         Raises:
             ValueError: the parameters are malformed.
+            OSError: it cannot be set up; the PROMPT then offers its next transport.
         """
 
     @abstractmethod
@@ -111,3 +112,7 @@ class Transport(ABC):
             ValueError: the parameters are malformed.
             OSError: it cannot be set up; the PROMPT then offers its next transport.
         """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what this side's ends have in common, when all of them are closed."""

@@ -95,6 +95,10 @@ class TcpTransport(Transport):
             raise
         return TcpDestinationEnd(connections, use_checksum=terms.use_checksum)
 
+    @override
+    def close(self) -> None:
+        pass
+
 
 class TcpSourceEnd(SourceEnd):
     """The PROMPT's end: waits for the connections, and sends."""
