@@ -149,8 +149,8 @@ def test_bits_do_not_depend_on_chunks_blocks_or_company(
     settings_to_try = [
         {"chunks": 10_000, "block_size": 4},
         {"chunks": 7, "block_size": 16},
-        {"chunks": [1, 5, 2, 64, 33], "block_size": 128},
-        {"chunks": [1, 1, 64, 1, 3], "block_size": 10},
+        {"first_chunks": [1, 5, 30, 64, 100], "chunks": [1, 5, 2, 64, 33], "block_size": 128},
+        {"first_chunks": [1, 1, 64, 40, 120], "chunks": [1, 1, 64, 1, 3], "block_size": 10},
     ]
     for seed, setting in enumerate(settings_to_try):
         assert_equal_bits(run_paged(sequences, seed=seed, **how, **setting), alone, setting)
