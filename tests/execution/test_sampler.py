@@ -11,6 +11,7 @@ from quire.execution.rng import uniforms
 from quire.execution.sampler import Sampler
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN
+from unmutated import UNMUTATED
 
 EOS = (1,)
 
@@ -90,7 +91,7 @@ def cases_strategy(vocab_size, max_size):
     return st.lists(case, min_size=1, max_size=max_size)
 
 
-@settings(max_examples=150)
+@settings(max_examples=90, backend=UNMUTATED)
 @given(data=st.data(), vocab_size=st.sampled_from([3, 17, 150]))
 def test_any_mix_of_parameters_gives_what_the_plain_loop_gives(data, vocab_size):
     cases = data.draw(cases_strategy(vocab_size, 6))
@@ -99,7 +100,7 @@ def test_any_mix_of_parameters_gives_what_the_plain_loop_gives(data, vocab_size)
     assert not result.errors
 
 
-@settings(max_examples=60)
+@settings(max_examples=36, backend=UNMUTATED)
 @given(data=st.data(), vocab_size=st.sampled_from([17, 150, 2500]))
 def test_a_row_does_not_depend_on_its_company(data, vocab_size):
     cases = data.draw(cases_strategy(vocab_size, 9))
