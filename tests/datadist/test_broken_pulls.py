@@ -222,8 +222,8 @@ def test_a_bit_that_changes_on_the_way(make_pair):
 
 @row("E78")
 def test_a_prompt_that_is_finalized_in_a_pull(make_pair):
-    pair = make_pair(pool=1 << 24, forwarded=True)
-    desc, key = byte_desc(1, 1 << 21), CacheKey(1, 5)
+    pair = make_pair(pool=1 << 27, forwarded=True)
+    desc, key = byte_desc(1, 1 << 24), CacheKey(1, 5)  # more than all buffers on the way hold
     bound_only(pair, desc, [key], seed=5)
     target = pair.dm.allocate_cache(desc)
     pair.forwarder.hold_after(1 << 16)

@@ -139,13 +139,16 @@ class TcpSourceEnd(SourceEnd):
     def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         def send_share(connection: socket.socket, start: int, stop: int) -> None:
             checksum = 0
-            sockets.send(connection, [_HEADER.pack(transfer_id, start, stop - start)], deadline)
-            for window in spans.windows(start, stop):
+            unsent: list[bytes | memoryview] = [_HEADER.pack(transfer_id, start, stop - start)]
+            for number, window in enumerate(spans.windows(start, stop)):
+                if number:
+                    sockets.send(connection, unsent, deadline)
+                    unsent = []
                 views = memory.outgoing(window)
                 if self._use_checksum:
                     checksum = _checksum(views, checksum)
-                sockets.send(connection, views, deadline)
-            sockets.send(connection, [_CHECKSUM.pack(checksum)], deadline)
+                unsent += views
+            sockets.send(connection, [*unsent, _CHECKSUM.pack(checksum)], deadline)  # at best, all at once
 
         memory.synchronize()
         _move_shares(
