@@ -23,6 +23,7 @@ from quire.datadist import (
     LLMException,
     LLMRole,
     LLMStatusCode,
+    door,
     prompt_service,
     protocol,
     sockets,
@@ -139,7 +140,7 @@ def test_a_second_stream_in_place_of_one_that_stands_is_closed(prompt):
 
 
 def test_peers_that_say_nothing_hold_up_nobody_and_are_let_go(monkeypatch):
-    monkeypatch.setattr(prompt_service, "HALF_OPEN_LIMIT", 0.3)
+    monkeypatch.setattr(door, "HALF_OPEN_LIMIT", 0.3)
     with started(LLMRole.PROMPT, PROMPT_ID, token=TOKEN) as prompt, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connection_to(prompt)) for _ in range(40)]
         for number, one in enumerate(silent):
@@ -152,7 +153,7 @@ def test_peers_that_say_nothing_hold_up_nobody_and_are_let_go(monkeypatch):
 
 
 def test_the_oldest_of_too_many_silent_peers_gives_way(prompt, monkeypatch):
-    monkeypatch.setattr(prompt_service, "MAX_UNPROVED", 3)
+    monkeypatch.setattr(door, "MAX_UNPROVED", 3)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connection_to(prompt)) for _ in range(5)]
         for one in silent[:2]:
@@ -178,7 +179,7 @@ def test_peers_that_leave_at_once_are_forgotten(prompt):
 
 
 def test_a_half_open_link_expires(monkeypatch):
-    monkeypatch.setattr(prompt_service, "HALF_OPEN_LIMIT", 0.2)
+    monkeypatch.setattr(door, "HALF_OPEN_LIMIT", 0.2)
     with started(LLMRole.PROMPT, PROMPT_ID) as prompt, RawDecoder(prompt) as one, RawDecoder(prompt) as other:
         one.request()
         one.channel.expect(LinkOffer, soon())
@@ -188,13 +189,13 @@ def test_a_half_open_link_expires(monkeypatch):
 
 
 def test_more_link_operations_than_are_handled_at_once_queue(monkeypatch):
-    monkeypatch.setattr(prompt_service, "HALF_OPEN_LIMIT", 1.0)
+    monkeypatch.setattr(door, "HALF_OPEN_LIMIT", 1.0)
     with started(LLMRole.PROMPT, PROMPT_ID, token=TOKEN) as prompt, contextlib.ExitStack() as stack:
         for number in range(prompt_service.MAX_LINK_OPERATIONS):
             stack.enter_context(RawDecoder(prompt, TOKEN.encode(), cluster_id=100 + number))
         cache = prompt.kv_cache_manager.allocate_cache(DESC, [CacheKey(PROMPT_ID, 5)])
         prompt.kv_cache_manager.get_cache_tensors(cache)[0].torch()[0] = 7
-        monkeypatch.setattr(prompt_service, "HALF_OPEN_LIMIT", 20.0)
+        monkeypatch.setattr(door, "HALF_OPEN_LIMIT", 20.0)
         assert_it_serves(prompt)
 
 
