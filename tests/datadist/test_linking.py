@@ -17,7 +17,7 @@ from remote_objects import remote_process
 from sides import byte_desc, cluster_info, pattern, read_cache, write_new_cache
 
 from conformance import row
-from quire.datadist import CacheKey, LLMClusterInfo, LLMStatusCode
+from quire.datadist import CacheKey, LLMClusterInfo, LLMException, LLMStatusCode
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK
@@ -412,3 +412,30 @@ def test_unlink_beside_a_running_pull(make_pair):
     pull.join()
     np.testing.assert_array_equal(read_cache(pair.dm, target), pattern(desc, 5))
     assert pair.unlink() == SUCCESS
+
+
+@row("E27")
+def test_a_forced_unlink_beside_a_running_pull(make_pair):
+    pair = make_pair(pool=1 << 25, forwarded=True)
+    desc, key = byte_desc(1, 1 << 21), CacheKey(1, 5)
+    pair.call(write_new_cache, pair.pm, desc, [key], seed=5)
+    target = pair.dm.allocate_cache(desc)
+    codes = []
+
+    def pull() -> None:
+        try:
+            pair.dm.pull_cache(key, target)
+        except LLMException as error:
+            codes.append(error.status_code)
+
+    pair.forwarder.hold_after(1 << 16)
+    pulling = threading.Thread(target=pull)
+    pulling.start()
+    assert pair.forwarder.limit_reached.wait(sides.PATIENT / 1000)
+    assert pair.unlink(force=True) == SUCCESS
+    pulling.join()
+    assert codes == [TIMEOUT]
+    pair.forwarder.release()
+    pair.link()
+    pair.dm.pull_cache(key, target)
+    np.testing.assert_array_equal(read_cache(pair.dm, target), pattern(desc, 5))
