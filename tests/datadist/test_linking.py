@@ -180,7 +180,6 @@ def test_a_prompt_that_falls_silent_in_the_handshake(make_pair, num_bytes):
     start = time.monotonic()
     assert pair.decoder.link_clusters([pair.peer], SHORT) == (TIMEOUT, [TIMEOUT])
     assert time.monotonic() - start < SHORT / 1000 + SLACK
-    assert pair.forwarder.limit_reached.is_set()
     pair.forwarder.release()
     pair.link()
     assert_pulls(pair)
