@@ -4,12 +4,21 @@
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
+#include <sys/mman.h>
 #endif
 
 namespace quire {
 namespace {
 
-constexpr std::align_val_t kAlignment{64};
+// Of the large pages that most systems have.
+constexpr int64_t kLargePage = int64_t{2} << 20;
+
+// With small pages, the rows of a product are in more of them than a core has addresses at hand for.
+void use_large_pages([[maybe_unused]] char* memory, [[maybe_unused]] int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  static_cast<void>(madvise(memory, bytes, MADV_HUGEPAGE));  // a system that has none is only slower
+#endif
+}
 
 }  // namespace
 
@@ -51,13 +60,15 @@ char* Context::scratch(int64_t bytes) {
   if (bytes > memory_bytes_) {
     memory_.reset();  // before there is more: nothing of it is kept
     memory_bytes_ = 0;
-    const int64_t wanted = bytes + bytes / 2;  // a context that grows by a token does not come here in every step
-    memory_.reset(static_cast<char*>(::operator new(wanted, kAlignment)));
+    // A context that grows by a token does not come here in every step.
+    const int64_t wanted = round_up(bytes + bytes / 2, kLargePage);
+    memory_.reset(static_cast<char*>(::operator new(wanted, std::align_val_t{kLargePage})));
     memory_bytes_ = wanted;
+    use_large_pages(memory_.get(), wanted);
   }
   return memory_.get();
 }
 
-void Context::Delete::operator()(char* memory) const { ::operator delete(memory, kAlignment); }
+void Context::Delete::operator()(char* memory) const { ::operator delete(memory, std::align_val_t{kLargePage}); }
 
 }  // namespace quire
