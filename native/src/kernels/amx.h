@@ -36,6 +36,12 @@ QUIRE_INLINE void load_tile(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTile) : "memory");
 }
 
+// Of lines that the first-level cache had better not keep.
+template <int kTile>
+QUIRE_INLINE void load_passing_tile(const void* from, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(kTile) : "memory");
+}
+
 template <int kTile>
 QUIRE_INLINE void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(kTile) : "memory");

@@ -76,18 +76,28 @@ QUIRE_INLINE void store_sums(void* to, int64_t stride) {
   }
 }
 
+template <int kTile, bool kArePassing>
+QUIRE_INLINE void load_rows(const char* rows, int64_t stride) {
+  if constexpr (kArePassing) {
+    load_passing_tile<kTile>(rows, stride);
+  } else {
+    load_tile<kTile>(rows, stride);
+  }
+}
+
 // Adds kStepsOfTile steps to the sums. A step is four bytes of each row and of each column; columns lie side by side.
-template <class Product, bool kIsTall>
+// `kArePassing`: the first-level cache had better keep other things than the rows.
+template <class Product, bool kIsTall, bool kArePassing = false>
 QUIRE_INLINE void add_steps_of_tile(const void* rows, int64_t row_stride, const void* columns, int64_t step_stride) {
   const char* first_rows = static_cast<const char*>(rows);
   const char* first_columns = static_cast<const char*>(columns);
   load_tile<kFirstColumns>(first_columns, step_stride);
   load_tile<kLastColumns>(first_columns + kLine, step_stride);
-  load_tile<kFirstRows>(first_rows, row_stride);
+  load_rows<kFirstRows, kArePassing>(first_rows, row_stride);
   Product::template add<0, kFirstRows, kFirstColumns>();
   Product::template add<1, kFirstRows, kLastColumns>();
   if constexpr (kIsTall) {
-    load_tile<kLastRows>(first_rows + kTileLines * row_stride, row_stride);
+    load_rows<kLastRows, kArePassing>(first_rows + kTileLines * row_stride, row_stride);
     Product::template add<2, kLastRows, kFirstColumns>();
     Product::template add<3, kLastRows, kLastColumns>();
   }
