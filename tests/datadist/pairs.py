@@ -19,14 +19,10 @@ TRANSPORTS = ("tcp",)
 PAIRS = [f"{processes} {transport}" for processes in PROCESSES for transport in TRANSPORTS]
 
 
-def with_pairs_in(processes: str) -> pytest.MarkDecorator:
-    """Run a test with one kind of pairs only."""
-    kinds = [kind for kind in PAIRS if kind.startswith(processes)]
-    return pytest.mark.parametrize("make_pair", kinds, indirect=True)
-
-
-in_one_process = with_pairs_in("one-process")
-in_two_processes = with_pairs_in("two-processes")
+in_two_processes = pytest.mark.parametrize(
+    "make_pair", [kind for kind in PAIRS if kind.startswith("two-processes")], indirect=True
+)
+"""Run a test only where the PROMPT has a process of its own."""
 
 
 @dataclasses.dataclass
@@ -68,8 +64,7 @@ class PairMaker:
     """Makes pairs, and finalizes them when the test ends."""
 
     def __init__(self, kind: str, stack: contextlib.ExitStack) -> None:
-        processes, transport = kind.split()
-        assert transport == "tcp"  # the one that every side has
+        processes, self._transport = kind.split()
         self._is_remote = processes == "two-processes"
         self._stack = stack
 
@@ -86,8 +81,9 @@ class PairMaker:
         """Make a pair; `timeout` (milliseconds) is that of calls to the DECODER's manager."""
         process = self._stack.enter_context(remote_process()) if self._is_remote else None
         call = process.call if process else lambda function, *given, **named: function(*given, **named)
-        prompt = call(sides.start_prompt, prompt_id, pool=pool)
-        decoder = sides.start_decoder(decoder_id, pool=pool, timeout=timeout)
+        shared: dict[str, Any] = {"pool": pool, "transport": self._transport}
+        prompt = call(sides.start_prompt, prompt_id, **shared)
+        decoder = sides.start_decoder(decoder_id, timeout=timeout, **shared)
         self._stack.callback(_finalize_if_there, prompt)
         self._stack.callback(decoder.finalize)
         forwarder = Forwarder(prompt.listen_port) if forwarded else None

@@ -30,12 +30,18 @@ POOL = 1 << 16  # bytes
 PATIENT = 60_000  # milliseconds; no test waits for so long
 
 
-def options(*, pool: int = POOL, timeout: int = PATIENT, listen: str | None = None) -> dict[str, str]:
+def options(
+    *, pool: int = POOL, timeout: int = PATIENT, transport: str = "tcp", listen: str | None = None
+) -> dict[str, str]:
     """Return what `init` takes, for a side that listens if `listen` is an address."""
     config = LLMConfig()
     config.device_id = 0
     config.sync_kv_timeout = timeout
-    config.ge_options = {"ge.flowGraphMemMaxSize": str(pool), "quire.device": "cpu"}
+    config.ge_options = {
+        "ge.flowGraphMemMaxSize": str(pool),
+        "quire.device": "cpu",
+        "quire.transports": transport,
+    }
     if listen is not None:
         config.listen_ip_info = listen
     return config.generate_options()
