@@ -332,12 +332,12 @@ def test_a_decoder_that_forgot_its_link_can_link_again(make_pair):
 def test_a_prompt_that_died_is_replaced(make_pair):
     pair = make_pair(linked=False)
     with remote_process() as process:
-        first = process.call(sides.start_prompt, 5)
+        first = process.call(sides.start_prompt, 5, transport=pair.transport)
         port = first.listen_port
         peer = cluster_info(5, port)
         assert pair.decoder.link_clusters([pair.peer, peer]) == (SUCCESS, [SUCCESS, SUCCESS])
         process.kill()
-    second = sides.start_prompt(5, port=port)
+    second = sides.start_prompt(5, port=port, transport=pair.transport)
     try:
         target = pair.dm.allocate_cache(byte_desc(1))
         key = CacheKey(5, 9)

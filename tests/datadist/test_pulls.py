@@ -271,9 +271,9 @@ def test_keys_of_different_kinds_and_models_do_not_collide(pair):
 
 @row("E40")
 def test_two_decoders_that_pull_one_key_at_once(pair):
-    other = sides.start_decoder(3)
+    other = sides.start_decoder(3, transport=pair.transport)
     try:
-        assert other.link_clusters([pair.peer])[0] == LLMStatusCode.LLM_SUCCESS
+        assert other.link_clusters([pair.peer], sides.PATIENT)[0] == LLMStatusCode.LLM_SUCCESS
         managers = pair.dm, other.kv_cache_manager
         targets = [manager.allocate_cache(byte_desc(1)) for manager in managers]
         for number in range(10):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.datadist import CacheDesc, DataType
 from quire.datadist import spans as spans_module
 from quire.datadist.memory import DeviceMemory, HostMemory
-from quire.datadist.spans import ByteSpans, block_spans, runs, slot_spans
+from quire.datadist.spans import ByteSpans, block_spans, common_pieces, runs, slot_spans
 
 
 def naive_bytes(spans: ByteSpans) -> list[tuple[int, int]]:
@@ -114,3 +114,24 @@ def test_memory_of_a_device_is_read_and_written_as_that_of_the_host(parts):
             elif not is_touched:
                 assert host.tensor_bytes[tensor][byte] == 0
                 assert device.tensor_bytes[tensor][byte] == original
+
+
+@given(source=some_spans, target=some_spans, limit=st.integers(1, 12))
+def test_common_pieces_pair_the_bytes_of_both_in_order(source, target, limit):
+    num_bytes = min(sum(length for _, length in parts) for parts in (source, target))
+
+    def first_bytes(parts) -> ByteSpans:
+        taken, left = [], num_bytes
+        for offset, length in parts:
+            if left:
+                taken.append((offset, min(length, left)))
+                left -= taken[-1][1]
+        offsets, lengths = np.array(taken, dtype=np.int64).T
+        return ByteSpans(range(1), offsets, lengths)
+
+    spans = [first_bytes(parts) for parts in (source, target)]
+    pieces = list(zip(*(one.tolist() for one in common_pieces(*spans, limit)), strict=True))
+    assert all(0 < length <= limit for _, _, length in pieces)
+    pairs = [(first + index, second + index) for first, second, length in pieces for index in range(length)]
+    expected = zip(*([offset for _, offset in naive_bytes(one)] for one in spans), strict=True)
+    assert pairs == list(expected)

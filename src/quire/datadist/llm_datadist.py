@@ -28,6 +28,7 @@ from quire.datadist.prompt_service import PromptService
 from quire.datadist.requests import LLMClusterInfo, LLMReq
 from quire.datadist.status import LLMStatusCode, failure, invalid
 from quire.datadist.transports.interface import Transport
+from quire.datadist.transports.nixl import NixlTransport
 from quire.datadist.transports.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
@@ -301,7 +302,7 @@ class _Session:
 
 
 def _transport(name: str, options: InitOptions) -> Transport:
-    return {"tcp": TcpTransport(options.num_tcp_streams)}[name]
+    return NixlTransport() if name == "nixl" else TcpTransport(options.num_tcp_streams)
 
 
 _initialised: set[LLMDataDist] = set()

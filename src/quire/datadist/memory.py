@@ -22,9 +22,11 @@ class CacheMemory(ABC):
     Attributes:
         tensors: as described, each with memory of its own.
         tensor_bytes: the same memory as flat bytes.
+        is_lost: whether a transfer that could not be ended may still write to it.
     """
 
     def __init__(self, desc: CacheDesc, device: torch.device) -> None:
+        self.is_lost = False
         dtype = torch_dtype(desc.data_type)
         self.tensor_bytes = [
             torch.zeros(desc.tensor_bytes, dtype=torch.uint8, device=device) for _ in range(desc.num_tensors)

@@ -12,10 +12,13 @@ from quire.datadist.cache_desc import CacheDesc
 from quire.datadist.configs import parse_address
 from quire.datadist.enums import DataType, LLMRole
 from quire.datadist.status import invalid
+from quire.datadist.transports import nixl_agent
 from quire.datadist.transports.tcp import MAX_STREAMS
 
-TRANSPORT_NAMES = ("tcp",)
-"""Names of the transports, the best first."""
+DEFAULT_TRANSPORTS = ("tcp",)
+"""Names of the transports that are used if nothing is said, the best first."""
+
+TRANSPORT_NAMES = (*DEFAULT_TRANSPORTS, "nixl")
 
 DEFAULT_TIMEOUT_MS = 1000
 DEFAULT_TCP_STREAMS = 4
@@ -132,11 +135,15 @@ def _boolean(options: Mapping[str, str], key: str, *, default: bool) -> bool:
 
 def _transports(options: Mapping[str, str]) -> tuple[str, ...]:
     text = options.get(option_keys.TRANSPORTS)
-    names = TRANSPORT_NAMES if text is None else tuple(text.split(","))
+    names = DEFAULT_TRANSPORTS if text is None else tuple(text.split(","))
     if len(set(names)) != len(names) or not set(names) <= set(TRANSPORT_NAMES):
         known = ", ".join(TRANSPORT_NAMES)
         raise invalid(
             f"{option_keys.TRANSPORTS} is {text!r}; it takes each once, with commas between: {known}"
+        )
+    if "nixl" in names and not nixl_agent.is_installed():
+        raise invalid(
+            f"{option_keys.TRANSPORTS} names nixl, but NIXL is not installed; pip install 'quire[cluster]'"
         )
     return names
 

@@ -207,19 +207,19 @@ def decode_runs(data: bytes) -> tuple[Int64Array, Int64Array]:
 
 
 class ControlChannel(Generic[T]):
-    """One end of a link's control connection. One thread uses it; others may `send_last` and `shut_down`."""
+    """One end of a connection for messages. One thread uses it; others may `send_last` and `shut_down`."""
 
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._connection = connection
         self._decoder = decoder
         self._sending = threading.Lock()
 
-    def send(self, message: FromDecoder | FromPrompt, deadline: float) -> None:
+    def send(self, message: msgspec.Struct, deadline: float) -> None:
         """Send a message; raises what `sockets.send` does."""
         with self._sending:
             sockets.send(self._connection, _frame(message), deadline)
 
-    def send_last(self, message: FromDecoder | FromPrompt) -> None:
+    def send_last(self, message: msgspec.Struct) -> None:
         """Send a message if that can be done at once, and shut the connection down."""
         if self._sending.acquire(blocking=False):
             with contextlib.suppress(OSError):  # the peer will notice the end of the connection
@@ -256,9 +256,9 @@ class ControlChannel(Generic[T]):
         sockets.wait_until_readable(self._connection)
         return self.receive(time.monotonic() + FRAME_LIMIT)
 
-    def has_something(self) -> bool:
-        """Return whether a message has begun, or the connection has ended."""
-        return sockets.is_readable(self._connection)
+    def has_something(self, seconds: float = 0.0) -> bool:
+        """Return whether a message has begun, or the connection has ended, waiting for at most `seconds`."""
+        return sockets.is_readable(self._connection, seconds)
 
     def shut_down(self) -> None:
         """Let every wait of this channel end."""
@@ -286,6 +286,6 @@ def expected(kind: type[M], message: object) -> M:
     return message
 
 
-def _frame(message: FromDecoder | FromPrompt) -> tuple[bytes, bytes]:
+def _frame(message: msgspec.Struct) -> tuple[bytes, bytes]:
     data = _encoder.encode(message)
     return _LENGTH.pack(len(data)), data

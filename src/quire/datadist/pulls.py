@@ -25,7 +25,7 @@ from quire.datadist.protocol import (
 )
 from quire.datadist.pull_sources import layer_tensors
 from quire.datadist.spans import ByteSpans, block_spans, runs, slot_spans
-from quire.datadist.status import invalid
+from quire.datadist.status import LLMStatusCode, failure, invalid
 
 LAYER_OPTIONS = ("src_layer_range", "dst_layer_range", "tensor_num_per_layer")
 SLOT_OPTIONS = ("src_cache_offset", "dst_cache_offset", *LAYER_OPTIONS)
@@ -59,7 +59,13 @@ class Pull:
     spans: ByteSpans
 
     def run(self, link: DecoderLink, deadline: float) -> None:
-        """Raises what `DecoderLink.pull` does."""
+        """Raises what `DecoderLink.pull` does, and LLM_FAILED for a destination that is lost."""
+        if self.cache.memory.is_lost:
+            raise failure(
+                LLMStatusCode.LLM_FAILED,
+                f"cache {self.cache.cache_id} may still be written to by a transfer that could not be ended; "
+                "use another cache, and restart this process soon",
+            )
         link.pull(self.request, self.cache.memory, self.spans, deadline)
 
 

@@ -111,9 +111,9 @@ def receive(connection: socket.socket, num_bytes: int, deadline: float | None) -
     return data
 
 
-def is_readable(connection: socket.socket) -> bool:
-    """Return whether something has come, or the connection has ended."""
-    return _poll(connection, select.POLLIN, 0.0)
+def is_readable(connection: socket.socket, seconds: float = 0.0) -> bool:
+    """Return whether something has come, or the connection has ended, waiting for at most `seconds`."""
+    return _poll(connection, select.POLLIN, seconds)
 
 
 def wait_until_readable(connection: socket.socket) -> None:

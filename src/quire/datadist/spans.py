@@ -101,3 +101,24 @@ def runs(blocks: Int64Array) -> tuple[Int64Array, Int64Array]:
     begins = np.flatnonzero(is_start)
     counts = np.diff(np.append(begins, len(blocks)))
     return blocks[begins], counts
+
+
+def common_pieces(
+    source: ByteSpans, target: ByteSpans, max_bytes: int
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Split spans of equal total length into pieces that lie in one span of both.
+
+    Returns:
+        Offset in the source, offset in the target, and length of each piece, in bytes, of any one tensor.
+    """
+    source_ends, target_ends = np.cumsum(source.lengths), np.cumsum(target.lengths)
+    cuts = np.arange(max_bytes, target_ends[-1], max_bytes, dtype=np.int64)
+    ends = np.unique(np.concatenate([source_ends, target_ends, cuts]))
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
+
+    def offsets(spans: ByteSpans, span_ends: Int64Array) -> Int64Array:
+        span = np.searchsorted(span_ends, starts, side="right")
+        found: Int64Array = spans.offsets[span] + starts - (span_ends - spans.lengths)[span]
+        return found
+
+    return offsets(source, source_ends), offsets(target, target_ends), ends - starts

@@ -1,0 +1,344 @@
+"""The data plane over NIXL: the DECODER reads the PROMPT's memory, without help of the PROMPT's processor.
+
+A connection of the link carries messages. For each transfer, the PROMPT says where the source is
+(`ReadSource`), the DECODER reads it and says so (`SourceRead`), and the PROMPT says that the source was held
+until then, with its checksum (`SourceHeld`). Without this answer, what was read counts for nothing: it may
+have been released meanwhile. The PROMPT computes the checksum while the DECODER reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+import zlib
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from typing_extensions import override
+
+from quire.datadist import sockets
+from quire.datadist.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.memory import CacheMemory
+from quire.datadist.protocol import (
+    MAX_BLOCK_RUNS,
+    U32,
+    U64,
+    ControlChannel,
+    ProtocolError,
+    Size,
+    decode_runs,
+    encode_runs,
+)
+from quire.datadist.spans import ByteSpans, Int64Array, common_pieces
+from quire.datadist.transports.interface import (
+    ChecksumError,
+    DestinationEnd,
+    LinkTerms,
+    SourceEnd,
+    Transport,
+)
+from quire.datadist.transports.nixl_agent import Descriptors, NixlAgent, RegionMetadata, memory_kind
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 16 << 20  # that are read at a time, while those before are checked
+OPEN_LIMIT = 10.0  # seconds for the PROMPT to open its agent
+PROGRESS_INTERVAL = 1e-3  # seconds between two chances of the PROMPT's agent to answer
+
+_MAX_METADATA_BYTES = 1 << 20
+_MAX_TENSORS = 1 << 16
+_MAX_ADDRESS = 2**64 - 1
+
+
+class ReadSource(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """PROMPT: read this. Spans are first byte and number of bytes, the same in each tensor.
+
+    `region` is never used again for other memory.
+    """
+
+    transfer_id: U64
+    region: U64
+    metadata: Annotated[bytes, msgspec.Meta(max_length=_MAX_METADATA_BYTES)]
+    kind: Literal["DRAM", "VRAM"]
+    device: U32
+    addresses: Annotated[list[U64], msgspec.Meta(max_length=_MAX_TENSORS)]
+    tensor_bytes: Size
+    spans: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * 16)]
+
+
+class SourceRead(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """DECODER: I have read it."""
+
+    transfer_id: U64
+
+
+class SourceHeld(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """PROMPT: it was there until you had."""
+
+    transfer_id: U64
+    checksum: U32
+
+
+_from_prompt = msgspec.msgpack.Decoder(ReadSource | SourceHeld)
+_from_decoder = msgspec.msgpack.Decoder(SourceRead)
+
+_lost: list[CacheMemory] = []
+"""Must not be given back to the system: a transfer may write to it."""
+
+
+class NixlTransport(Transport):
+    """Transport over NIXL. As a PROMPT it has one agent; as a DECODER each link has its own."""
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        self._agent: NixlAgent | None = None
+        self._lock = threading.Lock()
+
+    @property
+    @override
+    def parameters(self) -> bytes:
+        return b""
+
+    @override
+    def open_source(self, peer: bytes, *, use_checksum: bool) -> NixlSourceEnd:
+        if peer:
+            raise ValueError(f"the peer has {len(peer)} bytes of parameters, not 0")
+        deadline = time.monotonic() + OPEN_LIMIT
+        with self._lock:
+            if self._agent is None:
+                self._agent = NixlAgent(deadline)
+        return NixlSourceEnd(self._agent, self._agent.connection(deadline), use_checksum=use_checksum)
+
+    @override
+    def open_destination(self, terms: LinkTerms, peer: bytes, deadline: float) -> NixlDestinationEnd:
+        agent = NixlAgent(deadline)
+        connection: socket.socket | None = None
+        try:
+            agent.connect(peer, deadline)
+            connection = sockets.connect(terms.address, deadline)
+            greet(connection, terms.key, new_greeting(ConnectionKind.STREAM, 0, terms.link_id), deadline)
+        except BaseException:
+            agent.close()
+            if connection is not None:
+                connection.close()
+            raise
+        return NixlDestinationEnd(agent, connection, use_checksum=terms.use_checksum)
+
+    @override
+    def close(self) -> None:
+        with self._lock:
+            if self._agent is not None:
+                self._agent.close()
+
+
+class NixlSourceEnd(SourceEnd):
+    """The PROMPT's end: says where the source is, and holds it until it was read."""
+
+    def __init__(self, agent: NixlAgent, connection_metadata: bytes, *, use_checksum: bool) -> None:
+        self._agent = agent
+        self._connection_metadata = connection_metadata
+        self._use_checksum = use_checksum
+        self._changed = threading.Condition()
+        self._channel: ControlChannel[SourceRead] | None = None
+        self._has_ended = False
+
+    @property
+    @override
+    def parameters(self) -> bytes:
+        return self._connection_metadata
+
+    @override
+    def attach(self, stream: int, connection: socket.socket) -> bool:
+        with self._changed:
+            if self._has_ended or stream != 0 or self._channel is not None:
+                return False
+            self._channel = ControlChannel(connection, _from_decoder)
+            self._changed.notify_all()
+        return True
+
+    @override
+    def wait_until_complete(self, deadline: float) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._has_ended or self._channel is not None, sockets.seconds_left(deadline)
+            )
+            if self._has_ended or self._channel is None:
+                raise TimeoutError("the peer has not connected for its reads")
+
+    @override
+    def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        channel = self._channel
+        assert channel is not None
+        memory.synchronize()
+        region = self._agent.register(memory, deadline)
+        kind, device = memory_kind(memory)
+        addresses = memory.addresses()
+        source = ReadSource(
+            transfer_id,
+            region.number,
+            region.data,
+            "DRAM" if kind == "DRAM" else "VRAM",
+            device,
+            [addresses[tensor] for tensor in spans.tensors],
+            memory.tensor_bytes[0].numel(),
+            encode_runs(spans.offsets, spans.lengths),
+        )
+        channel.send(source, deadline)
+        checksum = self._checksum(memory, spans, deadline) if self._use_checksum else 0
+        while not channel.has_something(PROGRESS_INTERVAL):
+            self._agent.progress(deadline)
+            sockets.seconds_left(deadline)
+        _require_transfer(channel.expect(SourceRead, deadline).transfer_id, transfer_id)
+        channel.send(SourceHeld(transfer_id, checksum), deadline)
+
+    def _checksum(self, memory: CacheMemory, spans: ByteSpans, deadline: float) -> int:
+        checksum = 0
+        for window in spans.windows(0, spans.num_bytes):
+            self._agent.progress(deadline)
+            checksum = _extended_checksum(memory.outgoing(window), checksum)
+        return checksum
+
+    @override
+    def shut_down(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+            if self._channel is not None:
+                self._channel.shut_down()
+
+    @override
+    def close(self) -> None:
+        self.shut_down()
+        if self._channel is not None:
+            self._channel.close()
+
+
+class NixlDestinationEnd(DestinationEnd):
+    """The DECODER's end: reads, with an agent of its own, whose end is the end of all its reads."""
+
+    def __init__(self, agent: NixlAgent, connection: socket.socket, *, use_checksum: bool) -> None:
+        self._agent = agent
+        self._channel = ControlChannel(connection, _from_prompt)
+        self._use_checksum = use_checksum
+
+    @override
+    def receive(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        source = self._channel.expect(ReadSource, deadline)
+        _require_transfer(source.transfer_id, transfer_id)
+        source_spans = _source_spans(source, spans)
+        try:
+            checksum = self._read(source, source_spans, memory, spans, deadline)
+        except BaseException:
+            self._abandon(memory)
+            raise
+        memory.synchronize()
+        self._channel.send(SourceRead(transfer_id), deadline)
+        held = self._channel.expect(SourceHeld, deadline)
+        _require_transfer(held.transfer_id, transfer_id)
+        if self._use_checksum and held.checksum != checksum:
+            raise ChecksumError(f"{spans.num_bytes} bytes of a transfer have changed on their way")
+
+    @override
+    def shut_down(self) -> None:
+        self._channel.shut_down()
+        self._agent.stop()
+
+    @override
+    def close(self) -> None:
+        self._channel.close()
+        self._agent.close()
+
+    def _read(
+        self,
+        source: ReadSource,
+        source_spans: ByteSpans,
+        memory: CacheMemory,
+        spans: ByteSpans,
+        deadline: float,
+    ) -> int:
+        """Read all, and return the checksum, if it is used, of what has arrived."""
+        agent = self._agent
+        agent.register(memory, deadline)
+        kind, device = memory_kind(memory)
+        source_offsets, offsets, lengths = common_pieces(source_spans, spans, READ_BYTES)
+        all_addresses = memory.addresses()
+        addresses = [all_addresses[tensor] for tensor in spans.tensors]
+        agent.prepare_read(
+            RegionMetadata(source.region, source.metadata),
+            (kind, source.kind),
+            _descriptors(addresses, offsets, lengths, device),
+            _descriptors(source.addresses, source_offsets, lengths, source.device),
+            deadline,
+        )
+        ends = np.cumsum(np.tile(lengths, len(addresses)))
+        stops = _groups(ends)
+        checksum = first = first_byte = 0
+        read = agent.start_read(0, stops[0], deadline)
+        for stop, next_stop in zip(stops, [*stops[1:], None], strict=True):
+            agent.wait(read, deadline)
+            if next_stop is not None:
+                read = agent.start_read(stop, next_stop, deadline)
+            last_byte = int(ends[stop - 1])
+            if self._use_checksum:
+                for window in spans.windows(first_byte, last_byte):
+                    checksum = _extended_checksum(memory.outgoing(window), checksum)
+            first, first_byte = stop, last_byte
+        assert first == len(ends)
+        agent.finish_read(deadline)
+        return checksum
+
+    def _abandon(self, memory: CacheMemory) -> None:
+        """Let nothing be written to a cache any more."""
+        if not self._agent.close():
+            memory.is_lost = True
+            _lost.append(memory)
+            logger.critical("a transfer over NIXL cannot be ended; its cache is of no use until a restart")
+
+
+def _source_spans(source: ReadSource, target: ByteSpans) -> ByteSpans:
+    """Return the spans that the PROMPT tells, if they can be read into the target's."""
+    offsets, lengths = decode_runs(source.spans)
+    spans = ByteSpans(range(len(source.addresses)), offsets, lengths)
+    tensor_bytes = int(target.lengths.sum())
+    if (
+        bool((lengths > tensor_bytes).any())  # so that a sum that overflows is negative somewhere
+        or bool((np.cumsum(lengths) <= 0).any())
+        or len(spans.tensors) != len(target.tensors)
+        or not spans.is_within(len(spans.tensors), source.tensor_bytes)
+        or any(address > _MAX_ADDRESS - source.tensor_bytes for address in source.addresses)
+        or spans.num_bytes != target.num_bytes
+    ):
+        raise ProtocolError("the peer's source is not within its region, or not as long as the destination")
+    return spans
+
+
+def _descriptors(addresses: list[int], offsets: Int64Array, lengths: Int64Array, device: int) -> Descriptors:
+    """Return the same pieces of each tensor, tensor by tensor."""
+    starts = np.array(addresses, dtype=np.uint64)[:, None] + offsets.astype(np.uint64)
+    described = np.empty((starts.size, 3), dtype=np.uint64)
+    described[:, 0] = starts.reshape(-1)
+    described[:, 1] = np.tile(lengths, len(addresses))
+    described[:, 2] = device
+    return described
+
+
+def _groups(ends: Int64Array) -> list[int]:
+    """Return the last piece + 1 of each group of pieces that is read at a time."""
+    bounds = np.arange(READ_BYTES, int(ends[-1]) + READ_BYTES, READ_BYTES)
+    stops = np.minimum(np.searchsorted(ends, bounds, side="left") + 1, len(ends))
+    return [int(stop) for stop in np.unique(stops)]
+
+
+def _extended_checksum(views: list[memoryview], checksum: int) -> int:
+    for view in views:
+        checksum = zlib.crc32(view, checksum)
+    return checksum
+
+
+def _require_transfer(transfer_id: int, expected_id: int) -> None:
+    if transfer_id != expected_id:
+        raise ProtocolError(f"the peer speaks of transfer {transfer_id}, not {expected_id}")
