@@ -132,10 +132,7 @@ class PagedAttentionCacheMetaData(PlainData):
     ) -> Self:
         """Size a cache by the memory of its devices, as `create` does, with a description of each layer.
 
-        Args:
-            mesh, partition_axis, batch_size: as for `create`.
-            layers: what each layer keeps; None: nothing.
-            max_sequences, page_size, hbm_utilization, dtype: as for `create`.
+        `layers` says what each layer keeps; None: nothing. The other arguments are those of `create`.
 
         Raises:
             ValueError: a value is out of range, or no page fits; names field and value.

@@ -34,7 +34,8 @@ class KVLayerSpec:
 
     Args:
         num_kv_heads: heads of keys and values.
-        key_head_dim, value_head_dim: features of one head.
+        key_head_dim: features of one head of keys.
+        value_head_dim: features of one head of values.
         window: tokens that the layer sees, itself included; 0: all.
     """
 
