@@ -51,7 +51,7 @@ def test_a_prompt_that_falls_silent_in_a_pull(make_pair, num_bytes):
     assert time.monotonic() - start < SHORT / 1000 + SLACK
     with fails_with(NOT_YET):
         pair.dm.pull_cache(key, target)
-    assert pair.decoder.link_clusters([pair.peer])[1] == [LLMStatusCode.LLM_ALREADY_LINK]
+    assert pair.decoder.link_clusters([pair.peer], sides.PATIENT)[1] == [LLMStatusCode.LLM_ALREADY_LINK]
     assert pair.unlink(timeout=SHORT) in {SUCCESS, LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED}
     pair.forwarder.release()
     pair.link()

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from failing import fails_with
-from sides import Runner, byte_desc, cluster_info, options, start_decoder, start_prompt
+from sides import PATIENT, Runner, byte_desc, cluster_info, options, start_decoder, start_prompt
 
 import subprocesses
 from conformance import row
@@ -147,7 +147,7 @@ def test_finalize_leaves_no_thread_and_no_listener():
     before = set(threading.enumerate())
     prompt, decoder = start_prompt(), start_decoder()
     port = prompt.listen_port
-    decoder.link_clusters([cluster_info(1, port)])
+    decoder.link_clusters([cluster_info(1, port)], PATIENT)
     decoder.finalize()
     prompt.finalize()
     assert set(threading.enumerate()) == before
@@ -160,7 +160,7 @@ import sys
 sys.path[:] = sys.argv[1:]
 from sides import *
 prompt, decoder = start_prompt(), start_decoder()
-decoder.link_clusters([cluster_info(1, prompt.listen_port)])
+decoder.link_clusters([cluster_info(1, prompt.listen_port)], PATIENT)
 decoder.kv_cache_manager.allocate_cache(byte_desc())
 print("linked", flush=True)
 """

@@ -65,14 +65,14 @@ def assert_not_linked(pair) -> None:
 
 @row("E17", "linking what is linked is no failure overall")
 def test_link_twice(pair):
-    assert pair.decoder.link_clusters([pair.peer]) == (SUCCESS, [ALREADY])
+    assert pair.decoder.link_clusters([pair.peer], sides.PATIENT) == (SUCCESS, [ALREADY])
     assert_pulls(pair)
 
 
 @row("E18")
 def test_the_same_cluster_twice_in_one_call(make_pair):
     pair = make_pair(linked=False)
-    assert pair.decoder.link_clusters([pair.peer, pair.peer]) == (REPEAT, [SUCCESS, REPEAT])
+    assert pair.decoder.link_clusters([pair.peer, pair.peer], sides.PATIENT) == (REPEAT, [SUCCESS, REPEAT])
     assert_pulls(pair)
 
 
@@ -83,19 +83,20 @@ def test_a_dead_address_beside_a_good_one(make_pair, position):
     peers, codes = [pair.peer], [SUCCESS]
     peers.insert(position, cluster_info(7, dead_port()))
     codes.insert(position, FAILED)
-    assert pair.decoder.link_clusters(tuple(peers)) == (FAILED, codes)
+    assert pair.decoder.link_clusters(tuple(peers), sides.PATIENT) == (FAILED, codes)
     assert_pulls(pair)
-    assert pair.decoder.unlink_clusters([peers[position]]) == (NOT_YET, [NOT_YET])  # nothing was left behind
+    # Nothing was left behind.
+    assert pair.decoder.unlink_clusters([peers[position]], sides.PATIENT) == (NOT_YET, [NOT_YET])
 
 
 @row("E20")
 def test_more_clusters_than_one_call_takes(make_pair):
     pair = make_pair(linked=False)
     peers = [pair.peer, *(cluster_info(number, 1) for number in range(10, 26))]
-    assert pair.decoder.link_clusters(peers) == (TOO_MANY, [TOO_MANY] * 17)
+    assert pair.decoder.link_clusters(peers, sides.PATIENT) == (TOO_MANY, [TOO_MANY] * 17)
     assert_not_linked(pair)
     pair.link()
-    assert pair.decoder.unlink_clusters(peers) == (TOO_MANY, [TOO_MANY] * 17)
+    assert pair.decoder.unlink_clusters(peers, sides.PATIENT) == (TOO_MANY, [TOO_MANY] * 17)
     assert_pulls(pair)
 
 
@@ -119,15 +120,15 @@ def test_no_clusters_and_no_time(prompt, decoder):
 @row("E22")
 def test_a_prompt_does_not_link(prompt):
     peers = [cluster_info(5, 26000), cluster_info(6, 26000)]
-    assert prompt.link_clusters(peers) == (INVALID, [INVALID, INVALID])
+    assert prompt.link_clusters(peers, sides.PATIENT) == (INVALID, [INVALID, INVALID])
 
 
 @row("E23")
 def test_a_wrong_cluster_id(make_pair):
     pair = make_pair(linked=False)
     wrong = cluster_info(77, pair.prompt.listen_port)
-    assert pair.decoder.link_clusters([wrong]) == (FAILED, [FAILED])
-    assert pair.decoder.unlink_clusters([wrong]) == (NOT_YET, [NOT_YET])
+    assert pair.decoder.link_clusters([wrong], sides.PATIENT) == (FAILED, [FAILED])
+    assert pair.decoder.unlink_clusters([wrong], sides.PATIENT) == (NOT_YET, [NOT_YET])
     pair.link()
     assert_pulls(pair)
 
@@ -149,7 +150,7 @@ def test_an_entry_that_names_no_peer_or_several(make_pair):
     nowhere.remote_cluster_id = 5
     several = cluster_info(6, pair.prompt.listen_port)
     several.append_remote_ip_info("127.0.0.1", pair.prompt.listen_port)
-    result = pair.decoder.link_clusters([pair.peer, nameless, nowhere, several])
+    result = pair.decoder.link_clusters([pair.peer, nameless, nowhere, several], sides.PATIENT)
     assert result == (INVALID, [SUCCESS, INVALID, INVALID, INVALID])
     assert_pulls(pair)
 
@@ -169,7 +170,7 @@ def test_a_listener_that_says_nothing(decoder, is_accepting):
         if is_accepting:
             accepting.join()
             accepted[0][0].close()
-    assert decoder.unlink_clusters([silent]) == (NOT_YET, [NOT_YET])
+    assert decoder.unlink_clusters([silent], sides.PATIENT) == (NOT_YET, [NOT_YET])
 
 
 @row("E24")
@@ -218,11 +219,11 @@ def test_strangers_do_not_keep_a_decoder_from_linking(make_pair):
 @row("E25")
 def test_unlink_what_is_not_linked(make_pair):
     pair = make_pair(linked=False)
-    assert pair.decoder.unlink_clusters([pair.peer]) == (NOT_YET, [NOT_YET])
-    assert pair.prompt.unlink_clusters([pair.itself]) == (NOT_YET, [NOT_YET])
+    assert pair.decoder.unlink_clusters([pair.peer], sides.PATIENT) == (NOT_YET, [NOT_YET])
+    assert pair.prompt.unlink_clusters([pair.itself], sides.PATIENT) == (NOT_YET, [NOT_YET])
     pair.link()
     strange = cluster_info(99, 1)
-    assert pair.decoder.unlink_clusters([strange, pair.peer]) == (NOT_YET, [NOT_YET, SUCCESS])
+    assert pair.decoder.unlink_clusters([strange, pair.peer], sides.PATIENT) == (NOT_YET, [NOT_YET, SUCCESS])
     assert_not_linked(pair)
 
 
@@ -233,8 +234,8 @@ def test_unlink_takes_down_both_ends_and_leaves_caches_and_keys(pair):
     target = write_new_cache(pair.dm, desc, seed=6)
     nameless = LLMClusterInfo()
     nameless.remote_cluster_id = 1
-    assert pair.decoder.unlink_clusters([nameless]) == (SUCCESS, [SUCCESS])
-    assert pair.prompt.unlink_clusters([pair.itself]) == (NOT_YET, [NOT_YET])
+    assert pair.decoder.unlink_clusters([nameless], sides.PATIENT) == (SUCCESS, [SUCCESS])
+    assert pair.prompt.unlink_clusters([pair.itself], sides.PATIENT) == (NOT_YET, [NOT_YET])
     assert_not_linked(pair)
     np.testing.assert_array_equal(read_cache(pair.dm, target), pattern(desc, 6))
     pair.link()
@@ -308,11 +309,11 @@ def test_a_decoder_that_died_can_link_again(prompt):
     for _ in range(3):
         with remote_process() as process:
             decoder = process.call(sides.start_decoder, 2)
-            assert decoder.link_clusters([peer]) == (SUCCESS, [SUCCESS])
+            assert decoder.link_clusters([peer], sides.PATIENT) == (SUCCESS, [SUCCESS])
             process.kill()
     again = sides.start_decoder(2)
     try:
-        assert again.link_clusters([peer]) == (SUCCESS, [SUCCESS])
+        assert again.link_clusters([peer], sides.PATIENT) == (SUCCESS, [SUCCESS])
     finally:
         again.finalize()
 
@@ -323,7 +324,7 @@ def test_a_decoder_that_forgot_its_link_can_link_again(make_pair):
     pair.forwarder.hold()  # the prompt does not learn of it
     pair.decoder.finalize()
     pair.decoder.init(sides.options())
-    assert pair.prompt.unlink_clusters([pair.itself]) == (SUCCESS, [SUCCESS])
+    assert pair.prompt.unlink_clusters([pair.itself], sides.PATIENT) == (SUCCESS, [SUCCESS])
     pair.forwarder.release()
     pair.link()
 
@@ -335,7 +336,7 @@ def test_a_prompt_that_died_is_replaced(make_pair):
         first = process.call(sides.start_prompt, 5, transport=pair.transport)
         port = first.listen_port
         peer = cluster_info(5, port)
-        assert pair.decoder.link_clusters([pair.peer, peer]) == (SUCCESS, [SUCCESS, SUCCESS])
+        assert pair.decoder.link_clusters([pair.peer, peer], sides.PATIENT) == (SUCCESS, [SUCCESS, SUCCESS])
         process.kill()
     second = sides.start_prompt(5, port=port, transport=pair.transport)
     try:
@@ -344,8 +345,8 @@ def test_a_prompt_that_died_is_replaced(make_pair):
         write_new_cache(second.kv_cache_manager, byte_desc(1), [key], seed=9)
         with pytest.raises(RuntimeError):
             pair.dm.pull_cache(key, target)
-        assert pair.decoder.unlink_clusters([peer]) == (NOTIFY_FAILED, [NOTIFY_FAILED])
-        assert pair.decoder.link_clusters([peer]) == (SUCCESS, [SUCCESS])
+        assert pair.decoder.unlink_clusters([peer], sides.PATIENT) == (NOTIFY_FAILED, [NOTIFY_FAILED])
+        assert pair.decoder.link_clusters([peer], sides.PATIENT) == (SUCCESS, [SUCCESS])
         pair.dm.pull_cache(key, target)
         np.testing.assert_array_equal(read_cache(pair.dm, target), pattern(byte_desc(1), 9))
     finally:

@@ -346,7 +346,7 @@ class PairMachine(RuleBasedStateMachine):
 
     def unlink_on_the_prompt(self, choose: Choices) -> None:
         expected = SUCCESS if self.link_state == "up" else NOT_YET
-        assert self.prompt.unlink_clusters([self.itself])[0] == expected
+        assert self.prompt.unlink_clusters([self.itself], sides.PATIENT)[0] == expected
         if self.link_state == "up":
             self.link_state = "broken"
 
