@@ -8,7 +8,7 @@ The model has Qwen3-0.6B's shape and random weights.
 - Reading: the blocks of the prompt are loaded into a cache, checks included, and `dd` reads the same file in
   pieces of the same size; once with the file in the page cache, once without.
 - Overhead: prompts that share nothing, with a tier that stores what is used twice, one that stores everything
-  at once, and without; rounds alternate.
+  at once, and twice without, which shows the noise; each round begins with another.
 
     python benchmarks/kv_tiers.py [--prompt-len 1500] [--requests 8] [--rounds 3] [--model DIR] [--json]
 """
@@ -154,25 +154,30 @@ def read_all(tier: BlockTier, keys: list[Any]) -> float:
     return seconds
 
 
-def measure_overhead(model: str, directory: str, num_requests: int, rounds: int) -> dict[str, float]:
-    """Return seconds for prompts that share nothing, by what the tier does."""
+def measure_overhead(model: str, directory: str, num_requests: int, rounds: int) -> dict[str, list[float]]:
+    """Return medians of seconds and of CPU seconds for prompts that share nothing, by what the tier does."""
     engines = {
         "no tier": open_llm(model),
         "never hits": open_llm(model, f"{directory}/a", kv_tier_min_uses=2),
         "never hits, stores all": open_llm(model, f"{directory}/b"),
+        "no tier again": open_llm(model),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    order = list(engines)
     for number in range(rounds + 1):
         prompts = [prompt_of(512, seed=1000 * number + each) for each in range(num_requests)]
-        for name, llm in engines.items():
-            started = time.perf_counter()
-            llm.generate(prompts, params)
+        for name in order:
+            started, cpu_started = time.perf_counter(), time.process_time()
+            engines[name].generate(prompts, params)
             if number:  # the first warms up
-                seconds[name].append(time.perf_counter() - started)
+                taken[name].append((time.perf_counter() - started, time.process_time() - cpu_started))
+        order = [*order[1:], order[0]]
     for llm in engines.values():
         llm.shutdown()
-    return {name: min(values) for name, values in seconds.items()}
+    return {
+        name: [statistics.median(one) for one in zip(*pairs, strict=True)] for name, pairs in taken.items()
+    }
 
 
 def main() -> None:
@@ -211,8 +216,8 @@ def report(figures: dict[str, Any]) -> str:
     lines += [f"  {'loaded / computed':24}{restart['share']:8.3f}", "reading, GB/s"]
     lines += [f"  {name:24}{speed / 1e9:8.2f}" for name, speed in reading.items()]
     lines += [f"  {'tier / dd, cold':24}{reading['tier, cold'] / reading['dd, cold']:8.2f}"]
-    lines += ["prompts that share nothing, s"]
-    lines += [f"  {name:24}{seconds:8.2f}" for name, seconds in overhead.items()]
+    lines += ["prompts that share nothing, s, and s of CPU time"]
+    lines += [f"  {name:24}{seconds:8.2f}{cpu:8.2f}" for name, (seconds, cpu) in overhead.items()]
     return "\n".join(lines)
 
 
