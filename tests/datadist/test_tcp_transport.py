@@ -15,7 +15,7 @@ from quire.datadist import CacheDesc, DataType, sockets
 from quire.datadist.memory import DeviceMemory, HostMemory
 from quire.datadist.spans import block_spans, runs, slot_spans
 from quire.datadist.transports import tcp
-from quire.datadist.transports.interface import ChecksumError
+from quire.datadist.transports.interface import ChecksumError, extended_checksum
 from quire.datadist.transports.tcp import TcpDestinationEnd, TcpParameters, TcpSourceEnd, TcpTransport, shares
 
 
@@ -248,4 +248,4 @@ def test_the_smaller_number_of_streams_is_used():
 
 def test_the_checksum_is_that_of_all_bytes_in_order():
     views = [memoryview(b"ab"), memoryview(b"cd")]
-    assert tcp._checksum(views[1:], tcp._checksum(views[:1], 0)) == zlib.crc32(b"abcd")
+    assert extended_checksum(views[1:], extended_checksum(views[:1], 0)) == zlib.crc32(b"abcd")

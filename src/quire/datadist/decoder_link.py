@@ -32,6 +32,7 @@ from quire.datadist.protocol import (
     Unlinked,
     decoder_channel,
     expected,
+    require_transfer,
 )
 from quire.datadist.spans import ByteSpans
 from quire.datadist.status import LLMException, LLMStatusCode, failure
@@ -146,11 +147,11 @@ class DecoderLink:
         self._channel.send(request, deadline)
         answer = self._channel.receive(deadline)
         if isinstance(answer, PullRefused):
-            self._require_current(answer.transfer_id, request)
+            require_transfer(answer.transfer_id, request.transfer_id)
             if answer.status_code not in REFUSALS:
                 raise ProtocolError(f"the peer refused a pull with status {answer.status_code}")
             raise failure(LLMStatusCode(answer.status_code), answer.reason)
-        self._require_current(expected(PullAccepted, answer).transfer_id, request)
+        require_transfer(expected(PullAccepted, answer).transfer_id, request.transfer_id)
         self._destination_end.receive(request.transfer_id, memory, spans, deadline)
 
     def _acknowledge(self, transfer_id: int, deadline: float) -> None:
@@ -158,8 +159,7 @@ class DecoderLink:
         try:
             self._channel.send(PullCompleted(transfer_id), deadline)
             confirmed = self._channel.expect(PullConfirmed, deadline)
-            if confirmed.transfer_id != transfer_id:
-                raise ProtocolError(f"the peer confirmed {confirmed.transfer_id}, not {transfer_id}")
+            require_transfer(confirmed.transfer_id, transfer_id)
         except OSError as error:
             self._break(f"a pull succeeded, but was not confirmed: {error}")
         except BaseException:
@@ -176,10 +176,6 @@ class DecoderLink:
             logger.warning("PROMPT %s could not be told of the unlinking: %s", self.cluster_id, error)
             return LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
         return LLMStatusCode.LLM_SUCCESS
-
-    def _require_current(self, transfer_id: int, request: PullRequest) -> None:
-        if transfer_id != request.transfer_id:
-            raise ProtocolError(f"the peer answered {transfer_id}, not {request.transfer_id}")
 
     def _break(self, reason: str) -> None:
         if not self._is_broken:

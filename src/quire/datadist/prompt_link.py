@@ -29,6 +29,7 @@ from quire.datadist.protocol import (
     Unlinked,
     expected,
     prompt_channel,
+    require_transfer,
 )
 from quire.datadist.pull_sources import PullSource, open_pull_source
 from quire.datadist.status import LLMException
@@ -196,6 +197,5 @@ class PromptLink:
         memory = source.hold.cache.memory
         self.source_end.send(request.transfer_id, memory, source.spans, deadline)
         completed = self._channel.expect(PullCompleted, deadline + FRAME_LIMIT)
-        if completed.transfer_id != request.transfer_id:
-            raise ProtocolError(f"the peer completed {completed.transfer_id}, not {request.transfer_id}")
+        require_transfer(completed.transfer_id, request.transfer_id)
         source.hold.end(consume=request.consume)

@@ -286,6 +286,12 @@ def expected(kind: type[M], message: object) -> M:
     return message
 
 
+def require_transfer(transfer_id: int, expected_id: int) -> None:
+    """Raise `ProtocolError` if a message of the peer is about another transfer."""
+    if transfer_id != expected_id:
+        raise ProtocolError(f"the peer speaks of transfer {transfer_id}, not {expected_id}")
+
+
 def _frame(message: msgspec.Struct) -> tuple[bytes, bytes]:
     data = _encoder.encode(message)
     return _LENGTH.pack(len(data)), data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import zlib
 from abc import ABC, abstractmethod
 
 from quire.datadist.memory import CacheMemory
@@ -12,6 +13,13 @@ from quire.datadist.spans import ByteSpans
 
 class ChecksumError(ConnectionError):
     """Bytes have changed on their way."""
+
+
+def extended_checksum(views: list[memoryview], checksum: int) -> int:
+    """Return the CRC-32 of bytes that follow those with `checksum`; 0: of none."""
+    for view in views:
+        checksum = zlib.crc32(view, checksum)
+    return checksum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ import logging
 import socket
 import threading
 import time
-import zlib
 from typing import Annotated, Literal
 
 import msgspec
@@ -31,6 +30,7 @@ from quire.datadist.protocol import (
     Size,
     decode_runs,
     encode_runs,
+    require_transfer,
 )
 from quire.datadist.spans import ByteSpans, Int64Array, common_pieces
 from quire.datadist.transports.interface import (
@@ -39,6 +39,7 @@ from quire.datadist.transports.interface import (
     LinkTerms,
     SourceEnd,
     Transport,
+    extended_checksum,
 )
 from quire.datadist.transports.nixl_agent import Descriptors, NixlAgent, RegionMetadata, memory_kind
 
@@ -192,14 +193,14 @@ class NixlSourceEnd(SourceEnd):
         while not channel.has_something(PROGRESS_INTERVAL):
             self._agent.progress(deadline)
             sockets.seconds_left(deadline)
-        _require_transfer(channel.expect(SourceRead, deadline).transfer_id, transfer_id)
+        require_transfer(channel.expect(SourceRead, deadline).transfer_id, transfer_id)
         channel.send(SourceHeld(transfer_id, checksum), deadline)
 
     def _checksum(self, memory: CacheMemory, spans: ByteSpans, deadline: float) -> int:
         checksum = 0
         for window in spans.windows(0, spans.num_bytes):
             self._agent.progress(deadline)
-            checksum = _extended_checksum(memory.outgoing(window), checksum)
+            checksum = extended_checksum(memory.outgoing(window), checksum)
         return checksum
 
     @override
@@ -228,7 +229,7 @@ class NixlDestinationEnd(DestinationEnd):
     @override
     def receive(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         source = self._channel.expect(ReadSource, deadline)
-        _require_transfer(source.transfer_id, transfer_id)
+        require_transfer(source.transfer_id, transfer_id)
         source_spans = _source_spans(source, spans)
         try:
             checksum = self._read(source, source_spans, memory, spans, deadline)
@@ -238,7 +239,7 @@ class NixlDestinationEnd(DestinationEnd):
         memory.synchronize()
         self._channel.send(SourceRead(transfer_id), deadline)
         held = self._channel.expect(SourceHeld, deadline)
-        _require_transfer(held.transfer_id, transfer_id)
+        require_transfer(held.transfer_id, transfer_id)
         if self._use_checksum and held.checksum != checksum:
             raise ChecksumError(f"{spans.num_bytes} bytes of a transfer have changed on their way")
 
@@ -285,7 +286,7 @@ class NixlDestinationEnd(DestinationEnd):
             last_byte = int(ends[stop - 1])
             if self._use_checksum:
                 for window in spans.windows(first_byte, last_byte):
-                    checksum = _extended_checksum(memory.outgoing(window), checksum)
+                    checksum = extended_checksum(memory.outgoing(window), checksum)
             first, first_byte = stop, last_byte
         assert first == len(ends)
         agent.finish_read(deadline)
@@ -331,14 +332,3 @@ def _groups(ends: Int64Array) -> list[int]:
     bounds = np.arange(READ_BYTES, int(ends[-1]) + READ_BYTES, READ_BYTES)
     stops = np.minimum(np.searchsorted(ends, bounds, side="left") + 1, len(ends))
     return [int(stop) for stop in np.unique(stops)]
-
-
-def _extended_checksum(views: list[memoryview], checksum: int) -> int:
-    for view in views:
-        checksum = zlib.crc32(view, checksum)
-    return checksum
-
-
-def _require_transfer(transfer_id: int, expected_id: int) -> None:
-    if transfer_id != expected_id:
-        raise ProtocolError(f"the peer speaks of transfer {transfer_id}, not {expected_id}")

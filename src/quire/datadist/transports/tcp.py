@@ -12,7 +12,6 @@ import itertools
 import socket
 import struct
 import threading
-import zlib
 from collections.abc import Callable
 
 import msgspec
@@ -28,6 +27,7 @@ from quire.datadist.transports.interface import (
     LinkTerms,
     SourceEnd,
     Transport,
+    extended_checksum,
 )
 
 MAX_STREAMS = 16
@@ -146,7 +146,7 @@ class TcpSourceEnd(SourceEnd):
                     unsent = []
                 views = memory.outgoing(window)
                 if self._use_checksum:
-                    checksum = _checksum(views, checksum)
+                    checksum = extended_checksum(views, checksum)
                 unsent += views
             sockets.send(connection, [*unsent, _CHECKSUM.pack(checksum)], deadline)  # at best, all at once
 
@@ -188,7 +188,7 @@ class TcpDestinationEnd(DestinationEnd):
                 views = memory.incoming(window)
                 sockets.receive_into(connection, views, deadline)
                 if self._use_checksum:
-                    checksum = _checksum(views, checksum)
+                    checksum = extended_checksum(views, checksum)
                 memory.arrived(window, views)
             (expected,) = _CHECKSUM.unpack(sockets.receive(connection, _CHECKSUM.size, deadline))
             if checksum != expected:
@@ -250,9 +250,3 @@ def _join(threads: list[threading.Thread]) -> None:
     for thread in threads:
         if thread.ident is not None:
             thread.join()
-
-
-def _checksum(views: list[memoryview], checksum: int) -> int:
-    for view in views:
-        checksum = zlib.crc32(view, checksum)
-    return checksum
