@@ -13,14 +13,40 @@ _I32_INDEX = Bounds(0, 2**31 - 1)
 _SHAPE = re.compile(r"\s*-?\d+\s*(,\s*-?\d+\s*)*", re.ASCII)
 
 
-class LLMConfig:
+class _Config:
+    """Options of which some have properties."""
+
+    def __init__(self) -> None:
+        self._ge_options: dict[str, str] = {}
+
+    @property
+    def ge_options(self) -> dict[str, str]:
+        """Further options; what the other properties set wins over equal keys here."""
+        return dict(self._ge_options)
+
+    @ge_options.setter
+    def ge_options(self, ge_options: dict[str, str]) -> None:
+        with ArgumentChecks() as check:
+            self._ge_options = check.text_options("ge_options", ge_options)
+
+    def _merged(self, options: dict[str, str | int | None]) -> dict[str, str]:
+        """Return the options that are set, with booleans as "1" and "0"."""
+        set_options = {
+            key: str(int(value)) if isinstance(value, bool) else str(value)
+            for key, value in options.items()
+            if value is not None
+        }
+        return self._ge_options | set_options
+
+
+class LLMConfig(_Config):
     """Options of `LLMDataDist.init`. What is not set is not in the options."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._listen_ip_info: str | None = None
         self._device_id: int | None = None
         self._sync_kv_timeout: int | None = None
-        self._ge_options: dict[str, str] = {}
 
     @property
     def listen_ip_info(self) -> str | None:
@@ -63,16 +89,6 @@ class LLMConfig:
             timeout = check.integer("sync_kv_timeout", value, TIMEOUT_MS)
         self._sync_kv_timeout = timeout
 
-    @property
-    def ge_options(self) -> dict[str, str]:
-        """Further options; what the other properties set wins over equal keys here."""
-        return dict(self._ge_options)
-
-    @ge_options.setter
-    def ge_options(self, ge_options: dict[str, str]) -> None:
-        with ArgumentChecks() as check:
-            self._ge_options = check.text_options("ge_options", ge_options)
-
     def generate_options(self) -> dict[str, str]:
         """Return what was set, as options."""
         options = {
@@ -80,13 +96,14 @@ class LLMConfig:
             option_keys.DEVICE_ID: self._device_id,
             option_keys.SYNC_KV_TIMEOUT: self._sync_kv_timeout,
         }
-        return _merged(self._ge_options, options)
+        return self._merged(options)
 
 
-class ModelConfig:
+class ModelConfig(_Config):
     """Options of `LLMDataDist.add_model`. What is not set is not in the options."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._kv_shapes: list[str] | None = None
         self._kv_dtypes: list[DataType] | None = None
         self._kv_seq_len_dim_index: int | None = None
@@ -94,7 +111,6 @@ class ModelConfig:
         self._enable_shared_system_prefix: bool | None = None
         self._om_paths: list[str] | None = None
         self._is_flow_model: bool | None = None
-        self._ge_options: dict[str, str] = {}
 
     @property
     def kv_shapes(self) -> list[str] | None:
@@ -175,16 +191,6 @@ class ModelConfig:
             check.instance("is_flow_model", is_flow_model, bool)
         self._is_flow_model = is_flow_model
 
-    @property
-    def ge_options(self) -> dict[str, str]:
-        """Further options; what the other properties set wins over equal keys here."""
-        return dict(self._ge_options)
-
-    @ge_options.setter
-    def ge_options(self, ge_options: dict[str, str]) -> None:
-        with ArgumentChecks() as check:
-            self._ge_options = check.text_options("ge_options", ge_options)
-
     def generate_options(self) -> dict[str, str]:
         """Return what was set, as options."""
         dtypes = self._kv_dtypes
@@ -197,7 +203,7 @@ class ModelConfig:
             option_keys.OM_PATHS: None if self._om_paths is None else ";".join(self._om_paths),
             option_keys.IS_FLOW_MODEL: self._is_flow_model,
         }
-        return _merged(self._ge_options, options)
+        return self._merged(options)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -207,16 +213,6 @@ def parse_address(text: str) -> tuple[str, int]:
     if not colon or not is_port:
         raise ValueError(f"the address is {text!r}, not 'ip:port'")
     return str(ipaddress.IPv4Address(ip)), int(port)
-
-
-def _merged(ge_options: dict[str, str], options: dict[str, str | int | None]) -> dict[str, str]:
-    """Return the options that are set, with booleans as "1" and "0"."""
-    set_options = {
-        key: str(int(value)) if isinstance(value, bool) else str(value)
-        for key, value in options.items()
-        if value is not None
-    }
-    return ge_options | set_options
 
 
 LlmConfig = LLMConfig
