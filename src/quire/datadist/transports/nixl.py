@@ -277,7 +277,8 @@ class NixlDestinationEnd(DestinationEnd):
         )
         ends = np.cumsum(np.tile(lengths, len(addresses)))
         stops = _groups(ends)
-        checksum = first = first_byte = 0
+        assert stops[-1] == len(ends)
+        checksum = first_byte = 0
         read = agent.start_read(0, stops[0], deadline)
         for stop, next_stop in zip(stops, [*stops[1:], None], strict=True):
             agent.wait(read, deadline)
@@ -287,8 +288,7 @@ class NixlDestinationEnd(DestinationEnd):
             if self._use_checksum:
                 for window in spans.windows(first_byte, last_byte):
                     checksum = extended_checksum(memory.outgoing(window), checksum)
-            first, first_byte = stop, last_byte
-        assert first == len(ends)
+            first_byte = last_byte
         agent.finish_read(deadline)
         return checksum
 
