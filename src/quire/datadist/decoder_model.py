@@ -12,9 +12,10 @@ import numpy.typing as npt
 from quire.datadist.cache_desc import CacheDesc
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey
 from quire.datadist.cache_pool import CachePool, PooledCache
+from quire.datadist.copies import copy_slot
 from quire.datadist.decoder_links import DecoderLinks
 from quire.datadist.kv_cache import KvCache, kv_cache_of
-from quire.datadist.kv_cache_manager import KvCacheManager, copy_slot
+from quire.datadist.kv_cache_manager import KvCacheManager
 from quire.datadist.memory import CacheMemory
 from quire.datadist.model_runner import ModelRunner
 from quire.datadist.options import ModelOptions

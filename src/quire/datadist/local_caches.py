@@ -1,0 +1,218 @@
+"""The caches of one side, as far as no peer is involved."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from quire.datadist.argument_checks import OFFSET, U32, U64, ArgumentChecks
+from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.cache_keys import BlocksCacheKey, CacheKey
+from quire.datadist.cache_pool import CachePool
+from quire.datadist.copies import copy_slot
+from quire.datadist.enums import LLMRole
+from quire.datadist.kv_cache import KvCache, kv_cache_of, pooled_cache
+from quire.datadist.memory import CacheMemory
+from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
+from quire.datadist.tensor import Tensor, view_of
+
+
+class LocalCaches:
+    """Allocates caches, and copies within and between them; its calls wait for each other."""
+
+    def __init__(self, role: LLMRole, pool: CachePool[CacheMemory], timeout: float) -> None:
+        self._role = role
+        self._pool = pool
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def is_initialized(self) -> bool:
+        """Return whether `finalize` has not been called yet."""
+        return self._is_open
+
+    def allocate_cache(
+        self, cache_desc: CacheDesc, cache_keys: tuple[CacheKey, ...] | list[CacheKey] = ()
+    ) -> KvCache:
+        """Allocate a contiguous cache, zero-filled.
+
+        Args:
+            cache_desc: what it consists of; dimension 0 counts slots.
+            cache_keys: on a PROMPT, key i is bound to slot i, and can be pulled from now on.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID, LLM_REPEAT_REQUEST (a key is live), LLM_DEVICE_OUT_OF_MEMORY.
+        """
+        with ArgumentChecks() as check:
+            check.instance("cache_desc", cache_desc, CacheDesc)
+            keys = check.items("cache_keys", cache_keys, CacheKey)
+        with self.call(LLMRole.PROMPT if keys else None):
+            _require_batch_first(cache_desc)
+            return kv_cache_of(self._pool, self._pool.allocate(cache_desc, keys))
+
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
+    ) -> KvCache:
+        """Allocate a blocks cache, zero-filled.
+
+        Args:
+            cache_desc: what it consists of; dimension 0 counts blocks.
+            blocks_cache_key: on a PROMPT, under which it can be pulled.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID, LLM_REPEAT_REQUEST (the model has one), LLM_DEVICE_OUT_OF_MEMORY.
+        """
+        with ArgumentChecks() as check:
+            check.instance("cache_desc", cache_desc, CacheDesc)
+            check.instance("blocks_cache_key", blocks_cache_key, BlocksCacheKey, type(None))
+        with self.call(None if blocks_cache_key is None else LLMRole.PROMPT):
+            _require_batch_first(cache_desc)
+            return kv_cache_of(self._pool, self._pool.allocate_blocks(cache_desc, blocks_cache_key))
+
+    def deallocate_cache(self, cache: KvCache) -> None:
+        """Give up a cache. Its keys can still be pulled; a blocks cache goes with its key.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID (owned by a model).
+        """
+        with ArgumentChecks() as check:
+            check.instance("cache", cache, KvCache)
+        with self.call():
+            try:
+                pooled = pooled_cache(self._pool, cache)
+            except LLMException as error:
+                if error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+                    return
+                raise
+            if pooled.is_of_model:
+                raise invalid(f"{cache} belongs to a model, which releases it in finalize")
+            self._pool.release_handle(pooled.cache_id)
+
+    def remove_cache_key(self, cache_key: CacheKey) -> None:
+        """Let a key be pulled no more. Unknown keys and placeholders are ignored. On a PROMPT."""
+        with ArgumentChecks() as check:
+            check.instance("cache_key", cache_key, CacheKey)
+        with self.call(LLMRole.PROMPT):
+            self._pool.remove_key(cache_key)
+
+    def copy_cache(  # noqa: PLR0917 - the interface's order
+        self,
+        dst: KvCache,
+        src: KvCache,
+        dst_batch_index: int = 0,
+        src_batch_index: int = 0,
+        offset: int = 0,
+        size: int = -1,
+        req_id: int | None = None,
+    ) -> None:
+        """Copy bytes of a slot into a slot of the same or another contiguous cache.
+
+        Args:
+            dst: destination.
+            src: source, with as many tensors of the same data type.
+            dst_batch_index: slot of the destination.
+            src_batch_index: slot of the source.
+            offset: first byte, in both slots.
+            size: bytes of each tensor; -1: up to the end of the destination slot.
+            req_id: whose KV it is; informational.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID.
+        """
+        with ArgumentChecks() as check:
+            check.instance("dst", dst, KvCache)
+            check.instance("src", src, KvCache)
+            to_slot = check.integer("dst_batch_index", dst_batch_index, U32)
+            from_slot = check.integer("src_batch_index", src_batch_index, U32)
+            first = check.integer("offset", offset, OFFSET)
+            num_bytes = check.size("size", size)
+            if req_id is not None:
+                check.integer("req_id", req_id, U64)
+        with self.call():
+            target, source = pooled_cache(self._pool, dst), pooled_cache(self._pool, src)
+            copy_slot(target, to_slot, source, from_slot, offset=first, size=num_bytes)
+
+    def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
+        """Copy blocks within a blocks cache; all sources are read before anything is written.
+
+        Args:
+            cache: a blocks cache.
+            copy_block_info: the destinations of each source; none twice.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID.
+        """
+        with ArgumentChecks() as check:
+            check.instance("cache", cache, KvCache)
+            check.instance("copy_block_info", copy_block_info, dict)
+            sources = check.indices("copy_block_info", list(copy_block_info))
+            targets = [check.indices("copy_block_info", blocks) for blocks in copy_block_info.values()]
+        with self.call():
+            pooled = pooled_cache(self._pool, cache)
+            if not pooled.is_blocks:
+                raise invalid(f"{cache} is contiguous; blocks are copied in a blocks cache")
+            counts = [len(blocks) for blocks in targets]
+            to_blocks = np.concatenate([*targets, np.empty(0, dtype=np.uint64)])
+            if len(np.unique(to_blocks)) != len(to_blocks):
+                raise invalid("copy_block_info names a destination twice")
+            if any(int(blocks.max(initial=0)) >= pooled.desc.batch_size for blocks in (sources, to_blocks)):
+                raise invalid(f"copy_block_info names a block that is not among {pooled.desc.batch_size}")
+            from_blocks = np.repeat(sources, counts)
+            pooled.memory.copy_blocks(pooled.desc.slot_bytes, from_blocks.tolist(), to_blocks.tolist())
+
+    def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
+        """Return a live view of a tensor, in a list with one entry for each device; there is one.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID (no such tensor).
+        """
+        with ArgumentChecks() as check:
+            check.instance("cache", cache, KvCache)
+            index = check.integer("tensor_index", tensor_index, U32)
+        with self.call():
+            pooled = pooled_cache(self._pool, cache)
+            if index >= pooled.desc.num_tensors:
+                raise invalid(f"tensor_index is {index}, but there are {pooled.desc.num_tensors} tensors")
+            return [view_of(pooled.memory.tensors[index])]
+
+    @contextlib.contextmanager
+    def call(self, role: LLMRole | None = None) -> Iterator[float]:
+        """Let other calls wait; gives the deadline of this one on the monotonic clock.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED, LLM_PARAM_INVALID (another role than `role`),
+                LLM_WAIT_PROCESS_TIMEOUT (other calls took too long).
+        """
+        deadline = time.monotonic() + self._timeout
+        self._require_open()
+        if role is not None and role is not self._role:
+            raise invalid(f"this is for a {role.name}, but the role is {self._role.name}")
+        if not self._lock.acquire(timeout=self._timeout):
+            raise failure(
+                LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+                f"other calls took longer than sync_kv_timeout, {self._timeout * 1e3:g} ms",
+            )
+        try:
+            self._require_open()
+            yield deadline
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Let every further call fail."""
+        self._is_open = False
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise failure(
+                LLMStatusCode.LLM_ENGINE_FINALIZED, "finalized; call init and get kv_cache_manager anew"
+            )
+
+
+def _require_batch_first(desc: CacheDesc) -> None:
+    if desc.batch_dim_index != 0:
+        raise invalid(f"batch_dim_index is {desc.batch_dim_index}; only caches with 0 can be allocated")
