@@ -12,6 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from quire.config import config, knob
 from quire.limits import BuiltIn, limits_of, violation
 
+NOTES = "at most 2 names to numbers or booleans"
+
 
 @config
 class Part:
@@ -32,6 +34,9 @@ class Example:
         default=(), unit="words", help=""
     )
     biases: Mapping[int, Annotated[float, Ge(-1), Le(1)]] = knob(default_factory=dict, unit="ids", help="")
+    notes: Annotated[Mapping[Annotated[str, MaxLen(3)], int | bool], MaxLen(2)] = knob(
+        default_factory=dict, unit="names to numbers or booleans", help=""
+    )
     policy: Annotated[str | Any, BuiltIn("fifo", "lifo")] = knob(default="fifo", help="")
     part: Part = knob(default=Part(), help="")
     flag: bool = knob(default=False, help="")
@@ -44,6 +49,7 @@ class Example:
         {"count": 9, "share": 0.999, "speed": -1e300, "rate": math.inf, "limit": 2**31 - 1},
         {"speed": 3, "limit": None, "method": "slow", "group": 64, "name": "abc"},
         {"words": ("a", "b"), "biases": {5: -1, 6: 1.0}, "part": Part(size=2), "flag": True},
+        {"notes": {"a": 1, "b": True}},
         {"policy": "my.module.Policy"},
         {"policy": object()},
     ],
@@ -78,6 +84,9 @@ def test_allowed(values):
         ("words", "a", "is 'a'; it must hold words"),
         ("biases", {1: 2.0}, "is {1: 2.0}; it must map ids to numbers from -1 to 1"),
         ("biases", {"1": 1.0}, "is {'1': 1.0}; it must map ids to numbers from -1 to 1"),
+        ("notes", {"a": 1, "b": 1, "c": 1}, "is {'a': 1, 'b': 1, 'c': 1}; it must map " + NOTES),
+        ("notes", {"a": 1.5}, "is {'a': 1.5}; it must map " + NOTES),
+        ("notes", {"abcd": 1}, "is {'abcd': 1}; it must map " + NOTES),
         ("policy", "lifu", "is 'lifu'; did you mean 'lifo'?"),
         ("part", {"size": 1}, "is {'size': 1}; it must be Part"),
         ("flag", 1, "is 1; it must be True or False"),

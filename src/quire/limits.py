@@ -61,7 +61,7 @@ class Limits:
         kind: its type without markers and without None; the type of the choices if it lists them.
         unit: what a number counts, or what a list or a mapping holds.
         is_optional: whether None is allowed.
-        bounds: by msgspec's names; those of the values if it is a mapping.
+        bounds: by msgspec's names; with those of the values if it is a mapping.
         choices: the possible values, or the names of the built-in classes; empty if neither is listed.
         takes_dotted_names: whether a dotted name is possible besides the choices.
     """
@@ -93,16 +93,18 @@ class Limits:
                 else f"holds {len(value)} {self.unit}"
             )
             return f"{held}; at most {most} fit"
-        return f"is {value!r:.{_LONGEST_SHOWN_VALUE}}; {self._requirement(value)}"
+        return f"is {value!r:.{_LONGEST_SHOWN_VALUE}}; {self.requirement(value)}"
 
-    def _requirement(self, value: Any) -> str:
+    def requirement(self, value: Any) -> str:
+        """Return what is asked of the field instead of a value that is not allowed."""
         if self.takes_dotted_names or self.choices:
             return self._choice(value)
         origin = typing.get_origin(self.kind)
         if origin is tuple:
             return f"it must hold {self.unit}"
         if origin is Mapping:
-            return f"it must map {self.unit} to numbers {self.range}"
+            most = f"at most {self.bounds['max_length']} " if "max_length" in self.bounds else ""
+            return f"it must map {most}{self.unit}{self.range and ' to numbers '}{self.range}"
         return self._scalar(value)
 
     def _choice(self, value: Any) -> str:
@@ -157,13 +159,13 @@ def _limits(annotation: Any, kind: Any, unit: str) -> Limits:
     marked, kind = _without_none(annotation), _without_none(kind)
     choices = _listed_choices(kind)
     built_in = [marker for marker in _markers(marked) if isinstance(marker, BuiltIn)]
-    is_mapping = typing.get_origin(kind) is Mapping
+    mapping = typing.get_origin(kind) is Mapping and unmarked(marked)
     return Limits(
         annotation=marked,
         kind=type(choices[0]) if choices else kind,
         unit=unit,
         is_optional=marked is not annotation,
-        bounds=_bounds(typing.get_args(marked)[1] if is_mapping else marked),
+        bounds=_bounds(marked) | (_bounds(typing.get_args(mapping)[1]) if mapping else {}),
         choices=choices or tuple(name for marker in built_in for name in marker.names),
         takes_dotted_names=bool(built_in),
     )
@@ -187,6 +189,11 @@ def _without_none(annotation: Any) -> Any:
 
 def _markers(annotation: Any) -> tuple[Any, ...]:
     return getattr(annotation, "__metadata__", ())
+
+
+def unmarked(annotation: Any) -> Any:
+    """Return an annotation without its markers."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
 def _bounds(annotation: Any) -> dict[str, Any]:

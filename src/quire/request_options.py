@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Annotated
 
 from annotated_types import Ge, Le, MaxLen
@@ -12,6 +14,8 @@ from quire.limits import violation
 
 ShortText = Annotated[str, MaxLen(256)]
 Seconds = Annotated[float, Ge(0), Le(10**9)]
+KVTransferValue = ShortText | bool | Annotated[int, Ge(-(2**63)), Le(2**63 - 1)]
+KVTransferParams = Annotated[Mapping[ShortText, KVTransferValue], MaxLen(16)]
 
 
 @config
@@ -42,6 +46,11 @@ class RequestOptions:
         help="How long the full blocks of the prompt are kept in the prefix cache, unless running requests "
         "need the memory.",
     )
+    kv_transfer_params: KVTransferParams | None = knob(
+        default=None,
+        unit="names to strings, whole numbers or booleans, strings and names of up to 256 characters",
+        help="What the KV connector must know to find the prompt's KV elsewhere, or to keep it for others.",
+    )
 
     def __post_init__(self) -> None:
         if (found := violation(self)) is not None:
@@ -49,6 +58,9 @@ class RequestOptions:
             raise InvalidRequestError(f"{name} {refusal}", param=name)
         for name in ("cache_salt", "tenant"):
             require_text(getattr(self, name), name)
+        for text in itertools.chain.from_iterable((self.kv_transfer_params or {}).items()):
+            if isinstance(text, str):
+                require_text(text, "kv_transfer_params")
 
 
 def require_text(text: object, param: str, *, allow_empty: bool = True) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from quire.status import FinishReason
 
@@ -55,6 +57,8 @@ class RequestOutput:
     have ended, and then the best comes first.
     `prompt_logprobs` has one entry for each prompt token, the first of them None. `num_cached_tokens` counts
     prompt tokens whose KV came out of the prefix cache. `metrics` is filled when the request has finished.
+    `kv_transfer_params` is what another engine needs to find the request's KV, if a KV connector keeps it: of
+    the completion that ended first.
     """
 
     request_id: str
@@ -65,6 +69,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finished: bool = False
     metrics: RequestMetrics | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(slots=True)

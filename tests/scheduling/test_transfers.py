@@ -95,6 +95,17 @@ def test_a_connector_sees_a_requests_transfer_parameters_to_its_end():
     assert scene.ends["a"].kv_transfer_params["request_id"] == "a", "the client gets the connector's answer"
 
 
+@pytest.mark.parametrize("params", [{"socket": object()}, {"port": 2**64}, [1], 5])
+def test_transfer_parameters_that_cannot_be_sent_are_dropped_and_the_blocks_held(params, caplog):
+    scene = Scene(connector=Witness(4, send_steps=1))
+    finish = scene.connector.request_finished
+    scene.connector.request_finished = lambda *arguments: (finish(*arguments)[0], params)
+    scene.add("a", PROMPT)
+    scene.finish()
+    assert scene.ends["a"].kv_transfer_params is None
+    assert "the kv_transfer_params of request 'a' cannot be sent" in caplog.text
+
+
 @pytest.mark.parametrize("admission", ["reserve", "past-future"])
 def test_a_load_begins_only_if_the_rest_of_its_prompt_will_fit_beside_the_others(admission):
     settings = {"admission": admission, "num_blocks": 10}

@@ -66,6 +66,7 @@ class FakeLLM:
         self.dead = None
         self.is_silent = False
         self.connector_stats = None
+        self.kv_transfer_params = None  # that a connector returns
         self._stop_events = {}
 
     def chat(self, messages, sampling_params, *, request_id=None, **options):
@@ -168,6 +169,7 @@ class FakeLLM:
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None, *(logprobs_of(i, params.prompt_logprobs) for i in ids[1:])]
+        finished = all(output.finished for output in outputs)
         return RequestOutput(
             request_id=request_id,
             prompt=text,
@@ -175,7 +177,8 @@ class FakeLLM:
             outputs=outputs,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=min(len(ids), 4),
-            finished=all(output.finished for output in outputs),
+            finished=finished,
+            kv_transfer_params=self.kv_transfer_params if finished else None,
         )
 
     def abort(self, request_id):

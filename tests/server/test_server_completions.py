@@ -47,7 +47,10 @@ async def test_every_sampling_field_reaches_the_engine(client, llm):
         "ignore_eos": True, "bad_words": ["no"], "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }  # fmt: skip
-    options = {"priority": 3, "cache_salt": "salt", "timeout": 9.5, "queue_timeout": 2.5, "pin_prefix": 60.0}
+    options = {
+        "priority": 3, "cache_salt": "salt", "timeout": 9.5, "queue_timeout": 2.5, "pin_prefix": 60.0,
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_port": 7000, "remote_host": "h"},
+    }  # fmt: skip
     await create(client, **sampling, user="someone", extra_body={**extensions, **options})
     [seen] = llm.seen
     for name, value in {**sampling, **extensions}.items():
@@ -182,3 +185,35 @@ async def test_prompt_scoring(client, llm, stream):
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 0
     assert llm.seen[0].params.max_tokens == 1
+
+
+@pytest.mark.parametrize("create_answer", ["completions", "chat"])
+async def test_answers_say_where_a_connector_keeps_the_kv(client, llm, create_answer):
+    async def answer(**fields):
+        if create_answer == "chat":
+            message = {"role": "user", "content": "Hi"}
+            return await client.chat.completions.create(model="fake", messages=[message], **fields)
+        return await create(client, **fields)
+
+    assert "kv_transfer_params" not in (await answer()).model_dump()
+    llm.kv_transfer_params = {"remote_port": 7000, "blocks": [3, 1]}
+    assert (await answer(max_tokens=4)).kv_transfer_params == {"remote_port": 7000, "blocks": [3, 1]}
+    chunks = [
+        chunk
+        async for chunk in await answer(
+            max_tokens=4, n=2, stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    told = [chunk for chunk in chunks if hasattr(chunk, "kv_transfer_params")]
+    assert [chunk.kv_transfer_params for chunk in told] == [llm.kv_transfer_params]
+    assert told == [[chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason][-1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_several_prompts_no_kv_transfer_params_are_returned(http, llm, stream):
+    llm.kv_transfer_params = {"remote_port": 7000}
+    response = await http.post(
+        "/v1/completions", json={"model": "fake", "prompt": ["a", "b"], "stream": stream}
+    )
+    assert response.status_code == 200
+    assert "kv_transfer_params" not in response.text

@@ -318,6 +318,7 @@ def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = T
         timeout=options.timeout,
         queue_timeout=options.queue_timeout,
         pin_prefix=options.pin_prefix,
+        kv_transfer_params=None if options.kv_transfer_params is None else dict(options.kv_transfer_params),
         shares_prompt_with=request.sequences[0][0] if index and shares_prompt else None,
         beam_sequence_ids=tuple(request.sequence_ids) if is_beam_search else (),
     )

@@ -10,8 +10,8 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from quire.engine.messages import ErrorInfo
 from quire.errors import DuplicateRequestError, QuireError
@@ -140,6 +140,7 @@ class RequestState:
             None if processed.params.prompt_logprobs is None else [None]
         )
         self.num_cached_tokens = 0
+        self.kv_transfer_params: Mapping[str, Any] | None = None
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
         self.failure: QuireError | None = None
@@ -179,6 +180,7 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
             finished=finished,
             metrics=self._metrics() if finished else None,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
     def _outputs(self, *, finished: bool) -> list[CompletionOutput]:
@@ -326,6 +328,8 @@ class OutputProcessor:
         if completion.finish_reason is not None:
             del self._sequences[output.request_id]
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if state.kv_transfer_params is None:
+            state.kv_transfer_params = output.kv_transfer_params
         if output.new_token_ids and state.first_token_time is None:
             state.first_token_time = now
         if output.prompt_logprobs and state.prompt_logprobs is not None:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from quire.kv.connector import KVConnector
 from quire.request import Request
 from quire.step import IntArray, SchedulerOutput
@@ -53,7 +55,11 @@ class ConnectorCalls:
             logger.exception("the KV connector failed to cancel the load of request %r", request_id)
 
     def finish(self, request: Request, block_ids: IntArray) -> tuple[bool, Mapping[str, Any] | None]:
-        """See `KVConnector.request_finished`; nothing is held if that fails."""
+        """See `KVConnector.request_finished`; nothing is held if that fails.
+
+        What is not plain data cannot be told to anyone. The blocks are held all the same: the worker side may
+        count on them.
+        """
         if self._connector is None:
             return False, None
         try:
@@ -61,7 +67,19 @@ class ConnectorCalls:
         except Exception:
             logger.exception("the KV connector failed at the end of request %r", request.request_id)
             return False, None
-        return is_read_later, params
+        return is_read_later, self._plain(request, params)
+
+    def _plain(self, request: Request, params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        if params is None:
+            return None
+        try:
+            plain = dict(params)
+            msgspec.msgpack.encode(plain)  # to the front
+            msgspec.json.encode(plain)  # to a client
+        except Exception:
+            logger.exception("the kv_transfer_params of request %r cannot be sent", request.request_id)
+            return None
+        return plain
 
     def leases_renewed(self) -> list[str]:
         """See `KVConnector.leases_renewed`; none if that fails."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.generation import OutputStream, end_reason, naming_fields
 from quire.server.generation_call import GenerationCall
@@ -27,6 +28,12 @@ class _CompletionCall(GenerationCall[CompletionRequest]):
     def __init__(self, request: Request, body: CompletionRequest) -> None:
         super().__init__(request, body)
         self._context.require_room(len(body.prompts) * self._params.num_sequences)
+        if body.kv_transfer_params is not None and len(body.prompts) > 1:
+            raise InvalidRequestError(
+                f"kv_transfer_params is about one prompt's KV, and there are {len(body.prompts)} prompts; "
+                "send a request for each",
+                param="kv_transfer_params",
+            )
         self._writers: dict[int, CompletionLogprobsWriter] = {}  # by index of the choice
 
     @property

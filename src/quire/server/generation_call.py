@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -118,7 +118,12 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             for prompt_index, output in enumerate(ordered)
             for completion in sorted(output.outputs, key=lambda completion: completion.index)
         ]
-        return self.answer_type(choices=choices, usage=self._usage(ordered), **self._head)
+        return self.answer_type(
+            choices=choices,
+            usage=self._usage(ordered),
+            kv_transfer_params=self._kv_transfer_params(ordered[0]),
+            **self._head,
+        )
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of the answer."""
@@ -128,13 +133,15 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 latest[prompt_index] = output
-                events = b"".join(
-                    sse_event(self._event([piece], no_usage))
+                events = [
+                    self._event([piece], no_usage)
                     for completion in output.outputs
                     for piece in self._pieces(progress, prompt_index, output, completion)
-                )
+                ]
+                if events and output.finished:
+                    events[-1].kv_transfer_params = self._kv_transfer_params(output)
                 if events:
-                    yield events
+                    yield b"".join(map(sse_event, events))
         if self._include_usage:
             yield sse_event(self._event([], self._usage(list(latest.values()))))
         yield SSE_DONE
@@ -163,6 +170,12 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> TokenUsage:
         return usage_of(outputs, count_completion=not self._body.only_scores_prompt)
+
+    def _kv_transfer_params(self, output: RequestOutput) -> Mapping[str, Any] | UnsetType:
+        """Return where the KV of the call's prompt is kept; of several prompts, nothing is said."""
+        if output.kv_transfer_params is None or len(self._request_ids) > 1:
+            return UNSET
+        return output.kv_transfer_params
 
     def _event(
         self, choices: list[Any], usage: TokenUsage | UnsetType | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -60,6 +61,7 @@ class Completion(Struct, kw_only=True):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    kv_transfer_params: Mapping[str, Any] | UnsetType = UNSET
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -110,6 +112,7 @@ class ChatCompletion(Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
+    kv_transfer_params: Mapping[str, Any] | UnsetType = UNSET
 
 
 class ChatDelta(Struct, kw_only=True):
@@ -138,6 +141,7 @@ class ChatCompletionChunk(Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    kv_transfer_params: Mapping[str, Any] | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -20,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quire.errors import nearest_name
-from quire.limits import Limits, limits_of
+from quire.limits import Limits, limits_of, unmarked
 
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
@@ -67,17 +68,15 @@ def body_fields(cls: type, *, exclude: Collection[str] = ()) -> dict[str, Any]:
 
 def _body_type(limits: Limits) -> Any:
     if typing.get_origin(limits.kind) is tuple:
-        entry = typing.get_args(_unmarked(limits.annotation))[0]
+        entry = typing.get_args(unmarked(limits.annotation))[0]
         constraint = Field(fail_fast=True, max_length=limits.bounds.get("max_length"))
         entries = types.GenericAlias(list, (entry,))
         return Annotated[entries, constraint, BeforeValidator(_distinct)]
+    if typing.get_origin(limits.kind) is Mapping:
+        return Annotated[limits.annotation, WrapValidator(_mapping_check(limits))]
     if limits.range:
         return Annotated[limits.annotation, WrapValidator(_range_check(limits.range))]
     return limits.annotation
-
-
-def _unmarked(annotation: Any) -> Any:
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
 def _distinct(entries: Any) -> Any:
@@ -86,6 +85,19 @@ def _distinct(entries: Any) -> Any:
         return list(dict.fromkeys(entries)) if isinstance(entries, list) else entries
     except TypeError:
         return entries
+
+
+def _mapping_check(limits: Limits) -> Callable[[Any, Callable[[Any], Any]], Any]:
+    """Return a validator that says once what the mapping must be, and looks at few enough entries only."""
+    most = limits.bounds["max_length"]
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        with contextlib.suppress(ValidationError):
+            if not isinstance(value, dict) or len(value) <= most:
+                return validate(value)
+        raise PydanticCustomError("mapping", "{requirement}", {"requirement": limits.requirement(value)})
+
+    return check
 
 
 def _range_check(limits: str) -> Callable[[Any, Callable[[Any], Any]], Any]:
