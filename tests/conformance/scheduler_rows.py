@@ -122,6 +122,7 @@ ROWS: dict[str, list[str]] = {
         "cost at 0 % hits under 1 % of a step",
     ],
     "4. KV connector, scheduler side": [
+        "request_arrived",
         "get_num_new_matched_tokens",
         "update_state_after_alloc",
         "build_connector_meta",
@@ -129,6 +130,7 @@ ROWS: dict[str, list[str]] = {
         "request_finished: delay_free and kv_transfer_params",
         "cancel_load",
         "leases_renewed",
+        "lease_ended",
         "reset",
         "stats",
         "close",

@@ -32,7 +32,7 @@ def _noting(name: str):
 
 SCHEDULER_SIDE = (
     "get_num_new_matched_tokens", "update_state_after_alloc", "cancel_load", "build_connector_meta",
-    "request_finished", "leases_renewed", "reset",
+    "request_finished", "leases_renewed", "reset", "request_arrived", "lease_ended",
 )  # fmt: skip
 WORKER_SIDE = (
     "register_kv_caches", "start_load_kv", "wait_for_save", "get_finished", "get_block_ids_with_load_errors",
@@ -41,7 +41,7 @@ for _name in (*SCHEDULER_SIDE, *WORKER_SIDE):
     setattr(Witness, _name, _noting(_name))
 
 
-def names(connector: Witness, wanted=SCHEDULER_SIDE) -> list[str]:
+def names(connector: Witness, wanted=SCHEDULER_SIDE[:-2]) -> list[str]:
     return [call[0] for call in connector.calls if call[0] in wanted]
 
 
@@ -60,7 +60,7 @@ def test_a_load_is_asked_for_then_given_blocks_then_told_to_the_worker():
     scene = with_stored_prompt()
     request = scene.add("a", range(9))
     plan = scene.plan()
-    asked, allocated, built = [call for call in scene.connector.calls if call[0] != "leases_renewed"]
+    _, asked, allocated, built = [call for call in scene.connector.calls if call[0] != "leases_renewed"]
     assert asked == ("get_num_new_matched_tokens", request, 0)
     table = plan.scheduled_new_reqs[0].block_ids.tolist()
     assert allocated == ("update_state_after_alloc", request, table, 8)
@@ -306,6 +306,19 @@ def test_a_lease_lives_as_long_as_its_heartbeats(alive):
     scene.clock.advance(11)
     scene.step()
     assert scene.scheduler.make_stats().num_leased_blocks == 0
+
+
+@row("request_arrived", "lease_ended")
+def test_the_connector_hears_of_every_request_first_and_of_every_lease_last():
+    scene = Scene(connector=Witness(4, send_steps=1))
+    scene.add("a", range(9), max_tokens=1)
+    assert scene.connector.calls[-1][0] == "request_arrived"
+    while scene.scheduler.has_requests():
+        scene.step()
+    told = [call[0] for call in scene.connector.calls if call[0] in SCHEDULER_SIDE]
+    assert told.index("request_arrived") < told.index("get_num_new_matched_tokens")
+    assert told.index("request_finished") < told.index("lease_ended")
+    assert [call for call in scene.connector.calls if call[0] == "lease_ended"] == [("lease_ended", "a")]
 
 
 @row("reset")

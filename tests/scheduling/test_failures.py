@@ -25,6 +25,12 @@ class Failing(FaultyConnector):
         if (call, request_id) in self.fails:
             raise RuntimeError("the network is gone")
 
+    def request_arrived(self, request):
+        self._raise_if_told("arrive", request.request_id)
+
+    def lease_ended(self, request_id):
+        self._raise_if_told("lease", request_id)
+
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         self._raise_if_told("find", request.request_id)
         if request.request_id == "unsure":
@@ -191,6 +197,18 @@ def test_a_policy_that_raises_while_requests_start_loses_neither_requests_nor_bl
     scene.add("after", [5] * 9)
     scene.finish()
     assert scene.outputs["after"] == naive_generation([5] * 9, 4, set())
+
+
+def test_a_connector_that_raises_when_a_request_arrives_or_its_lease_ends_changes_nothing(caplog):
+    connector = Failing(4, send_steps=2)
+    connector.fails = {("arrive", "a"), ("lease", "a")}
+    scene = Scene(connector=connector)
+    scene.add("a", range(9), max_tokens=2)
+    scene.finish()
+    scene.check_naive("a")
+    scene.check_nothing_is_held()
+    assert "when request 'a' arrived" in caplog.text
+    assert "the lease of request 'a' ended" in caplog.text
 
 
 def test_a_connector_that_raises_at_a_requests_end_takes_no_answer_away(caplog):

@@ -9,7 +9,7 @@ from scene import Scene
 
 from faulty_connector import FaultyConnector
 from opcodes import num_opcodes
-from quire.errors import DuplicateRequestError
+from quire.errors import DuplicateRequestError, InvalidRequestError
 from quire.status import FinishReason, RequestStatus
 from quire.step import ModelRunnerOutput
 
@@ -24,6 +24,15 @@ class Witness(FaultyConnector):
         self.ended: list[tuple[str, RequestStatus, list[int], int]] = []
         self.allocated: list[tuple[str, int, int]] = []
         self.undecided = 0
+        self.freed: list[str] = []
+        self.refused: set[str] = set()
+
+    def request_arrived(self, request):
+        if request.request_id in self.refused:
+            raise InvalidRequestError("remote_port is 0", param="kv_transfer_params")
+
+    def lease_ended(self, request_id):
+        self.freed.append(request_id)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         if self.undecided:
@@ -329,10 +338,35 @@ def test_blocks_are_held_until_the_peer_has_read_them():
     assert scene.scheduler.make_stats().num_leased_blocks == 3
     assert not scene.scheduler.has_unfinished_requests()
     assert scene.scheduler.has_requests(), "somebody has to watch them"
+    assert scene.connector.freed == []
     for _ in range(3):
         scene.step()
+    assert scene.connector.freed == ["a"]
     assert not scene.scheduler.has_requests()
     scene.check_nothing_is_held()
+
+
+def test_a_pin_that_ends_is_no_matter_of_the_connector():
+    scene = sending_scene(is_peer_alive=False)
+    scene.add("pinned", range(20, 26), max_tokens=1, pin_prefix=5.0)
+    scene.step()
+    scene.clock.advance(11)
+    scene.step()
+    assert scene.scheduler.make_stats().num_leased_blocks == 0
+    assert sorted(scene.connector.freed) == ["a", "pinned"]
+
+
+def test_what_the_connector_refuses_is_never_queued():
+    scene = scene_with_stored_prompt()
+    scene.connector.refused = {"a"}
+    with pytest.raises(InvalidRequestError, match="remote_port"):
+        scene.add("a", PROMPT)
+    assert scene.scheduler.get_request_counts() == (0, 0)
+    assert scene.connector.ended == []
+    scene.connector.refused = set()
+    scene.add("a", PROMPT)
+    scene.finish()
+    scene.check_naive()
 
 
 def test_a_heartbeat_renews_a_lease():
@@ -356,6 +390,7 @@ def test_news_after_the_lease_has_ended_changes_nothing():
     scene.clock.advance(11)
     scene.step()
     assert scene.scheduler.make_stats().num_leased_blocks == 0
+    assert scene.connector.freed == ["a"]
     scene.connector.is_peer_alive = True
     for _ in range(5):
         scene.step()

@@ -35,6 +35,13 @@ class KVConnector(ABC):
 
     # -- scheduler side ------------------------------------------------------------------------------------
 
+    def request_arrived(self, request: Request) -> None:  # noqa: B027 - most have nothing to do yet
+        """Note that a request is about to be queued; `request_finished` follows if it is.
+
+        Raises:
+            InvalidRequestError: its `kv_transfer_params` are invalid; it is refused.
+        """
+
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -92,6 +99,12 @@ class KVConnector(ABC):
     @abstractmethod
     def leases_renewed(self) -> frozenset[str]:
         """Return the requests whose held blocks a peer has asked to keep since the last call: heartbeats."""
+
+    def lease_ended(self, request_id: str) -> None:  # noqa: B027 - most check nothing after a read
+        """Note that a request's held blocks are free: from the next step on, they may get other content.
+
+        Called for every request whose `request_finished` said that they must be held, however that ended.
+        """
 
     @abstractmethod
     def reset(self) -> bool:

@@ -55,6 +55,11 @@ class LeaseTable:
     def __contains__(self, lease_id: str) -> bool:
         return lease_id in self._leases
 
+    def kind(self, lease_id: str) -> LeaseKind | None:
+        """Return what a lease is for; None if it is not held."""
+        lease = self._leases.get(lease_id)
+        return None if lease is None else lease.kind
+
     def grant(self, lease_id: str, kind: LeaseKind, block_ids: Sequence[int], deadline: float) -> None:
         """Hold `block_ids` (no duplicates) until `deadline`.
 

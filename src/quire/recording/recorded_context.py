@@ -225,6 +225,11 @@ class RecordedConnector(KVConnector):
         self._connector = connector
 
     @override
+    def request_arrived(self, request: Request) -> None:
+        arrive = self._connector.request_arrived
+        self._answers.ask("connector.arrived", request.request_id, arrive, request)
+
+    @override
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -275,6 +280,10 @@ class RecordedConnector(KVConnector):
         connector = self._connector
         renewed = self._answers.ask("connector.renewed", "", lambda: sorted(connector.leases_renewed()))
         return frozenset(renewed)
+
+    @override
+    def lease_ended(self, request_id: str) -> None:
+        self._answers.ask("connector.lease_ended", request_id, self._connector.lease_ended, request_id)
 
     @override
     def reset(self) -> bool:

@@ -13,6 +13,7 @@ from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.request_options import require_text
 from quire.scheduling.cache_eviction import CacheEviction
+from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.refusals import (
     refuse_beams_beside_eviction,
@@ -43,6 +44,7 @@ class Arrivals:
     holdings: KVHoldings
     grammars: GrammarManager
     timeouts: TimeoutPhase
+    connector: ConnectorCalls
     eviction: CacheEviction | None
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
@@ -82,3 +84,4 @@ class Arrivals:
             num_waiting_tokens=self.waiting.num_tokens,
             retry_after=self.waiting.drain_rate.retry_after,
         )
+        self.connector.arrive(request)

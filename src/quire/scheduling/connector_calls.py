@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from quire.errors import InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.request import Request
 from quire.step import IntArray, SchedulerOutput
@@ -24,6 +25,21 @@ class ConnectorCalls:
 
     def __init__(self, connector: KVConnector | None) -> None:
         self._connector = connector
+
+    def arrive(self, request: Request) -> None:
+        """See `KVConnector.request_arrived`.
+
+        Raises:
+            InvalidRequestError: the request is to be refused.
+        """
+        if self._connector is None:
+            return
+        try:
+            self._connector.request_arrived(request)
+        except InvalidRequestError:
+            raise
+        except Exception:
+            logger.exception("the KV connector failed when request %r arrived", request.request_id)
 
     def find(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `KVConnector.get_num_new_matched_tokens`; nothing is found if that fails."""
@@ -90,6 +106,14 @@ class ConnectorCalls:
         except Exception:
             logger.exception("the KV connector failed to say which leases are renewed")
             return []
+
+    def end_lease(self, request_id: str) -> None:
+        """See `KVConnector.lease_ended`."""
+        assert self._connector is not None, "without a connector nothing is lent"
+        try:
+            self._connector.lease_ended(request_id)
+        except Exception:
+            logger.exception("the KV connector failed when the lease of request %r ended", request_id)
 
     def reset(self) -> bool:
         """See `KVConnector.reset`; False if that fails."""

@@ -24,7 +24,7 @@ class KVHoldings:
         kv: has the blocks.
         loads: loads whose request does not run yet.
         fences: hold the blocks of a cancelled load back.
-        connector: is told which loads are cancelled.
+        connector: is told which loads are cancelled, and which transfers have ended.
         clock: of deadlines.
         transfer_timeout: seconds without news after which a load or a transfer is given up.
     """
@@ -81,7 +81,10 @@ class KVHoldings:
 
     def end_lease(self, lease_id: str) -> None:
         """Free the blocks of a lease, if it is still held."""
+        kind = self._leases.kind(lease_id)
         self._release(self._leases.release(lease_id))
+        if kind is LeaseKind.TRANSFER:
+            self._connector.end_lease(lease_id)
 
     def end_expired_leases(self) -> None:
         """Free the blocks of the leases whose deadline has passed."""

@@ -171,6 +171,7 @@ class SchedulerParts:
             holdings=self.holdings,
             grammars=self.grammars,
             timeouts=self.timeout_phase,
+            connector=self.connector,
             eviction=self.eviction,
         )
 
