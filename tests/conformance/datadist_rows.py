@@ -24,6 +24,7 @@ ROWS: dict[str, list[str]] = {
         "ModelRunner",
         "KvCacheManager",
         "KvCache",
+        "Cache",
         "CacheDesc",
         "CacheKey",
         "CacheKeyByIdAndIndex",
@@ -36,6 +37,11 @@ ROWS: dict[str, list[str]] = {
         "LlmConfig",
     ],
     **{title: [f"E{number}" for number in numbers] for title, numbers in _EDGE_CASES.items()},
+    "The second interface": [
+        "register_cache",
+        "register_blocks_cache",
+        "unregister_cache",
+    ],
     "What users rely on": [
         "a side may have the cluster id of its peer",
         "dropping the last reference to a KvCache deallocates it",

@@ -115,6 +115,24 @@ def write_new_blocks(manager: KvCacheManager, desc: CacheDesc, key: Any = None, 
     return cache
 
 
+owned: dict[int, list[np.ndarray]] = {}
+"""Memory of this process that is registered, by the address of the first tensor."""
+
+
+def register_new(manager: KvCacheManager, desc: CacheDesc, *given: Any, seed: int, is_blocks=True) -> KvCache:
+    """Register memory of this process that is filled with `pattern`."""
+    arrays = [np.ascontiguousarray(one) for one in pattern(desc, seed)]
+    addresses = [one.ctypes.data for one in arrays]
+    owned[addresses[0]] = arrays
+    register = manager.register_blocks_cache if is_blocks else manager.register_cache
+    return register(desc, addresses, *given)
+
+
+def owned_bytes(cache: KvCache) -> np.ndarray:
+    """Return what is in the memory of a cache that `register_new` made: [num_tensors, slots, slot_bytes]."""
+    return np.stack(owned[cache.tensor_addrs[0]])
+
+
 def fits(manager: KvCacheManager, num_bytes: int) -> bool:
     try:
         cache = manager.allocate_cache(CacheDesc(1, [1, num_bytes], DataType.DT_UINT8))

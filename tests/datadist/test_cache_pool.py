@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
+import time
 import weakref
 
 import pytest
@@ -47,6 +49,7 @@ class NaiveCache:
     num_bytes: int
     is_blocks: bool
     has_handle: bool = True
+    is_registered: bool = False
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -108,6 +111,36 @@ class PoolMachine(RuleBasedStateMachine):
             if model_id is not None:
                 self.blocks_keys[model_id] = self.next_id
             self.next_id += 1
+
+    @rule(num_slots=st.integers(1, 3), is_blocks=st.booleans(), model_id=st.none() | st.integers(0, 1))
+    def register(self, num_slots, is_blocks, model_id):
+        key = None if model_id is None else BlocksCacheKey(1, model_id)
+        if not is_blocks:
+            code = code_of(self.pool.register, desc(num_slots), object())
+        else:
+            code = code_of(self.pool.register_blocks, desc(num_slots), object(), key)
+        if is_blocks and model_id in self.blocks_keys:
+            assert code is CODES.LLM_REPEAT_REQUEST
+            return
+        assert code is CODES.LLM_SUCCESS
+        self.caches[self.next_id] = NaiveCache(num_slots, 0, is_blocks, is_registered=True)
+        if is_blocks and model_id is not None:
+            self.blocks_keys[model_id] = self.next_id
+        self.next_id += 1
+
+    @rule(cache_id=st.integers(-1, 12))
+    def unregister(self, cache_id):
+        code = code_of(self.pool.unregister, cache_id, time.monotonic() - 1)
+        if cache_id not in self.held():
+            assert code is CODES.LLM_SUCCESS
+        elif not self.caches[cache_id].is_registered:
+            assert code is CODES.LLM_PARAM_INVALID
+        else:
+            is_used = any(held == cache_id for _, held, _, _ in self.holds)
+            assert code is (CODES.LLM_WAIT_PROCESS_TIMEOUT if is_used else CODES.LLM_SUCCESS)
+            self.caches[cache_id].has_handle = False
+            self.keys = {name: one for name, one in self.keys.items() if one[0] != cache_id}
+            self.blocks_keys = {model: one for model, one in self.blocks_keys.items() if one != cache_id}
 
     @rule()
     def memory_gets_scarce_or_not(self):
@@ -261,3 +294,37 @@ def test_the_limit_is_named_with_its_option(limit):
     pool = CachePool(lambda _desc: object(), limit)
     with pytest.raises(LLMException, match=rf"16 bytes .* {limit} bytes.*ge.flowGraphMemMaxSize"):
         pool.allocate(desc(2))
+
+
+def test_unregistering_waits_for_the_last_transfer():
+    pool = CachePool(lambda _desc: object())
+    memory = object()
+    cache = pool.register(desc(2), memory)
+    pool.bind(cache, [KEYS[0]])
+    holds = [pool.hold_key(KEYS[0]), pool.hold_slot(1, 1)]
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(pool.unregister(1, time.monotonic() + 60)))
+    waiting.start()
+    while pool.is_bound(KEYS[0]):
+        pass
+    holds[0].end(consume=True)
+    assert code_of(pool.hold_slot, 1, 0) is CODES.LLM_KV_CACHE_NOT_EXIST
+    assert not answers
+    holds[1].end(consume=False)
+    waiting.join()
+    assert answers == [memory]
+    assert pool.unregister(1, time.monotonic()) is None
+
+
+def test_unregistering_ends_with_the_pool():
+    pool = CachePool(lambda _desc: object())
+    pool.register(desc(1), object())
+    pool.hold_slot(1, 0)
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(pool.unregister(1, time.monotonic() + 60)))
+    waiting.start()
+    while code_of(pool.cache, 1) is CODES.LLM_SUCCESS:
+        pass
+    pool.close()
+    waiting.join()
+    assert len(answers) == 1

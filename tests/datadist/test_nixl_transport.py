@@ -338,3 +338,21 @@ def _destination_end():
     yield end, prompt
     prompt.close()
     end.close()
+
+
+def test_registered_memory_is_forgotten_before_it_is_given_back(fake, pair):
+    target = sides.register_new(pair.dm, pair.desc, seed=3)
+    pair.dm.pull_blocks(KEY, target, [4, 5], [0, 1])
+    np.testing.assert_array_equal(sides.owned_bytes(target)[:, :2], pattern(pair.desc, 1)[:, 4:])
+    before = fake.num_regions
+    pair.dm.unregister_cache(target.cache_id)
+    assert fake.num_regions == before - 1
+    target = sides.register_new(pair.dm, pair.desc, seed=3)
+    pair.dm.pull_blocks(KEY, target, [4, 5], [0, 1])
+    with fake.fault("deregister_memory", fail), fails_with(LLMStatusCode.LLM_FAILED):
+        pair.dm.unregister_cache(target.cache_id)
+    target = sides.register_new(pair.dm, pair.desc, seed=3)
+    pair.dm.pull_blocks(KEY, target, [4, 5], [0, 1])
+    pair.decoder.unlink_clusters([sides.cluster_info(1, 0)], 5000)
+    pair.dm.unregister_cache(target.cache_id)
+    assert fake.num_regions == 1  # the source

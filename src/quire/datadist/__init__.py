@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.datadist.configs import LLMConfig, ModelConfig
     from quire.datadist.configs import LLMConfig as LlmConfig
     from quire.datadist.enums import DataType, LLMRole, Placement
-    from quire.datadist.kv_cache import KvCache
+    from quire.datadist.kv_cache import Cache, KvCache
     from quire.datadist.kv_cache_manager import KvCacheManager
     from quire.datadist.llm_datadist import LLMDataDist
     from quire.datadist.llm_model import LLMModel
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlocksCacheKey",
+    "Cache",
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
@@ -52,6 +53,7 @@ __all__ = [
 
 _HOMES = {
     "BlocksCacheKey": "quire.datadist.cache_keys",
+    "Cache": "quire.datadist.kv_cache",
     "CacheDesc": "quire.datadist.cache_desc",
     "CacheKey": "quire.datadist.cache_keys",
     "CacheKeyByIdAndIndex": "quire.datadist.cache_keys",

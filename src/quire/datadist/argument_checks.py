@@ -29,6 +29,7 @@ U32 = Bounds(0, 2**32 - 1)
 U64 = Bounds(0, UINT64_MAX)
 I64 = Bounds(-(2**63), 2**63 - 1)
 DIMENSION = Bounds(1, I64.greatest)
+ADDRESS = Bounds(1, UINT64_MAX)
 OFFSET = Bounds(0, I64.greatest)
 TIMEOUT_MS = Bounds(1, 2**31 - 1)
 

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -32,15 +33,16 @@ class PooledCache(Generic[M]):
     desc: CacheDesc
     memory: M
     is_blocks: bool
-    is_of_model: bool
+    is_of_model: bool = False
+    is_registered: bool = False
     has_handle: bool = True
     num_keys: int = 0
     num_transfers: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.desc.num_tensors * self.desc.tensor_bytes
+        """Bytes of all tensors that count for the pool: none of memory that belongs to somebody else."""
+        return 0 if self.is_registered else self.desc.num_tensors * self.desc.tensor_bytes
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,6 +90,7 @@ class CachePool(Generic[M]):
         self._allocate = allocate
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
+        self._has_freed = threading.Condition(self._lock)
         self._is_closed = False
         self._num_allocated = 0
         self._used_bytes = 0
@@ -140,13 +143,56 @@ class CachePool(Generic[M]):
         cache = self._new_cache(desc, is_blocks=True, is_of_model=is_of_model)
         try:
             with self._exclusive():
-                self._require_no_blocks_cache(key)
-                if key is not None:
-                    self._blocks_caches[key.model_id] = cache
+                self._bind_blocks(cache, key)
         except LLMException:
             self.release_handle(cache.cache_id)
             raise
         return cache
+
+    def register(self, desc: CacheDesc, memory: M) -> PooledCache[M]:
+        """Take in memory of somebody else as a contiguous cache, with its handle."""
+        with self._exclusive():
+            return self._added(desc, memory, is_blocks=False, is_registered=True)
+
+    def register_blocks(self, desc: CacheDesc, memory: M, key: BlocksCacheKey | None) -> PooledCache[M]:
+        """Take in memory of somebody else as a blocks cache, with its handle, under a key.
+
+        Raises:
+            LLMException: LLM_REPEAT_REQUEST (the model has one); nothing has changed.
+        """
+        with self._exclusive():
+            self._require_no_blocks_cache(key)
+            cache = self._added(desc, memory, is_blocks=True, is_registered=True)
+            self._bind_blocks(cache, key)
+        return cache
+
+    def unregister(self, cache_id: int, deadline: float) -> M | None:
+        """Give up a registered cache with all keys, and wait until no transfer uses its memory.
+
+        Returns:
+            Its memory; None if there is no such cache.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID (it was allocated), LLM_WAIT_PROCESS_TIMEOUT (a transfer has not
+                ended by `deadline`; the cache can be used by no further one).
+        """
+        with self._exclusive():
+            cache = self._caches.get(cache_id)
+            if cache is None:
+                return None
+            if not cache.is_registered:
+                raise invalid(f"cache {cache_id} was allocated, not registered; deallocate it")
+            for name in [name for name, one in self._bindings.items() if one.cache is cache]:
+                self._unbind(name)
+            self._release_handle(cache_id)
+            time_left = max(0.0, deadline - time.monotonic())
+            if not self._has_freed.wait_for(lambda: cache_id not in self._caches, time_left):
+                raise failure(
+                    LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+                    f"{cache.num_transfers} transfers still use cache {cache_id}; keep its memory, and call "
+                    "again, or unlink their peers first",
+                )
+        return cache.memory
 
     def bind(self, cache: PooledCache[M], keys: Sequence[CacheKey]) -> None:
         """Bind `keys[i]` to slot i of a cache that has its handle.
@@ -236,6 +282,7 @@ class CachePool(Generic[M]):
             self._caches.clear()
             self._bindings.clear()
             self._blocks_caches.clear()
+            self._has_freed.notify_all()
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -266,10 +313,21 @@ class CachePool(Generic[M]):
                 self._used_bytes -= num_bytes
             raise
         with self._exclusive():
-            self._require_open()
-            self._num_allocated += 1
-            cache = PooledCache(self._num_allocated, desc, memory, is_blocks, is_of_model)
-            self._caches[cache.cache_id] = cache
+            return self._added(desc, memory, is_blocks=is_blocks, is_of_model=is_of_model)
+
+    def _added(
+        self,
+        desc: CacheDesc,
+        memory: M,
+        *,
+        is_blocks: bool,
+        is_of_model: bool = False,
+        is_registered: bool = False,
+    ) -> PooledCache[M]:
+        self._require_open()
+        self._num_allocated += 1
+        cache = PooledCache(self._num_allocated, desc, memory, is_blocks, is_of_model, is_registered)
+        self._caches[cache.cache_id] = cache
         return cache
 
     def _reserve(self, num_bytes: int) -> None:
@@ -309,6 +367,11 @@ class CachePool(Generic[M]):
                 f"model {key.model_id} has a blocks cache already; deallocate it first",
             )
 
+    def _bind_blocks(self, cache: PooledCache[M], key: BlocksCacheKey | None) -> None:
+        self._require_no_blocks_cache(key)
+        if key is not None:
+            self._blocks_caches[key.model_id] = cache
+
     def _with_handle(self, cache_id: int) -> PooledCache[M]:
         cache = self._caches.get(cache_id)
         if cache is None or not cache.has_handle:
@@ -344,6 +407,7 @@ class CachePool(Generic[M]):
         is_held = cache.has_handle or cache.num_keys or cache.num_transfers
         if not is_held and self._caches.pop(cache.cache_id, None) is not None:
             self._used_bytes -= cache.num_bytes
+            self._has_freed.notify_all()
 
 
 def _slot_name(key: CacheKey) -> SlotName:

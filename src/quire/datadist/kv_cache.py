@@ -15,10 +15,10 @@ from quire.datadist.status import LLMStatusCode, failure, invalid
 
 
 class KvCache:
-    """A cache that a `KvCacheManager` has allocated; dropping the last reference deallocates it.
+    """A cache that a `KvCacheManager` has allocated or registered; dropping the last reference gives it up.
 
     Args:
-        cache_id: counts from 1 in the order of allocation.
+        cache_id: counts from 1 in the order of allocation and registration.
         cache_desc: what it consists of.
         per_device_tensor_addrs: address of each tensor, in a list for each device; there is one.
     """
@@ -36,7 +36,7 @@ class KvCache:
 
     @property
     def cache_id(self) -> int:
-        """Counts from 1 in the order of allocation."""
+        """Counts from 1 in the order of allocation and registration."""
         return self._cache_id
 
     @property
@@ -55,9 +55,17 @@ class KvCache:
             self._pool.cache(self._cache_id)
         return [list(one) for one in self._addresses]
 
+    @property
+    def tensor_addrs(self) -> list[int]:
+        """Address of each tensor; raises what `per_device_tensor_addrs` does."""
+        return [address for one in self.per_device_tensor_addrs for address in one]
+
     @override
     def __repr__(self) -> str:
         return f"KvCache({self._cache_id}, {self._cache_desc})"
+
+
+Cache = KvCache
 
 
 def kv_cache_of(pool: CachePool[CacheMemory], cache: PooledCache[Any]) -> KvCache:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from quire.datadist.argument_checks import U32, ArgumentChecks
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from quire.datadist.cache_pool import CachePool
@@ -25,9 +27,15 @@ class KvCacheManager(LocalCaches):
     """
 
     def __init__(
-        self, role: LLMRole, pool: CachePool[CacheMemory], links: DecoderLinks, timeout: float
+        self,
+        role: LLMRole,
+        pool: CachePool[CacheMemory],
+        links: DecoderLinks,
+        *,
+        device: torch.device,
+        timeout: float,
     ) -> None:
-        super().__init__(role, pool, timeout)
+        super().__init__(role, pool, device, timeout)
         self._links = links
 
     def pull_cache(

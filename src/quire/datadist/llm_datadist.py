@@ -222,7 +222,9 @@ class _Session:
         self.links = DecoderLinks(
             cluster_id, options.token, self._transports, use_checksum=options.use_checksum
         )
-        self.manager = KvCacheManager(role, self._pool, self.links, options.timeout)
+        self.manager = KvCacheManager(
+            role, self._pool, self.links, device=options.device, timeout=options.timeout
+        )
         self.service: PromptService | None = None
         if options.address is not None:
             if not options.token and not ipaddress.IPv4Address(options.address[0]).is_loopback:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
-from quire.datadist.argument_checks import OFFSET, U32, U64, ArgumentChecks
+from quire.datadist.argument_checks import ADDRESS, I64, OFFSET, U32, U64, ArgumentChecks
 from quire.datadist.cache_desc import CacheDesc
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey
 from quire.datadist.cache_pool import CachePool
@@ -17,6 +18,7 @@ from quire.datadist.copies import copy_slot
 from quire.datadist.enums import LLMRole
 from quire.datadist.kv_cache import KvCache, kv_cache_of, pooled_cache
 from quire.datadist.memory import CacheMemory
+from quire.datadist.registered_memory import memory_at
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 from quire.datadist.tensor import Tensor, view_of
 
@@ -24,9 +26,12 @@ from quire.datadist.tensor import Tensor, view_of
 class LocalCaches:
     """Allocates caches, and copies within and between them; its calls wait for each other."""
 
-    def __init__(self, role: LLMRole, pool: CachePool[CacheMemory], timeout: float) -> None:
+    def __init__(
+        self, role: LLMRole, pool: CachePool[CacheMemory], device: torch.device, timeout: float
+    ) -> None:
         self._role = role
         self._pool = pool
+        self._device = device
         self._timeout = timeout
         self._lock = threading.Lock()
         self._is_open = True
@@ -73,11 +78,67 @@ class LocalCaches:
             _require_batch_first(cache_desc)
             return kv_cache_of(self._pool, self._pool.allocate_blocks(cache_desc, blocks_cache_key))
 
+    def register_cache(self, cache_desc: CacheDesc, addrs: list[int]) -> KvCache:
+        """Make a contiguous cache of memory that there is already; it is neither copied nor zeroed.
+
+        Args:
+            cache_desc: what it consists of; dimension 0 counts slots.
+            addrs: address of each tensor. The memory must be there until `unregister_cache` returns.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID (not one address for each tensor, tensors that overlap, or memory
+                that this process does not have).
+        """
+        with ArgumentChecks() as check:
+            check.instance("cache_desc", cache_desc, CacheDesc)
+            addresses = check.integers("addrs", addrs, ADDRESS)
+        with self.call():
+            _require_batch_first(cache_desc)
+            memory = memory_at(cache_desc, addresses, self._device)
+            return kv_cache_of(self._pool, self._pool.register(cache_desc, memory))
+
+    def register_blocks_cache(
+        self, cache_desc: CacheDesc, addrs: list[int], blocks_cache_key: BlocksCacheKey | None = None
+    ) -> KvCache:
+        """Make a blocks cache of memory that there is already; it is neither copied nor zeroed.
+
+        Args:
+            cache_desc: what it consists of; dimension 0 counts blocks.
+            addrs: address of each tensor. The memory must be there until `unregister_cache` returns.
+            blocks_cache_key: on any role, under which peers find it.
+
+        Raises:
+            LLMException: as from `register_cache`; LLM_REPEAT_REQUEST (the model has one).
+        """
+        with ArgumentChecks() as check:
+            check.instance("cache_desc", cache_desc, CacheDesc)
+            addresses = check.integers("addrs", addrs, ADDRESS)
+            check.instance("blocks_cache_key", blocks_cache_key, BlocksCacheKey, type(None))
+        with self.call():
+            _require_batch_first(cache_desc)
+            memory = memory_at(cache_desc, addresses, self._device)
+            return kv_cache_of(self._pool, self._pool.register_blocks(cache_desc, memory, blocks_cache_key))
+
+    def unregister_cache(self, cache_id: int) -> None:
+        """Give up a registered cache; waits until no transfer uses its memory. Unknown ids are ignored.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID (it was allocated), LLM_WAIT_PROCESS_TIMEOUT (a transfer has not
+                ended in time: keep the memory, and call again), LLM_FAILED (one could not be ended: keep the
+                memory until this process ends).
+        """
+        with ArgumentChecks() as check:
+            checked = check.integer("cache_id", cache_id, I64)
+        with self.call() as deadline:
+            memory = self._pool.unregister(checked, deadline)
+            if memory is not None:
+                _take_back(memory, deadline)
+
     def deallocate_cache(self, cache: KvCache) -> None:
         """Give up a cache. Its keys can still be pulled; a blocks cache goes with its key.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID (owned by a model).
+            LLMException: LLM_PARAM_INVALID (owned by a model, or registered).
         """
         with ArgumentChecks() as check:
             check.instance("cache", cache, KvCache)
@@ -90,6 +151,8 @@ class LocalCaches:
                 raise
             if pooled.is_of_model:
                 raise invalid(f"{cache} belongs to a model, which releases it in finalize")
+            if pooled.is_registered:
+                raise invalid(f"{cache} is registered memory; call unregister_cache")
             self._pool.release_handle(pooled.cache_id)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
@@ -216,3 +279,19 @@ class LocalCaches:
 def _require_batch_first(desc: CacheDesc) -> None:
     if desc.batch_dim_index != 0:
         raise invalid(f"batch_dim_index is {desc.batch_dim_index}; only caches with 0 can be allocated")
+
+
+def _take_back(memory: CacheMemory, deadline: float) -> None:
+    try:
+        memory.be_forgotten(deadline)
+    except OSError as error:
+        raise _cannot_be_taken_back() from error
+    if memory.is_lost:
+        raise _cannot_be_taken_back()
+
+
+def _cannot_be_taken_back() -> LLMException:
+    return failure(
+        LLMStatusCode.LLM_FAILED,
+        "a transport may still use the memory; keep it until this process ends",
+    )

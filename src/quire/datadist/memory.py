@@ -1,9 +1,11 @@
-"""The memory of caches, on the host or on a device: nothing else here knows what a device is."""
+"""The memory of caches, on the host or on a device: little else here knows what a device is."""
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import psutil
 import torch
@@ -15,9 +17,12 @@ from quire.datadist.spans import Window
 from quire.datadist.status import LLMException, LLMStatusCode, failure
 from quire.datadist.tensor import torch_dtype
 
+Forget: TypeAlias = Callable[["CacheMemory", float], None]
+"""Has a library forget memory until a deadline; raises `OSError`."""
+
 
 class CacheMemory(ABC):
-    """The zero-filled tensors of one cache.
+    """The tensors of one cache.
 
     Attributes:
         tensors: as described, each with memory of its own.
@@ -25,13 +30,27 @@ class CacheMemory(ABC):
         is_lost: whether a transfer that could not be ended may still write to it.
     """
 
-    def __init__(self, desc: CacheDesc, device: torch.device) -> None:
+    def __init__(self, desc: CacheDesc, tensor_bytes: list[torch.Tensor]) -> None:
         self.is_lost = False
         dtype = torch_dtype(desc.data_type)
-        self.tensor_bytes = [
-            torch.zeros(desc.tensor_bytes, dtype=torch.uint8, device=device) for _ in range(desc.num_tensors)
-        ]
-        self.tensors = [one.view(dtype).view(desc.shape) for one in self.tensor_bytes]
+        self.tensor_bytes = tensor_bytes
+        self.tensors = [one.view(dtype).view(desc.shape) for one in tensor_bytes]
+        self._users: list[weakref.WeakMethod[Forget]] = []
+
+    def add_user(self, forget: Forget) -> None:
+        """Note what has this memory forgotten by a library that knows it; the method's owner is not kept."""
+        self._users.append(weakref.WeakMethod(forget))
+
+    def be_forgotten(self, deadline: float) -> None:
+        """Have every library forget this memory, before its owner takes it back.
+
+        Raises:
+            OSError: one did not in time.
+        """
+        for user in self._users:
+            forget = user()
+            if forget is not None:
+                forget(self, deadline)
 
     def addresses(self) -> list[int]:
         """Return the address of each tensor."""
@@ -70,10 +89,17 @@ class CacheMemory(ABC):
 
 
 class HostMemory(CacheMemory):
-    """Memory of the host: sent from and received into without a copy."""
+    """Memory of the host: sent from and received into without a copy.
 
-    def __init__(self, desc: CacheDesc) -> None:
-        super().__init__(desc, torch.device("cpu"))
+    Args:
+        desc: of the cache.
+        tensor_bytes: memory that there is already, for each tensor; None: new memory, zero-filled.
+    """
+
+    def __init__(self, desc: CacheDesc, tensor_bytes: list[torch.Tensor] | None = None) -> None:
+        super().__init__(
+            desc, zero_bytes(desc, torch.device("cpu")) if tensor_bytes is None else tensor_bytes
+        )
         self._views = [one.numpy().data for one in self.tensor_bytes]
 
     @override
@@ -95,10 +121,18 @@ class HostMemory(CacheMemory):
 
 
 class DeviceMemory(CacheMemory):
-    """Memory of a device: each window passes through memory of the host."""
+    """Memory of a device: each window passes through memory of the host.
 
-    def __init__(self, desc: CacheDesc, device: torch.device) -> None:
-        super().__init__(desc, device)
+    Args:
+        desc: of the cache.
+        device: where it is.
+        tensor_bytes: as of `HostMemory`.
+    """
+
+    def __init__(
+        self, desc: CacheDesc, device: torch.device, tensor_bytes: list[torch.Tensor] | None = None
+    ) -> None:
+        super().__init__(desc, zero_bytes(desc, device) if tensor_bytes is None else tensor_bytes)
         self._device = device
 
     @override
@@ -148,6 +182,12 @@ class MemoryAllocator:
             return HostMemory(desc) if is_on_host else DeviceMemory(desc, self._device)
         except (MemoryError, RuntimeError) as error:  # torch's errors of allocation are RuntimeErrors
             raise _out_of_memory(num_bytes, str(self._device)) from error
+
+
+def zero_bytes(desc: CacheDesc, device: torch.device | None = None) -> list[torch.Tensor]:
+    """Return zeros for each tensor of a cache, on the host unless `device` says otherwise."""
+    size = desc.tensor_bytes
+    return [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(desc.num_tensors)]
 
 
 def _out_of_memory(num_bytes: int, where: str) -> LLMException:

@@ -109,6 +109,13 @@ class NixlAgent:
         """Let NIXL move a cache, for as long as the cache lives."""
         return self._thread.call(deadline, self._register, memory)
 
+    def forget(self, memory: CacheMemory, deadline: float) -> None:
+        """Let NIXL move a cache no more, before its owner takes back its memory."""
+        if self._closing is None:
+            self._thread.call(deadline, self._forget, memory)
+        elif not self.close():
+            raise CallFailedError("NIXL has not ended")
+
     def connection(self, deadline: float) -> bytes:
         """Return what a peer must load before any region."""
         return self._thread.call(deadline, self._connection)
@@ -179,7 +186,14 @@ class NixlAgent:
             data = self._agent.get_partial_agent_metadata(registration, False, [BACKEND])
             metadata = RegionMetadata(next(self._numbers), data)
             region = self._regions[memory] = _Region(metadata, registration, storage, finalizer)
+            memory.add_user(self.forget)
         return region.metadata
+
+    def _forget(self, memory: CacheMemory) -> None:
+        region = self._regions.pop(memory, None)
+        if region is not None:
+            region.finalizer.detach()
+            self._agent.deregister_memory(region.registration, [BACKEND])
 
     def _deregister(self, registration: Any, storage: list[Any]) -> None:
         """Deregister, while `storage` keeps the memory."""
