@@ -9,73 +9,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.cache_holds import Binding, M, PooledCache, SlotName, SourceHold, slot_name, slot_names
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
-
-M = TypeVar("M")
-
-SlotName = tuple[bool, int, int]
-"""What a key names on this PROMPT: whether a prefix, its id or the request's, and the model's."""
-
-
-@dataclasses.dataclass(eq=False)
-class PooledCache(Generic[M]):
-    """A cache and what holds it; only the pool changes it."""
-
-    cache_id: int
-    desc: CacheDesc
-    memory: M
-    is_blocks: bool
-    is_of_model: bool = False
-    is_registered: bool = False
-    has_handle: bool = True
-    num_keys: int = 0
-    num_transfers: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors that count for the pool: none of memory that belongs to somebody else."""
-        return 0 if self.is_registered else self.desc.num_tensors * self.desc.tensor_bytes
-
-
-@dataclasses.dataclass(eq=False)
-class _Binding(Generic[M]):
-    """One life of a key: a key that is bound again is another binding."""
-
-    name: SlotName
-    cache: PooledCache[M]
-    slot: int
-
-
-class SourceHold(Generic[M]):
-    """Keeps a cache for one transfer. `end` must be called, and may be called again.
-
-    Attributes:
-        cache: what is read.
-        slot: that was named, or None if it is a blocks cache.
-    """
-
-    def __init__(
-        self, pool: CachePool[M], cache: PooledCache[M], slot: int | None, binding: _Binding[M] | None
-    ) -> None:
-        self.cache = cache
-        self.slot = slot
-        self._pool = pool
-        self._binding = binding
-        self._has_ended = False
-
-    def end(self, *, consume: bool) -> None:
-        """End the transfer; with `consume`, a request key that was held goes, if it is still the same one."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._pool._end_transfer(self.cache, self._binding if consume else None)
 
 
 class CachePool(Generic[M]):
@@ -95,7 +37,7 @@ class CachePool(Generic[M]):
         self._num_allocated = 0
         self._used_bytes = 0
         self._caches: dict[int, PooledCache[M]] = {}
-        self._bindings: dict[SlotName, _Binding[M]] = {}
+        self._bindings: dict[SlotName, Binding[M]] = {}
         self._blocks_caches: dict[int, PooledCache[M]] = {}  # by model
         self._dropped_handles: collections.deque[int] = collections.deque()
 
@@ -118,7 +60,7 @@ class CachePool(Generic[M]):
             LLMException: LLM_PARAM_INVALID (more keys than slots), LLM_REPEAT_REQUEST (a key is live),
                 LLM_DEVICE_OUT_OF_MEMORY; nothing has changed.
         """
-        names = _slot_names(desc, keys)
+        names = slot_names(desc, keys)
         with self._exclusive():
             self._require_unbound(names)
         cache = self._new_cache(desc, is_blocks=False, is_of_model=is_of_model)
@@ -200,12 +142,12 @@ class CachePool(Generic[M]):
         Raises:
             LLMException: LLM_PARAM_INVALID, LLM_REPEAT_REQUEST as from `allocate`; no key is bound.
         """
-        self._bind(cache, _slot_names(cache.desc, keys))
+        self._bind(cache, slot_names(cache.desc, keys))
 
     def is_bound(self, key: CacheKey) -> bool:
         """Return whether a key can be pulled."""
         with self._exclusive():
-            return _slot_name(key) in self._bindings
+            return slot_name(key) in self._bindings
 
     def cache(self, cache_id: int) -> PooledCache[M]:
         """Return a cache whose handle lives.
@@ -229,7 +171,7 @@ class CachePool(Generic[M]):
     def remove_key(self, key: CacheKey) -> None:
         """Let a key be pulled no more; unknown keys and placeholders are ignored."""
         with self._exclusive():
-            self._unbind(_slot_name(key))
+            self._unbind(slot_name(key))
 
     def remove_request(self, req_id: int) -> None:
         """Remove the keys of a request, of every model."""
@@ -244,7 +186,7 @@ class CachePool(Generic[M]):
             LLMException: LLM_KV_CACHE_NOT_EXIST.
         """
         with self._exclusive():
-            binding = self._bindings.get(_slot_name(key))
+            binding = self._bindings.get(slot_name(key))
             if binding is None:
                 raise _no_cache(f"{key} is not bound: it was never, or has been pulled or removed")
             return self._hold(binding.cache, binding.slot, None if key.is_prefix_key else binding)
@@ -348,7 +290,7 @@ class CachePool(Generic[M]):
         with self._exclusive():
             self._require_unbound(names)
             for name, slot in names.items():
-                self._bindings[name] = _Binding(name, cache, slot)
+                self._bindings[name] = Binding(name, cache, slot)
             cache.num_keys += len(names)
 
     def _require_unbound(self, names: dict[SlotName, int]) -> None:
@@ -392,11 +334,11 @@ class CachePool(Generic[M]):
             binding.cache.num_keys -= 1
             self._free_if_unheld(binding.cache)
 
-    def _hold(self, cache: PooledCache[M], slot: int | None, binding: _Binding[M] | None) -> SourceHold[M]:
+    def _hold(self, cache: PooledCache[M], slot: int | None, binding: Binding[M] | None) -> SourceHold[M]:
         cache.num_transfers += 1
-        return SourceHold(self, cache, slot, binding)
+        return SourceHold(self._end_transfer, cache, slot, binding)
 
-    def _end_transfer(self, cache: PooledCache[M], consumed: _Binding[M] | None) -> None:
+    def _end_transfer(self, cache: PooledCache[M], consumed: Binding[M] | None) -> None:
         with self._exclusive():
             cache.num_transfers -= 1
             if consumed is not None and self._bindings.get(consumed.name) is consumed:
@@ -408,17 +350,6 @@ class CachePool(Generic[M]):
         if not is_held and self._caches.pop(cache.cache_id, None) is not None:
             self._used_bytes -= cache.num_bytes
             self._has_freed.notify_all()
-
-
-def _slot_name(key: CacheKey) -> SlotName:
-    return key.is_prefix_key, key.prefix_id if key.is_prefix_key else key.req_id, key.model_id
-
-
-def _slot_names(desc: CacheDesc, keys: Sequence[CacheKey]) -> dict[SlotName, int]:
-    """Return the slot of each key that is no placeholder; of a repeated key, the last."""
-    if len(keys) > desc.batch_size:
-        raise invalid(f"there are {len(keys)} keys for {desc.batch_size} slots")
-    return {_slot_name(key): slot for slot, key in enumerate(keys) if not key.is_placeholder}
 
 
 def _no_cache(message: str) -> LLMException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.datadist.cache_pool import PooledCache
+from quire.datadist.cache_holds import PooledCache
 from quire.datadist.memory import CacheMemory
 from quire.datadist.status import invalid
 

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.cache_holds import PooledCache
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey
-from quire.datadist.cache_pool import CachePool, PooledCache
+from quire.datadist.cache_pool import CachePool
 from quire.datadist.copies import copy_slot
 from quire.datadist.decoder_links import DecoderLinks
 from quire.datadist.kv_cache import KvCache, kv_cache_of

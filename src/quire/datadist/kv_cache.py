@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from quire.datadist.argument_checks import I64, U64, ArgumentChecks
 from quire.datadist.cache_desc import CacheDesc
-from quire.datadist.cache_pool import CachePool, PooledCache
+from quire.datadist.cache_holds import PooledCache
+from quire.datadist.cache_pool import CachePool
 from quire.datadist.memory import CacheMemory
 from quire.datadist.status import LLMStatusCode, failure, invalid
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from quire.datadist.argument_checks import UINT64_MAX
 from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.cache_holds import PooledCache
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey
-from quire.datadist.cache_pool import CachePool, PooledCache
+from quire.datadist.cache_pool import CachePool
 from quire.datadist.copies import copy_slot
 from quire.datadist.kv_cache import KvCache, kv_cache_of
 from quire.datadist.kv_cache_manager import KvCacheManager

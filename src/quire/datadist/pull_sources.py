@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.cache_holds import SourceHold
 from quire.datadist.cache_keys import CacheKey
-from quire.datadist.cache_pool import CachePool, SourceHold
+from quire.datadist.cache_pool import CachePool
 from quire.datadist.enums import DataType
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import BlocksSource, KeySource, LayerRange, PullRequest, decode_runs

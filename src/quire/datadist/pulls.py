@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.datadist.argument_checks import OFFSET, U32, ArgumentChecks
+from quire.datadist.cache_holds import PooledCache
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from quire.datadist.cache_pool import PooledCache
 from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
