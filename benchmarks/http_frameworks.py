@@ -29,9 +29,10 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.app import create_app
 from quire.server.completions import create_completion
 from quire.server.context import ServerContext
+from quire.server.listening import bound_socket
 from quire.server.middleware import RequestEnvelope
 from quire.server.protocol import CompletionRequest
-from quire.server.serve import bound_socket, http_server
+from quire.server.serve import http_server
 from quire.status import FinishReason
 
 PROMPT_TOKENS = 200
@@ -99,7 +100,7 @@ APPS = {"Starlette": starlette_app, "FastAPI": fastapi_app}
 
 def serve(name: str) -> None:
     """Serve one of the applications until this process is killed; print the port first."""
-    with contextlib.closing(bound_socket(ServerConfig(port=0))) as bound:
+    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
         server = http_server(APPS[name](InstantEngine()), lambda: print(port, flush=True))
         asyncio.run(server.serve(sockets=[bound]))

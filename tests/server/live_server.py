@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import threading
 
-from quire.config import ServerConfig
-from quire.server.serve import bound_socket, http_server
+from quire.server.listening import bound_socket
+from quire.server.serve import http_server
 
 MAX_BODY_BYTES = 1_000_000
 
@@ -15,7 +15,7 @@ def served(app):
     """Serve `app` with the real HTTP server in a thread; yields its URL."""
     listening = threading.Event()
     server = http_server(app, listening.set)
-    with contextlib.closing(bound_socket(ServerConfig(port=0))) as bound:
+    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
         thread.start()

@@ -14,7 +14,8 @@ import pytest
 import subprocesses
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, ModelNotFoundError
-from quire.server.serve import bound_socket, serve
+from quire.server.listening import bound_socket
+from quire.server.serve import serve
 
 PROGRAM = """
 import sys
@@ -193,7 +194,7 @@ def test_a_port_that_is_taken(started):
 
 def test_a_host_that_is_not_ours():
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0"):
-        bound_socket(ServerConfig(host="192.0.2.1", port=0))
+        bound_socket("192.0.2.1", 0)
 
 
 def test_sigterm_while_loading(started):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
-from quire.errors import ConfigError
 from quire.front.async_llm import AsyncLLM
+from quire.server.listening import bound_socket, url_of
+from quire.server.stopping import StopSignals, finished_unless_set
 
 if TYPE_CHECKING:
     import uvicorn
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from quire.server.context import ServerContext
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE = 60  # seconds; longer than clients keep idle connections, so that they close them first
 _LAST_BYTES_TIMEOUT = 5  # seconds; for answers that are complete in the engine but not yet sent
 
@@ -40,7 +39,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         ModelError: the model cannot be found or read.
         EngineDeadError: the engine did not start.
     """
-    with contextlib.closing(bound_socket(server_config)) as bound:
+    with contextlib.closing(bound_socket(server_config.host, server_config.port)) as bound:
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
         llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
 
@@ -50,30 +49,6 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
             return create_app(llm, server_config)
 
         asyncio.run(_serve_until_stopped(llm, make_app, bound))
-
-
-def bound_socket(config: ServerConfig) -> socket.socket:
-    """Return a socket bound to the configured address, not yet listening.
-
-    Raises:
-        ConfigError: the address does not exist, is in use, or is not permitted.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except BaseException:
-            bound.close()
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port} ({error}); choose another host or port"
-        ) from None
-    return bound
 
 
 def http_server(app: ASGIApp, on_listening: Callable[[], None]) -> uvicorn.Server:
@@ -108,46 +83,22 @@ def http_server(app: ASGIApp, on_listening: Callable[[], None]) -> uvicorn.Serve
     )
 
 
-class _StopSignals:
-    """Counts SIGTERM and Ctrl-C: the first asks for a graceful stop, the second for an immediate one."""
-
-    def __init__(self) -> None:
-        self.graceful = asyncio.Event()
-        self.immediate = asyncio.Event()
-
-    def _received(self) -> None:
-        if self.graceful.is_set():
-            self.immediate.set()
-        self.graceful.set()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, self._received)
-        try:
-            yield
-        finally:
-            for number in _STOP_SIGNALS:
-                loop.remove_signal_handler(number)
-
-
 async def _serve_until_stopped(
     llm: AsyncLLM, make_app: Callable[[], Starlette], bound: socket.socket
 ) -> None:
     """Wait for the engine, serve it on `bound` until a stop signal, let requests finish, shut it down."""
-    stop = _StopSignals()
+    stop = StopSignals()
     with stop.installed():
         try:
-            if await _finished_unless_set(stop.graceful, llm.wait_until_ready()):
+            if await finished_unless_set(stop.graceful, llm.wait_until_ready()):
                 await _serve_engine(make_app(), bound, stop)
         finally:
             await llm.shutdown()
 
 
-async def _serve_engine(app: Starlette, bound: socket.socket, stop: _StopSignals) -> None:
+async def _serve_engine(app: Starlette, bound: socket.socket, stop: StopSignals) -> None:
     context: ServerContext = app.state.context
-    server = http_server(app, lambda: _announce(context, _url_of(context.config.host, bound)))
+    server = http_server(app, lambda: _announce(context, url_of(context.config.host, bound)))
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     stopping = asyncio.create_task(_stop_gracefully(context, stop))
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,7 +110,7 @@ async def _serve_engine(app: Starlette, bound: socket.socket, stop: _StopSignals
         await stopping
 
 
-async def _stop_gracefully(context: ServerContext, stop: _StopSignals) -> None:
+async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
     """After the first signal: refuse new requests, wait for the running ones, abort what is left."""
     await stop.graceful.wait()
     calls, timeout = context.calls, context.config.drain_timeout
@@ -171,25 +122,9 @@ async def _stop_gracefully(context: ServerContext, stop: _StopSignals) -> None:
         )
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):
-            await _finished_unless_set(stop.immediate, calls.wait_idle())
+            await finished_unless_set(stop.immediate, calls.wait_idle())
     for request_id in calls.request_ids:
         context.llm.abort(request_id)
-
-
-async def _finished_unless_set(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
-    """Return True when `work` is done, or cancel it and return False when `event` is set first."""
-    task = asyncio.ensure_future(work)
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-            return True
-        return False
-    finally:
-        for pending in (task, waiting):
-            pending.cancel()
-        await asyncio.gather(task, waiting, return_exceptions=True)
 
 
 def _announce(context: ServerContext, url: str) -> None:
@@ -202,10 +137,3 @@ def _announce(context: ServerContext, url: str) -> None:
         f"Try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'",
         flush=True,
     )
-
-
-def _url_of(host: str, bound: socket.socket) -> str:
-    """Return the URL that clients on this machine can use."""
-    address, port = bound.getsockname()[:2]
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, host or address)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
