@@ -16,14 +16,20 @@ from quire.datadist import KvCacheManager, LLMClusterInfo, LLMDataDist, LLMStatu
 from quire.datadist.transports import nixl_agent
 
 PROCESSES = ("one-process", "two-processes")
-TRANSPORTS = ("tcp", "nixl") if nixl_agent.is_installed() else ("tcp",)
+TRANSPORTS = ("tcp", "shared_memory", *(["nixl"] if nixl_agent.is_installed() else []))
 PAIRS = [f"{processes} {transport}" for processes in PROCESSES for transport in TRANSPORTS]
 
 
-in_two_processes = pytest.mark.parametrize(
-    "make_pair", [kind for kind in PAIRS if kind.startswith("two-processes")], indirect=True
-)
-"""Run a test only where the PROMPT has a process of its own."""
+def with_pairs(*wanted: str) -> pytest.MarkDecorator:
+    """Run a test with the pairs only whose kind is all of this."""
+    kinds = [kind for kind in PAIRS if set(wanted) <= set(kind.split())]
+    return pytest.mark.parametrize("make_pair", kinds, indirect=True)
+
+
+in_two_processes = with_pairs("two-processes")  # the PROMPT has a process of its own
+in_two_processes_over_tcp = with_pairs("two-processes", "tcp")
+over_tcp = with_pairs("tcp")  # a forwarder lies between the PROMPT and the data
+over_shared_memory = with_pairs("shared_memory")
 
 
 @dataclasses.dataclass

@@ -31,7 +31,11 @@ PATIENT = 60_000  # milliseconds; no test waits for so long
 
 
 def options(
-    *, pool: int = POOL, timeout: int = PATIENT, transport: str = "tcp", listen: str | None = None
+    *,
+    pool: int = POOL,
+    timeout: int = PATIENT,
+    transport: str = "shared_memory,tcp",
+    listen: str | None = None,
 ) -> dict[str, str]:
     """Return what `init` takes, for a side that listens if `listen` is an address."""
     config = LLMConfig()

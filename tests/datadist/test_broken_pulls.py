@@ -18,7 +18,7 @@ from pair_checks import (
     bound_only,
     free_on_prompt,
 )
-from pairs import in_two_processes
+from pairs import in_two_processes, in_two_processes_over_tcp, over_tcp
 from sides import POOL, byte_desc, pattern, read_cache, write_new_cache
 
 from conformance import row
@@ -39,6 +39,7 @@ SLACK = 10.0  # seconds that a busy machine may need beyond a time limit
 
 @row("E52")
 @pytest.mark.parametrize("num_bytes", [0, 1, 1000])
+@over_tcp
 def test_a_prompt_that_falls_silent_in_a_pull(make_pair, num_bytes):
     pair = make_pair(timeout=SHORT, forwarded=True)
     desc, key = byte_desc(1, 4096), CacheKey(1, 5)
@@ -80,6 +81,7 @@ def test_a_prompt_that_is_stopped(make_pair):
 
 
 @row("E52")
+@over_tcp
 def test_a_pull_waits_for_another(make_pair):
     pair = make_pair(pool=1 << 24, forwarded=True)
     large, small = byte_desc(1, 1 << 20), byte_desc(1)
@@ -100,6 +102,7 @@ def test_a_pull_waits_for_another(make_pair):
 
 
 @row("E56")
+@over_tcp
 def test_what_is_released_during_its_transfer(make_pair):
     pool = 1 << 24
     pair = make_pair(pool=pool, forwarded=True)
@@ -149,6 +152,7 @@ def cut_pull(pair, desc: CacheDesc, key: CacheKey, num_bytes: int, direction: st
 
 @row("E78")
 @pytest.mark.parametrize("direction", ["requests", "answers"])
+@over_tcp
 def test_a_connection_that_is_cut_anywhere_in_a_pull(make_pair, direction):
     pair = make_pair(pool=1 << 20, forwarded=True)
     desc, key = byte_desc(1, 5000), CacheKey(1, 5)
@@ -178,7 +182,7 @@ def assert_not_usable(pair) -> None:
 
 
 @row("E78")
-@in_two_processes
+@in_two_processes_over_tcp
 def test_a_prompt_that_is_killed_in_a_pull(make_pair):
     pair = make_pair(pool=1 << 24, forwarded=True)
     desc, key = byte_desc(1, 1 << 21), CacheKey(1, 5)
@@ -202,6 +206,7 @@ def test_a_prompt_that_is_killed_in_a_pull(make_pair):
 
 
 @row("E78")
+@over_tcp
 def test_a_bit_that_changes_on_the_way(make_pair):
     pair = make_pair(forwarded=True)
     desc, key = byte_desc(1, 1000), CacheKey(1, 5)
@@ -221,6 +226,7 @@ def test_a_bit_that_changes_on_the_way(make_pair):
 
 
 @row("E78")
+@over_tcp
 def test_a_prompt_that_is_finalized_in_a_pull(make_pair):
     pair = make_pair(pool=1 << 27, forwarded=True)
     desc, key = byte_desc(1, 1 << 24), CacheKey(1, 5)  # more than all buffers on the way hold

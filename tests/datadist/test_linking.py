@@ -13,6 +13,7 @@ import pytest
 import sides
 from failing import fails_with
 from forwarder import Forwarder
+from pairs import over_tcp
 from remote_objects import remote_process
 from sides import byte_desc, cluster_info, pattern, read_cache, write_new_cache
 
@@ -398,6 +399,7 @@ def test_two_threads_that_link_queue(make_pair):
 
 
 @row("E29")
+@over_tcp
 def test_unlink_beside_a_running_pull(make_pair):
     pair = make_pair(pool=1 << 24, forwarded=True)
     desc, key = byte_desc(1, 1 << 20), CacheKey(1, 5)
@@ -415,6 +417,7 @@ def test_unlink_beside_a_running_pull(make_pair):
 
 
 @row("E27")
+@over_tcp
 def test_a_forced_unlink_beside_a_running_pull(make_pair):
     pair = make_pair(pool=1 << 25, forwarded=True)
     desc, key = byte_desc(1, 1 << 21), CacheKey(1, 5)

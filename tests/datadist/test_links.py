@@ -28,7 +28,10 @@ DESC = CacheDesc(3, [20, 6], DataType.DT_UINT8)
 
 @pytest.fixture
 def pair():
-    with started(LLMRole.PROMPT, PROMPT_ID) as prompt, started(LLMRole.DECODER, DECODER_ID) as decoder:
+    with (
+        started(LLMRole.PROMPT, PROMPT_ID, transports="tcp") as prompt,
+        started(LLMRole.DECODER, DECODER_ID) as decoder,
+    ):
         assert decoder.link_clusters([address_of(prompt)])[0] is LLMStatusCode.LLM_SUCCESS
         yield prompt, decoder
 

@@ -153,6 +153,8 @@ class DecoderLink:
             raise failure(LLMStatusCode(answer.status_code), answer.reason)
         require_transfer(expected(PullAccepted, answer).transfer_id, request.transfer_id)
         self._destination_end.receive(request.transfer_id, memory, spans, deadline)
+        if request.consume:
+            self._destination_end.forget_source()
 
     def _acknowledge(self, transfer_id: int, deadline: float) -> None:
         """Let the PROMPT release the source. The data are whole, so no failure of this is one of the pull."""

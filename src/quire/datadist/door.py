@@ -11,7 +11,7 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.datadist import sockets
 from quire.datadist.handshake import (
@@ -53,7 +53,7 @@ class Door:
     """Has connections prove themselves, without ever waiting for any of them.
 
     Args:
-        listener: a listening socket.
+        listeners: listening sockets.
         wake: readable when the door shall close.
         secret_of: returns what a greeting must prove to have, or None.
         admit: takes a proved connection with its greeting, key and deadline, or returns False.
@@ -61,12 +61,12 @@ class Door:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         wake: socket.socket,
         secret_of: Callable[[Greeting], bytes | None],
         admit: Callable[[socket.socket, Greeting, bytes, float], bool],
     ) -> None:
-        self._listener = listener
+        self._listeners = listeners
         self._wake = wake
         self._secret_of = secret_of
         self._admit = admit
@@ -75,7 +75,8 @@ class Door:
 
     def run(self) -> None:
         """Run until `wake` is readable."""
-        self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, listener)
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake)
         try:
             while True:
@@ -84,8 +85,8 @@ class Door:
                     return
                 self._expire()
                 for connection in ready:
-                    if connection is self._listener:
-                        self._accept()
+                    if connection in self._listeners:
+                        self._accept(connection)
                     elif connection in self._unproved:  # it may have had to give way
                         self._advance(self._unproved[connection])
         finally:
@@ -93,9 +94,9 @@ class Door:
                 self._turn_away(connection)
             self._selector.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = listener.accept()
         except OSError as error:
             if self._unproved:  # perhaps there are no descriptors left
                 self._turn_away(next(iter(self._unproved)))

@@ -19,16 +19,18 @@ from quire.datadist.decoder_model import DecoderModel
 from quire.datadist.enums import LLMRole
 from quire.datadist.kv_cache_manager import KvCacheManager
 from quire.datadist.llm_model import LLMModel
-from quire.datadist.memory import CacheMemory, MemoryAllocator
+from quire.datadist.memory import CacheMemory, HostMemory, MemoryAllocator
 from quire.datadist.model_runner import ModelRunner, default_runner
 from quire.datadist.options import InitOptions, ModelOptions
 from quire.datadist.prompt_link import PromptLink
 from quire.datadist.prompt_model import PromptModel
 from quire.datadist.prompt_service import PromptService
 from quire.datadist.requests import LLMClusterInfo, LLMReq
-from quire.datadist.status import LLMStatusCode, failure, invalid
+from quire.datadist.shared_host_memory import SharedHostMemory
+from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 from quire.datadist.transports.interface import Transport
 from quire.datadist.transports.nixl import NixlTransport
+from quire.datadist.transports.shared_memory import SharedMemoryTransport
 from quire.datadist.transports.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
@@ -212,10 +214,11 @@ class _Session:
         self._cluster_id = cluster_id
         self._epoch = secrets.randbits(64)
         self._use_checksum = options.use_checksum
-        self._transports = [_transport(name, options) for name in options.transports]
-        self._pool: CachePool[CacheMemory] = CachePool(
-            MemoryAllocator(options.device).allocate, options.pool_bytes
-        )
+        self._transports = _open_transports(role, options)
+        listeners = [one.listener for one in self._transports if one.listener is not None]
+        host_memory = SharedHostMemory if listeners else HostMemory
+        allocator = MemoryAllocator(options.device, host_memory)
+        self._pool: CachePool[CacheMemory] = CachePool(allocator.allocate, options.pool_bytes)
         self._linking = threading.Lock()
         self._adding = threading.RLock()
         self._models: list[LLMModel] = []
@@ -232,7 +235,11 @@ class _Session:
                     "listening on %s without quire.token: everyone who reaches it can read KV",
                     options.address[0],
                 )
-            self.service = PromptService(options.address, options.token, self._new_link)
+            try:
+                self.service = PromptService(options.address, options.token, self._new_link, listeners)
+            except LLMException:
+                self._close_transports()
+                raise
 
     def add_model(self, options: dict[str, str], runner: ModelRunner | None) -> LLMModel:
         model_options = ModelOptions.read(options)
@@ -287,6 +294,9 @@ class _Session:
         self._pool.close()
         for model in self._models:
             model.close()
+        self._close_transports()
+
+    def _close_transports(self) -> None:
         for transport in self._transports:
             transport.close()
 
@@ -303,7 +313,19 @@ class _Session:
         )
 
 
-def _transport(name: str, options: InitOptions) -> Transport:
+def _open_transports(role: LLMRole, options: InitOptions) -> list[Transport]:
+    opened = []
+    for name in options.transports:
+        try:
+            opened.append(_transport(name, role, options))
+        except OSError as error:
+            logger.warning("%s cannot be used: %s", name, error)
+    return opened
+
+
+def _transport(name: str, role: LLMRole, options: InitOptions) -> Transport:
+    if name == "shared_memory":
+        return SharedMemoryTransport(listens=role is LLMRole.PROMPT)
     return NixlTransport() if name == "nixl" else TcpTransport(options.num_tcp_streams)
 
 

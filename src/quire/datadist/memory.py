@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import ctypes
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -87,6 +89,12 @@ class CacheMemory(ABC):
     def arrived(self, window: Window, views: list[memoryview]) -> None:
         """Take over what was received into the memory that `incoming` returned."""
 
+    @abstractmethod
+    def copy_in(
+        self, tensor: int, offsets: list[int], source_addresses: list[int], lengths: list[int]
+    ) -> None:
+        """Copy parts from memory of the host into a tensor, at offsets in bytes; nothing is checked."""
+
 
 class HostMemory(CacheMemory):
     """Memory of the host: sent from and received into without a copy.
@@ -118,6 +126,14 @@ class HostMemory(CacheMemory):
     @override
     def arrived(self, window: Window, views: list[memoryview]) -> None:
         pass
+
+    @override
+    def copy_in(
+        self, tensor: int, offsets: list[int], source_addresses: list[int], lengths: list[int]
+    ) -> None:
+        base = self.tensor_bytes[tensor].data_ptr()
+        targets = [base + offset for offset in offsets]
+        collections.deque(map(ctypes.memmove, targets, source_addresses, lengths), maxlen=0)
 
 
 class DeviceMemory(CacheMemory):
@@ -157,16 +173,29 @@ class DeviceMemory(CacheMemory):
             self.tensor_bytes[tensor][offset : offset + length].copy_(received[start : start + length])
             start += length
 
+    @override
+    def copy_in(
+        self, tensor: int, offsets: list[int], source_addresses: list[int], lengths: list[int]
+    ) -> None:
+        for offset, address, length in zip(offsets, source_addresses, lengths, strict=True):
+            part = (ctypes.c_uint8 * length).from_address(address)
+            source = torch.frombuffer(part, dtype=torch.uint8)
+            self.tensor_bytes[tensor][offset : offset + length].copy_(source)
+
 
 class MemoryAllocator:
     """Allocates caches on the host and on one device.
 
     Args:
         device: what `Placement.DEVICE` means.
+        host_memory: returns memory of the host.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, host_memory: Callable[[CacheDesc], HostMemory] = HostMemory
+    ) -> None:
         self._device = device
+        self._host_memory = host_memory
 
     def allocate(self, desc: CacheDesc) -> CacheMemory:
         """Return zero-filled memory.
@@ -179,7 +208,7 @@ class MemoryAllocator:
         if is_on_host and num_bytes > psutil.virtual_memory().available:
             raise _out_of_memory(num_bytes, "host")
         try:
-            return HostMemory(desc) if is_on_host else DeviceMemory(desc, self._device)
+            return self._host_memory(desc) if is_on_host else DeviceMemory(desc, self._device)
         except (MemoryError, RuntimeError) as error:  # torch's errors of allocation are RuntimeErrors
             raise _out_of_memory(num_bytes, str(self._device)) from error
 

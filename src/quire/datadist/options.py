@@ -15,7 +15,7 @@ from quire.datadist.status import invalid
 from quire.datadist.transports import nixl_agent
 from quire.datadist.transports.tcp import MAX_STREAMS
 
-DEFAULT_TRANSPORTS = ("tcp",)
+DEFAULT_TRANSPORTS = ("shared_memory", "tcp")
 """Names of the transports that are used if nothing is said, the best first."""
 
 TRANSPORT_NAMES = (*DEFAULT_TRANSPORTS, "nixl")
@@ -37,7 +37,7 @@ class InitOptions:
         timeout: of calls that move KV, in seconds.
         pool_bytes: maximum number of bytes of all caches, or None.
         token: that peers must have; empty: none.
-        use_checksum: whether checksums of all that is moved are compared.
+        use_checksum: whether checksums of all that is moved are compared, except by shared memory.
         transports: names of those that may be used; a PROMPT prefers them in this order.
         num_tcp_streams: maximum number of connections of a link.
     """

@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.datadist import sockets
 from quire.datadist.door import MAX_UNPROVED, Door
@@ -33,15 +33,23 @@ class PromptService:
         address: ip and port; port 0 is any free one.
         token: that peers must have; empty: none.
         new_link: makes a link.
+        more_listeners: listening sockets of transports; they are not closed.
 
     Raises:
         LLMException: LLM_FAILED, if it cannot listen.
     """
 
-    def __init__(self, address: tuple[str, int], token: bytes, new_link: LinkFactory) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        new_link: LinkFactory,
+        more_listeners: Sequence[socket.socket] = (),
+    ) -> None:
         self._token = token
         self._new_link = new_link
         self._listener = _listen(address)
+        self._more_listeners = more_listeners
         self._links: dict[int, PromptLink] = {}  # by link id, also those that are not established yet
         self._linked: dict[int, PromptLink] = {}  # by the DECODER's cluster id
         self._threads: set[threading.Thread] = set()
@@ -90,7 +98,7 @@ class PromptService:
         self._wake_end.close()
 
     def _keep_door(self) -> None:
-        door = Door(self._listener, self._wake, self._secret_of, self._admit)
+        door = Door([self._listener, *self._more_listeners], self._wake, self._secret_of, self._admit)
         try:
             door.run()
         finally:

@@ -28,6 +28,8 @@ class PeerClosedError(ConnectionError):
 def configure(connection: socket.socket) -> None:
     """Set what every connection has: no waiting, no delay of small messages, notice of hosts that vanish."""
     connection.setblocking(False)
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
@@ -119,6 +121,11 @@ def is_readable(connection: socket.socket, seconds: float = 0.0) -> bool:
 def wait_until_readable(connection: socket.socket) -> None:
     """Wait until something has come, or the connection has ended."""
     _wait(connection, select.POLLIN, None)
+
+
+def wait_until_writable(connection: socket.socket, deadline: float) -> None:
+    """Wait until something can be sent; raise `TimeoutError` at the deadline."""
+    _wait(connection, select.POLLOUT, deadline)
 
 
 def shut_down(connection: socket.socket) -> None:

@@ -88,15 +88,20 @@ class DestinationEnd(DataEnd):
             OSError: they did not come in time, or the connection has ended.
         """
 
+    def forget_source(self) -> None:
+        """Let go of what is kept of the cache that was received from last; it is not pulled again."""
+
 
 class Transport(ABC):
     """A kind of data plane.
 
     Attributes:
         name: by which both ends agree on it.
+        listener: a listening socket of the PROMPT, whose connections are attached to their links; or None.
     """
 
     name: str
+    listener: socket.socket | None = None
 
     @property
     @abstractmethod

@@ -22,13 +22,11 @@ from quire.datadist import sockets
 from quire.datadist.handshake import ConnectionKind, greet, new_greeting
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
-    MAX_BLOCK_RUNS,
     U32,
     U64,
     ControlChannel,
     ProtocolError,
     Size,
-    decode_runs,
     encode_runs,
     require_transfer,
 )
@@ -42,6 +40,7 @@ from quire.datadist.transports.interface import (
     extended_checksum,
 )
 from quire.datadist.transports.nixl_agent import Descriptors, NixlAgent, RegionMetadata, memory_kind
+from quire.datadist.transports.source_spans import EncodedSpans, decode_source_spans
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class ReadSource(msgspec.Struct, array_like=True, tag=True, forbid_unknown_field
     device: U32
     addresses: Annotated[list[U64], msgspec.Meta(max_length=_MAX_TENSORS)]
     tensor_bytes: Size
-    spans: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * 16)]
+    spans: EncodedSpans
 
 
 class SourceRead(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -302,19 +301,9 @@ class NixlDestinationEnd(DestinationEnd):
 
 def _source_spans(source: ReadSource, target: ByteSpans) -> ByteSpans:
     """Return the spans that the PROMPT tells, if they can be read into the target's."""
-    offsets, lengths = decode_runs(source.spans)
-    spans = ByteSpans(range(len(source.addresses)), offsets, lengths)
-    tensor_bytes = int(target.lengths.sum())
-    if (
-        bool((lengths > tensor_bytes).any())  # so that a sum that overflows is negative somewhere
-        or bool((np.cumsum(lengths) <= 0).any())
-        or len(spans.tensors) != len(target.tensors)
-        or not spans.is_within(len(spans.tensors), source.tensor_bytes)
-        or any(address > _MAX_ADDRESS - source.tensor_bytes for address in source.addresses)
-        or spans.num_bytes != target.num_bytes
-    ):
-        raise ProtocolError("the peer's source is not within its region, or not as long as the destination")
-    return spans
+    if any(address > _MAX_ADDRESS - source.tensor_bytes for address in source.addresses):
+        raise ProtocolError("the peer's source is not within its memory")
+    return decode_source_spans(source.spans, len(source.addresses), source.tensor_bytes, target)
 
 
 def _descriptors(addresses: list[int], offsets: Int64Array, lengths: Int64Array, device: int) -> Descriptors:

@@ -1,0 +1,303 @@
+"""The data plane of two processes on one host: the DECODER reads the PROMPT's caches where they are.
+
+A link has one more connection, over a Unix socket. On it the PROMPT sends a message for each transfer, which
+bytes of which file, and then a descriptor of the file. The DECODER maps the file to read, copies, and then
+looks whether the connection still stands: the PROMPT shuts it down before it releases a source whose transfer
+it has given up. So bytes that may have changed under the copy are never taken for the source's.
+
+A source that is not in shared memory, as on a device, is sent on the connection itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import os
+import socket
+import threading
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from typing_extensions import override
+
+from quire.datadist import sockets
+from quire.datadist.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.memory import CacheMemory
+from quire.datadist.protocol import U64, ControlChannel, ProtocolError, Size, encode_runs, require_transfer
+from quire.datadist.shared_host_memory import MappedMemory, SharedHostMemory
+from quire.datadist.spans import ByteSpans, common_pieces
+from quire.datadist.transports import unix_sockets
+from quire.datadist.transports.interface import DestinationEnd, LinkTerms, SourceEnd, Transport
+from quire.datadist.transports.source_spans import EncodedSpans, decode_source_spans
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 8 << 20  # copied at a time; a link that ends is noticed between two parts
+MIN_THREAD_BYTES = 16 << 20  # below that, a second thread costs more than it saves
+MAX_MAPPED = 4  # files of a link that stay mapped; their memory is not freed meanwhile
+
+_BACKLOG = 64
+_MAX_TENSORS = 1 << 16
+
+
+class FileSpans(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """The source of a transfer: the same spans of each tensor, in the file whose descriptor follows."""
+
+    transfer_id: U64
+    tensor_offsets: Annotated[list[Size], msgspec.Meta(max_length=_MAX_TENSORS)]
+    tensor_bytes: Size
+    spans: EncodedSpans
+
+
+class Streamed(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """All bytes of the source follow on the connection."""
+
+    transfer_id: U64
+
+
+_from_prompt = msgspec.msgpack.Decoder(FileSpans | Streamed)
+_from_decoder = msgspec.msgpack.Decoder(None)  # nothing is received
+
+
+class SharedMemoryTransport(Transport):
+    """Transport by shared memory.
+
+    Args:
+        listens: whether DECODERs connect to this side.
+
+    Raises:
+        OSError: it cannot listen.
+    """
+
+    name = "shared_memory"
+
+    def __init__(self, *, listens: bool) -> None:
+        self.listener = unix_sockets.listen(_BACKLOG) if listens else None
+
+    @property
+    @override
+    def parameters(self) -> bytes:
+        return b""
+
+    @override
+    def open_source(self, peer: bytes, *, use_checksum: bool) -> SharedMemorySourceEnd:
+        assert self.listener is not None
+        return SharedMemorySourceEnd(self.listener.getsockname())
+
+    @override
+    def open_destination(self, terms: LinkTerms, peer: bytes, deadline: float) -> SharedMemoryDestinationEnd:
+        if not peer.startswith(b"\0"):
+            raise ValueError("the peer's address is no abstract name")
+        connection = unix_sockets.connect(peer, deadline)
+        try:
+            unix_sockets.require_same_user(connection)
+            greet(connection, terms.key, new_greeting(ConnectionKind.STREAM, 0, terms.link_id), deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return SharedMemoryDestinationEnd(connection)
+
+    @override
+    def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+
+
+class SharedMemorySourceEnd(SourceEnd):
+    """The PROMPT's end: tells where the bytes are."""
+
+    def __init__(self, address: bytes) -> None:
+        self._address = address
+        self._changed = threading.Condition()
+        self._connection: socket.socket | None = None
+        self._has_ended = False
+
+    @property
+    @override
+    def parameters(self) -> bytes:
+        return self._address
+
+    @override
+    def attach(self, stream: int, connection: socket.socket) -> bool:
+        with self._changed:
+            if self._has_ended or self._connection is not None or stream:
+                return False
+            try:
+                unix_sockets.require_same_user(connection)
+            except OSError as error:
+                logger.warning("turned a peer away: %s", error)
+                return False
+            self._connection = connection
+            self._changed.notify_all()
+        return True
+
+    @override
+    def wait_until_complete(self, deadline: float) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._has_ended or self._connection is not None, sockets.seconds_left(deadline)
+            )
+            if self._has_ended or self._connection is None:
+                raise TimeoutError("the peer has not connected to the Unix socket")
+
+    @override
+    def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        connection = self._connection
+        assert connection is not None
+        channel = ControlChannel(connection, _from_decoder)
+        memory.synchronize()
+        if isinstance(memory, SharedHostMemory) and memory.descriptor is not None:
+            offsets = [memory.tensor_offsets[tensor] for tensor in spans.tensors]
+            tensor_bytes = memory.tensor_bytes[0].numel()
+            runs = encode_runs(spans.offsets, spans.lengths)
+            channel.send(FileSpans(transfer_id, offsets, tensor_bytes, runs), deadline)
+            unix_sockets.send_descriptor(connection, memory.descriptor, deadline)
+            return
+        channel.send(Streamed(transfer_id), deadline)
+        for window in spans.windows(0, spans.num_bytes):
+            sockets.send(connection, memory.outgoing(window), deadline)
+
+    @override
+    def shut_down(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+            if self._connection is not None:
+                sockets.shut_down(self._connection)
+
+    @override
+    def close(self) -> None:
+        self.shut_down()
+        if self._connection is not None:
+            self._connection.close()
+
+
+class SharedMemoryDestinationEnd(DestinationEnd):
+    """The DECODER's end: copies."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._channel = ControlChannel(connection, _from_prompt)
+        self._last_mapped: tuple[int, int] | None = None
+        self._mapped: collections.OrderedDict[tuple[int, int], MappedMemory] = collections.OrderedDict()
+        self._has_ended = threading.Event()
+
+    @override
+    def receive(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        self._last_mapped = None
+        source = self._channel.receive(deadline)
+        require_transfer(source.transfer_id, transfer_id)
+        if isinstance(source, Streamed):
+            self._receive_stream(memory, spans, deadline)
+        else:
+            self._copy(source, memory, spans, deadline)
+        memory.synchronize()
+        self._require_held(deadline)
+
+    @override
+    def forget_source(self) -> None:
+        if self._last_mapped is not None:
+            self._mapped.pop(self._last_mapped, None)
+
+    @override
+    def shut_down(self) -> None:
+        self._has_ended.set()
+        self._channel.shut_down()
+
+    @override
+    def close(self) -> None:
+        self._channel.close()
+        self._mapped.clear()
+
+    def _receive_stream(self, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        for window in spans.windows(0, spans.num_bytes):
+            views = memory.incoming(window)
+            sockets.receive_into(self._connection, views, deadline)
+            memory.arrived(window, views)
+
+    def _copy(self, source: FileSpans, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        source_spans = decode_source_spans(
+            source.spans, len(source.tensor_offsets), source.tensor_bytes, spans
+        )
+        descriptor = unix_sockets.receive_descriptor(self._connection, deadline)
+        try:
+            mapped = self._mapped_file(descriptor)
+        finally:
+            os.close(descriptor)
+        if max(source.tensor_offsets) + source.tensor_bytes > mapped.num_bytes:
+            raise ProtocolError(f"the peer names bytes beyond its memory of {mapped.num_bytes} bytes")
+        addresses = [mapped.address + offset for offset in source.tensor_offsets]
+        _Copy(memory, spans, source_spans, addresses).run(self._has_ended, deadline)
+
+    def _mapped_file(self, descriptor: int) -> MappedMemory:
+        """Map a file, or find it mapped: while it is, no other file can have its number."""
+        status = os.fstat(descriptor)
+        number = status.st_dev, status.st_ino
+        mapped = self._mapped.pop(number, None)
+        if mapped is None:
+            mapped = MappedMemory(descriptor)
+        self._mapped[number] = mapped
+        self._last_mapped = number
+        if len(self._mapped) > MAX_MAPPED:
+            self._mapped.popitem(last=False)
+        return mapped
+
+    def _require_held(self, deadline: float) -> None:
+        """Raise unless the PROMPT has held the source until now; it does so for longer than the deadline."""
+        sockets.seconds_left(deadline)
+        if self._has_ended.is_set() or self._channel.has_something():
+            raise ConnectionError("the PROMPT has ended the link while its memory was read")
+
+
+class _Copy:
+    """Copies a transfer, in two threads if it is large and there are two cores.
+
+    Args:
+        memory: what is written.
+        target: where.
+        source: spans of one tensor, as many bytes as `target` has; checked.
+        addresses: of the tensors of the source, in this process.
+    """
+
+    def __init__(
+        self, memory: CacheMemory, target: ByteSpans, source: ByteSpans, addresses: list[int]
+    ) -> None:
+        self._from, self._to, self._lengths = common_pieces(source, target, PART_BYTES)
+        starts = np.cumsum(self._lengths) - self._lengths
+        bounds = (np.flatnonzero(np.diff(starts // PART_BYTES)) + 1).tolist()
+        slices = [slice(begin, end) for begin, end in zip([0, *bounds], [*bounds, None], strict=True)]
+        self._memory = memory
+        self._has_two_threads = target.num_bytes >= MIN_THREAD_BYTES and len(os.sched_getaffinity(0)) > 1
+        tensors = zip(target.tensors, addresses, strict=True)
+        self._parts = iter([(tensor, address, one) for tensor, address in tensors for one in slices])
+        self._errors: list[BaseException] = []
+
+    def run(self, has_ended: threading.Event, deadline: float) -> None:
+        """Raise `OSError` at the deadline, and when the event is set."""
+        work = functools.partial(self._work, has_ended, deadline)
+        thread = threading.Thread(target=work, name="datadist-copy", daemon=True)
+        try:
+            if self._has_two_threads:
+                thread.start()
+            work()
+        except BaseException as error:  # an interrupt, or no thread could be started
+            self._errors.append(error)
+        finally:
+            if thread.ident is not None:
+                thread.join()  # nothing may be written to the cache any more
+        if self._errors:
+            raise self._errors[0]
+
+    def _work(self, has_ended: threading.Event, deadline: float) -> None:
+        try:
+            while not self._errors and (part := next(self._parts, None)) is not None:
+                sockets.seconds_left(deadline)
+                if has_ended.is_set():
+                    raise ConnectionError("the link has been taken down")
+                tensor, address, one = part
+                sources = (self._from[one] + address).tolist()
+                self._memory.copy_in(tensor, self._to[one].tolist(), sources, self._lengths[one].tolist())
+        except BaseException as error:
+            self._errors.append(error)
