@@ -41,6 +41,9 @@ ROWS: dict[str, list[str]] = {
         "register_cache",
         "register_blocks_cache",
         "unregister_cache",
+        "create_cpu_cache",
+        "swap_blocks",
+        "deallocate_blocks_cache",
     ],
     "What users rely on": [
         "a side may have the cluster id of its peer",

@@ -108,6 +108,20 @@ class ArgumentChecks:
             return np.empty(0, dtype=np.uint64)
         return np.array(numbers, dtype=np.uint64)
 
+    def pairs(self, name: str, value: object) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Return the block indices of a dictionary, or of a list or tuple of pairs, as two arrays."""
+        self.instance(name, value, dict, list, tuple)
+        assert isinstance(value, (dict, list, tuple))
+        items = list(value.items()) if isinstance(value, dict) else value
+        for index, one in enumerate(items):
+            self.instance(f"{name}[{index}]", one, list, tuple)
+            self.require(len(one) == 2, f"{name}[{index}] is {one!r:.80}, not a pair")
+        numbers = [self.indices(name, one) for one in items]
+        if any(len(one) != 2 for one in numbers):
+            return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.uint64)
+        table = np.array(numbers, dtype=np.uint64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
+
     def text_options(self, name: str, value: object) -> dict[str, str]:
         """Return a copy of a dictionary of texts by text."""
         self.instance(name, value, dict)

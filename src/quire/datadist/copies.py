@@ -1,6 +1,9 @@
-"""Copying between slots of the caches of one side."""
+"""Copying between caches of one side."""
 
 from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.datadist.cache_holds import PooledCache
 from quire.datadist.memory import CacheMemory
@@ -41,3 +44,28 @@ def copy_slot(
         to_offset = to_slot * to_desc.slot_bytes + offset
         from_offset = from_slot * from_desc.slot_bytes + offset
         target.memory.copy_from(source.memory, to_offset, from_offset, num_bytes)
+
+
+def copy_blocks_between(
+    source: PooledCache[CacheMemory],
+    from_blocks: npt.NDArray[np.uint64],
+    target: PooledCache[CacheMemory],
+    to_blocks: npt.NDArray[np.uint64],
+) -> None:
+    """Copy block `from_blocks[i]` to block `to_blocks[i]`; all are read before any is written.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID; nothing is written.
+    """
+    described = [(one.desc.num_tensors, one.desc.data_type, one.desc.slot_bytes) for one in (source, target)]
+    if described[0] != described[1]:
+        raise invalid(
+            f"{source.desc} cannot be copied to {target.desc}: tensors, data type or size of blocks differ"
+        )
+    if len(np.unique(to_blocks)) != len(to_blocks):
+        raise invalid("a block is a destination twice")
+    for cache, blocks in ((source, from_blocks), (target, to_blocks)):
+        if int(blocks.max(initial=0)) >= cache.desc.batch_size:
+            raise invalid(f"there is a block {blocks.max()}, which is not among {cache.desc.batch_size}")
+    block_bytes = source.desc.slot_bytes
+    target.memory.copy_blocks_from(source.memory, block_bytes, from_blocks.tolist(), to_blocks.tolist())

@@ -5,13 +5,16 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from typing_extensions import override
 
-from quire.datadist.argument_checks import I64, U64, ArgumentChecks
+from quire.datadist.argument_checks import ADDRESS, I64, U64, ArgumentChecks
 from quire.datadist.cache_desc import CacheDesc
 from quire.datadist.cache_holds import PooledCache
 from quire.datadist.cache_pool import CachePool
+from quire.datadist.enums import Placement
 from quire.datadist.memory import CacheMemory
+from quire.datadist.registered_memory import memory_at
 from quire.datadist.status import LLMStatusCode, failure, invalid
 
 
@@ -34,6 +37,36 @@ class KvCache:
             self._addresses = [check.integers("per_device_tensor_addrs", one, U64) for one in per_device]
         self._cache_desc = cache_desc
         self._pool: CachePool[CacheMemory] | None = None
+        self._blocks_on_host: PooledCache[CacheMemory] | None = None
+
+    @staticmethod
+    def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
+        """Make a blocks cache of the host's memory that there is already, to swap or copy blocks.
+
+        It belongs to no manager, and nothing is copied or zeroed.
+
+        Args:
+            cache_desc: what it consists of, with `Placement.HOST`; dimension 0 counts blocks.
+            addrs: address of each tensor, or a list that holds them alone. The memory must be there as long
+                as the cache is used.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID, as from `KvCacheManager.register_blocks_cache`, or it has another
+                placement.
+        """
+        with ArgumentChecks() as check:
+            check.instance("cache_desc", cache_desc, CacheDesc)
+            check.instance("addrs", addrs, list, tuple)
+            is_nested = len(addrs) == 1 and isinstance(addrs[0], (list, tuple))
+            addresses = check.integers("addrs", addrs[0] if is_nested else addrs, ADDRESS)
+        if cache_desc.placement is not Placement.HOST or cache_desc.batch_dim_index != 0:
+            raise invalid(
+                f"{cache_desc} cannot be a cache of the host: it needs Placement.HOST, batch_dim_index 0"
+            )
+        memory = memory_at(cache_desc, addresses, torch.device("cpu"))
+        kv_cache = KvCache(-1, cache_desc, [addresses])
+        kv_cache._blocks_on_host = PooledCache(-1, cache_desc, memory, is_blocks=True, is_registered=True)
+        return kv_cache
 
     @property
     def cache_id(self) -> int:
@@ -91,3 +124,15 @@ def pooled_cache(pool: CachePool[CacheMemory], kv_cache: KvCache) -> PooledCache
     if kv_cache._pool is not pool:
         raise invalid(f"{kv_cache} belongs to another KvCacheManager")
     return pool.cache(kv_cache.cache_id)
+
+
+def blocks_cache(pool: CachePool[CacheMemory], kv_cache: KvCache) -> PooledCache[CacheMemory]:
+    """Return the blocks cache behind a handle, or one that `create_cpu_cache` made.
+
+    Raises:
+        LLMException: as from `pooled_cache`; LLM_PARAM_INVALID (it is contiguous).
+    """
+    pooled = kv_cache._blocks_on_host or pooled_cache(pool, kv_cache)
+    if not pooled.is_blocks:
+        raise invalid(f"{kv_cache} is contiguous; this is for blocks caches")
+    return pooled

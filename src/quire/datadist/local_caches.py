@@ -14,9 +14,9 @@ from quire.datadist.argument_checks import ADDRESS, I64, OFFSET, U32, U64, Argum
 from quire.datadist.cache_desc import CacheDesc
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey
 from quire.datadist.cache_pool import CachePool
-from quire.datadist.copies import copy_slot
+from quire.datadist.copies import copy_blocks_between, copy_slot
 from quire.datadist.enums import LLMRole
-from quire.datadist.kv_cache import KvCache, kv_cache_of, pooled_cache
+from quire.datadist.kv_cache import KvCache, blocks_cache, kv_cache_of, pooled_cache
 from quire.datadist.memory import CacheMemory
 from quire.datadist.registered_memory import memory_at
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
@@ -140,20 +140,15 @@ class LocalCaches:
         Raises:
             LLMException: LLM_PARAM_INVALID (owned by a model, or registered).
         """
-        with ArgumentChecks() as check:
-            check.instance("cache", cache, KvCache)
-        with self.call():
-            try:
-                pooled = pooled_cache(self._pool, cache)
-            except LLMException as error:
-                if error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
-                    return
-                raise
-            if pooled.is_of_model:
-                raise invalid(f"{cache} belongs to a model, which releases it in finalize")
-            if pooled.is_registered:
-                raise invalid(f"{cache} is registered memory; call unregister_cache")
-            self._pool.release_handle(pooled.cache_id)
+        self._deallocate(cache)
+
+    def deallocate_blocks_cache(self, cache: KvCache) -> None:
+        """Give up a blocks cache, with its key, as `deallocate_cache` does.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID (it is contiguous, owned by a model, or registered).
+        """
+        self._deallocate(cache, is_blocks=True)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
         """Let a key be pulled no more. Unknown keys and placeholders are ignored. On a PROMPT."""
@@ -215,17 +210,33 @@ class LocalCaches:
             sources = check.indices("copy_block_info", list(copy_block_info))
             targets = [check.indices("copy_block_info", blocks) for blocks in copy_block_info.values()]
         with self.call():
-            pooled = pooled_cache(self._pool, cache)
-            if not pooled.is_blocks:
-                raise invalid(f"{cache} is contiguous; blocks are copied in a blocks cache")
-            counts = [len(blocks) for blocks in targets]
+            from_blocks = np.repeat(sources, [len(blocks) for blocks in targets])
             to_blocks = np.concatenate([*targets, np.empty(0, dtype=np.uint64)])
-            if len(np.unique(to_blocks)) != len(to_blocks):
-                raise invalid("copy_block_info names a destination twice")
-            if any(int(blocks.max(initial=0)) >= pooled.desc.batch_size for blocks in (sources, to_blocks)):
-                raise invalid(f"copy_block_info names a block that is not among {pooled.desc.batch_size}")
-            from_blocks = np.repeat(sources, counts)
-            pooled.memory.copy_blocks(pooled.desc.slot_bytes, from_blocks.tolist(), to_blocks.tolist())
+            pooled = blocks_cache(self._pool, cache)
+            copy_blocks_between(pooled, from_blocks, pooled, to_blocks)
+
+    def swap_blocks(
+        self, src_cache: KvCache, dst_cache: KvCache, pairs: dict[int, int] | list[tuple[int, int]]
+    ) -> None:
+        """Copy blocks from one blocks cache to another, as between the device and the host.
+
+        Args:
+            src_cache: source; one of `create_cpu_cache`, too.
+            dst_cache: destination, likewise; as many tensors, with blocks of the same size and data type.
+            pairs: the destination of each source, or pairs of a source and a destination; none twice.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID.
+        """
+        with ArgumentChecks() as check:
+            check.instance("src_cache", src_cache, KvCache)
+            check.instance("dst_cache", dst_cache, KvCache)
+            from_blocks, to_blocks = check.pairs("pairs", pairs)
+        with self.call():
+            source, target = blocks_cache(self._pool, src_cache), blocks_cache(self._pool, dst_cache)
+            if source is target:
+                raise invalid("src_cache is dst_cache; within a cache, use copy_blocks")
+            copy_blocks_between(source, from_blocks, target, to_blocks)
 
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
         """Return a live view of a tensor, in a list with one entry for each device; there is one.
@@ -268,6 +279,24 @@ class LocalCaches:
     def close(self) -> None:
         """Let every further call fail."""
         self._is_open = False
+
+    def _deallocate(self, cache: KvCache, *, is_blocks: bool = False) -> None:
+        with ArgumentChecks() as check:
+            check.instance("cache", cache, KvCache)
+        with self.call():
+            try:
+                pooled = pooled_cache(self._pool, cache)
+            except LLMException as error:
+                if error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+                    return
+                raise
+            if is_blocks and not pooled.is_blocks:
+                raise invalid(f"{cache} is contiguous; call deallocate_cache")
+            if pooled.is_of_model:
+                raise invalid(f"{cache} belongs to a model, which releases it in finalize")
+            if pooled.is_registered:
+                raise invalid(f"{cache} is registered memory; call unregister_cache")
+            self._pool.release_handle(pooled.cache_id)
 
     def _require_open(self) -> None:
         if not self._is_open:

@@ -63,15 +63,16 @@ class CacheMemory(ABC):
         for mine, theirs in zip(self.tensor_bytes, source.tensor_bytes, strict=True):
             mine[to_offset : to_offset + num_bytes].copy_(theirs[from_offset : from_offset + num_bytes])
 
-    def copy_blocks(self, block_bytes: int, from_blocks: Sequence[int], to_blocks: Sequence[int]) -> None:
-        """Copy blocks of each tensor; all are read before any is written."""
-        for one in self.tensor_bytes:
-            blocks = one.view(-1, block_bytes)
-            sources, targets = (
-                torch.tensor(indices, dtype=torch.int64, device=one.device)
-                for indices in (from_blocks, to_blocks)
-            )
-            blocks[targets] = blocks[sources]
+    def copy_blocks_from(
+        self, source: CacheMemory, block_bytes: int, from_blocks: Sequence[int], to_blocks: Sequence[int]
+    ) -> None:
+        """Copy blocks of each tensor, also of this memory itself; all are read before any is written."""
+        for mine, theirs in zip(self.tensor_bytes, source.tensor_bytes, strict=True):
+            read = theirs.view(-1, block_bytes)[
+                torch.tensor(from_blocks, dtype=torch.int64, device=theirs.device)
+            ]
+            targets = torch.tensor(to_blocks, dtype=torch.int64, device=mine.device)
+            mine.view(-1, block_bytes)[targets] = read.to(mine.device)
 
     @abstractmethod
     def synchronize(self) -> None:
