@@ -49,6 +49,7 @@ from quire.datadist.protocol import (
     encode_runs,
 )
 from quire.datadist.pull_sources import open_pull_source
+from quire.datadist.transports.interface import Checksum
 
 TOKEN = "correct horse"
 DESC = CacheDesc(2, [4, 8], DataType.DT_UINT8)
@@ -491,7 +492,11 @@ def test_a_pull_whose_confirmation_is_lost_has_succeeded_and_its_link_is_broken(
         channel.send(PullAccepted(request.transfer_id), soon())
         sockets.send(
             stream,
-            [struct.pack("<QQQ", request.transfer_id, 0, 16), b"\x05" * 16, bytes(4)],
+            [
+                struct.pack("<QQQ", request.transfer_id, 0, 16),
+                b"\x05" * 16,
+                struct.pack("<Q", Checksum().value),
+            ],
             soon(),
         )
         channel.receive(soon())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import zlib
 from abc import ABC, abstractmethod
+
+import xxhash
 
 from quire.datadist.memory import CacheMemory
 from quire.datadist.spans import ByteSpans
@@ -15,11 +16,21 @@ class ChecksumError(ConnectionError):
     """Bytes have changed on their way."""
 
 
-def extended_checksum(views: list[memoryview], checksum: int) -> int:
-    """Return the CRC-32 of bytes that follow those with `checksum`; 0: of none."""
-    for view in views:
-        checksum = zlib.crc32(view, checksum)
-    return checksum
+class Checksum:
+    """XXH3 (64 bits) of bytes, a part at a time. It finds damage; it does not protect from forgery."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def extend(self, views: list[memoryview]) -> None:
+        """Add bytes that follow those before."""
+        for view in views:
+            self._state.update(view)
+
+    @property
+    def value(self) -> int:
+        """Of all bytes until now."""
+        return self._state.intdigest()
 
 
 @dataclasses.dataclass(frozen=True)

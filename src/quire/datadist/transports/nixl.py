@@ -32,12 +32,12 @@ from quire.datadist.protocol import (
 )
 from quire.datadist.spans import ByteSpans, Int64Array, common_pieces
 from quire.datadist.transports.interface import (
+    Checksum,
     ChecksumError,
     DestinationEnd,
     LinkTerms,
     SourceEnd,
     Transport,
-    extended_checksum,
 )
 from quire.datadist.transports.nixl_agent import Descriptors, NixlAgent, RegionMetadata, memory_kind
 from quire.datadist.transports.source_spans import EncodedSpans, decode_source_spans
@@ -79,7 +79,7 @@ class SourceHeld(msgspec.Struct, array_like=True, tag=True, forbid_unknown_field
     """PROMPT: it was there until you had."""
 
     transfer_id: U64
-    checksum: U32
+    checksum: U64
 
 
 _from_prompt = msgspec.msgpack.Decoder(ReadSource | SourceHeld)
@@ -188,19 +188,19 @@ class NixlSourceEnd(SourceEnd):
             encode_runs(spans.offsets, spans.lengths),
         )
         channel.send(source, deadline)
-        checksum = self._checksum(memory, spans, deadline) if self._use_checksum else 0
+        checksum = Checksum()
+        if self._use_checksum:
+            self._extend(checksum, memory, spans, deadline)
         while not channel.has_something(PROGRESS_INTERVAL):
             self._agent.progress(deadline)
             sockets.seconds_left(deadline)
         require_transfer(channel.expect(SourceRead, deadline).transfer_id, transfer_id)
-        channel.send(SourceHeld(transfer_id, checksum), deadline)
+        channel.send(SourceHeld(transfer_id, checksum.value), deadline)
 
-    def _checksum(self, memory: CacheMemory, spans: ByteSpans, deadline: float) -> int:
-        checksum = 0
+    def _extend(self, checksum: Checksum, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         for window in spans.windows(0, spans.num_bytes):
             self._agent.progress(deadline)
-            checksum = extended_checksum(memory.outgoing(window), checksum)
-        return checksum
+            checksum.extend(memory.outgoing(window))
 
     @override
     def shut_down(self) -> None:
@@ -277,7 +277,7 @@ class NixlDestinationEnd(DestinationEnd):
         ends = np.cumsum(np.tile(lengths, len(addresses)))
         stops = _groups(ends)
         assert stops[-1] == len(ends)
-        checksum = first_byte = 0
+        checksum, first_byte = Checksum(), 0
         read = agent.start_read(0, stops[0], deadline)
         for stop, next_stop in zip(stops, [*stops[1:], None], strict=True):
             agent.wait(read, deadline)
@@ -286,10 +286,10 @@ class NixlDestinationEnd(DestinationEnd):
             last_byte = int(ends[stop - 1])
             if self._use_checksum:
                 for window in spans.windows(first_byte, last_byte):
-                    checksum = extended_checksum(memory.outgoing(window), checksum)
+                    checksum.extend(memory.outgoing(window))
             first_byte = last_byte
         agent.finish_read(deadline)
-        return checksum
+        return checksum.value
 
     def _abandon(self, memory: CacheMemory) -> None:
         """Let nothing be written to a cache any more."""

@@ -1,6 +1,6 @@
 """The data plane over TCP: several connections, each of which carries its share of a transfer.
 
-A share is a header (transfer, first byte, number of bytes), the bytes and their CRC-32. Both ends compute
+A share is a header (transfer, first byte, number of bytes), the bytes and their checksum. Both ends compute
 from the size of the transfer which share travels on which connection, so the header is only compared. Bytes
 are sent from and received into the memory of caches, a window at a time, and their checksum is computed while
 they are in the core's cache.
@@ -22,19 +22,19 @@ from quire.datadist.handshake import ConnectionKind, greet, new_greeting
 from quire.datadist.memory import CacheMemory
 from quire.datadist.spans import ByteSpans
 from quire.datadist.transports.interface import (
+    Checksum,
     ChecksumError,
     DestinationEnd,
     LinkTerms,
     SourceEnd,
     Transport,
-    extended_checksum,
 )
 
 MAX_STREAMS = 16
 MIN_SHARE_BYTES = 1 << 20  # below that, a further thread costs more than it saves
 
 _HEADER = struct.Struct("<QQQ")
-_CHECKSUM = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<Q")
 
 Share = tuple[int, int]
 MoveShare = Callable[[socket.socket, int, int], None]
@@ -138,7 +138,7 @@ class TcpSourceEnd(SourceEnd):
     @override
     def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         def send_share(connection: socket.socket, start: int, stop: int) -> None:
-            checksum = 0
+            checksum = Checksum()
             unsent: list[bytes | memoryview] = [_HEADER.pack(transfer_id, start, stop - start)]
             for number, window in enumerate(spans.windows(start, stop)):
                 if number:
@@ -146,9 +146,10 @@ class TcpSourceEnd(SourceEnd):
                     unsent = []
                 views = memory.outgoing(window)
                 if self._use_checksum:
-                    checksum = extended_checksum(views, checksum)
+                    checksum.extend(views)
                 unsent += views
-            sockets.send(connection, [*unsent, _CHECKSUM.pack(checksum)], deadline)  # at best, all at once
+            unsent.append(_CHECKSUM.pack(checksum.value))
+            sockets.send(connection, unsent, deadline)  # at best, all at once
 
         memory.synchronize()
         _move_shares(
@@ -183,15 +184,15 @@ class TcpDestinationEnd(DestinationEnd):
             header = _HEADER.unpack(sockets.receive(connection, _HEADER.size, deadline))
             if header != (transfer_id, start, stop - start):
                 raise ConnectionError(f"the peer sends {header}, not {(transfer_id, start, stop - start)}")
-            checksum = 0
+            checksum = Checksum()
             for window in spans.windows(start, stop):
                 views = memory.incoming(window)
                 sockets.receive_into(connection, views, deadline)
                 if self._use_checksum:
-                    checksum = extended_checksum(views, checksum)
+                    checksum.extend(views)
                 memory.arrived(window, views)
             (expected,) = _CHECKSUM.unpack(sockets.receive(connection, _CHECKSUM.size, deadline))
-            if checksum != expected:
+            if checksum.value != expected:
                 raise ChecksumError(f"bytes {start} to {stop} of a transfer have changed on their way")
 
         _move_shares(self._connections, spans.num_bytes, receive_share)
