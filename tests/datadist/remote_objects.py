@@ -106,11 +106,11 @@ class RemoteObject:
 
 
 @contextlib.contextmanager
-def remote_process() -> Iterator[RemoteProcess]:
-    """Run a `RemoteProcess` while the block lasts."""
+def remote_process(limit: float = subprocesses.LIMIT) -> Iterator[RemoteProcess]:
+    """Run a `RemoteProcess` while the block lasts, for at most `limit` seconds."""
     command = [sys.executable, "-c", PROGRAM, *sys.path]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocesses.started(command, preload=True, **pipes) as process:
+    with subprocesses.started(command, limit=limit, preload=True, **pipes) as process:
         yield RemoteProcess(process)
 
 

@@ -35,6 +35,7 @@ def options(
     pool: int = POOL,
     timeout: int = PATIENT,
     transport: str = "shared_memory,tcp",
+    token: str = "",
     listen: str | None = None,
 ) -> dict[str, str]:
     """Return what `init` takes, for a side that listens if `listen` is an address."""
@@ -44,6 +45,7 @@ def options(
     config.ge_options = {
         "ge.flowGraphMemMaxSize": str(pool),
         "quire.device": "cpu",
+        "quire.token": token,
         "quire.transports": transport,
     }
     if listen is not None:
@@ -51,9 +53,11 @@ def options(
     return config.generate_options()
 
 
-def start_prompt(cluster_id: int = 1, *, port: int = 0, **settings: Any) -> LLMDataDist:
+def start_prompt(
+    cluster_id: int = 1, *, ip: str = "127.0.0.1", port: int = 0, **settings: Any
+) -> LLMDataDist:
     prompt = LLMDataDist(LLMRole.PROMPT, cluster_id)
-    prompt.init(options(listen=f"127.0.0.1:{port}", **settings))
+    prompt.init(options(listen=f"{ip}:{port}", **settings))
     return prompt
 
 
@@ -63,11 +67,11 @@ def start_decoder(cluster_id: int = 2, **settings: Any) -> LLMDataDist:
     return decoder
 
 
-def cluster_info(remote_cluster_id: int, port: int) -> LLMClusterInfo:
+def cluster_info(remote_cluster_id: int, port: int, ip: str = "127.0.0.1") -> LLMClusterInfo:
     info = LLMClusterInfo()
     info.remote_cluster_id = remote_cluster_id
     info.append_local_ip_info("127.0.0.1", 0)
-    info.append_remote_ip_info("127.0.0.1", port)
+    info.append_remote_ip_info(ip, port)
     return info
 
 
