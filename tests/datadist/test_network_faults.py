@@ -15,6 +15,7 @@ from failing import fails_with
 from network_namespaces import NAMESPACES, Network, enter, network_of, why_not_permitted
 from network_switch import resets
 from remote_objects import RemoteProcess, remote_process
+from remote_sides import notice_soon, wait_for_links_to_end
 from sides import byte_desc, pattern, read_cache, write_new_cache
 
 from quire.datadist import CacheKey, LLMStatusCode
@@ -115,6 +116,21 @@ def test_loss_and_delay_change_no_bytes(network):
         both.bind(1)
         both.pull()
         both.assert_pulled(1)
+
+
+@needs_namespaces
+def test_a_decoder_whose_machine_vanishes(network):
+    """It has not acknowledged what was sent to it last: TCP alone would repeat that for minutes."""
+    with contextlib.ExitStack() as stack:
+        both = Sides(network, stack, SHORT)
+        both.prompt_process.call(notice_soon)
+        both.link()
+        both.bind(1)
+        network.switch.act_after(1, network.machines[DECODER].port, "silence behind it")
+        both.pull()
+        assert network.switch.limit_reached.is_set()
+        both.decoder_process.kill()
+        assert both.prompt_process.call(wait_for_links_to_end, both.prompt, SLACK)
 
 
 @needs_namespaces

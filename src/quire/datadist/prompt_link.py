@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from quire.datadist import sockets
 from quire.datadist.cache_pool import CachePool
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
@@ -83,6 +84,7 @@ class PromptLink:
         self._pool = pool
         self._transports = transports
         self._use_checksum = use_checksum
+        sockets.end_if_peer_vanishes(connection)  # the link waits on it without a deadline
         self._channel = prompt_channel(connection)
 
     def establish(self, deadline: float, register: Callable[[PromptLink], None]) -> None:

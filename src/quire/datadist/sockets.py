@@ -37,6 +37,17 @@ def configure(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
+def end_if_peer_vanishes(connection: socket.socket) -> None:
+    """Let a connection end on which the peer acknowledges nothing for as long as keep-alive takes to give up.
+
+    Keep-alive only probes a connection on which everything is acknowledged; what is not is repeated for a
+    quarter of an hour. Not for data: a peer that is alive but takes nothing for so long loses its connection.
+    """
+    if connection.family != socket.AF_UNIX:
+        seconds = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+
+
 def connect(address: tuple[str, int], deadline: float) -> socket.socket:
     """Return a connection.
 
