@@ -44,6 +44,7 @@ ROWS: dict[str, list[str]] = {
         "create_cpu_cache",
         "swap_blocks",
         "deallocate_blocks_cache",
+        "pull_blocks by any key",
     ],
     "What users rely on": [
         "a side may have the cluster id of its peer",

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 import sides
 from failing import fails_with
-from pair_checks import bound_blocks, free_on_prompt
+from pair_checks import bound_blocks, free_on_prompt, prefix_key
 from sides import POOL, byte_desc, num_free_bytes, pattern, read_cache, write_new_blocks, write_new_cache
 
 from conformance import row
-from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMStatusCode
+from quire.datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LLMStatusCode,
+)
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -154,6 +161,77 @@ def test_blocks_of_some_layers(pair, source_layers, target_layers, options):
         with fails_with(INVALID):
             pair.dm.pull_blocks(KEY, target, [0], [0], src_layer_range=bad, dst_layer_range=range(0, 1))
     np.testing.assert_array_equal(read_cache(pair.dm, target), expected)
+    assert source.cache_id == 1
+
+
+@row("pull_blocks by any key")
+def test_blocks_are_named_by_a_key_of_each_kind(pair):
+    desc = byte_desc(4)
+    source = bound_blocks(pair, desc, KEY, seed=1)
+    slots = pair.call(write_new_cache, pair.pm, byte_desc(2, 200), [CacheKey(1, 5), prefix_key(6)], seed=3)
+    blocks, longer = pattern(desc, 1), pattern(byte_desc(2, 200), 3)
+    for key, source_blocks, expected in (
+        (KEY, [3, 1], blocks[:, [3, 1]]),
+        (CacheKeyByIdAndIndex(1, source.cache_id), [3, 1], blocks[:, [3, 1]]),
+        (CacheKey(1, 5), [], longer[:, 0, :128].reshape(4, 2, 64)),
+        (prefix_key(6), [], longer[:, 1, :128].reshape(4, 2, 64)),
+        (CacheKeyByIdAndIndex(1, slots.cache_id, 1), [], longer[:, 1, :128].reshape(4, 2, 64)),
+    ):
+        for _ in range(2):  # no key is consumed
+            target = write_new_blocks(pair.dm, desc, seed=2)
+            pair.dm.pull_blocks(key, target, source_blocks, [2, 0])
+            np.testing.assert_array_equal(read_cache(pair.dm, target)[:, [2, 0]], expected)
+            np.testing.assert_array_equal(read_cache(pair.dm, target)[:, [1, 3]], pattern(desc, 2)[:, [1, 3]])
+        some = {"src_layer_range": range(1, 2), "dst_layer_range": range(0, 1)}
+        pair.dm.pull_blocks(key, target, src_blocks=source_blocks, dst_blocks=[2, 0], **some)
+        np.testing.assert_array_equal(read_cache(pair.dm, target)[:2, [2, 0]], expected[2:])
+    pair.dm.pull_blocks(CacheKey(1, 5), target, dst_blocks=[])
+    pair.dm.pull_blocks(CacheKey(1, 5), target, dst_blocks=[1])
+    np.testing.assert_array_equal(read_cache(pair.dm, target)[:, 1], longer[:, 0, :64])
+
+
+@row("pull_blocks by any key")
+def test_keys_that_do_not_fit_their_blocks(pair):
+    desc = byte_desc(4)
+    source = bound_blocks(pair, desc, KEY, seed=1)
+    slots = pair.call(write_new_cache, pair.pm, desc, [CacheKey(1, 5)], seed=3)
+    target = write_new_blocks(pair.dm, desc, seed=2)
+    for key, source_blocks, target_blocks in (
+        (CacheKey(1, 5), [0], [0]),
+        (CacheKey(1, 5), [], [0, 1]),  # the slot has the bytes of one block
+        (CacheKey(1, 2**64 - 1), [], [0]),
+        (CacheKeyByIdAndIndex(1, source.cache_id, 1), [0], [0]),
+        (CacheKeyByIdAndIndex(1, source.cache_id), [], [0]),
+        (CacheKeyByIdAndIndex(1, source.cache_id), [4], [0]),
+        (CacheKeyByIdAndIndex(1, slots.cache_id), [0], [0]),
+        (KEY, [], [0]),
+    ):
+        with fails_with(INVALID):
+            pair.dm.pull_blocks(key, target, source_blocks, target_blocks)
+    with fails_with(NOT_EXIST):
+        pair.dm.pull_blocks(CacheKeyByIdAndIndex(1, 99), target, [0], [0])
+    np.testing.assert_array_equal(read_cache(pair.dm, target), pattern(desc, 2))
+
+
+@row("pull_blocks by any key")
+def test_both_spellings_of_keywords(pair):
+    desc = byte_desc(4)
+    source = bound_blocks(pair, desc, KEY, seed=1)
+    target = pair.dm.allocate_blocks_cache(desc)
+    pair.dm.pull_blocks(prompt_cache_key=KEY, decoder_kv_cache=target, prompt_blocks=[1], decoder_blocks=[0])
+    pair.dm.pull_blocks(src_cache_key=KEY, dst_cache=target, src_blocks=[2], dst_blocks=[1])
+    np.testing.assert_array_equal(read_cache(pair.dm, target)[:, :2], pattern(desc, 1)[:, [1, 2]])
+    for wrong in (
+        {"src_cache_key": KEY, "prompt_cache_key": KEY, "dst_cache": target, "dst_blocks": []},
+        {"src_cache_key": KEY, "dst_cache": target, "dst_blocks": [], "src_blocks": [], "prompt_blocks": []},
+        {"dst_cache": target, "dst_blocks": []},
+        {"src_cache_key": KEY, "dst_blocks": []},
+        {"src_cache_key": KEY, "dst_cache": target},
+        {"src_cache_key": KEY, "dst_cache": target, "dst_blocks": [], "src_layer_range": [0]},
+        {"src_cache_key": KEY, "dst_cache": target, "dst_blocks": [], "size": 1},
+    ):
+        with pytest.raises(TypeError):
+            pair.dm.pull_blocks(**wrong)
     assert source.cache_id == 1
 
 

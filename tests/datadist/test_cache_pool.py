@@ -208,6 +208,16 @@ class PoolMachine(RuleBasedStateMachine):
         assert (hold.cache.cache_id, hold.slot) == (self.blocks_keys[model_id], None)
         self.holds.append((hold, self.blocks_keys[model_id], None, None))
 
+    @rule(cache_id=st.integers(-1, 12))
+    def hold_numbered_blocks(self, cache_id):
+        cache = self.caches.get(cache_id)
+        if cache is None or not cache.has_handle:
+            assert code_of(self.pool.hold_numbered_blocks, cache_id) is CODES.LLM_KV_CACHE_NOT_EXIST
+        elif not cache.is_blocks:
+            assert code_of(self.pool.hold_numbered_blocks, cache_id) is CODES.LLM_PARAM_INVALID
+        else:
+            self.holds.append((self.pool.hold_numbered_blocks(cache_id), cache_id, None, None))
+
     @precondition(lambda self: self.holds)
     @rule(index=st.integers(0, 100), consume=st.booleans(), again=st.booleans())
     def end_hold(self, index, consume, again):

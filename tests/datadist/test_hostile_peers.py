@@ -37,6 +37,7 @@ from quire.datadist.protocol import (
     LayerRange,
     LinkDroppedError,
     LinkOffer,
+    NumberedBlocksSource,
     PullAccepted,
     PullCompleted,
     PullConfirmed,
@@ -248,9 +249,14 @@ def pull_request(**changes) -> PullRequest:
     return PullRequest(**(fields | changes))
 
 
-def blocks_source(*pairs: tuple[int, int], block_bytes: int = 8) -> BlocksSource:
+def blocks_source(
+    *pairs: tuple[int, int], block_bytes: int = 8, cache_id: int | None = None
+) -> BlocksSource | NumberedBlocksSource:
     starts, counts = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return BlocksSource(0, block_bytes, encode_runs(starts, counts))
+    encoded = encode_runs(starts, counts)
+    if cache_id is not None:
+        return NumberedBlocksSource(cache_id, block_bytes, encoded)
+    return BlocksSource(0, block_bytes, encoded)
 
 
 @pytest.mark.parametrize(
@@ -365,9 +371,10 @@ def test_a_reader_that_stops_holds_the_source_until_its_own_deadline(monkeypatch
     source=st.builds(KeySource, st.integers(4, 6), st.just(0), st.just(2**64 - 1))
     | st.builds(SlotSource, st.integers(0, 3), st.integers(0, 5))
     | st.builds(
-        lambda pairs, size: blocks_source(*pairs, block_bytes=size),
+        lambda pairs, size, cache_id: blocks_source(*pairs, block_bytes=size, cache_id=cache_id),
         st.lists(st.tuples(st.integers(-1, 5), st.integers(-1, 5)), min_size=1, max_size=3),
         st.sampled_from([8, 8, 7]),
+        st.none() | st.integers(0, 3),
     ),
     num_tensors=st.integers(0, 3),
     layers=st.none() | st.builds(LayerRange, st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)),
@@ -390,7 +397,7 @@ def test_whatever_is_accepted_is_within_the_cache_and_as_long_as_was_said(**fiel
         for tensor, offset, length in window:
             assert 0 <= tensor < 2
             assert 0 <= offset < offset + length <= 32
-            if not isinstance(fields["source"], BlocksSource):
+            if not isinstance(fields["source"], (BlocksSource, NumberedBlocksSource)):
                 assert offset // 8 == (offset + length - 1) // 8 == source.hold.slot
     source.hold.end(consume=False)
     assert pool.num_caches == before

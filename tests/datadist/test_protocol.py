@@ -23,6 +23,7 @@ from quire.datadist.protocol import (
     LinkEstablished,
     LinkOffer,
     LinkRequest,
+    NumberedBlocksSource,
     OfferAccepted,
     OfferDeclined,
     ProtocolError,
@@ -48,6 +49,7 @@ sources = (
     st.builds(KeySource, u64, u64, u64)
     | st.builds(SlotSource, st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**32 - 1))
     | st.builds(BlocksSource, u64, size, st.binary(max_size=64))
+    | st.builds(NumberedBlocksSource, size, size, st.binary(max_size=64))
 )
 requests = st.builds(
     PullRequest,

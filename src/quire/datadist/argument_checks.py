@@ -132,6 +132,18 @@ class ArgumentChecks:
         return dict(value)
 
 
+def one_of(call: str, **spellings: Any) -> Any:
+    """Return the one argument that is given, not `...`, of several spellings of its name.
+
+    Raises:
+        TypeError: none is, or several are.
+    """
+    given = [value for value in spellings.values() if value is not ...]
+    if len(given) != 1:
+        raise TypeError(f"{call}() takes one of {' and '.join(spellings)}")
+    return given[0]
+
+
 def _index(name: str, value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}: {value!r:.80}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from types import EllipsisType
-from typing import Any
 
-from quire.datadist.argument_checks import I64, U32, U64, UINT64_MAX, ArgumentChecks
+from quire.datadist.argument_checks import I64, U32, U64, UINT64_MAX, ArgumentChecks, one_of
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -36,7 +35,7 @@ class CacheKey:
         *,
         cluster_id: int | EllipsisType = ...,
     ) -> None:
-        named = _one_of("CacheKey", prompt_cluster_id, cluster_id)
+        named = one_of("CacheKey", prompt_cluster_id=prompt_cluster_id, cluster_id=cluster_id)
         if req_id is ...:
             raise TypeError("CacheKey() is missing the argument req_id")
         with ArgumentChecks() as check:
@@ -101,7 +100,7 @@ class BlocksCacheKey:
         *,
         cluster_id: int | EllipsisType = ...,
     ) -> None:
-        named = _one_of("BlocksCacheKey", prompt_cluster_id, cluster_id)
+        named = one_of("BlocksCacheKey", prompt_cluster_id=prompt_cluster_id, cluster_id=cluster_id)
         with ArgumentChecks() as check:
             _set(self, "prompt_cluster_id", check.integer("prompt_cluster_id", named, U64))
             _set(self, "model_id", check.integer("model_id", model_id, U64))
@@ -110,12 +109,6 @@ class BlocksCacheKey:
     def cluster_id(self) -> int:
         """Another name of `prompt_cluster_id`."""
         return self.prompt_cluster_id
-
-
-def _one_of(cls_name: str, prompt_cluster_id: Any, cluster_id: Any) -> Any:
-    if (prompt_cluster_id is ...) == (cluster_id is ...):
-        raise TypeError(f"{cls_name}() takes one of prompt_cluster_id and cluster_id")
-    return cluster_id if prompt_cluster_id is ... else prompt_cluster_id
 
 
 def _set(key: object, name: str, value: int) -> None:

@@ -216,6 +216,18 @@ class CachePool(Generic[M]):
                 raise _no_cache(f"model {model_id} has no blocks cache")
             return self._hold(cache, None, None)
 
+    def hold_numbered_blocks(self, cache_id: int) -> SourceHold[M]:
+        """Keep a blocks cache whose handle lives for a transfer.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST; LLM_PARAM_INVALID (it is contiguous).
+        """
+        with self._exclusive():
+            cache = self._with_handle(cache_id)
+            if not cache.is_blocks:
+                raise invalid(f"cache {cache_id} is contiguous; it has no blocks")
+            return self._hold(cache, None, None)
+
     def close(self) -> None:
         """Forget every cache and key, whatever holds them."""
         with self._exclusive():

@@ -20,7 +20,7 @@ from quire.datadist.kv_cache_manager import KvCacheManager
 from quire.datadist.memory import CacheMemory
 from quire.datadist.model_runner import ModelRunner
 from quire.datadist.options import ModelOptions
-from quire.datadist.pulls import PullOptions, block_pulls, slot_pull, spread_pull
+from quire.datadist.pulls import PullOptions, block_pulls, slot_pull
 from quire.datadist.requests import LLMReq
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 
@@ -110,13 +110,12 @@ class DecoderModel:
                     LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                     "pull_blocks needs the model's option enable_page_attention",
                 )
+            key: BlocksCacheKey | CacheKey = self._key(request)
             if len(prompt_blocks) or not len(decoder_blocks):
                 key = BlocksCacheKey(request.prompt_cluster_id, self._model_id)
-                pulls = list(block_pulls(key, self._cache(), prompt_blocks, decoder_blocks, PullOptions()))
             elif request.is_placeholder:
                 raise invalid("without prompt_blocks, the request needs a req_id")
-            else:
-                pulls = [spread_pull(self._key(request), self._cache(), decoder_blocks)]
+            pulls = list(block_pulls(key, self._cache(), prompt_blocks, decoder_blocks, PullOptions()))
             for pull in pulls:
                 pull.run(self._links.link_of(request.prompt_cluster_id), deadline)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any
 
 import torch
 
-from quire.datadist.argument_checks import U32, ArgumentChecks
+from quire.datadist.argument_checks import U32, ArgumentChecks, one_of
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from quire.datadist.cache_pool import CachePool
 from quire.datadist.decoder_links import DecoderLinks
@@ -70,33 +71,56 @@ class KvCacheManager(LocalCaches):
             pull = slot_pull(cache_key, pooled_cache(self._pool, kv_cache), slot, num_bytes, options)
             pull.run(self._links.link_of(cache_key.cluster_id), deadline)
 
-    def pull_blocks(
+    def pull_blocks(  # noqa: PLR0917 - the interface's order
         self,
-        prompt_cache_key: BlocksCacheKey,
-        decoder_kv_cache: KvCache,
-        prompt_blocks: list[int],
-        decoder_blocks: list[int],
-        **kwargs: Any,
+        src_cache_key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex | EllipsisType = ...,
+        dst_cache: KvCache | EllipsisType = ...,
+        src_blocks: list[int] | EllipsisType = ...,
+        dst_blocks: list[int] | EllipsisType = ...,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        tensor_num_per_layer: int = 2,
+        *,
+        prompt_cache_key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex | EllipsisType = ...,
+        decoder_kv_cache: KvCache | EllipsisType = ...,
+        prompt_blocks: list[int] | EllipsisType = ...,
+        decoder_blocks: list[int] | EllipsisType = ...,
     ) -> None:
-        """Copy block `prompt_blocks[i]` of a PROMPT into block `decoder_blocks[i]` of this DECODER.
+        """Copy block `src_blocks[i]` of a PROMPT into block `dst_blocks[i]` of this DECODER; its key stays.
 
         Args:
-            prompt_cache_key: the source.
-            decoder_kv_cache: the destination, a blocks cache with blocks of the same size.
-            prompt_blocks: a sequence or one-dimensional array.
-            decoder_blocks: likewise, as long; no block twice.
-            kwargs: the layer keywords of `pull_cache`.
+            src_cache_key: of a blocks cache, or its `cache_id`; or of a slot, whose first bytes go to
+                `dst_blocks` in their order.
+            dst_cache: a blocks cache; its blocks must have the size of the source's.
+            src_blocks: a sequence or one-dimensional array; empty or left out for a slot.
+            dst_blocks: likewise; no block twice.
+            src_layer_range: `range` of layers, step 1, that are copied; all if None.
+            dst_layer_range: likewise, as long, of the destination.
+            tensor_num_per_layer: looked at only with a range.
+            prompt_cache_key: another name of `src_cache_key`.
+            decoder_kv_cache: another name of `dst_cache`.
+            prompt_blocks: another name of `src_blocks`.
+            decoder_blocks: another name of `dst_blocks`.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK, LLM_KV_CACHE_NOT_EXIST (no such blocks cache), LLM_PARAM_INVALID.
+            LLMException: LLM_NOT_YET_LINK, LLM_KV_CACHE_NOT_EXIST (no such cache or key), LLM_PARAM_INVALID.
         """
+        call = "pull_blocks"
+        key = one_of(call, src_cache_key=src_cache_key, prompt_cache_key=prompt_cache_key)
+        target = one_of(call, dst_cache=dst_cache, decoder_kv_cache=decoder_kv_cache)
+        has_sources = src_blocks is not ... or prompt_blocks is not ...
+        from_blocks = one_of(call, src_blocks=src_blocks, prompt_blocks=prompt_blocks) if has_sources else []
+        to_blocks = one_of(call, dst_blocks=dst_blocks, decoder_blocks=decoder_blocks)
+        layers = {"src_layer_range": src_layer_range, "dst_layer_range": dst_layer_range}
         with ArgumentChecks() as check:
-            check.instance("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
-            check.instance("decoder_kv_cache", decoder_kv_cache, KvCache)
-            sources = check.indices("prompt_blocks", prompt_blocks)
-            targets = check.indices("decoder_blocks", decoder_blocks)
-            options = check_options(check, kwargs, LAYER_OPTIONS)
+            check.instance("src_cache_key", key, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex)
+            check.instance("dst_cache", target, KvCache)
+            sources = check.indices("src_blocks", from_blocks)
+            targets = check.indices("dst_blocks", to_blocks)
+            options = check_options(
+                check, {**layers, "tensor_num_per_layer": tensor_num_per_layer}, LAYER_OPTIONS
+            )
         with self.call(LLMRole.DECODER) as deadline:
-            cache = pooled_cache(self._pool, decoder_kv_cache)
-            for pull in block_pulls(prompt_cache_key, cache, sources, targets, options):
-                pull.run(self._links.link_of(prompt_cache_key.cluster_id), deadline)
+            cache = pooled_cache(self._pool, target)
+            for pull in block_pulls(key, cache, sources, targets, options):
+                pull.run(self._links.link_of(key.cluster_id), deadline)

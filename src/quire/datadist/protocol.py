@@ -132,6 +132,14 @@ class BlocksSource(msgspec.Struct, array_like=True, tag=True):
     runs: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * _RUN_BYTES)]
 
 
+class NumberedBlocksSource(msgspec.Struct, array_like=True, tag=True):
+    """Blocks of a blocks cache by the cache's id, as in `BlocksSource`."""
+
+    cache_id: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    block_bytes: Size
+    runs: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * _RUN_BYTES)]
+
+
 class LayerRange(msgspec.Struct, array_like=True):
     """Which layers of the source are pulled."""
 
@@ -145,7 +153,7 @@ class PullRequest(_Message):
 
     transfer_id: U64
     epoch: U64
-    source: KeySource | SlotSource | BlocksSource
+    source: KeySource | SlotSource | BlocksSource | NumberedBlocksSource
     data_type: U32
     num_tensors: U32
     layers: LayerRange | None

@@ -10,7 +10,14 @@ from quire.datadist.cache_keys import CacheKey
 from quire.datadist.cache_pool import CachePool
 from quire.datadist.enums import DataType
 from quire.datadist.memory import CacheMemory
-from quire.datadist.protocol import BlocksSource, KeySource, LayerRange, PullRequest, decode_runs
+from quire.datadist.protocol import (
+    BlocksSource,
+    KeySource,
+    LayerRange,
+    NumberedBlocksSource,
+    PullRequest,
+    decode_runs,
+)
 from quire.datadist.spans import ByteSpans, block_spans, slot_spans
 from quire.datadist.status import LLMStatusCode, failure, invalid
 
@@ -45,13 +52,15 @@ def _hold(pool: CachePool[CacheMemory], request: PullRequest) -> SourceHold[Cach
         return pool.hold_key(CacheKey(0, source.req_id, source.model_id, source.prefix_id))
     if isinstance(source, BlocksSource):
         return pool.hold_blocks(source.model_id)
+    if isinstance(source, NumberedBlocksSource):
+        return pool.hold_numbered_blocks(source.cache_id)
     return pool.hold_slot(source.cache_id, source.batch_index)
 
 
 def _spans(hold: SourceHold[CacheMemory], request: PullRequest) -> ByteSpans:
     desc = hold.cache.desc
     tensors = _tensors(desc, request)
-    if isinstance(request.source, BlocksSource):
+    if isinstance(request.source, (BlocksSource, NumberedBlocksSource)):
         spans = _block_spans(desc, tensors, request.source, request.num_bytes)
     else:
         assert hold.slot is not None
@@ -101,14 +110,16 @@ def _slot_spans(desc: CacheDesc, tensors: range, slot: int, request: PullRequest
     return slot_spans(tensors, slot * desc.slot_bytes + request.offset, request.num_bytes)
 
 
-def _block_spans(desc: CacheDesc, tensors: range, source: BlocksSource, num_bytes: int) -> ByteSpans:
+def _block_spans(
+    desc: CacheDesc, tensors: range, source: BlocksSource | NumberedBlocksSource, num_bytes: int
+) -> ByteSpans:
     if source.block_bytes != desc.slot_bytes:
         raise invalid(f"blocks of the source have {desc.slot_bytes} bytes, not {source.block_bytes}")
     starts, counts = decode_runs(source.runs)
     num_blocks = desc.batch_size
     is_within = (starts >= 0) & (counts > 0) & (counts <= num_blocks) & (starts <= num_blocks - counts)
     if not is_within.all():
-        raise invalid(f"prompt_blocks names a block that is not among the {num_blocks} of the source")
+        raise invalid(f"a source block is named that is not among the {num_blocks} of the source")
     if int(counts.sum()) * desc.slot_bytes != num_bytes:
         raise invalid(f"{int(counts.sum())} blocks are not {num_bytes} bytes")
     return block_spans(tensors, starts, counts, desc.slot_bytes)

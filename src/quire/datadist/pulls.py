@@ -19,6 +19,7 @@ from quire.datadist.protocol import (
     BlocksSource,
     KeySource,
     LayerRange,
+    NumberedBlocksSource,
     PullRequest,
     SlotSource,
     encode_runs,
@@ -108,8 +109,7 @@ def slot_pull(
         LLMException: LLM_PARAM_INVALID.
     """
     desc = cache.desc
-    if isinstance(key, CacheKey) and key.is_placeholder:
-        raise invalid("cache_key is a placeholder; it needs a req_id or a prefix_id")
+    source = _slot_source(key)
     if cache.is_blocks or batch_index >= desc.batch_size:
         what = "a blocks cache" if cache.is_blocks else f"{desc.batch_size} slots"
         raise invalid(f"batch_index is {batch_index}, but the destination has {what}")
@@ -122,9 +122,7 @@ def slot_pull(
         )
     tensors, source_layers = _layers(cache, options)
     request = _request(
-        KeySource(key.req_id, key.model_id, key.prefix_id)
-        if isinstance(key, CacheKey)
-        else SlotSource(key.cache_id, key.batch_index),
+        source,
         cache,
         tensors,
         num_bytes,
@@ -136,32 +134,59 @@ def slot_pull(
 
 
 def block_pulls(
-    key: BlocksCacheKey,
+    key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
     cache: Cache,
-    prompt_blocks: npt.NDArray[np.uint64],
-    decoder_blocks: npt.NDArray[np.uint64],
+    source_blocks: npt.NDArray[np.uint64],
+    target_blocks: npt.NDArray[np.uint64],
     options: PullOptions,
 ) -> Iterator[Pull]:
-    """Yield the pulls of blocks into blocks: one, unless there are too many for a message.
+    """Yield the pulls of blocks into blocks: one, unless there are too many for a message; keys stay.
+
+    Args:
+        key: names a blocks cache; or without `source_blocks` a slot, whose start goes to `target_blocks` in
+            their order.
+        cache: the destination, a blocks cache.
+        source_blocks: block `source_blocks[i]` goes to block `target_blocks[i]`.
+        target_blocks: none twice.
+        options: the keywords.
 
     Raises:
         LLMException: LLM_PARAM_INVALID, before the first.
     """
-    _require_blocks(cache, decoder_blocks)
-    if len(prompt_blocks) != len(decoder_blocks):
+    _require_blocks(cache, target_blocks)
+    if not isinstance(key, BlocksCacheKey) and not len(source_blocks):
+        return iter([_spread_pull(key, cache, target_blocks, options)] if len(target_blocks) else [])
+    if isinstance(key, CacheKey) or (isinstance(key, CacheKeyByIdAndIndex) and key.batch_index):
         raise invalid(
-            f"there are {len(prompt_blocks)} prompt_blocks for {len(decoder_blocks)} decoder_blocks"
+            f"{key} names a slot; source blocks are named with a key of a blocks cache, or by cache_id"
         )
-    if len(prompt_blocks) and int(prompt_blocks.max()) > OFFSET.greatest:
-        raise invalid(f"prompt_blocks has {prompt_blocks.max()}, which no cache has")
+    return _paired_pulls(key, cache, source_blocks, target_blocks, options)
+
+
+def _paired_pulls(
+    key: BlocksCacheKey | CacheKeyByIdAndIndex,
+    cache: Cache,
+    source_blocks: npt.NDArray[np.uint64],
+    target_blocks: npt.NDArray[np.uint64],
+    options: PullOptions,
+) -> Iterator[Pull]:
+    if len(source_blocks) != len(target_blocks):
+        raise invalid(f"there are {len(source_blocks)} source blocks for {len(target_blocks)} destinations")
+    if len(source_blocks) and int(source_blocks.max()) > OFFSET.greatest:
+        raise invalid(f"there is a source block {source_blocks.max()}, which no cache has")
     tensors, source_layers = _layers(cache, options)
-    order = np.argsort(decoder_blocks)  # so that neighbours stand beside each other
-    sources = prompt_blocks[order].astype(np.int64)
-    targets = decoder_blocks[order].astype(np.int64)
+    order = np.argsort(target_blocks)  # so that neighbours stand beside each other
+    sources = source_blocks[order].astype(np.int64)
+    targets = target_blocks[order].astype(np.int64)
     block_bytes = cache.desc.slot_bytes
 
     def pull(part: slice) -> Pull:
-        source = BlocksSource(key.model_id, block_bytes, encode_runs(*runs(sources[part])))
+        source_runs = encode_runs(*runs(sources[part]))
+        source = (
+            BlocksSource(key.model_id, block_bytes, source_runs)
+            if isinstance(key, BlocksCacheKey)
+            else NumberedBlocksSource(key.cache_id, block_bytes, source_runs)
+        )
         spans = block_spans(tensors, *runs(targets[part]), block_bytes)
         num_bytes = len(targets[part]) * block_bytes
         request = _request(source, cache, tensors, num_bytes, layers=source_layers, offset=0, consume=False)
@@ -170,19 +195,27 @@ def block_pulls(
     return (pull(part) for part in _parts(len(targets)))
 
 
-def spread_pull(key: CacheKey, cache: Cache, decoder_blocks: npt.NDArray[np.uint64]) -> Pull:
-    """Return the pull of the start of a slot into blocks, in their order; the key stays.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID.
-    """
-    _require_blocks(cache, decoder_blocks)
-    tensors = range(cache.desc.num_tensors)
-    num_bytes = len(decoder_blocks) * cache.desc.slot_bytes
-    source = KeySource(key.req_id, key.model_id, key.prefix_id)
-    request = _request(source, cache, tensors, num_bytes, layers=None, offset=0, consume=False)
-    starts, counts = runs(decoder_blocks.astype(np.int64))
+def _spread_pull(
+    key: CacheKey | CacheKeyByIdAndIndex,
+    cache: Cache,
+    target_blocks: npt.NDArray[np.uint64],
+    options: PullOptions,
+) -> Pull:
+    tensors, source_layers = _layers(cache, options)
+    num_bytes = len(target_blocks) * cache.desc.slot_bytes
+    request = _request(
+        _slot_source(key), cache, tensors, num_bytes, layers=source_layers, offset=0, consume=False
+    )
+    starts, counts = runs(target_blocks.astype(np.int64))
     return Pull(request, cache, block_spans(tensors, starts, counts, cache.desc.slot_bytes))
+
+
+def _slot_source(key: CacheKey | CacheKeyByIdAndIndex) -> KeySource | SlotSource:
+    if isinstance(key, CacheKeyByIdAndIndex):
+        return SlotSource(key.cache_id, key.batch_index)
+    if key.is_placeholder:
+        raise invalid("the key is a placeholder; it needs a req_id or a prefix_id")
+    return KeySource(key.req_id, key.model_id, key.prefix_id)
 
 
 def _parts(num_blocks: int) -> Iterator[slice]:
@@ -190,13 +223,13 @@ def _parts(num_blocks: int) -> Iterator[slice]:
         yield slice(start, start + MAX_BLOCK_RUNS)
 
 
-def _require_blocks(cache: Cache, decoder_blocks: npt.NDArray[np.uint64]) -> None:
+def _require_blocks(cache: Cache, target_blocks: npt.NDArray[np.uint64]) -> None:
     if not cache.is_blocks:
         raise invalid("the destination is a contiguous cache; blocks are pulled into a blocks cache")
-    if len(decoder_blocks) and int(decoder_blocks.max()) >= cache.desc.batch_size:
-        raise invalid(f"decoder_blocks has {decoder_blocks.max()} of {cache.desc.batch_size} blocks")
-    if len(np.unique(decoder_blocks)) != len(decoder_blocks):
-        raise invalid("decoder_blocks names a block twice")
+    if len(target_blocks) and int(target_blocks.max()) >= cache.desc.batch_size:
+        raise invalid(f"there is a destination block {target_blocks.max()} of {cache.desc.batch_size} blocks")
+    if len(np.unique(target_blocks)) != len(target_blocks):
+        raise invalid("a block is a destination twice")
 
 
 def _layers(cache: Cache, options: PullOptions) -> tuple[range, LayerRange | None]:
@@ -218,7 +251,7 @@ def _layer_range(layers: range | None, options: PullOptions) -> LayerRange | Non
 
 
 def _request(
-    source: KeySource | SlotSource | BlocksSource,
+    source: KeySource | SlotSource | BlocksSource | NumberedBlocksSource,
     cache: Cache,
     tensors: range,
     num_bytes: int,
