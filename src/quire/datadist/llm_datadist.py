@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import atexit
-import ipaddress
 import logging
-import secrets
-import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.datadist.argument_checks import TIMEOUT_MS, U64, ArgumentChecks
-from quire.datadist.cache_pool import CachePool
-from quire.datadist.decoder_links import DecoderLinks
-from quire.datadist.decoder_model import DecoderModel
 from quire.datadist.enums import LLMRole
 from quire.datadist.kv_cache_manager import KvCacheManager
 from quire.datadist.llm_model import LLMModel
-from quire.datadist.memory import CacheMemory, HostMemory, MemoryAllocator
-from quire.datadist.model_runner import ModelRunner, default_runner
-from quire.datadist.options import InitOptions, ModelOptions
-from quire.datadist.prompt_link import PromptLink
-from quire.datadist.prompt_model import PromptModel
-from quire.datadist.prompt_service import PromptService
+from quire.datadist.model_runner import ModelRunner
+from quire.datadist.options import InitOptions
 from quire.datadist.requests import LLMClusterInfo, LLMReq
-from quire.datadist.shared_host_memory import SharedHostMemory
-from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
-from quire.datadist.transports.interface import Transport
-from quire.datadist.transports.nixl import NixlTransport
-from quire.datadist.transports.shared_memory import SharedMemoryTransport
-from quire.datadist.transports.tcp import TcpTransport
+from quire.datadist.session import LinkResult, Session, one_for_all, overall
+from quire.datadist.status import LLMStatusCode, failure, invalid
 
 logger = logging.getLogger(__name__)
 
 MAX_CLUSTERS = 16
 """In one call of `link_clusters` or `unlink_clusters`."""
-
-LinkResult = tuple[LLMStatusCode, list[LLMStatusCode]]
-"""Of the whole call, and of each cluster."""
 
 
 class LLMDataDist:
@@ -55,7 +36,7 @@ class LLMDataDist:
             check.instance("role", role, LLMRole)
             self._cluster_id = check.integer("cluster_id", cluster_id, U64)
         self._role = role
-        self._session: _Session | None = None
+        self._session: Session | None = None
 
     @property
     def cluster_id(self) -> int:
@@ -98,7 +79,7 @@ class LLMDataDist:
             raise failure(LLMStatusCode.LLM_REPEAT_REQUEST, "initialised already; call finalize first")
         if self._role is LLMRole.MIX:
             raise invalid("role is MIX; it must be PROMPT or DECODER")
-        self._session = _Session(self._role, self._cluster_id, InitOptions.read(self._role, checked))
+        self._session = Session(self._role, self._cluster_id, InitOptions.read(self._role, checked))
         _initialised.add(self)
 
     def finalize(self) -> None:
@@ -147,9 +128,9 @@ class LLMDataDist:
         session = self._opened()
         if self._role is not LLMRole.DECODER:
             logger.warning("a PROMPT is linked to; call link_clusters on the DECODER")
-            return _one_for_all(LLMStatusCode.LLM_PARAM_INVALID, checked)
+            return one_for_all(LLMStatusCode.LLM_PARAM_INVALID, checked)
         if len(checked) > MAX_CLUSTERS:
-            return _one_for_all(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT, checked)
+            return one_for_all(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT, checked)
         return session.with_links(checked, deadline, lambda: session.links.link(checked, deadline))
 
     def unlink_clusters(
@@ -179,10 +160,10 @@ class LLMDataDist:
             checked, deadline = _checked_link_arguments(clusters, timeout)
         session = self._opened()
         if len(checked) > MAX_CLUSTERS and not force:
-            return _one_for_all(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT, checked)
+            return one_for_all(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT, checked)
         ids = [one.remote_cluster_id for one in checked]
         if force:
-            return _overall([session.drop(one) for one in ids])
+            return overall([session.drop(one) for one in ids])
         return session.with_links(checked, deadline, lambda: [session.unlink(one, deadline) for one in ids])
 
     def complete_request(self, llm_req: LLMReq) -> None:
@@ -199,134 +180,11 @@ class LLMDataDist:
         if not llm_req.is_placeholder:
             session.complete_request(llm_req)
 
-    def _opened(self) -> _Session:
+    def _opened(self) -> Session:
         session = self._session
         if session is None:
             raise failure(LLMStatusCode.LLM_ENGINE_FINALIZED, "not initialised, or finalized; call init")
         return session
-
-
-class _Session:
-    """What an `LLMDataDist` has from `init` to `finalize`."""
-
-    def __init__(self, role: LLMRole, cluster_id: int, options: InitOptions) -> None:
-        self._role = role
-        self._cluster_id = cluster_id
-        self._epoch = secrets.randbits(64)
-        self._use_checksum = options.use_checksum
-        self._transports = _open_transports(role, options)
-        listeners = [one.listener for one in self._transports if one.listener is not None]
-        host_memory = SharedHostMemory if listeners else HostMemory
-        allocator = MemoryAllocator(options.device, host_memory)
-        self._pool: CachePool[CacheMemory] = CachePool(allocator.allocate, options.pool_bytes)
-        self._linking = threading.Lock()
-        self._adding = threading.RLock()
-        self._models: list[LLMModel] = []
-        self.links = DecoderLinks(
-            cluster_id, options.token, self._transports, use_checksum=options.use_checksum
-        )
-        self.manager = KvCacheManager(
-            role, self._pool, self.links, device=options.device, timeout=options.timeout
-        )
-        self.service: PromptService | None = None
-        if options.address is not None:
-            if not options.token and not ipaddress.IPv4Address(options.address[0]).is_loopback:
-                logger.warning(
-                    "listening on %s without quire.token: everyone who reaches it can read KV",
-                    options.address[0],
-                )
-            try:
-                self.service = PromptService(options.address, options.token, self._new_link, listeners)
-            except LLMException:
-                self._close_transports()
-                raise
-
-    def add_model(self, options: dict[str, str], runner: ModelRunner | None) -> LLMModel:
-        model_options = ModelOptions.read(options)
-        chosen = default_runner(options) if runner is None else runner
-        with self._adding:
-            model_id = len(self._models)
-            model: PromptModel | DecoderModel
-            if self._role is LLMRole.PROMPT:
-                model = PromptModel(
-                    self._cluster_id, model_id, model_options, chosen, manager=self.manager, pool=self._pool
-                )
-            else:
-                model = DecoderModel(
-                    model_id, model_options, chosen, manager=self.manager, pool=self._pool, links=self.links
-                )
-            added = LLMModel(model_id, model, takes_tensors=runner is None)
-            self._models.append(added)
-        return added
-
-    def with_links(
-        self, clusters: Sequence[LLMClusterInfo], deadline: float, act: Callable[[], list[LLMStatusCode]]
-    ) -> LinkResult:
-        """Do what changes links, one call at a time."""
-        if not self._linking.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return _one_for_all(LLMStatusCode.LLM_PROCESSING_LINK, clusters)
-        try:
-            return _overall(act())
-        finally:
-            self._linking.release()
-
-    def unlink(self, cluster_id: int | None, deadline: float) -> LLMStatusCode:
-        if cluster_id is None or self.service is not None:
-            return self.drop(cluster_id)
-        return self.links.unlink(cluster_id, deadline)
-
-    def drop(self, cluster_id: int | None) -> LLMStatusCode:
-        if cluster_id is None:
-            return LLMStatusCode.LLM_PARAM_INVALID
-        return self.links.drop(cluster_id) if self.service is None else self.service.unlink(cluster_id)
-
-    def complete_request(self, request: LLMReq) -> None:
-        if self._role is LLMRole.PROMPT:
-            self._pool.remove_request(request.req_id)
-        for model in self._models:
-            model.complete(request)
-
-    def close(self) -> None:
-        self.manager.close()
-        if self.service is not None:
-            self.service.close()
-        self.links.close()
-        self._pool.close()
-        for model in self._models:
-            model.close()
-        self._close_transports()
-
-    def _close_transports(self) -> None:
-        for transport in self._transports:
-            transport.close()
-
-    def _new_link(self, connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
-        return PromptLink(
-            connection,
-            link_id,
-            key,
-            cluster_id=self._cluster_id,
-            epoch=self._epoch,
-            pool=self._pool,
-            transports=self._transports,
-            use_checksum=self._use_checksum,
-        )
-
-
-def _open_transports(role: LLMRole, options: InitOptions) -> list[Transport]:
-    opened = []
-    for name in options.transports:
-        try:
-            opened.append(_transport(name, role, options))
-        except OSError as error:
-            logger.warning("%s cannot be used: %s", name, error)
-    return opened
-
-
-def _transport(name: str, role: LLMRole, options: InitOptions) -> Transport:
-    if name == "shared_memory":
-        return SharedMemoryTransport(listens=role is LLMRole.PROMPT)
-    return NixlTransport() if name == "nixl" else TcpTransport(options.num_tcp_streams)
 
 
 _initialised: set[LLMDataDist] = set()
@@ -344,13 +202,3 @@ def _checked_link_arguments(clusters: Any, timeout: Any) -> tuple[list[LLMCluste
         check.require(bool(checked), "clusters is empty")
         milliseconds = check.integer("timeout", timeout, TIMEOUT_MS)
     return checked, time.monotonic() + milliseconds / 1e3
-
-
-def _one_for_all(code: LLMStatusCode, clusters: Sequence[LLMClusterInfo]) -> LinkResult:
-    return code, [code] * len(clusters)
-
-
-def _overall(codes: list[LLMStatusCode]) -> LinkResult:
-    """Return the codes with the first that is a failure."""
-    linked = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
-    return next((one for one in codes if one not in linked), LLMStatusCode.LLM_SUCCESS), codes
