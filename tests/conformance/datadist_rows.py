@@ -45,6 +45,11 @@ ROWS: dict[str, list[str]] = {
         "swap_blocks",
         "deallocate_blocks_cache",
         "pull_blocks by any key",
+        "LLMConfig of the second interface",
+        "LLMDataDist.cache_manager",
+        "switch_role",
+        "check_link_status",
+        "role MIX",
     ],
     "What users rely on": [
         "a side may have the cluster id of its peer",

@@ -315,6 +315,19 @@ def test_whoever_breaks_the_protocol_loses_its_link_only(prompt, message, caplog
     assert_it_serves(prompt)
 
 
+def test_a_link_is_checked_between_pulls_only(prompt):
+    with RawDecoder(prompt, TOKEN.encode()).link() as link:
+        for _ in range(2):
+            link.channel.send(protocol.CheckLink(), soon())
+            link.channel.expect(protocol.LinkChecked, soon())
+        link.channel.send(pull_request(epoch=link.offer.epoch), soon())
+        link.channel.expect(PullAccepted, soon())
+        link.channel.send(protocol.CheckLink(), soon())
+        with pytest.raises(ConnectionError):
+            link.channel.receive(soon())
+    assert_it_serves(prompt)
+
+
 def test_a_key_is_consumed_only_by_the_completion_of_its_own_transfer(prompt):
     with RawDecoder(prompt, TOKEN.encode()).link() as link:
         link.channel.send(pull_request(epoch=link.offer.epoch, consume=True), soon())

@@ -15,9 +15,11 @@ from quire.datadist import protocol, sockets
 from quire.datadist.protocol import (
     MAX_FRAME_BYTES,
     BlocksSource,
+    CheckLink,
     ControlChannel,
     KeySource,
     LayerRange,
+    LinkChecked,
     LinkDropped,
     LinkDroppedError,
     LinkEstablished,
@@ -68,13 +70,15 @@ link_requests = st.builds(
     LinkRequest, u64, u64, st.text(max_size=6), st.booleans(), st.lists(offers, max_size=3)
 )
 from_decoder = requests | link_requests | st.builds(PullCompleted, u64) | st.just(Unlink())
-from_decoder |= st.just(OfferAccepted()) | st.builds(OfferDeclined, st.text(max_size=30))
+from_decoder |= st.sampled_from([OfferAccepted(), CheckLink()]) | st.builds(
+    OfferDeclined, st.text(max_size=30)
+)
 from_prompt = (
     st.builds(LinkOffer, u64, u64, st.booleans(), offers)
     | st.builds(PullAccepted, u64)
     | st.builds(PullRefused, u64, st.integers(0, 255), st.text(max_size=30))
     | st.builds(PullConfirmed, u64)
-    | st.sampled_from([LinkEstablished(), Unlinked()])
+    | st.sampled_from([LinkEstablished(), LinkChecked(), Unlinked()])
 )
 
 

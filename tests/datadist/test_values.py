@@ -381,6 +381,8 @@ METHODS = {
         "link_clusters": ["clusters", "timeout"],
         "unlink_clusters": ["clusters", "timeout", "force"],
         "complete_request": ["llm_req"],
+        "check_link_status": ["remote_cluster_id"],
+        "switch_role": ["role", "switch_options"],
     },
     KvCacheManager: {
         "is_initialized": [],

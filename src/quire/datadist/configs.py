@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 
 from quire.datadist import option_keys
@@ -47,6 +48,14 @@ class LLMConfig(_Config):
         self._listen_ip_info: str | None = None
         self._device_id: int | None = None
         self._sync_kv_timeout: int | None = None
+        self._enable_cache_manager: bool | None = None
+        self._enable_remote_cache_accessible: bool | None = None
+        self._enable_switch_role: bool | None = None
+        self._local_comm_res: str | None = None
+        self._mem_pool_cfg: str | None = None
+        self._transfer_backend: str | None = None
+        self._link_total_time: int | None = None
+        self._link_retry_count: int | None = None
 
     @property
     def listen_ip_info(self) -> str | None:
@@ -89,12 +98,109 @@ class LLMConfig(_Config):
             timeout = check.integer("sync_kv_timeout", value, TIMEOUT_MS)
         self._sync_kv_timeout = timeout
 
+    @property
+    def enable_cache_manager(self) -> bool:
+        """Whether `cache_manager` is used; it always can be."""
+        return bool(self._enable_cache_manager)
+
+    @enable_cache_manager.setter
+    def enable_cache_manager(self, enable_cache_manager: bool) -> None:
+        with ArgumentChecks() as check:
+            check.instance("enable_cache_manager", enable_cache_manager, bool)
+        self._enable_cache_manager = enable_cache_manager
+
+    @property
+    def enable_remote_cache_accessible(self) -> bool:
+        """Whether peers reach caches by address; they never do."""
+        return bool(self._enable_remote_cache_accessible)
+
+    @enable_remote_cache_accessible.setter
+    def enable_remote_cache_accessible(self, enable_remote_cache_accessible: bool) -> None:
+        with ArgumentChecks() as check:
+            check.instance("enable_remote_cache_accessible", enable_remote_cache_accessible, bool)
+        self._enable_remote_cache_accessible = enable_remote_cache_accessible
+
+    @property
+    def enable_switch_role(self) -> bool:
+        """Whether `switch_role` is used; it always can be."""
+        return bool(self._enable_switch_role)
+
+    @enable_switch_role.setter
+    def enable_switch_role(self, enable_switch_role: bool) -> None:
+        with ArgumentChecks() as check:
+            check.instance("enable_switch_role", enable_switch_role, bool)
+        self._enable_switch_role = enable_switch_role
+
+    @property
+    def local_comm_res(self) -> str | None:
+        """What the device is connected to; for the option only."""
+        return self._local_comm_res
+
+    @local_comm_res.setter
+    def local_comm_res(self, local_comm_res: str) -> None:
+        with ArgumentChecks() as check:
+            check.instance("local_comm_res", local_comm_res, str)
+        self._local_comm_res = local_comm_res
+
+    @property
+    def mem_pool_cfg(self) -> str | None:
+        """Of memory pools, as JSON; for the option only."""
+        return self._mem_pool_cfg
+
+    @mem_pool_cfg.setter
+    def mem_pool_cfg(self, mem_pool_cfg: str) -> None:
+        with ArgumentChecks() as check:
+            check.instance("mem_pool_cfg", mem_pool_cfg, str)
+            check.require(_is_json(mem_pool_cfg), f"mem_pool_cfg is {mem_pool_cfg!r:.80}, not JSON")
+        self._mem_pool_cfg = mem_pool_cfg
+
+    @property
+    def transfer_backend(self) -> str | None:
+        """Name of a backend; for the option only. `quire.transports` chooses."""
+        return self._transfer_backend
+
+    @transfer_backend.setter
+    def transfer_backend(self, transfer_backend: str) -> None:
+        with ArgumentChecks() as check:
+            check.instance("transfer_backend", transfer_backend, str)
+        self._transfer_backend = transfer_backend
+
+    @property
+    def link_total_time(self) -> int | None:
+        """Time limit of linking; for the option only. `link_clusters` has a timeout."""
+        return self._link_total_time
+
+    @link_total_time.setter
+    def link_total_time(self, link_total_time: int) -> None:
+        with ArgumentChecks() as check:
+            check.integer("link_total_time", link_total_time, _I32_INDEX)
+        self._link_total_time = link_total_time
+
+    @property
+    def link_retry_count(self) -> int | None:
+        """Number of attempts to link; for the option only."""
+        return self._link_retry_count
+
+    @link_retry_count.setter
+    def link_retry_count(self, link_retry_count: int) -> None:
+        with ArgumentChecks() as check:
+            check.integer("link_retry_count", link_retry_count, _I32_INDEX)
+        self._link_retry_count = link_retry_count
+
     def generate_options(self) -> dict[str, str]:
         """Return what was set, as options."""
         options = {
             option_keys.LISTEN_IP_INFO: self._listen_ip_info,
             option_keys.DEVICE_ID: self._device_id,
             option_keys.SYNC_KV_TIMEOUT: self._sync_kv_timeout,
+            option_keys.ENABLE_CACHE_MANAGER: self._enable_cache_manager,
+            option_keys.ENABLE_REMOTE_CACHE_ACCESSIBLE: self._enable_remote_cache_accessible,
+            option_keys.ENABLE_SWITCH_ROLE: self._enable_switch_role,
+            option_keys.LOCAL_COMM_RES: self._local_comm_res,
+            option_keys.MEM_POOL_CFG: self._mem_pool_cfg,
+            option_keys.TRANSFER_BACKEND: self._transfer_backend,
+            option_keys.LINK_TOTAL_TIME: self._link_total_time,
+            option_keys.LINK_RETRY_COUNT: self._link_retry_count,
         }
         return self._merged(options)
 
@@ -204,6 +310,14 @@ class ModelConfig(_Config):
             option_keys.IS_FLOW_MODEL: self._is_flow_model,
         }
         return self._merged(options)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -13,8 +13,10 @@ from quire.datadist.handshake import ConnectionKind, greet, new_greeting
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
     BYTE_ORDER,
+    CheckLink,
     ControlChannel,
     FromPrompt,
+    LinkChecked,
     LinkDroppedError,
     LinkEstablished,
     LinkOffer,
@@ -83,9 +85,7 @@ class DecoderLink:
                 broke, or was busy until the deadline), or why the PROMPT refused.
         """
         with self._use(deadline):
-            if self._is_broken or self._channel.has_something():
-                self._break("it was dropped by the PROMPT")
-                raise self._not_linked()
+            self._require_intact()
             self._num_transfers += 1
             request.transfer_id = self._num_transfers
             request.epoch = self.epoch
@@ -106,6 +106,36 @@ class DecoderLink:
                 self._break("the pull was interrupted")
                 raise
             self._acknowledge(request.transfer_id, deadline)
+
+    def check(self, deadline: float) -> None:
+        """Make sure that the PROMPT answers.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY (a pull is running), LLM_NOT_YET_LINK (the link is broken, or was
+                dropped), LLM_WAIT_PROCESS_TIMEOUT (there was no answer, and it is broken now).
+        """
+        if not self._busy.acquire(blocking=False):
+            raise failure(LLMStatusCode.LLM_LINK_BUSY, f"the link with PROMPT {self.cluster_id} is in use")
+        try:
+            self._require_intact()
+            self._channel.send(CheckLink(), deadline)
+            self._channel.expect(LinkChecked, deadline)
+        except TimeoutError as error:
+            self._break("the PROMPT does not answer")
+            raise failure(
+                LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+                f"PROMPT {self.cluster_id} does not answer; unlink and link again",
+            ) from error
+        except OSError as error:
+            self._break(str(error))
+            raise self._not_linked() from error
+        finally:
+            self._busy.release()
+
+    def _require_intact(self) -> None:
+        if self._is_broken or self._channel.has_something():
+            self._break("it was dropped by the PROMPT")
+            raise self._not_linked()
 
     @contextlib.contextmanager
     def _use(self, deadline: float) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import EllipsisType
 from typing import Any
 
@@ -38,6 +40,14 @@ class KvCacheManager(LocalCaches):
     ) -> None:
         super().__init__(role, pool, device, timeout)
         self._links = links
+
+    @contextlib.contextmanager
+    def switching(self, role: LLMRole, links: DecoderLinks) -> Iterator[None]:
+        """Let calls wait meanwhile, and then go on in another role, with other links, unless that fails."""
+        with self.call():
+            yield
+            self._role = role
+            self._links = links
 
     def pull_cache(
         self,

@@ -12,10 +12,10 @@ from quire.datadist.enums import LLMRole
 from quire.datadist.kv_cache_manager import KvCacheManager
 from quire.datadist.llm_model import LLMModel
 from quire.datadist.model_runner import ModelRunner
-from quire.datadist.options import InitOptions
+from quire.datadist.options import InitOptions, listen_address
 from quire.datadist.requests import LLMClusterInfo, LLMReq
 from quire.datadist.session import LinkResult, Session, one_for_all, overall
-from quire.datadist.status import LLMStatusCode, failure, invalid
+from quire.datadist.status import LLMStatusCode, failure
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class LLMDataDist:
     """One side of a prefill and decode split: a cluster, with its device, caches and links.
 
     Args:
-        role: PROMPT listens and serves; DECODER links and pulls.
+        role: PROMPT listens and serves; DECODER links and pulls; MIX does both, but has no models.
         cluster_id: unique among the PROMPTs that one DECODER links to, and among the DECODERs of one PROMPT.
     """
 
@@ -45,12 +45,12 @@ class LLMDataDist:
 
     @property
     def role(self) -> LLMRole:
-        """As it was given."""
+        """As it was given, or as `switch_role` was told last."""
         return self._role
 
     @property
     def listen_port(self) -> int | None:
-        """The port that a PROMPT listens on, from `init` to `finalize`."""
+        """The port that this side listens on, from `init` to `finalize`, if it does."""
         session = self._session
         return None if session is None or session.service is None else session.service.port
 
@@ -63,8 +63,13 @@ class LLMDataDist:
         """
         return self._opened().manager
 
+    @property
+    def cache_manager(self) -> KvCacheManager:
+        """Another name of `kv_cache_manager`."""
+        return self.kv_cache_manager
+
     def init(self, options: dict[str, str]) -> None:
-        """Begin; a PROMPT listens from now on.
+        """Begin; a PROMPT listens from now on, and MIX does if it has `listen_ip_info`.
 
         Args:
             options: what `LLMConfig.generate_options` returns; unknown options are ignored.
@@ -77,8 +82,6 @@ class LLMDataDist:
             checked = check.text_options("options", options)
         if self._session is not None:
             raise failure(LLMStatusCode.LLM_REPEAT_REQUEST, "initialised already; call finalize first")
-        if self._role is LLMRole.MIX:
-            raise invalid("role is MIX; it must be PROMPT or DECODER")
         self._session = Session(self._role, self._cluster_id, InitOptions.read(self._role, checked))
         _initialised.add(self)
 
@@ -126,7 +129,7 @@ class LLMDataDist:
         """
         checked, deadline = _checked_link_arguments(clusters, timeout)
         session = self._opened()
-        if self._role is not LLMRole.DECODER:
+        if self._role is LLMRole.PROMPT:
             logger.warning("a PROMPT is linked to; call link_clusters on the DECODER")
             return one_for_all(LLMStatusCode.LLM_PARAM_INVALID, checked)
         if len(checked) > MAX_CLUSTERS:
@@ -165,6 +168,37 @@ class LLMDataDist:
         if force:
             return overall([session.drop(one) for one in ids])
         return session.with_links(checked, deadline, lambda: [session.unlink(one, deadline) for one in ids])
+
+    def check_link_status(self, remote_cluster_id: int) -> None:
+        """Return if a link is usable; a peer that this side has linked to is asked, within `sync_kv_timeout`.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED, LLM_NOT_YET_LINK (there is no link, or it is broken),
+                LLM_LINK_BUSY (a pull is running), LLM_WAIT_PROCESS_TIMEOUT (the peer does not answer, and the
+                link is broken now).
+        """
+        with ArgumentChecks() as check:
+            cluster_id = check.integer("remote_cluster_id", remote_cluster_id, U64)
+        self._opened().check_link(cluster_id)
+
+    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+        """Take another role, without links. Caches and keys stay.
+
+        Args:
+            role: from now on.
+            switch_options: as those of `init`; only the address to listen on is looked at. Without one this
+                side listens no more, which a PROMPT cannot do.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED, LLM_EXIST_LINK (unlink first), LLM_PARAM_INVALID (the address
+                is missing or malformed, or there are models), LLM_PROCESSING_LINK, LLM_WAIT_PROCESS_TIMEOUT
+                (another call took too long), LLM_FAILED (cannot listen); nothing has changed.
+        """
+        with ArgumentChecks() as check:
+            check.instance("role", role, LLMRole)
+            options = {} if switch_options is None else check.text_options("switch_options", switch_options)
+        self._opened().switch_role(role, listen_address(role, options))
+        self._role = role
 
     def complete_request(self, llm_req: LLMReq) -> None:
         """Forget a request: its keys on a PROMPT, its slot and staged KV on a DECODER.

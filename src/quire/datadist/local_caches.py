@@ -262,16 +262,14 @@ class LocalCaches:
                 LLM_WAIT_PROCESS_TIMEOUT (other calls took too long).
         """
         deadline = time.monotonic() + self._timeout
-        self._require_open()
-        if role is not None and role is not self._role:
-            raise invalid(f"this is for a {role.name}, but the role is {self._role.name}")
+        self._require(role)
         if not self._lock.acquire(timeout=self._timeout):
             raise failure(
                 LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
                 f"other calls took longer than sync_kv_timeout, {self._timeout * 1e3:g} ms",
             )
         try:
-            self._require_open()
+            self._require(role)
             yield deadline
         finally:
             self._lock.release()
@@ -298,11 +296,13 @@ class LocalCaches:
                 raise invalid(f"{cache} is registered memory; call unregister_cache")
             self._pool.release_handle(pooled.cache_id)
 
-    def _require_open(self) -> None:
+    def _require(self, role: LLMRole | None) -> None:
         if not self._is_open:
             raise failure(
                 LLMStatusCode.LLM_ENGINE_FINALIZED, "finalized; call init and get kv_cache_manager anew"
             )
+        if role is not None and self._role not in (role, LLMRole.MIX):
+            raise invalid(f"this is for a {role.name}, but the role is {self._role.name}")
 
 
 def _require_batch_first(desc: CacheDesc) -> None:

@@ -32,7 +32,7 @@ class InitOptions:
     """What `init` needs; unknown options are ignored.
 
     Attributes:
-        address: where a PROMPT listens, ip and port; None on a DECODER.
+        address: where this side listens, ip and port, or None.
         device: what `Placement.DEVICE` means.
         timeout: of calls that move KV, in seconds.
         pool_bytes: maximum number of bytes of all caches, or None.
@@ -64,7 +64,7 @@ class InitOptions:
         timeout_ms = _integer(options, option_keys.SYNC_KV_TIMEOUT, 1, _MAX_I32)
         num_streams = _integer(options, option_keys.TCP_STREAMS, 1, MAX_STREAMS)
         return cls(
-            address=_address(options) if role is LLMRole.PROMPT else None,
+            address=listen_address(role, options),
             device=_device(options, index),
             timeout=(timeout_ms or DEFAULT_TIMEOUT_MS) / 1e3,
             pool_bytes=_integer(options, option_keys.POOL_SIZE, 0, _MAX_I64),
@@ -115,6 +115,23 @@ class ModelOptions:
             is_paged=is_paged,
             has_prefixes=_boolean(options, option_keys.ENABLE_SHARED_SYSTEM_PREFIX, default=False),
         )
+
+
+def listen_address(role: LLMRole, options: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return where a side listens, ip and port: a PROMPT must, MIX may, a DECODER never does.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, it is missing or malformed.
+    """
+    text = options.get(option_keys.LISTEN_IP_INFO)
+    if role is LLMRole.DECODER or (text is None and role is LLMRole.MIX):
+        return None
+    if text is None:
+        raise invalid(f"{option_keys.LISTEN_IP_INFO} is missing; a PROMPT needs listen_ip_info")
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise invalid(f"{option_keys.LISTEN_IP_INFO}: {error}") from error
 
 
 def _integer(options: Mapping[str, str], key: str, least: int, greatest: int) -> int | None:
@@ -170,16 +187,6 @@ def _data_type(text: str) -> DataType:
     if text not in known:
         raise invalid(f"{option_keys.KV_DTYPES} has {text!r}; the data types are {', '.join(known)}")
     return known[text]
-
-
-def _address(options: Mapping[str, str]) -> tuple[str, int]:
-    text = options.get(option_keys.LISTEN_IP_INFO)
-    if text is None:
-        raise invalid(f"{option_keys.LISTEN_IP_INFO} is missing; a PROMPT needs listen_ip_info")
-    try:
-        return parse_address(text)
-    except ValueError as error:
-        raise invalid(f"{option_keys.LISTEN_IP_INFO}: {error}") from error
 
 
 def _device(options: Mapping[str, str], index: int) -> torch.device:

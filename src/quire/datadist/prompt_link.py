@@ -13,6 +13,8 @@ from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
     BYTE_ORDER,
     FRAME_LIMIT,
+    CheckLink,
+    LinkChecked,
     LinkDropped,
     LinkEstablished,
     LinkOffer,
@@ -116,6 +118,9 @@ class PromptLink:
                 unregister(self)  # before the DECODER hears that both ends are gone
                 self._channel.send(Unlinked(), time.monotonic() + FRAME_LIMIT)
                 return
+            if isinstance(message, CheckLink):
+                self._channel.send(LinkChecked(), time.monotonic() + FRAME_LIMIT)
+                continue
             if not isinstance(message, PullRequest):
                 raise ProtocolError(f"the peer sent {type(message).__name__} outside of a pull")
             self._serve_pull(message)

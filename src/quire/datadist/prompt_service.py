@@ -67,6 +67,12 @@ class PromptService:
         return port
 
     @property
+    def address(self) -> tuple[str, int]:
+        """Ip and port that it listens on."""
+        ip, port = self._listener.getsockname()
+        return ip, port
+
+    @property
     def transports(self) -> dict[int, str]:
         """Name of the transport to each DECODER that is linked."""
         with self._lock:

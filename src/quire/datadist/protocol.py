@@ -109,6 +109,14 @@ class Unlinked(_Message):
     """PROMPT: it is dropped."""
 
 
+class CheckLink(_Message):
+    """DECODER: is anybody there?"""
+
+
+class LinkChecked(_Message):
+    """PROMPT: yes."""
+
+
 class KeySource(msgspec.Struct, array_like=True, tag=True):
     """The slot of a request key or prefix key."""
 
@@ -189,8 +197,17 @@ class PullConfirmed(_Message):
     transfer_id: U64
 
 
-FromDecoder = LinkRequest | OfferAccepted | OfferDeclined | PullRequest | PullCompleted | Unlink
-FromPrompt = LinkOffer | LinkEstablished | LinkDropped | PullAccepted | PullRefused | PullConfirmed | Unlinked
+FromDecoder = LinkRequest | OfferAccepted | OfferDeclined | PullRequest | PullCompleted | CheckLink | Unlink
+FromPrompt = (
+    LinkOffer
+    | LinkEstablished
+    | LinkDropped
+    | PullAccepted
+    | PullRefused
+    | PullConfirmed
+    | LinkChecked
+    | Unlinked
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_decoder = msgspec.msgpack.Decoder(FromDecoder)
