@@ -38,7 +38,7 @@ def sides_with(transports):
     """A PROMPT and a DECODER that have `transports`, which both change."""
     with started(LLMRole.PROMPT, PROMPT_ID) as prompt, started(LLMRole.DECODER, DECODER_ID) as decoder:
         for side in (prompt, decoder):
-            side._session._transports[:] = transports
+            side._session._ends._transports[:] = transports
         yield prompt, decoder
 
 
