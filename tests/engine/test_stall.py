@@ -119,6 +119,9 @@ def test_a_load_that_takes_long_is_no_stall(checkpoint, caplog):
     assert engine.core.stats().num_loading == 1
     assert not caplog.records
     connector.answer()
+    while engine.core.stats().num_loading:
+        assert not engine.loop.step_and_send()
+    assert engine.loop.stall_wait == engine_loop.AWAITING_WAIT, "what has come is used at once"
     engine.run()
     assert engine.core.stats().num_loaded_tokens == 32
     assert set(engine.finished) == {"first", "loading"}

@@ -77,6 +77,7 @@ class EngineLoop:
         self._clock = clock
         self._stats_due = 0.0
         self._unanswered: dict[int, tuple[Future[Any], Callable[[int, Any], Reply]]] = {}
+        self._was_awaiting = False  # in the last step
         self._stalled_since: float | None = None
         self._stall_is_logged = False
 
@@ -170,7 +171,9 @@ class EngineLoop:
         what the engine does then, and end by themselves.
         """
         core, stats = self.core, self.core.stats()
-        self.stall_wait = AWAITING_WAIT if stats.num_awaiting else STALL_WAIT
+        # What the last step waited for may have come with this one, which the next can use at once.
+        self.stall_wait = AWAITING_WAIT if stats.num_awaiting or self._was_awaiting else STALL_WAIT
+        self._was_awaiting = stats.num_awaiting > 0
         if self._stalled_since is None or stats.num_loading:
             self._stalled_since = now
         is_legitimate = core.may_stall()
