@@ -13,10 +13,7 @@ from quire.datadist.options import InitOptions
 from quire.datadist.prompt_link import PromptLink
 from quire.datadist.prompt_service import PromptService
 from quire.datadist.status import LLMException, LLMStatusCode
-from quire.datadist.transports.interface import Transport
-from quire.datadist.transports.nixl import NixlTransport
-from quire.datadist.transports.shared_memory import SharedMemoryTransport
-from quire.datadist.transports.tcp import TcpTransport
+from quire.datadist.transports.opening import open_transports
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +43,9 @@ class LinkEnds:
         self._cluster_id = cluster_id
         self._epoch = epoch
         self._pool = pool
-        self._transports = _open_transports(options)
+        self._transports = open_transports(
+            options.transports, listens=options.address is not None, num_tcp_streams=options.num_tcp_streams
+        )
         listeners = [one.listener for one in self._transports if one.listener is not None]
         self.shares_memory = bool(listeners)
         self.links = DecoderLinks(
@@ -113,19 +112,3 @@ class LinkEnds:
             transports=self._transports,
             use_checksum=self._options.use_checksum,
         )
-
-
-def _open_transports(options: InitOptions) -> list[Transport]:
-    opened = []
-    for name in options.transports:
-        try:
-            opened.append(_transport(name, options))
-        except OSError as error:
-            logger.warning("%s cannot be used: %s", name, error)
-    return opened
-
-
-def _transport(name: str, options: InitOptions) -> Transport:
-    if name == "shared_memory":
-        return SharedMemoryTransport(listens=options.address is not None)
-    return NixlTransport() if name == "nixl" else TcpTransport(options.num_tcp_streams)
