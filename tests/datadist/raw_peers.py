@@ -72,6 +72,7 @@ class RawDecoder:
             "prompt_cluster_id": PROMPT_ID,
             "decoder_cluster_id": self.cluster_id,
             "byte_order": BYTE_ORDER,
+            "identity": {},
             "use_checksum": False,
             "transports": [TransportOffer("tcp", TcpParameters(1).encode())],
         }

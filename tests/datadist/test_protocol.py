@@ -25,9 +25,14 @@ from quire.datadist.protocol import (
     LinkEstablished,
     LinkOffer,
     LinkRequest,
+    LoanNews,
+    LoanRequest,
+    LoansEnded,
     NumberedBlocksSource,
     OfferAccepted,
     OfferDeclined,
+    PartReady,
+    PartTaken,
     ProtocolError,
     PullAccepted,
     PullCompleted,
@@ -67,17 +72,43 @@ requests = st.builds(
     timeout_ms=st.integers(0, 2**31 - 1),
 )
 link_requests = st.builds(
-    LinkRequest, u64, u64, st.text(max_size=6), st.booleans(), st.lists(offers, max_size=3)
+    LinkRequest,
+    u64,
+    u64,
+    st.text(max_size=6),
+    st.dictionaries(st.text(max_size=6), st.text(max_size=6), max_size=3),
+    st.booleans(),
+    st.lists(offers, max_size=3),
+)
+u32, names = st.integers(0, 2**32 - 1), st.lists(st.text(max_size=8), max_size=3)
+loan_messages = (
+    st.builds(
+        LoanRequest,
+        u64,
+        u64,
+        st.text(max_size=8),
+        u32,
+        u32,
+        st.binary(max_size=16),
+        st.integers(0, 60_000),
+        st.integers(0, 2**31 - 1),
+    )
+    | st.builds(LoanNews, names, names)
+    | st.builds(PartTaken, u64)
 )
 from_decoder = requests | link_requests | st.builds(PullCompleted, u64) | st.just(Unlink())
-from_decoder |= st.sampled_from([OfferAccepted(), CheckLink()]) | st.builds(
-    OfferDeclined, st.text(max_size=30)
+from_decoder |= (
+    loan_messages
+    | st.sampled_from([OfferAccepted(), CheckLink()])
+    | st.builds(OfferDeclined, st.text(max_size=30))
 )
 from_prompt = (
     st.builds(LinkOffer, u64, u64, st.booleans(), offers)
     | st.builds(PullAccepted, u64)
     | st.builds(PullRefused, u64, st.integers(0, 255), st.text(max_size=30))
     | st.builds(PullConfirmed, u64)
+    | st.builds(PartReady, u64, u32, u32, size, size)
+    | st.builds(LoansEnded, names)
     | st.sampled_from([LinkEstablished(), LinkChecked(), Unlinked()])
 )
 

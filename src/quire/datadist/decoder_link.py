@@ -6,13 +6,15 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from quire.datadist import sockets
 from quire.datadist.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.loans import ArrivingBlocks, BlockPart
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
     BYTE_ORDER,
+    NO_IDENTITY,
     CheckLink,
     ControlChannel,
     FromPrompt,
@@ -21,8 +23,13 @@ from quire.datadist.protocol import (
     LinkEstablished,
     LinkOffer,
     LinkRequest,
+    LoanNews,
+    LoanRequest,
+    LoansEnded,
     OfferAccepted,
     OfferDeclined,
+    PartReady,
+    PartTaken,
     ProtocolError,
     PullAccepted,
     PullCompleted,
@@ -36,7 +43,7 @@ from quire.datadist.protocol import (
     expected,
     require_transfer,
 )
-from quire.datadist.spans import ByteSpans
+from quire.datadist.spans import ByteSpans, part_spans
 from quire.datadist.status import LLMException, LLMStatusCode, failure
 from quire.datadist.transports.interface import DestinationEnd, LinkTerms, Transport
 
@@ -75,6 +82,11 @@ class DecoderLink:
         self._num_transfers = 0
         self._is_broken = False
 
+    @property
+    def stands(self) -> bool:
+        """Whether the link is neither broken nor dropped by the PROMPT."""
+        return not self._is_broken and not self._channel.has_something()
+
     def pull(self, request: PullRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         """Have the PROMPT send what `request` says, into `spans`.
 
@@ -84,13 +96,54 @@ class DecoderLink:
             LLMException: LLM_NOT_YET_LINK (the link is broken, or was dropped), LLM_WAIT_PROCESS_TIMEOUT (it
                 broke, or was busy until the deadline), or why the PROMPT refused.
         """
+        with self._transfer(deadline) as transfer_id:
+            request.transfer_id, request.epoch = transfer_id, self.epoch
+            request.timeout_ms = int(sockets.seconds_left(deadline) * 1e3)
+            self._channel.send(request, deadline)
+            answer = expected(PullAccepted, self._answer(transfer_id, deadline))
+            require_transfer(answer.transfer_id, transfer_id)
+            self._destination_end.receive(transfer_id, memory, spans, deadline)
+            if request.consume:
+                self._destination_end.forget_source()
+            self._acknowledge(transfer_id, deadline)
+
+    def pull_loan(
+        self, request: LoanRequest, memory: CacheMemory, blocks: ArrivingBlocks, deadline: float
+    ) -> None:
+        """Have the PROMPT send blocks of a loan as they become ready.
+
+        `transfer_id`, `epoch` and `timeout_ms` of the request are filled in. `memory` has one tensor.
+
+        Raises:
+            LLMException: as `pull`; what has come must not be used then.
+        """
+        with self._transfer(deadline) as transfer_id:
+            request.transfer_id, request.epoch = transfer_id, self.epoch
+            request.timeout_ms = int(sockets.seconds_left(deadline) * 1e3)
+            self._channel.send(request, deadline)
+            while not blocks.is_complete:
+                self._receive_part(transfer_id, memory, blocks, deadline)
+            confirmed = expected(PullConfirmed, self._answer(transfer_id, deadline))
+            require_transfer(confirmed.transfer_id, transfer_id)
+
+    def exchange_news(self, renewed: list[str], released: list[str], deadline: float) -> list[str]:
+        """Tell the PROMPT which loans are waited for and which are given back; return those that have ended.
+
+        Raises:
+            LLMException: as `pull`.
+        """
+        with self._transfer(deadline):
+            self._channel.send(LoanNews(renewed, released), deadline)
+            return self._channel.expect(LoansEnded, deadline).names
+
+    @contextlib.contextmanager
+    def _transfer(self, deadline: float) -> Iterator[int]:
+        """Use the link for one transfer, whose number this gives; what goes wrong on the way breaks it."""
         with self._use(deadline):
             self._require_intact()
             self._num_transfers += 1
-            request.transfer_id = self._num_transfers
-            request.epoch = self.epoch
             try:
-                self._transfer(request, memory, spans, deadline)
+                yield self._num_transfers
             except LLMException:
                 raise
             except LinkDroppedError as error:
@@ -105,7 +158,6 @@ class DecoderLink:
             except BaseException:
                 self._break("the pull was interrupted")
                 raise
-            self._acknowledge(request.transfer_id, deadline)
 
     def check(self, deadline: float) -> None:
         """Make sure that the PROMPT answers.
@@ -133,7 +185,7 @@ class DecoderLink:
             self._busy.release()
 
     def _require_intact(self) -> None:
-        if self._is_broken or self._channel.has_something():
+        if not self.stands:
             self._break("it was dropped by the PROMPT")
             raise self._not_linked()
 
@@ -172,19 +224,25 @@ class DecoderLink:
             self._channel.close()
             self._destination_end.close()
 
-    def _transfer(self, request: PullRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        request.timeout_ms = int(sockets.seconds_left(deadline) * 1e3)
-        self._channel.send(request, deadline)
+    def _answer(self, transfer_id: int, deadline: float) -> FromPrompt:
+        """Return the PROMPT's next message about a transfer; raises `LLMException` if it is a refusal."""
         answer = self._channel.receive(deadline)
         if isinstance(answer, PullRefused):
-            require_transfer(answer.transfer_id, request.transfer_id)
+            require_transfer(answer.transfer_id, transfer_id)
             if answer.status_code not in REFUSALS:
                 raise ProtocolError(f"the peer refused a pull with status {answer.status_code}")
             raise failure(LLMStatusCode(answer.status_code), answer.reason)
-        require_transfer(expected(PullAccepted, answer).transfer_id, request.transfer_id)
-        self._destination_end.receive(request.transfer_id, memory, spans, deadline)
-        if request.consume:
-            self._destination_end.forget_source()
+        return answer
+
+    def _receive_part(
+        self, transfer_id: int, memory: CacheMemory, blocks: ArrivingBlocks, deadline: float
+    ) -> None:
+        ready = expected(PartReady, self._answer(transfer_id, deadline))
+        require_transfer(ready.transfer_id, transfer_id)
+        part = BlockPart(ready.first_block, ready.num_blocks, ready.offset, ready.num_bytes)
+        spans = part_spans(blocks.take(part), blocks.block_bytes, part.offset, part.num_bytes)
+        self._destination_end.receive(transfer_id, memory, spans, deadline)
+        self._channel.send(PartTaken(transfer_id), deadline)
 
     def _acknowledge(self, transfer_id: int, deadline: float) -> None:
         """Let the PROMPT release the source. The data are whole, so no failure of this is one of the pull."""
@@ -232,8 +290,11 @@ def establish_link(
     transports: Sequence[Transport],
     use_checksum: bool,
     deadline: float,
+    identity: Mapping[str, str] = NO_IDENTITY,
 ) -> DecoderLink:
     """Link to a PROMPT; leaves nothing behind if that fails.
+
+    `identity` says what the KV is that this side can use, in named parts; the PROMPT must have the same.
 
     Raises:
         TimeoutError: the PROMPT does not answer in time.
@@ -245,9 +306,10 @@ def establish_link(
     try:
         key = greet(connection, token, new_greeting(ConnectionKind.CONTROL), deadline)
         offers = [TransportOffer(one.name, one.parameters) for one in transports]
-        channel.send(
-            LinkRequest(prompt_cluster_id, decoder_cluster_id, BYTE_ORDER, use_checksum, offers), deadline
+        request = LinkRequest(
+            prompt_cluster_id, decoder_cluster_id, BYTE_ORDER, dict(identity), use_checksum, offers
         )
+        channel.send(request, deadline)
         while destination_end is None:
             offer = channel.expect(LinkOffer, deadline)
             terms = LinkTerms(offer.link_id, address, key, offer.use_checksum or use_checksum)

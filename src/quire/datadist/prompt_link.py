@@ -9,18 +9,26 @@ from collections.abc import Callable, Sequence
 
 from quire.datadist import sockets
 from quire.datadist.cache_pool import CachePool
+from quire.datadist.lending import Lender
+from quire.datadist.loans import LoanReading
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
     BYTE_ORDER,
     FRAME_LIMIT,
+    NO_IDENTITY,
     CheckLink,
     LinkChecked,
     LinkDropped,
     LinkEstablished,
     LinkOffer,
     LinkRequest,
+    LoanNews,
+    LoanRequest,
+    LoansEnded,
     OfferAccepted,
     OfferDeclined,
+    PartReady,
+    PartTaken,
     ProtocolError,
     PullAccepted,
     PullCompleted,
@@ -34,8 +42,9 @@ from quire.datadist.protocol import (
     prompt_channel,
     require_transfer,
 )
-from quire.datadist.pull_sources import PullSource, open_pull_source
-from quire.datadist.status import LLMException
+from quire.datadist.pull_sources import PullSource, open_pull_source, require_epoch
+from quire.datadist.spans import part_spans
+from quire.datadist.status import LLMException, LLMStatusCode, failure
 from quire.datadist.transports.interface import SourceEnd, Transport
 
 logger = logging.getLogger(__name__)
@@ -62,6 +71,7 @@ class PromptLink:
         pool: the caches that may be pulled.
         transports: that this side has, the best first.
         use_checksum: whether this side wants checksums.
+        lender: what this side lends; None: nothing.
     """
 
     def __init__(
@@ -75,6 +85,7 @@ class PromptLink:
         pool: CachePool[CacheMemory],
         transports: Sequence[Transport],
         use_checksum: bool,
+        lender: Lender | None = None,
     ) -> None:
         self.link_id = link_id
         self.key = key
@@ -86,6 +97,7 @@ class PromptLink:
         self._pool = pool
         self._transports = transports
         self._use_checksum = use_checksum
+        self._lender = lender
         sockets.end_if_peer_vanishes(connection)  # the link waits on it without a deadline
         self._channel = prompt_channel(connection)
 
@@ -120,10 +132,14 @@ class PromptLink:
                 return
             if isinstance(message, CheckLink):
                 self._channel.send(LinkChecked(), time.monotonic() + FRAME_LIMIT)
-                continue
-            if not isinstance(message, PullRequest):
+            elif isinstance(message, PullRequest):
+                self._serve_pull(message)
+            elif isinstance(message, LoanRequest):
+                self._serve_loan(message)
+            elif isinstance(message, LoanNews):
+                self._take_news(message)
+            else:
                 raise ProtocolError(f"the peer sent {type(message).__name__} outside of a pull")
-            self._serve_pull(message)
 
     def drop(self, reason: str) -> None:
         """End the link from another thread, and tell the DECODER if that can be done at once."""
@@ -175,14 +191,18 @@ class PromptLink:
             )
         if request.byte_order != BYTE_ORDER:
             raise LinkRefusedError(f"byte order: PROMPT {BYTE_ORDER}, DECODER {request.byte_order}")
+        mine = NO_IDENTITY if self._lender is None else self._lender.identity()
+        for name in sorted(mine.keys() | request.identity.keys()):
+            here, there = mine.get(name, "nothing"), request.identity.get(name, "nothing")
+            if here != there:
+                raise LinkRefusedError(f"the KV differs in {name}: PROMPT {here}, DECODER {there}")
 
     def _serve_pull(self, request: PullRequest) -> None:
         deadline = time.monotonic() + request.timeout_ms / 1e3
         try:
             source = open_pull_source(self._pool, self._epoch, request)
         except LLMException as error:
-            refusal = PullRefused(request.transfer_id, error.status_code, str(error)[:1024])
-            self._channel.send(refusal, time.monotonic() + FRAME_LIMIT)
+            self._channel.send(_refusal(request.transfer_id, error), time.monotonic() + FRAME_LIMIT)
             return
         try:
             self._transfer(request, source, deadline)
@@ -192,6 +212,48 @@ class PromptLink:
         finally:
             source.hold.end(consume=False)
         self._channel.send(PullConfirmed(request.transfer_id), time.monotonic() + FRAME_LIMIT)
+
+    def _serve_loan(self, request: LoanRequest) -> None:
+        deadline = time.monotonic() + request.timeout_ms / 1e3
+        try:
+            reading = self._open_loan(request)
+            try:
+                self._transfer_loan(request, reading, deadline)
+                reading.require_held()
+            finally:
+                reading.close()
+        except LLMException as error:
+            answer: PullConfirmed | PullRefused = _refusal(request.transfer_id, error)
+        else:
+            answer = PullConfirmed(request.transfer_id)
+        self._channel.send(answer, time.monotonic() + FRAME_LIMIT)
+
+    def _open_loan(self, request: LoanRequest) -> LoanReading:
+        if self._lender is None:
+            raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "the PROMPT lends nothing")
+        require_epoch(self._epoch, request.epoch)
+        patience = request.patience_ms / 1e3
+        wanted = (request.loan, request.first_block, request.num_blocks, request.digest)
+        return self._lender.loans.open(*wanted, patience)
+
+    def _transfer_loan(self, request: LoanRequest, reading: LoanReading, deadline: float) -> None:
+        assert self.source_end is not None
+        assert self._lender is not None
+        memory, block_bytes = self._lender.memory, self._lender.loans.block_bytes
+        for part in reading.parts(deadline, lambda: not self._channel.has_something()):
+            fields = (part.first_block, part.num_blocks, part.offset, part.num_bytes)
+            self._channel.send(PartReady(request.transfer_id, *fields), deadline)
+            spans = part_spans(reading.block_ids(part), block_bytes, part.offset, part.num_bytes)
+            self.source_end.send(request.transfer_id, memory, spans, deadline)
+            taken = self._channel.expect(PartTaken, deadline + FRAME_LIMIT)
+            require_transfer(taken.transfer_id, request.transfer_id)
+
+    def _take_news(self, news: LoanNews) -> None:
+        ended = news.renewed
+        if self._lender is not None:
+            self._lender.loans.release(news.released)
+            ended = self._lender.loans.renew(news.renewed)
+        self._channel.send(LoansEnded(ended), time.monotonic() + FRAME_LIMIT)
 
     def _end_transport(self) -> None:
         """Before a source is released whose transfer has failed: the DECODER may be reading it still."""
@@ -206,3 +268,7 @@ class PromptLink:
         completed = self._channel.expect(PullCompleted, deadline + FRAME_LIMIT)
         require_transfer(completed.transfer_id, request.transfer_id)
         source.hold.end(consume=request.consume)
+
+
+def _refusal(transfer_id: int, error: LLMException) -> PullRefused:
+    return PullRefused(transfer_id, error.status_code, str(error)[:1024])

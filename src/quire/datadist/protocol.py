@@ -12,6 +12,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
@@ -22,10 +23,14 @@ from quire.datadist.spans import Int64Array
 
 MAX_FRAME_BYTES = 4 << 20
 MAX_BLOCK_RUNS = 128 << 10  # per request: half of a frame
+MAX_LOAN_NAMES = 4096  # per message
 FRAME_LIMIT = 10.0  # seconds that a frame may take once it has begun
 
 BYTE_ORDER = sys.byteorder
 """Part of the layout that both ends must share; what else a cache is comes with each request."""
+
+NO_IDENTITY: Mapping[str, str] = {}
+"""What KV is if nobody says."""
 
 _LENGTH = struct.Struct("<I")
 _RUN_BYTES = 16
@@ -38,6 +43,9 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no greater integers
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Parameters = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
+Identity = Annotated[dict[Text, Text], msgspec.Meta(max_length=16)]
+LoanName = Annotated[str, msgspec.Meta(max_length=128)]
+LoanNames = Annotated[list[LoanName], msgspec.Meta(max_length=MAX_LOAN_NAMES)]
 
 
 class ProtocolError(ConnectionError):
@@ -60,11 +68,12 @@ class TransportOffer(msgspec.Struct, array_like=True):
 
 
 class LinkRequest(_Message):
-    """DECODER: link me."""
+    """DECODER: link me. `identity` says what the KV is that this side can use; both must have the same."""
 
     prompt_cluster_id: U64
     decoder_cluster_id: U64
     byte_order: Text
+    identity: Identity
     use_checksum: bool
     transports: Annotated[list[TransportOffer], msgspec.Meta(max_length=16)]
 
@@ -171,6 +180,48 @@ class PullRequest(_Message):
     timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
+class LoanRequest(_Message):
+    """DECODER: send a loan from `first_block` on, as its blocks become ready, see `Loans.open`."""
+
+    transfer_id: U64
+    epoch: U64
+    loan: LoanName
+    first_block: U32
+    num_blocks: U32
+    digest: Annotated[bytes, msgspec.Meta(max_length=64)]
+    patience_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)]
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class PartReady(_Message):
+    """PROMPT: a part of these blocks follows on the transport, see `BlockPart`."""
+
+    transfer_id: U64
+    first_block: U32
+    num_blocks: U32
+    offset: Size
+    num_bytes: Size
+
+
+class PartTaken(_Message):
+    """DECODER: the part has arrived; the next may follow."""
+
+    transfer_id: U64
+
+
+class LoanNews(_Message):
+    """DECODER: I go on waiting for these loans, and give those back. To be answered."""
+
+    renewed: LoanNames
+    released: LoanNames
+
+
+class LoansEnded(_Message):
+    """PROMPT: of the loans that are waited for, there are not these."""
+
+    names: LoanNames
+
+
 class PullAccepted(_Message):
     """PROMPT: the data follow, on the transport."""
 
@@ -178,7 +229,7 @@ class PullAccepted(_Message):
 
 
 class PullRefused(_Message):
-    """PROMPT: no data follow; the link goes on."""
+    """PROMPT: no data follow, or none of those that came may be used; the link goes on."""
 
     transfer_id: U64
     status_code: U32
@@ -197,14 +248,27 @@ class PullConfirmed(_Message):
     transfer_id: U64
 
 
-FromDecoder = LinkRequest | OfferAccepted | OfferDeclined | PullRequest | PullCompleted | CheckLink | Unlink
+FromDecoder = (
+    LinkRequest
+    | OfferAccepted
+    | OfferDeclined
+    | PullRequest
+    | LoanRequest
+    | PartTaken
+    | PullCompleted
+    | LoanNews
+    | CheckLink
+    | Unlink
+)
 FromPrompt = (
     LinkOffer
     | LinkEstablished
     | LinkDropped
     | PullAccepted
     | PullRefused
+    | PartReady
     | PullConfirmed
+    | LoansEnded
     | LinkChecked
     | Unlinked
 )

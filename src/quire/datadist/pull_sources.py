@@ -36,14 +36,19 @@ def open_pull_source(pool: CachePool[CacheMemory], epoch: int, request: PullRequ
     Raises:
         LLMException: LLM_NOT_YET_LINK, LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID; nothing is held.
     """
-    if request.epoch != epoch:
-        raise failure(LLMStatusCode.LLM_NOT_YET_LINK, "the PROMPT has been started anew since it was linked")
+    require_epoch(epoch, request.epoch)
     hold = _hold(pool, request)
     try:
         return PullSource(hold, _spans(hold, request))
     except BaseException:
         hold.end(consume=False)
         raise
+
+
+def require_epoch(epoch: int, requested: int) -> None:
+    """Raise `LLMException` (LLM_NOT_YET_LINK) if something is asked of another start of the PROMPT."""
+    if requested != epoch:
+        raise failure(LLMStatusCode.LLM_NOT_YET_LINK, "the PROMPT has been started anew since it was linked")
 
 
 def _hold(pool: CachePool[CacheMemory], request: PullRequest) -> SourceHold[CacheMemory]:

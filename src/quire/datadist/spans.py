@@ -94,6 +94,13 @@ def block_spans(tensors: range, starts: Int64Array, counts: Int64Array, block_by
     return ByteSpans(tensors, starts * block_bytes, counts * block_bytes)
 
 
+def part_spans(blocks: Int64Array, block_bytes: int, offset: int, num_bytes: int) -> ByteSpans:
+    """Return the same part of each of some blocks of the first tensor, in their order; whole ones in runs."""
+    if num_bytes == block_bytes:
+        return block_spans(range(1), *runs(blocks), block_bytes)
+    return ByteSpans(range(1), blocks * block_bytes + offset, np.full(len(blocks), num_bytes, dtype=np.int64))
+
+
 def runs(blocks: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return starts and lengths of the runs of adjacent blocks, in order."""
     is_start = np.ones(len(blocks), dtype=bool)

@@ -1,0 +1,24 @@
+"""What an engine lends to the peers that are linked to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from quire.datadist.loans import Loans
+from quire.datadist.memory import CacheMemory
+
+
+@dataclasses.dataclass(frozen=True)
+class Lender:
+    """Blocks that peers may read.
+
+    Attributes:
+        memory: the engine's KV cache, one tensor of all blocks.
+        loans: what of it is lent.
+        identity: returns what the KV is, in named parts; only peers with the same are linked.
+    """
+
+    memory: CacheMemory
+    loans: Loans
+    identity: Callable[[], Mapping[str, str]]

@@ -1,0 +1,315 @@
+"""Blocks that their owner lends to peers by name, also while it still computes them.
+
+The owner's thread says which blocks are ready, or how many bytes of each that it computes; any number of
+readers take what is ready, in order. A loan that ends while it is read fails the reading, also if all bytes
+have been sent: so blocks that have got other content are never taken for what was lent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from quire.datadist.spans import Int64Array
+from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
+
+_CHECK_INTERVAL = 0.5
+"""Seconds after which a waiting reader makes sure that it is still wanted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockPart:
+    """The bytes from `offset` on, `num_bytes` of each, of some adjacent blocks of a loan."""
+
+    first_block: int
+    num_blocks: int
+    offset: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Loan:
+    owner: str
+    num_blocks: int
+    digest: bytes
+    block_ids: list[int] = dataclasses.field(default_factory=list)
+    num_ready: int = 0  # leading blocks that are complete
+    computed_stop: int = 0  # blocks from `num_ready` to this one are being computed
+    computed_bytes: int = 0  # of each of them, that are there
+    num_readers: int = 0
+    ended_because: str = ""
+
+
+class Loans:
+    """What an owner lends; every method may be called from any thread.
+
+    Args:
+        block_bytes: bytes of a block.
+        clock: returns seconds.
+    """
+
+    def __init__(self, block_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.block_bytes = block_bytes
+        self._clock = clock
+        self._loans: dict[str, _Loan] = {}
+        self._changed = threading.Condition()
+        self._renewed: set[str] = set()
+        self._released: set[str] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is lent."""
+        return not self._loans
+
+    # -- the owner -----------------------------------------------------------------------------------------
+
+    def offer(self, name: str, owner: str, num_blocks: int, digest: bytes) -> bool:
+        """Lend blocks, none of which is ready; False if the name is taken.
+
+        Args:
+            name: that peers know.
+            owner: that `take_renewed` and `take_released` return.
+            num_blocks: how many, at least 1.
+            digest: of the content of all of them.
+        """
+        with self._changed:
+            if name in self._loans:
+                return False
+            self._loans[name] = _Loan(owner, num_blocks, digest)
+            self._changed.notify_all()
+        return True
+
+    def begin_step(self, name: str, block_ids: Sequence[int]) -> None:
+        """Note that a step completes blocks, which follow those of earlier steps.
+
+        A loan whose last step has not ended ends: nobody knows what that step has written.
+        """
+        with self._changed:
+            loan = self._loans.get(name)
+            if loan is None:
+                return
+            if loan.computed_stop > loan.num_ready:
+                self._end(name, "its blocks were not computed to the end")
+                return
+            loan.block_ids += block_ids
+            loan.computed_stop, loan.computed_bytes = len(loan.block_ids), 0
+
+    def advance(self, names: Iterable[str], num_bytes: int) -> None:
+        """Note that the blocks that the step completes for these loans have their first `num_bytes`."""
+        with self._changed:
+            for loan in filter(None, map(self._loans.get, names)):
+                loan.computed_bytes = num_bytes
+            self._changed.notify_all()
+
+    def end_step(self, name: str) -> None:
+        """Note that the step has computed its blocks."""
+        with self._changed:
+            loan = self._loans.get(name)
+            if loan is not None:
+                loan.num_ready = loan.computed_stop
+                self._changed.notify_all()
+
+    def is_ready(self, name: str) -> bool:
+        """Return whether all blocks of a loan are ready; False if there is none."""
+        with self._changed:
+            loan = self._loans.get(name)
+            return loan is not None and loan.num_ready == loan.num_blocks
+
+    def end(self, name: str, reason: str) -> None:
+        """Lend this no more; whoever reads it fails. Nothing happens if there is no such loan."""
+        with self._changed:
+            self._end(name, reason)
+
+    def end_all(self, reason: str) -> None:
+        """Lend nothing more."""
+        with self._changed:
+            for name in list(self._loans):
+                self._end(name, reason)
+
+    def take_renewed(self) -> set[str]:
+        """Return the owners of loans that a peer reads, or has asked to keep since the last call."""
+        with self._changed:
+            renewed, self._renewed = self._renewed, set()
+            return renewed | {loan.owner for loan in self._loans.values() if loan.num_readers}
+
+    def take_released(self) -> set[str]:
+        """Return the owners of loans that a peer has given back since the last call."""
+        with self._changed:
+            released, self._released = self._released, set()
+            return released
+
+    # -- readers -------------------------------------------------------------------------------------------
+
+    def open(
+        self, name: str, first_block: int, num_blocks: int, digest: bytes, patience: float
+    ) -> LoanReading:
+        """Begin to read the blocks of a loan from `first_block` on.
+
+        Args:
+            name: of the loan.
+            first_block: counted in the loan.
+            num_blocks: that the reader takes the loan to have.
+            digest: of the content that the reader expects of all of them.
+            patience: seconds to wait for the loan to be offered.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST (there is no such loan), LLM_PARAM_INVALID.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._loans, patience)
+            loan = self._loans.get(name)
+            if loan is None:
+                raise _not_lent(name, "it was never offered, or has ended")
+            if (num_blocks, digest) != (loan.num_blocks, loan.digest):
+                raise invalid(f"loan {name!r} is {loan.num_blocks} blocks of other tokens")
+            if not 0 <= first_block < num_blocks:
+                raise invalid(f"block {first_block} is not among the {num_blocks} of loan {name!r}")
+            loan.num_readers += 1
+            return LoanReading(self, name, loan, range(first_block, num_blocks))
+
+    def renew(self, names: Iterable[str]) -> list[str]:
+        """Note that a peer wants these loans to go on; return those that there are not."""
+        with self._changed:
+            wanted = set(names)
+            held = wanted & self._loans.keys()
+            self._renewed.update(self._loans[name].owner for name in held)
+            return sorted(wanted - held)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Note that a peer needs these loans no more: they end."""
+        with self._changed:
+            for name in names:
+                loan = self._loans.get(name)
+                if loan is not None:
+                    self._released.add(loan.owner)
+                    self._end(name, "a peer has given it back")
+
+    def _end(self, name: str, reason: str) -> None:
+        loan = self._loans.pop(name, None)
+        if loan is not None:
+            loan.ended_because = reason
+            self._changed.notify_all()
+
+    # -- one reading ---------------------------------------------------------------------------------------
+
+    def _next_part(self, reading: LoanReading, deadline: float, is_wanted: Callable[[], bool]) -> BlockPart:
+        with self._changed:
+            while True:
+                reading.require_held()
+                part = reading.ready_part()
+                if part is not None:
+                    return part
+                left = deadline - self._clock()
+                if left <= 0:
+                    raise TimeoutError(f"blocks of loan {reading.name!r} were not computed in time")
+                if not is_wanted():
+                    raise ConnectionError(f"loan {reading.name!r} is wanted no more")
+                self._changed.wait(min(left, _CHECK_INTERVAL))
+
+    def _end_reading(self, loan: _Loan) -> None:
+        with self._changed:
+            loan.num_readers -= 1
+
+
+class LoanReading:
+    """One reader's way through the blocks of a loan. One thread uses it, and closes it."""
+
+    def __init__(self, loans: Loans, name: str, loan: _Loan, blocks: range) -> None:
+        self.name = name
+        self._loans = loans
+        self._loan = loan
+        self._next = blocks.start  # all blocks before this one have been taken
+        self._stop = blocks.stop
+        self._group_stop = blocks.start  # of blocks that have been taken in part
+        self._offset = 0  # bytes of each of these that have been taken
+
+    def parts(self, deadline: float, is_wanted: Callable[[], bool]) -> Iterator[BlockPart]:
+        """Yield what is to be read, each part as soon as it is ready.
+
+        Args:
+            deadline: on the clock.
+            is_wanted: returns whether to go on waiting; it is asked now and then.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST (the loan has ended).
+            OSError: the rest was not ready in time, or is wanted no more.
+        """
+        while self._next < self._stop:
+            yield self._loans._next_part(self, deadline, is_wanted)
+
+    def block_ids(self, part: BlockPart) -> Int64Array:
+        """Return the owner's numbers of a part's blocks."""
+        first = part.first_block
+        return np.array(self._loan.block_ids[first : first + part.num_blocks], dtype=np.int64)
+
+    def require_held(self) -> None:
+        """Raise `LLMException` (LLM_KV_CACHE_NOT_EXIST) if the loan has ended."""
+        if self._loan.ended_because:
+            raise _not_lent(self.name, self._loan.ended_because)
+
+    def ready_part(self) -> BlockPart | None:
+        """Take what is ready and has not been taken, if anything; the caller has the lock."""
+        loan, block_bytes = self._loan, self._loans.block_bytes
+        if self._group_stop == self._next:
+            self._group_stop = max(self._next, min(self._stop, loan.num_ready))
+            if self._group_stop == self._next and loan.computed_bytes:
+                self._group_stop = max(self._next, min(self._stop, loan.computed_stop))
+        if self._group_stop == self._next:
+            return None
+        ready = block_bytes if loan.num_ready >= self._group_stop else loan.computed_bytes
+        if ready <= self._offset:
+            return None
+        part = BlockPart(self._next, self._group_stop - self._next, self._offset, ready - self._offset)
+        self._offset = ready
+        if ready == block_bytes:
+            self._next, self._offset = self._group_stop, 0
+        return part
+
+    def close(self) -> None:
+        """End the reading; call it once."""
+        self._loans._end_reading(self._loan)
+
+
+class ArrivingBlocks:
+    """Blocks that are filled by parts of a loan, as a peer sends them.
+
+    Args:
+        block_ids: where block `first_block + i` of the loan goes [N].
+        first_block: in the loan.
+        block_bytes: bytes of a block.
+    """
+
+    def __init__(self, block_ids: Int64Array, first_block: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._block_ids = block_ids
+        self._first_block = first_block
+        self._filled = np.zeros(len(block_ids), dtype=np.int64)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte of every block has come."""
+        return bool((self._filled == self.block_bytes).all())
+
+    def take(self, part: BlockPart) -> Int64Array:
+        """Return the blocks that a part goes to.
+
+        Raises:
+            ValueError: it does not continue what has come.
+        """
+        start = part.first_block - self._first_block
+        stop = start + part.num_blocks
+        if not (0 <= start < stop <= len(self._block_ids)) or part.num_bytes < 1:
+            raise ValueError(f"{part} is not among the blocks that were asked for")
+        filled = self._filled[start:stop]
+        if (filled != part.offset).any() or part.offset + part.num_bytes > self.block_bytes:
+            raise ValueError(f"{part} does not continue what has come")
+        filled += part.num_bytes
+        return self._block_ids[start:stop]
+
+
+def _not_lent(name: str, reason: str) -> LLMException:
+    return failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"loan {name!r} cannot be read: {reason}")

@@ -1,0 +1,316 @@
+"""Loans over links: bytes arrive as they become ready, and neither side believes what the other says."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from raw_peers import address_of, soon, started
+
+from quire.datadist import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
+from quire.datadist.cache_pool import CachePool
+from quire.datadist.decoder_link import DecoderLink, establish_link
+from quire.datadist.lending import Lender
+from quire.datadist.loans import ArrivingBlocks, Loans
+from quire.datadist.memory import HostMemory
+from quire.datadist.prompt_link import PromptLink
+from quire.datadist.prompt_service import PromptService
+from quire.datadist.protocol import (
+    LinkOffer,
+    LoanRequest,
+    LoansEnded,
+    PartReady,
+    PullConfirmed,
+    PullRefused,
+    TransportOffer,
+    decoder_channel,
+    prompt_channel,
+)
+from quire.datadist.registered_memory import memory_of_tensors
+from quire.datadist.transports.interface import DestinationEnd
+from quire.datadist.transports.opening import open_transports
+
+NUM_BLOCKS, BLOCK_BYTES = 12, 96
+DESC = CacheDesc(1, [NUM_BLOCKS, BLOCK_BYTES], DataType.DT_INT8)
+DIGEST = b"tokens"
+IDENTITY = {"model": "tiny 1234", "block size": "16"}
+
+
+class LendingSide:
+    """An engine that lends blocks whose bytes are `content`."""
+
+    def __init__(self, transport: str) -> None:
+        self.content = np.random.default_rng(5).integers(1, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        memory = memory_of_tensors(DESC, [torch.from_numpy(self.content).view(-1)])
+        self.loans = Loans(BLOCK_BYTES)
+        self.epoch = 77
+        self.transports = open_transports([transport], listens=True, num_tcp_streams=2)
+        lender = Lender(memory, self.loans, lambda: IDENTITY)
+
+        def new_link(connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
+            return PromptLink(
+                connection,
+                link_id,
+                key,
+                cluster_id=0,
+                epoch=self.epoch,
+                pool=CachePool(HostMemory, 0),
+                transports=self.transports,
+                use_checksum=True,
+                lender=lender,
+            )
+
+        listeners = [one.listener for one in self.transports if one.listener is not None]
+        self.service = PromptService(("127.0.0.1", 0), b"token", new_link, listeners)
+
+    def lend(self, block_ids: list[int], name: str = "loan") -> None:
+        assert self.loans.offer(name, "owner", len(block_ids), DIGEST)
+        self.loans.begin_step(name, block_ids)
+        self.loans.end_step(name)
+
+    def close(self) -> None:
+        self.loans.end_all("the test ends")
+        self.service.close()
+        for one in self.transports:
+            one.close()
+
+
+@contextlib.contextmanager
+def linked_to(side: LendingSide, transport: str, identity=IDENTITY):
+    transports = open_transports([transport], listens=False, num_tcp_streams=2)
+    link = establish_link(
+        ("127.0.0.1", side.service.port),
+        b"token",
+        prompt_cluster_id=0,
+        decoder_cluster_id=9,
+        transports=transports,
+        use_checksum=True,
+        deadline=soon(),
+        identity=identity,
+    )
+    try:
+        yield link
+    finally:
+        link.drop()
+        for one in transports:
+            one.close()
+
+
+@pytest.fixture(params=["tcp", "shared_memory"])
+def sides(request):
+    side = LendingSide(request.param)
+    try:
+        with linked_to(side, request.param) as link:
+            yield side, link
+    finally:
+        side.close()
+
+
+def request_for(num_blocks: int, first: int = 0, name: str = "loan", **changes) -> LoanRequest:
+    fields = {"digest": DIGEST, "patience_ms": 0} | changes
+    return LoanRequest(0, 0, name, first, num_blocks, fields["digest"], fields["patience_ms"], 0)
+
+
+def pull(
+    link: DecoderLink, request: LoanRequest, targets: list[int], deadline: float | None = None
+) -> np.ndarray:
+    """The blocks of a cache of zeros into which a loan was pulled."""
+    memory = HostMemory(DESC)
+    blocks = ArrivingBlocks(np.array(targets), request.first_block, BLOCK_BYTES)
+    link.pull_loan(request, memory, blocks, soon() if deadline is None else deadline)
+    return memory.tensor_bytes[0].numpy().reshape(NUM_BLOCKS, BLOCK_BYTES)
+
+
+def code_of(function, *arguments) -> LLMStatusCode:
+    with pytest.raises(LLMException) as caught:
+        function(*arguments)
+    return caught.value.status_code
+
+
+def test_blocks_go_where_the_reader_wants_them(sides):
+    side, link = sides
+    side.lend([3, 4, 5, 11, 0])
+    received = pull(link, request_for(5, first=1), [7, 2, 3, 9])
+    assert (received[[7, 2, 3, 9]] == side.content[[4, 5, 11, 0]]).all()
+    assert not received[[0, 1, 4, 5, 6, 8, 10, 11]].any()
+    received = pull(link, request_for(5), [0, 1, 2, 3, 4])
+    assert (received[:5] == side.content[[3, 4, 5, 11, 0]]).all()
+
+
+def test_blocks_arrive_while_they_are_computed(sides):
+    side, link = sides
+    final = side.content.copy()
+    side.content[:] = 0
+
+    def compute() -> None:
+        side.loans.offer("loan", "owner", 6, DIGEST)
+        for ids in ([8, 1], [], [2, 5, 9], [4]):
+            side.loans.begin_step("loan", ids)
+            for start, stop in ((0, 32), (32, 40)):
+                side.content[ids, start:stop] = final[ids, start:stop]
+                side.loans.advance(["loan"], stop)
+            side.content[ids, 40:] = final[ids, 40:]
+            side.loans.end_step("loan")
+
+    thread = threading.Timer(0.02, compute)
+    thread.start()
+    received = pull(link, request_for(6, patience_ms=20_000), [0, 1, 2, 3, 4, 5])
+    thread.join()
+    assert (received[:6] == final[[8, 1, 2, 5, 9, 4]]).all()
+
+
+def test_a_loan_that_ends_while_it_travels_is_refused_and_the_link_goes_on(sides, monkeypatch):
+    side, link = sides
+    side.lend([1, 2])
+    end = side.service._links[next(iter(side.service._links))].source_end
+    send = end.send
+
+    def send_and_end(*arguments) -> None:
+        send(*arguments)
+        side.loans.end("loan", "its blocks have other content now")
+
+    monkeypatch.setattr(end, "send", send_and_end)
+    assert code_of(pull, link, request_for(2), [1, 2]) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    monkeypatch.undo()
+    side.lend([1, 2])
+    assert (pull(link, request_for(2), [1, 2])[[1, 2]] == side.content[[1, 2]]).all()
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (request_for(2, name="another"), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST),
+        (request_for(2, digest=b"other tokens"), LLMStatusCode.LLM_PARAM_INVALID),
+        (request_for(3), LLMStatusCode.LLM_PARAM_INVALID),
+        (request_for(2, first=2**32 - 1), LLMStatusCode.LLM_PARAM_INVALID),
+    ],
+)
+def test_what_is_not_lent_is_refused_and_the_link_goes_on(sides, request_, code):
+    side, link = sides
+    side.lend([1, 2])
+    assert code_of(pull, link, request_, [0]) is code
+    assert link.stands
+    pull(link, request_for(2), [1, 2])
+
+
+def test_an_engine_that_was_started_anew_lends_nothing_of_before(sides):
+    side, link = sides
+    side.lend([1, 2])
+    link.epoch = 76
+    assert code_of(pull, link, request_for(2), [1, 2]) is LLMStatusCode.LLM_NOT_YET_LINK
+
+
+def test_a_reader_that_leaves_frees_the_lender(sides):
+    side, link = sides
+    side.loans.offer("loan", "owner", 2, DIGEST)
+    assert code_of(pull, link, request_for(2), [1, 2], time.monotonic() + 0.2) is (
+        LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+    )
+    assert not link.stands
+    deadline = soon()
+    while side.service._links:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert side.loans.take_renewed() == set()
+
+
+def test_news_renew_and_release(sides):
+    side, link = sides
+    side.lend([1, 2])
+    side.lend([3], "other")
+    assert link.exchange_news(["loan", "gone"], [], soon()) == ["gone"]
+    assert side.loans.take_renewed() == {"owner"}
+    assert link.exchange_news(["loan"], ["loan", "other", "gone"], soon()) == ["loan"]
+    assert side.loans.take_released() == {"owner"}
+    assert side.loans.is_empty
+
+
+@pytest.mark.parametrize("identity", [{}, IDENTITY | {"block size": "32"}, IDENTITY | {"more": "x"}])
+def test_only_equal_kv_is_linked(identity):
+    side = LendingSide("tcp")
+    try:
+        with pytest.raises(ConnectionError, match="the KV differs in"), linked_to(side, "tcp", identity):
+            pass
+    finally:
+        side.close()
+
+
+def test_an_llm_datadist_lends_nothing():
+    with started(LLMRole.PROMPT, 1) as prompt, started(LLMRole.DECODER, 2) as decoder:
+        decoder.link_clusters([address_of(prompt)], timeout=20_000)
+        link = decoder._session.links.link_of(1)
+        assert code_of(pull, link, request_for(1), [0]) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        assert link.exchange_news(["loan"], ["loan"], soon()) == ["loan"]
+        prompt.kv_cache_manager.allocate_cache(DESC, [CacheKey(1, 5)])
+
+
+class Scribbler(DestinationEnd):
+    """Fills all that it is told to receive."""
+
+    def receive(self, transfer_id, memory, spans, deadline) -> None:
+        for offset, length in zip(spans.offsets.tolist(), spans.lengths.tolist(), strict=True):
+            memory.tensor_bytes[0][offset : offset + length] = 9
+
+    def forget_source(self) -> None:
+        pass
+
+    def shut_down(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def link_with_a_liar():
+    mine, theirs = socket.socketpair()
+    for one in (mine, theirs):
+        one.setblocking(False)
+    offer = LinkOffer(5, 1, True, TransportOffer("tcp", b""))
+    link = DecoderLink(0, decoder_channel(mine), Scribbler(), offer)
+    try:
+        yield link, prompt_channel(theirs)
+    finally:
+        link.drop()
+        theirs.close()
+
+
+WHOLE = PartReady(1, 2, 2, 0, BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [PartReady(1, 0, 1, 0, BLOCK_BYTES)],
+        [PartReady(1, 2, 3, 0, BLOCK_BYTES)],
+        [PartReady(1, 2**32 - 1, 2**32 - 1, 0, BLOCK_BYTES)],
+        [PartReady(1, 2, 1, 0, 2**62)],
+        [PartReady(1, 2, 1, 2**62, BLOCK_BYTES)],
+        [PartReady(1, 2, 1, 0, 8), PartReady(1, 2, 1, 0, 8)],
+        [PartReady(2, 2, 2, 0, BLOCK_BYTES)],
+        [PullConfirmed(1)],
+        [LoansEnded([])],
+        [WHOLE, WHOLE],
+        [WHOLE, PullConfirmed(3)],
+        [WHOLE, PullRefused(1, 255, "no such code")],
+    ],
+    ids=str,
+)
+def test_a_lender_that_lies_breaks_its_link_and_writes_nowhere_else(answers):
+    memory = HostMemory(DESC)
+    with link_with_a_liar() as (link, channel):
+        for one in answers:
+            channel.send(one, soon())
+        # `stands` sees the answers that came early
+        link._channel.has_something = lambda seconds=0.0: False
+        blocks = ArrivingBlocks(np.array([6, 7]), 2, BLOCK_BYTES)
+        code = code_of(link.pull_loan, request_for(4, first=2), memory, blocks, soon())
+        assert code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+        assert link._is_broken
+    written = memory.tensor_bytes[0].numpy().reshape(NUM_BLOCKS, BLOCK_BYTES)
+    assert not np.delete(written, [6, 7], axis=0).any()

@@ -1,0 +1,194 @@
+"""Loans by themselves: what a reader gets while blocks are computed, and when it must get nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.datadist.loans import ArrivingBlocks, BlockPart, Loans
+from quire.datadist.status import LLMException, LLMStatusCode
+
+BLOCK_BYTES = 40
+LAYER_ENDS = (10, 20, 35)
+DIGEST = b"what these blocks hold"
+
+
+def always() -> bool:
+    return True
+
+
+def lent(num_blocks: int = 4) -> Loans:
+    loans = Loans(BLOCK_BYTES)
+    assert loans.offer("one", "request", num_blocks, DIGEST)
+    return loans
+
+
+def compute(loans: Loans, block_ids: list[int]) -> None:
+    loans.begin_step("one", block_ids)
+    for end in LAYER_ENDS:
+        loans.advance(["one"], end)
+    loans.end_step("one")
+
+
+def refused(loans: Loans, *arguments, **changes) -> LLMStatusCode:
+    wanted = {"name": "one", "first_block": 0, "num_blocks": 4, "digest": DIGEST, "patience": 0.0} | changes
+    with pytest.raises(LLMException) as caught:
+        loans.open(**wanted)
+    return caught.value.status_code
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_reader_gets_every_byte_once_in_any_interleaving_with_the_steps_that_compute_it(data):
+    steps = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(sum))
+    num_blocks = sum(steps)
+    first = data.draw(st.integers(0, num_blocks - 1))
+    ids = np.array(data.draw(st.permutations(range(num_blocks))))
+    loans = lent(num_blocks)
+    reading = loans.open("one", first, num_blocks, DIGEST, 0)
+    arriving = ArrivingBlocks(np.arange(num_blocks - first), first, BLOCK_BYTES)
+    source = np.zeros((num_blocks, BLOCK_BYTES), dtype=np.uint8)
+    target = np.zeros((num_blocks - first, BLOCK_BYTES), dtype=np.uint8)
+    final = np.arange(1, source.size + 1, dtype=np.uint64).astype(np.uint8).reshape(source.shape) | 1
+
+    def read_some(count: int | None = None) -> None:
+        for _ in range(data.draw(st.integers(0, 2)) if count is None else count):
+            part = None if arriving.is_complete else reading.ready_part()
+            if part is not None:
+                columns = slice(part.offset, part.offset + part.num_bytes)
+                content = source[reading.block_ids(part), columns]
+                target[arriving.take(part), columns] = content
+
+    done = 0
+    for count in steps:
+        new = ids[done : done + count].tolist()
+        loans.begin_step("one", new)
+        for start, end in zip((0, *LAYER_ENDS), (*LAYER_ENDS, BLOCK_BYTES), strict=True):
+            read_some()
+            source[new, start:end] = final[new, start:end]
+            if end in LAYER_ENDS:
+                loans.advance(["one"], end)
+        loans.end_step("one")
+        done += count
+        read_some()
+    read_some(count=2 * num_blocks)
+    assert arriving.is_complete
+    assert (target == final[ids[first:]]).all()
+    reading.require_held()
+    reading.close()
+
+
+def test_whole_blocks_come_in_one_part_if_they_are_ready():
+    loans = lent()
+    compute(loans, [7, 3, 4, 9])
+    reading = loans.open("one", 1, 4, DIGEST, 0)
+    assert list(reading.parts(1e9, always)) == [BlockPart(1, 3, 0, BLOCK_BYTES)]
+    assert reading.block_ids(BlockPart(1, 3, 0, BLOCK_BYTES)).tolist() == [3, 4, 9]
+
+
+def test_a_reader_waits_for_what_is_computed_and_gets_each_layer():
+    loans = lent(2)
+    reading = loans.open("one", 0, 2, DIGEST, 0)
+    parts: list[BlockPart] = []
+    thread = threading.Thread(target=lambda: parts.extend(reading.parts(1e9, always)))
+    thread.start()
+    compute(loans, [0])
+    compute(loans, [1])
+    thread.join(20)
+    assert not thread.is_alive()
+    assert sum(part.num_blocks * part.num_bytes for part in parts) == 2 * BLOCK_BYTES
+    assert parts[0].first_block == parts[0].offset == 0
+
+
+def test_a_reader_waits_for_a_loan_that_comes_late():
+    loans = Loans(BLOCK_BYTES)
+    threading.Timer(0.05, loans.offer, ("one", "request", 4, DIGEST)).start()
+    loans.open("one", 0, 4, DIGEST, patience=20).close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"name": "two"}, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST),
+        ({"num_blocks": 3}, LLMStatusCode.LLM_PARAM_INVALID),
+        ({"digest": b"other tokens"}, LLMStatusCode.LLM_PARAM_INVALID),
+        ({"first_block": 4}, LLMStatusCode.LLM_PARAM_INVALID),
+        ({"first_block": 2**32 - 1}, LLMStatusCode.LLM_PARAM_INVALID),
+    ],
+)
+def test_only_what_was_lent_can_be_read(changes, code):
+    assert refused(lent(), **changes) is code
+
+
+def test_a_loan_that_ends_fails_its_readers_even_when_all_has_been_read():
+    loans = lent()
+    reading = loans.open("one", 0, 4, DIGEST, 0)
+    compute(loans, [0, 1, 2, 3])
+    assert list(reading.parts(1e9, always))
+    loans.end("one", "its lease has ended")
+    with pytest.raises(LLMException, match="its lease has ended"):
+        reading.require_held()
+    assert refused(loans) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    waiting = lent()
+    reading = waiting.open("one", 0, 4, DIGEST, 0)
+    threading.Timer(0.05, waiting.end_all, ("the engine ends",)).start()
+    with pytest.raises(LLMException, match="the engine ends"):
+        list(reading.parts(1e9, always))
+
+
+def test_a_step_that_was_never_computed_ends_the_loan():
+    loans = lent()
+    loans.begin_step("one", [0, 1])
+    loans.begin_step("one", [2, 3])
+    assert refused(loans) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert loans.is_empty
+
+
+def test_a_reader_that_is_not_wanted_or_late_waits_no_more():
+    reading = lent().open("one", 0, 4, DIGEST, 0)
+    with pytest.raises(ConnectionError, match="wanted no more"):
+        list(reading.parts(1e9, lambda: False))
+    with pytest.raises(TimeoutError, match="not computed in time"):
+        list(reading.parts(0, always))
+
+
+def test_owners_learn_who_is_renewed_read_and_released():
+    loans = lent()
+    assert loans.take_renewed() == loans.take_released() == set()
+    assert loans.renew(["one", "unknown"]) == ["unknown"]
+    assert (loans.take_renewed(), loans.take_renewed()) == ({"request"}, set())
+    reading = loans.open("one", 0, 4, DIGEST, 0)
+    assert loans.take_renewed() == loans.take_renewed() == {"request"}, "who reads needs no heartbeat"
+    reading.close()
+    assert loans.take_renewed() == set()
+    loans.release(["one", "unknown"])
+    assert (loans.take_released(), loans.take_released()) == ({"request"}, set())
+    assert loans.offer("one", "another request", 1, DIGEST)
+    assert not loans.offer("one", "a third", 1, DIGEST)
+    assert not loans.is_ready("one")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        BlockPart(1, 1, 0, 10),  # before the first block that was asked for
+        BlockPart(4, 3, 0, 10),
+        BlockPart(2, 2**31, 0, 10),
+        BlockPart(2, 0, 0, 10),
+        BlockPart(2, 1, 10, 10),  # leaves a gap
+        BlockPart(2, 1, 0, 0),
+        BlockPart(2, 1, 0, BLOCK_BYTES + 1),
+    ],
+)
+def test_parts_that_do_not_continue_what_has_come_are_refused(part):
+    arriving = ArrivingBlocks(np.array([5, 6, 7]), 2, BLOCK_BYTES)
+    with pytest.raises(ValueError, match="BlockPart"):
+        arriving.take(part)
+    assert arriving.take(BlockPart(2, 3, 0, BLOCK_BYTES)).tolist() == [5, 6, 7]
+    assert arriving.is_complete
+    with pytest.raises(ValueError, match="BlockPart"):
+        arriving.take(BlockPart(2, 1, 0, 10))
