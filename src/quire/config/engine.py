@@ -121,6 +121,29 @@ class EngineConfig:
         help="Dotted name of a KVConnector class, which finds, loads and stores KV elsewhere; in place of "
         "kv_tier. Empty: none.",
     )
+    role: Literal["both", "prefill", "decode"] = knob(
+        default="both",
+        help="Part of the engine where prompts and answers are computed by different ones, behind `quire "
+        "route`. prefill: computes prompts and lends their KV; decode: reads it from the engine that has it; "
+        "both: does everything itself.",
+    )
+    kv_transfer_host: str = knob(
+        default="127.0.0.1",
+        help="IPv4 address of this machine at which the engines that decode reach one that prefills.",
+    )
+    kv_transfer_port: Annotated[int, Ge(0), Le(65535)] = knob(
+        default=0, help="TCP port for the same. 0: any free port."
+    )
+    kv_transfer_token: str = knob(
+        default="",
+        help="Secret that all engines of a split must share, without which none reads or lends KV. Empty: "
+        "none, only for a network of their own.",
+    )
+    kv_transports: str = knob(
+        default="shared_memory,tcp",
+        help="How KV travels between engines, the best first: shared_memory, tcp, nixl. The first that works "
+        "for both is used.",
+    )
     record_path: str = knob(
         default="",
         help="File to record the scheduler's work in, for `quire replay`; overwritten. Empty: no recording.",
@@ -147,21 +170,31 @@ class EngineConfig:
                 f"EngineConfig.kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r}, but nothing "
                 "is published; set EngineConfig.kv_events_endpoint too"
             )
-        if self.kv_tier and self.kv_connector:
-            raise ConfigError(
-                f"EngineConfig.kv_tier is {self.kv_tier!r} and kv_connector is {self.kv_connector!r}; an "
-                "engine has one or the other: leave one of them empty"
-            )
-        if self.tensor_parallel_size > 1 and (self.kv_tier or self.kv_connector):
-            name = "kv_tier" if self.kv_tier else "kv_connector"
-            raise ConfigError(
-                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size} and {name} is "
-                f"{getattr(self, name)!r}, which moves the KV of one process only; set one of them to its "
-                "default"
-            )
+        self._refuse_beside_connector()
         object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler).validate())
         if self.scheduler.use_cache_eviction:
             self._refuse_beside_eviction()
+
+    def _moves_kv(self) -> list[str]:
+        """Return the fields that ask for a KV connector, each of another kind."""
+        fields = {"kv_tier": self.kv_tier, "kv_connector": self.kv_connector}
+        return [name for name, value in fields.items() if value] + ["role"] * (self.role != "both")
+
+    def _refuse_beside_connector(self) -> None:
+        """Raise `ConfigError` for what does not go together with a KV connector."""
+        names = self._moves_kv()
+        if len(names) > 1:
+            given = " and ".join(f"{name} {getattr(self, name)!r}" for name in names)
+            raise ConfigError(
+                f"EngineConfig has {given}; an engine moves KV in one way only: leave the others at their "
+                "default"
+            )
+        if names and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size} and {names[0]} is "
+                f"{getattr(self, names[0])!r}, which moves the KV of one process only; set one of them to "
+                "its default"
+            )
 
     def _refuse_beside_eviction(self) -> None:
         """Raise `ConfigError` for what does not go together with evicting KV."""
@@ -171,13 +204,12 @@ class EngineConfig:
                 f"SpeculationConfig.speculative_method is {method!r}, but {use}: what is evicted after a "
                 "draft cannot come back when the draft is rejected; turn one of them off"
             )
-        for name in ("kv_connector", "kv_tier"):
-            if where := getattr(self, name):
-                raise ConfigError(
-                    f"EngineConfig.{name} is {where!r}, but {use}: elsewhere a block is known by the tokens "
-                    "before it, and after an eviction the blocks of a sequence hold others; turn one of them "
-                    "off"
-                )
+        for name in self._moves_kv():
+            raise ConfigError(
+                f"EngineConfig.{name} is {getattr(self, name)!r}, but {use}: elsewhere a block is known by "
+                "the tokens before it, and after an eviction the blocks of a sequence hold others; turn one "
+                "of them off"
+            )
         if self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size}, but {use}: scores add up "

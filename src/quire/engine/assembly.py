@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.engine.cache_growth import CacheGrowth
 from quire.engine.drafting import build_proposer, weight_options
+from quire.engine.kv_peers import build_peers
 from quire.engine.kv_tier import build_tier
 from quire.engine.ranks.group import RankGroup
 from quire.engine.ranks.starting import load_with_ranks, threads_of_rank
@@ -74,6 +75,8 @@ def _connector(
 ) -> KVConnector | None:
     if config.kv_tier:
         return build_tier(config, model_path, model_config, plan)
+    if config.role != "both":
+        return build_peers(config, model_path, model_config, plan)
     if not config.kv_connector:
         return None
     return CONNECTORS.build(config.kv_connector, block_size=config.scheduler.block_size)

@@ -23,6 +23,7 @@ from quire.engine.drafting import find_draft_model
 from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.kv_identity import kv_identity
+from quire.engine.kv_peers import lending_address
 from quire.engine.memory_plan import plan_memory
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
@@ -102,6 +103,8 @@ class EngineCore:
             kv_cache_bytes=plan.kv_bytes * plan.num_ranks,
             dtype=plan.dtype,
             load_seconds=time.monotonic() - started,
+            role=config.role,
+            kv_transfer_address=lending_address(self._connector),
         )
 
     def add(self, request: EngineCoreRequest) -> None:

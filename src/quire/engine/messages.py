@@ -49,7 +49,10 @@ class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """Information about a ready engine: lengths in tokens, sizes in bytes, times in seconds."""
+    """Information about a ready engine: lengths in tokens, sizes in bytes, times in seconds.
+
+    `kv_transfer_address` is where peers read the KV of prompts, IPv4 address and port; None: it lends none.
+    """
 
     model: str
     max_model_len: int
@@ -59,6 +62,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_cache_bytes: int
     dtype: str
     load_seconds: float
+    role: str = "both"
+    kv_transfer_address: tuple[str, int] | None = None
 
 
 class EngineStart(msgspec.Struct):

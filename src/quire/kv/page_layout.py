@@ -139,6 +139,14 @@ class PageLayout:
             placed.append(LayerLayout(keys, values))
         return cls(page_size, tuple(placed), _aligned(end, alignment))
 
+    @property
+    def layer_ends(self) -> tuple[int, ...]:
+        """Bytes from a page's start to the end of each layer."""
+        ends: list[int] = []
+        for layer in self.layers:
+            ends.append(_end(layer.values) if layer is not None else ends[-1] if ends else 0)
+        return tuple(ends)
+
 
 def _place(start: int, num_heads: int, vector: VectorFormat, page_size: int) -> HeadsLayout:
     scales = page_size * vector.number_bytes

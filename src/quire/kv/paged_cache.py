@@ -126,6 +126,11 @@ class PagedAttentionCache(TensorData):
         return self._pages.layout.bytes_per_page
 
     @property
+    def layer_ends(self) -> tuple[int, ...]:
+        """Bytes from a block's start to the end of each layer."""
+        return self._pages.layout.layer_ends
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole cache."""
         return self.num_blocks * self.bytes_per_block

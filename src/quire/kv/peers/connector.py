@@ -1,0 +1,272 @@
+"""The KV connector between engines: one lends the prompts that it computes, the other reads them.
+
+Both sides of the connector are in one process, and share what is lent and what is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.cache_pool import CachePool
+from quire.datadist.decoder_link import DecoderLink, establish_link
+from quire.datadist.enums import DataType
+from quire.datadist.lending import Lender
+from quire.datadist.loans import Loans
+from quire.datadist.memory import CacheMemory
+from quire.datadist.prompt_link import PromptLink
+from quire.datadist.prompt_service import PromptService
+from quire.datadist.registered_memory import memory_of_tensors
+from quire.datadist.transports.interface import Transport
+from quire.kv.connector import KVConnector
+from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.peers.borrowed_prompts import BorrowedPrompts, LoanLoad, Peers
+from quire.kv.peers.lent_prompts import LentPrompts, LoanStep, answer
+from quire.kv.peers.peer import Peer, engine_id_of
+from quire.kv.peers.transfer_params import Address
+from quire.request import Request
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.step import SchedulerOutput
+
+ENGINE_CLUSTER_ID = 0
+"""Engines are known by their address; links carry random numbers on the side that opens them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerOptions:
+    """How an engine reaches its peers.
+
+    Attributes:
+        listen_address: IPv4 address and port that peers connect to, if this engine lends; port 0: any.
+        token: secret that all peers share; empty: none.
+        transports: the best first.
+        identity: returns what the KV is, in named parts; only peers with the same are linked.
+        timeout: seconds for the KV of a prompt to come.
+    """
+
+    listen_address: Address | None
+    token: bytes
+    transports: Sequence[Transport]
+    identity: Callable[[], Mapping[str, str]]
+    timeout: float
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class PeerMetadata:
+    """What one step means for the worker side."""
+
+    completed: list[LoanStep]
+    loads: list[LoanLoad]
+    cancelled: list[str]
+
+
+class PeerConnector(KVConnector):
+    """Lends prompts' KV to peers, and reads it from them, as `kv_transfer_params` of requests say.
+
+    Args:
+        block_size: tokens per block.
+        options: how to reach peers.
+
+    Raises:
+        LLMException: LLM_FAILED, the address cannot be listened on.
+    """
+
+    def __init__(self, block_size: int, options: PeerOptions) -> None:
+        self._block_size = block_size
+        self._options = options
+        self._stats = KVConnectorStats()
+        self._epoch = secrets.randbits(64)
+        self._started: _Started | None = None
+
+    @property
+    def address(self) -> Address | None:
+        """Where peers connect to; None: this engine lends nothing."""
+        return self._parts.address
+
+    # -- scheduler side ------------------------------------------------------------------------------------
+
+    @override
+    def request_arrived(self, request: Request) -> None:
+        self._parts.borrowed.arrive(request)
+        if self._options.listen_address is not None:
+            self._parts.lent.arrive(request)
+
+    @override
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_tokens = self._parts.borrowed.find(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    @override
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        self._parts.borrowed.begin(request, block_ids, num_external_tokens)
+
+    @override
+    def cancel_load(self, request_id: str) -> None:
+        self._parts.borrowed.cancel(request_id)
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PeerMetadata:
+        completed = self._parts.lent.plan(scheduler_output)
+        return PeerMetadata(completed, *self._parts.borrowed.plan())
+
+    @override
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        parts = self._parts
+        parts.borrowed.finish(request)
+        transfer_id = parts.lent.finish(request, block_ids)
+        if transfer_id is None or parts.address is None:
+            return False, None
+        return True, answer(transfer_id, parts.address, engine_id_of(self._epoch))
+
+    @override
+    def leases_renewed(self) -> frozenset[str]:
+        return frozenset(self._parts.loans.take_renewed())
+
+    @override
+    def lease_ended(self, request_id: str) -> None:
+        self._parts.lent.end(request_id, "its lease has ended")
+
+    @override
+    def reset(self) -> bool:
+        """Nothing is stored; what is lent or being read keeps this from being done."""
+        return self._parts.loans.is_empty and not self._parts.borrowed.is_reading
+
+    @override
+    def stats(self) -> KVConnectorStats:
+        return self._stats
+
+    @override
+    def close(self) -> None:
+        if self._started is not None:
+            self._started.close()
+
+    @property
+    def _parts(self) -> _Started:
+        if self._started is None:
+            raise RuntimeError("register_kv_caches() must be called before KV is lent or read")
+        return self._started
+
+    # -- worker side ---------------------------------------------------------------------------------------
+
+    @override
+    def register_kv_caches(self, kv_caches: PagedAttentionCache) -> None:
+        """Begin to listen for peers."""
+        self._layer_ends = kv_caches.layer_ends
+        self._started = _Started(self._block_size, self._options, self._epoch, kv_caches, self._stats)
+
+    @override
+    def start_load_kv(self, metadata: object | None) -> None:
+        if isinstance(metadata, PeerMetadata):
+            self._parts.borrowed.begin_step(metadata.loads, metadata.cancelled)
+            self._parts.lent.begin_step(metadata.completed)
+
+    @override
+    def wait_for_layer_load(self, layer: int) -> None:
+        """No step waits for a load."""
+
+    @override
+    def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._parts.lent.advance(self._layer_ends[layer])
+
+    @override
+    def wait_for_save(self, failed_ids: frozenset[str]) -> None:
+        self._parts.lent.end_step(failed_ids)
+
+    @override
+    def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        return frozenset(self._parts.loans.take_released()), self._parts.borrowed.finished()
+
+    @override
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        return self._parts.borrowed.failed_block_ids()
+
+
+class _Started:
+    """What needs the cache: its memory, what is lent of it, and who is linked."""
+
+    def __init__(
+        self,
+        block_size: int,
+        options: PeerOptions,
+        epoch: int,
+        kv_caches: PagedAttentionCache,
+        stats: KVConnectorStats,
+    ) -> None:
+        self._options = options
+        self._epoch = epoch
+        self._block_bytes = kv_caches.bytes_per_block
+        self._memory = _memory(kv_caches)
+        self.loans = Loans(self._block_bytes)
+        self.lent = LentPrompts(block_size, self.loans)
+        self.borrowed = BorrowedPrompts(block_size, Peers(self._new_peer), options.timeout, stats)
+        self._lender = Lender(self._memory, self.loans, options.identity)
+        self._no_caches: CachePool[CacheMemory] = CachePool(_no_memory, 0)
+        self._service: PromptService | None = None
+        self.address: Address | None = None
+        if options.listen_address is not None:
+            listeners = [one.listener for one in options.transports if one.listener is not None]
+            self._service = PromptService(options.listen_address, options.token, self._new_link, listeners)
+            self.address = (options.listen_address[0], self._service.port)
+
+    def close(self) -> None:
+        self.loans.end_all("the engine ends")
+        if self._service is not None:
+            self._service.close()
+        self.borrowed.close()
+        for transport in self._options.transports:
+            transport.close()
+
+    def _new_link(self, connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
+        return PromptLink(
+            connection,
+            link_id,
+            key,
+            cluster_id=ENGINE_CLUSTER_ID,
+            epoch=self._epoch,
+            pool=self._no_caches,
+            transports=self._options.transports,
+            use_checksum=True,
+            lender=self._lender,
+        )
+
+    def _new_peer(self, address: Address) -> Peer:
+        def open_link(deadline: float) -> DecoderLink:
+            return establish_link(
+                address,
+                self._options.token,
+                prompt_cluster_id=ENGINE_CLUSTER_ID,
+                decoder_cluster_id=secrets.randbits(63),
+                transports=self._options.transports,
+                use_checksum=True,
+                deadline=deadline,
+                identity=self._options.identity(),
+            )
+
+        return Peer(f"{address[0]}:{address[1]}", open_link, self._memory, self._block_bytes)
+
+
+def _memory(kv_caches: PagedAttentionCache) -> CacheMemory:
+    shape = [kv_caches.num_blocks, kv_caches.bytes_per_block]
+    uint8 = kv_caches.tensor.new_empty(0).byte().dtype
+    flat = kv_caches.tensor.view(-1).view(uint8)
+    return memory_of_tensors(CacheDesc(1, shape, DataType.DT_INT8), [flat])
+
+
+def _no_memory(desc: CacheDesc) -> CacheMemory:
+    raise RuntimeError("an engine allocates no caches for peers")

@@ -1,0 +1,140 @@
+"""The side that lends: which blocks of which prompts peers may read, told as steps compute them."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.datadist.loans import Loans
+from quire.errors import InvalidRequestError
+from quire.kv.block_hash import SequenceKeys, root_digest
+from quire.kv.peers.transfer_params import lending_params
+from quire.kv.prompt_blocks import PromptBlocks
+from quire.request import Request
+from quire.status import RequestStatus
+from quire.step import SchedulerOutput
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LoanStep:
+    """Blocks of a loan that a step completes."""
+
+    request_id: str
+    transfer_id: str
+    block_ids: list[int]
+
+
+class LentPrompts:
+    """Lends the full blocks of prompts whose requests ask for that, all but that of the last token.
+
+    Args:
+        block_size: tokens per block.
+        loans: what peers read.
+    """
+
+    def __init__(self, block_size: int, loans: Loans) -> None:
+        self._block_size = block_size
+        self._loans = loans
+        # Scheduler side.
+        self._prompts = PromptBlocks(block_size)
+        self._keys: dict[str, SequenceKeys] = {}
+        self._transfer_ids: dict[str, str] = {}  # by request
+        # Worker side.
+        self._steps: Sequence[LoanStep] = ()
+
+    # -- scheduler side ------------------------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        """Offer a request's prompt, if it asks for that.
+
+        Raises:
+            InvalidRequestError: its parameters are invalid.
+        """
+        params = lending_params(request.kv_transfer_params)
+        num_blocks = (request.num_prompt_tokens - 1) // self._block_size
+        if params is None or not num_blocks or request.beam_sequence_ids:
+            return
+        transfer_id = params.transfer_id or secrets.token_hex(16)
+        keys = SequenceKeys(root_digest(salt=request.cache_salt), self._block_size)
+        keys.extend(request.prompt_array[: num_blocks * self._block_size])
+        if not self._loans.offer(transfer_id, request.request_id, num_blocks, keys.digest(num_blocks)):
+            raise InvalidRequestError(
+                f"transfer_id {transfer_id!r} is in use by another request; each needs its own",
+                param="kv_transfer_params",
+            )
+        self._keys[request.request_id] = keys
+        self._transfer_ids[request.request_id] = transfer_id
+
+    def plan(self, output: SchedulerOutput) -> list[LoanStep]:
+        """Return what a step completes."""
+        if not self._transfer_ids:
+            return []
+        for request_id in output.preempted_req_ids:
+            if request_id in self._transfer_ids:
+                self._loans.end(self._transfer_ids[request_id], "its request was preempted")
+        return [
+            LoanStep(
+                save.request_id,
+                self._transfer_ids[save.request_id],
+                [block_id for _, block_id in save.blocks],
+            )
+            for save in self._prompts.completed_by(output, self._keys)
+        ]
+
+    def finish(self, request: Request, block_ids: Sequence[int]) -> str | None:
+        """Note that a request has ended; return its transfer id if its blocks are to be held."""
+        transfer_id = self._transfer_ids.get(request.request_id)
+        if transfer_id is None:
+            return None
+        self._keys.pop(request.request_id, None)
+        self._prompts.forget(request.request_id)
+        is_complete = request.status in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
+        if is_complete and len(block_ids) and self._loans.is_ready(transfer_id):
+            return transfer_id
+        self.end(request.request_id, "its prompt was not computed to the end")
+        return None
+
+    def end(self, request_id: str, reason: str) -> None:
+        """Lend a request's prompt no more."""
+        transfer_id = self._transfer_ids.pop(request_id, None)
+        if transfer_id is not None:
+            self._loans.end(transfer_id, reason)
+
+    # -- worker side ---------------------------------------------------------------------------------------
+
+    def begin_step(self, steps: Sequence[LoanStep]) -> None:
+        """Note what the step completes whose forward pass comes next."""
+        self._steps = steps
+        for step in steps:
+            self._loans.begin_step(step.transfer_id, step.block_ids)
+
+    def advance(self, num_bytes: int) -> None:
+        """Note that the step has written the first `num_bytes` of each block that it completes."""
+        if self._steps:
+            self._loans.advance([step.transfer_id for step in self._steps], num_bytes)
+
+    def end_step(self, failed_ids: frozenset[str]) -> None:
+        """Note that the step has been computed, but for some requests."""
+        for step in self._steps:
+            if step.request_id in failed_ids:
+                self._loans.end(step.transfer_id, "its request has failed")
+            else:
+                self._loans.end_step(step.transfer_id)
+        self._steps = ()
+
+
+def answer(transfer_id: str, address: tuple[str, int], engine_id: str) -> Mapping[str, Any]:
+    """Return what a peer must know to read a loan."""
+    host, port = address
+    return {
+        "do_remote_prefill": True,
+        "remote_host": host,
+        "remote_port": port,
+        "transfer_id": transfer_id,
+        "remote_engine_id": engine_id,
+    }

@@ -1,0 +1,349 @@
+"""One engine that lends: the links to it, and the threads that read loans and keep them alive."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from quire.datadist.decoder_link import DecoderLink
+from quire.datadist.loans import ArrivingBlocks
+from quire.datadist.memory import CacheMemory
+from quire.datadist.protocol import MAX_LOAN_NAMES, LoanRequest
+from quire.datadist.spans import Int64Array
+from quire.datadist.status import LLMException
+
+logger = logging.getLogger(__name__)
+
+MAX_READERS = 4
+"""Loans of one peer that are read at a time."""
+
+RENEW_INTERVAL = 5.0
+"""Seconds between heartbeats."""
+
+LINK_TIMEOUT = 5.0
+"""Seconds for a peer to answer when it is linked to, or told news."""
+
+OFFER_PATIENCE = 10.0
+"""Seconds that a peer waits for a request which it has not got yet."""
+
+IDLE_TIMEOUT = 60.0
+"""Seconds after which a thread that has nothing to do ends, and its link."""
+
+DOWN_SECONDS = 2.0
+"""Seconds for which a peer that could not be linked to is not tried again."""
+
+OpenLink = Callable[[float], DecoderLink]
+"""Links to the peer before a deadline; raises `OSError`."""
+
+
+class LoanPull:
+    """A loan that is to be read into blocks of this engine's cache.
+
+    Args:
+        request_id: for which; it needs the loan no more when the pull has ended.
+        transfer_id: of the loan.
+        engine_id: of the peer's start that has answered; empty: it has not answered yet.
+        num_blocks: of the loan.
+        digest: of their content.
+        block_ids: where the last of them go.
+        deadline: seconds on the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        transfer_id: str,
+        engine_id: str,
+        num_blocks: int,
+        digest: bytes,
+        block_ids: Int64Array,
+        deadline: float,
+    ) -> None:
+        self.request_id = request_id
+        self.transfer_id = transfer_id
+        self.engine_id = engine_id
+        self.num_blocks = num_blocks
+        self.digest = digest
+        self.block_ids = block_ids
+        self.deadline = deadline
+        self._lock = threading.Lock()
+        self._link: DecoderLink | None = None
+        self._is_cancelled = False
+        self.has_ended = False  # nothing is written to the blocks any more
+        self.has_failed = False
+
+    def run(self, link: DecoderLink, memory: CacheMemory, block_bytes: int) -> None:
+        """Read the loan.
+
+        Raises:
+            LLMException: it cannot be read.
+            ConnectionError: the peer is another than the one that has answered.
+        """
+        if self.engine_id and self.engine_id != engine_id_of(link.epoch):
+            raise ConnectionError("it has been started anew since it computed the prompt")
+        with self._lock:
+            if self._is_cancelled:
+                return
+            self._link = link
+        first = self.num_blocks - len(self.block_ids)
+        patience = 0 if self.engine_id else int(OFFER_PATIENCE * 1e3)
+        request = LoanRequest(0, 0, self.transfer_id, first, self.num_blocks, self.digest, patience, 0)
+        try:
+            link.pull_loan(request, memory, ArrivingBlocks(self.block_ids, first, block_bytes), self.deadline)
+        finally:
+            with self._lock:
+                self._link = None
+
+    def cancel(self) -> None:
+        """Let nothing be written to the blocks once this has returned."""
+        with self._lock:
+            self._is_cancelled = True
+            link = self._link
+        if link is not None:
+            link.drop()
+
+    def end(self, *, has_failed: bool) -> None:
+        """Note that the reading has ended."""
+        self.has_failed = has_failed
+        self.has_ended = True
+
+
+class PeerLinks:
+    """Links to one peer, for several threads.
+
+    Args:
+        open_link: links to the peer.
+    """
+
+    def __init__(self, open_link: OpenLink) -> None:
+        self.transport = ""
+        self._open_link = open_link
+        self._down_until = 0.0
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the peer could not be linked to a moment ago."""
+        return time.monotonic() < self._down_until
+
+    def open(self, deadline: float) -> DecoderLink:
+        """Return a new link.
+
+        Raises:
+            OSError: the peer cannot be linked to, or could not a moment ago.
+        """
+        if self.is_down:
+            raise ConnectionError("it could not be linked to a moment ago")
+        try:
+            link = self._open_link(min(deadline, time.monotonic() + LINK_TIMEOUT))
+        except OSError:
+            self._down_until = time.monotonic() + DOWN_SECONDS
+            raise
+        self.transport = link.transport
+        return link
+
+
+class OneLink:
+    """A thread's own link to a peer, which is opened when it is needed.
+
+    Args:
+        links: of the peer.
+    """
+
+    def __init__(self, links: PeerLinks) -> None:
+        self._links = links
+        self._link: DecoderLink | None = None
+
+    def get(self, deadline: float) -> DecoderLink:
+        """Return the link, or a new one if it does not stand; raises what `PeerLinks.open` does."""
+        if self._link is None or not self._link.stands:
+            self.drop()
+            self._link = self._links.open(deadline)
+        return self._link
+
+    def drop(self) -> None:
+        """Take the link down."""
+        if self._link is not None:
+            self._link.drop()
+            self._link = None
+
+
+class Peer:
+    """Reads the loans of one peer. Every method but `close` returns at once, and may be called by any thread.
+
+    Args:
+        name: for the log.
+        open_link: links to the peer.
+        memory: this engine's KV cache.
+        block_bytes: bytes of a block.
+    """
+
+    def __init__(self, name: str, open_link: OpenLink, memory: CacheMemory, block_bytes: int) -> None:
+        self.name = name
+        self.links = PeerLinks(open_link)
+        self._memory = memory
+        self._block_bytes = block_bytes
+        self._lock = threading.Lock()
+        self._waiting: dict[str, set[str]] = {}  # requests that wait for a loan, by its transfer id
+        self._offered: set[str] = set()  # of these loans, those that the peer has spoken of
+        self._ended: set[str] = set()  # of these, those that it has no more
+        self._released: list[str] = []
+        self._pulls: queue.Queue[LoanPull | None] = queue.Queue()
+        self._num_pulls = 0  # queued or running
+        self._readers: set[threading.Thread] = set()
+        self._messenger: threading.Thread | None = None
+        self._news = threading.Event()
+        self._is_closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for any of its loans, and it has no thread."""
+        return not self._waiting and not self._readers and self._messenger is None
+
+    def keep(self, transfer_id: str, request_id: str, *, is_offered: bool) -> None:
+        """Keep a loan alive for a request until `give_back`.
+
+        Args:
+            transfer_id: of the loan.
+            request_id: of the request.
+            is_offered: whether the peer has it already, so that it has ended if the peer does not know it.
+        """
+        with self._lock:
+            self._waiting.setdefault(transfer_id, set()).add(request_id)
+            if is_offered:
+                self._offered.add(transfer_id)
+            if self._messenger is None:
+                self._messenger = threading.Thread(target=self._tell_news, name="kv-peer-news", daemon=True)
+                self._messenger.start()
+        self._news.set()
+
+    def give_back(self, transfer_id: str, request_id: str) -> None:
+        """Note that a request needs a loan no more; the peer is told when none does."""
+        with self._lock:
+            requests = self._waiting.get(transfer_id)
+            if requests is None:
+                return
+            requests.discard(request_id)
+            if requests:
+                return
+            del self._waiting[transfer_id]
+            self._offered.discard(transfer_id)
+            self._ended.discard(transfer_id)
+            self._released.append(transfer_id)
+        self._news.set()
+
+    def has_ended(self, transfer_id: str) -> bool:
+        """Return whether the peer has said that there is no such loan, or cannot be reached."""
+        return transfer_id in self._ended or self.links.is_down
+
+    def pull(self, pull: LoanPull) -> None:
+        """Begin to read a loan, in a thread."""
+        with self._lock:
+            self._pulls.put(pull)
+            self._num_pulls += 1
+            if len(self._readers) < min(self._num_pulls, MAX_READERS):
+                reader = threading.Thread(target=self._read_loans, name="kv-peer-reader", daemon=True)
+                self._readers.add(reader)
+                reader.start()
+
+    def close(self) -> None:
+        """Tell the peer what is given back, and end all threads; pulls must have ended or been cancelled."""
+        self._is_closed = True
+        self._news.set()
+        with self._lock:
+            threads = [*self._readers, *filter(None, [self._messenger])]
+        for _ in threads:
+            self._pulls.put(None)
+        deadline = time.monotonic() + LINK_TIMEOUT
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # -- reading loans -------------------------------------------------------------------------------------
+
+    def _read_loans(self) -> None:
+        link = OneLink(self.links)
+        try:
+            while (pull := self._next_pull()) is not None:
+                self._read_loan(pull, link)
+        finally:
+            link.drop()
+
+    def _next_pull(self) -> LoanPull | None:
+        """Return the next pull; None: there is none for a while, and this thread is no reader any more."""
+        while not self._is_closed:
+            try:
+                return self._pulls.get(timeout=IDLE_TIMEOUT)
+            except queue.Empty:
+                with self._lock:
+                    if self._pulls.empty():
+                        break
+        with self._lock:
+            self._readers.discard(threading.current_thread())
+        return None
+
+    def _read_loan(self, pull: LoanPull, link: OneLink) -> None:
+        """Read a loan; however that ends, the pull has ended then."""
+        has_failed = True
+        try:
+            pull.run(link.get(pull.deadline), self._memory, self._block_bytes)
+            has_failed = False
+        except LLMException as error:
+            logger.warning("peer %s: the KV of a prompt could not be read: %s", self.name, error)
+        except OSError as error:
+            logger.warning("peer %s cannot be linked to: %s", self.name, error)
+        except Exception:
+            logger.exception("peer %s: the KV of a prompt could not be read", self.name)
+            link.drop()
+        finally:
+            with self._lock:
+                self._num_pulls -= 1
+            pull.end(has_failed=has_failed)
+            self.give_back(pull.transfer_id, pull.request_id)
+
+    # -- heartbeats ----------------------------------------------------------------------------------------
+
+    def _tell_news(self) -> None:
+        link = OneLink(self.links)
+        idle_until = time.monotonic() + IDLE_TIMEOUT
+        while not self._is_closed:
+            self._news.wait(RENEW_INTERVAL)
+            self._news.clear()
+            if self._tell(link):
+                idle_until = time.monotonic() + IDLE_TIMEOUT
+            elif self._is_messenger_idle(idle_until):
+                break
+        self._tell(link)
+        link.drop()
+
+    def _is_messenger_idle(self, idle_until: float) -> bool:
+        """Return whether there was no news for long; this thread is no messenger any more then."""
+        with self._lock:
+            is_idle = time.monotonic() >= idle_until and not self._waiting and not self._released
+            if is_idle:
+                self._messenger = None
+        return is_idle
+
+    def _tell(self, link: OneLink) -> bool:
+        """Tell the peer which loans are waited for or given back, if any; return whether there were."""
+        with self._lock:
+            waiting = sorted(self._waiting.keys() - self._ended)[:MAX_LOAN_NAMES]
+            released, self._released = self._released[:MAX_LOAN_NAMES], self._released[MAX_LOAN_NAMES:]
+        if not waiting and not released:
+            return False
+        deadline = time.monotonic() + LINK_TIMEOUT
+        try:
+            unknown = link.get(deadline).exchange_news(waiting, released, deadline)
+        except (LLMException, OSError) as error:
+            logger.warning("peer %s could not be told which loans are needed: %s", self.name, error)
+            return True
+        with self._lock:
+            self._ended.update(set(unknown) & self._offered)
+        return True
+
+
+def engine_id_of(epoch: int) -> str:
+    """Return the id of a start of an engine, as peers are told."""
+    return f"{epoch:016x}"

@@ -1,0 +1,283 @@
+"""A prompt computed by one engine and continued by another: the same bits, whatever fails in between."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+
+from engine_checks import check_after_every_step, core_of
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, InvalidRequestError
+from quire.kv.peers import peer as peer_module
+
+PROMPT = [5 + index % 90 for index in range(20 * 16 + 3)]
+OPTIONS = {"num_threads": 1, "num_kv_blocks": 64}
+TOKEN = {"kv_transfer_token": "secret"}
+
+
+@contextlib.contextmanager
+def engine(role="both", **options):
+    with LLM("mini", **{**OPTIONS, "role": role, **TOKEN, **options}) as llm:
+        check_after_every_step(core_of(llm))
+        yield llm
+
+
+def params(**changes) -> SamplingParams:
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, **changes}
+    )
+
+
+def answer(llm: LLM, prompt=PROMPT, transfer=None, **changes) -> list:
+    """The completions of a prompt: tokens and log-probabilities."""
+    [output] = llm.generate([prompt], params(**changes), kv_transfer_params=transfer)
+    return [
+        (one.token_ids, [[entry.logprob for entry in position.values()] for position in one.logprobs])
+        for one in output.outputs
+    ]
+
+
+def prefill(llm: LLM, prompt=PROMPT, **more) -> dict:
+    [output] = llm.generate(
+        [prompt], params(max_tokens=1), kv_transfer_params={"do_remote_decode": True, **more}
+    )
+    return output.kv_transfer_params
+
+
+def step_until(llm: LLM, condition) -> None:
+    while not condition():
+        core_of(llm).step()
+
+
+def check_nothing_is_held(*engines: LLM) -> None:
+    for llm in engines:
+        core = core_of(llm)
+        parts = core._connector._parts
+        step_until(llm, lambda core=core: not core.has_requests())
+        assert core.stats().num_leased_blocks == 0
+        assert parts.loans.is_empty
+        assert not parts.borrowed.is_reading
+        assert not parts.borrowed._borrowed
+        assert not parts.lent._transfer_ids
+
+
+@pytest.fixture(scope="module")
+def alone() -> list:
+    with engine() as llm:
+        return answer(llm)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with engine("prefill") as first, engine("decode") as second:
+        yield first, second
+
+
+@pytest.fixture(autouse=True)
+def fresh(request):
+    """The engines of `pair` have nothing cached when a test begins, and hold nothing when it ends."""
+    if "pair" not in request.fixturenames:
+        yield
+        return
+    engines = request.getfixturevalue("pair")
+    yield
+    check_nothing_is_held(*engines)
+    for llm in engines:
+        assert llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_steps": True},
+        {"kv_cache_dtype": "int8"},
+        {"kv_transports": "tcp"},
+        {"max_num_batched_tokens": 48},
+    ],
+    ids=str,
+)
+def test_a_prompt_is_computed_here_and_continued_there(options):
+    with engine(**options) as llm:
+        expected = answer(llm)
+    with engine("prefill", **options) as first, engine("decode", **options) as second:
+        transfer = prefill(first)
+        assert core_of(first).stats().num_leased_blocks
+        assert answer(second, transfer=transfer) == expected
+        assert second.stats().num_loaded_tokens == 320
+        assert second.stats().num_failed_loads == 0
+        check_nothing_is_held(first, second)
+
+
+def test_layers_travel_while_the_prompt_is_computed(alone):
+    with engine("prefill", max_num_batched_tokens=48) as first, engine("decode") as second:
+        host, port = core_of(first).info.kv_transfer_address
+        where = {"do_remote_prefill": True, "remote_host": host, "remote_port": port, "transfer_id": "t"}
+        answers = []
+        decoding = threading.Thread(target=lambda: answers.append(answer(second, transfer=where)))
+        decoding.start()
+        prefill(first, transfer_id="t")
+        decoding.join(60)
+        assert answers == [alone]
+        assert second.stats().num_loaded_tokens == 320
+        check_nothing_is_held(first, second)
+
+
+def test_what_is_cached_there_is_not_read_again(pair, alone):
+    first, second = pair
+    answer(second, PROMPT[:160])
+    loaded = second.stats().num_loaded_tokens
+    assert answer(second, transfer=prefill(first)) == alone
+    assert second.stats().num_loaded_tokens - loaded == 320 - 160
+    assert answer(second, transfer=prefill(first)) == alone
+    assert second.stats().num_loaded_tokens - loaded == 320 - 160
+
+
+def test_all_completions_of_a_prompt_use_it(pair):
+    first, second = pair
+    with engine() as llm:
+        expected = answer(llm, n=3, temperature=1.0, seed=7)
+    assert answer(second, transfer=prefill(first), n=3, temperature=1.0, seed=7) == expected
+    assert second.stats().num_failed_loads == 0
+
+
+def test_a_prompt_of_less_than_a_block_is_not_lent(pair):
+    first, second = pair
+    assert prefill(first, PROMPT[:16]) is None
+    assert prefill(first, PROMPT[:17]) is not None
+    core_of(first)._connector.lease_ended(next(iter(core_of(first)._connector._parts.lent._transfer_ids)))
+    core_of(first).scheduler._holdings.end_all_leases()
+    assert answer(second, PROMPT[:16], transfer={"do_remote_prefill": False})
+
+
+def failed_loads(llm: LLM) -> int:
+    stats = llm.stats()
+    return stats.num_failed_loads + stats.kv_connector.num_failed_reads
+
+
+def lost_lease(first: LLM) -> dict:
+    transfer = prefill(first)
+    core_of(first).scheduler._holdings.end_all_leases()
+    return transfer
+
+
+def other_prompt(first: LLM) -> dict:
+    return prefill(first, [7, *PROMPT[1:]])
+
+
+def shorter_prompt(first: LLM) -> dict:
+    return prefill(first, PROMPT[:-16])
+
+
+def other_engine(first: LLM) -> dict:
+    return prefill(first) | {"remote_engine_id": "0123456789abcdef"}
+
+
+def dead_peer(first: LLM) -> dict:
+    return prefill(first) | {"remote_port": 1}
+
+
+def unknown_transfer(first: LLM) -> dict:
+    return prefill(first) | {"transfer_id": "nobody's"}
+
+
+@pytest.mark.parametrize(
+    "spoil", [lost_lease, other_prompt, shorter_prompt, other_engine, dead_peer, unknown_transfer]
+)
+def test_what_cannot_be_read_is_computed(pair, alone, spoil):
+    first, second = pair
+    before = failed_loads(second)
+    transfer = spoil(first)
+    assert answer(second, transfer=transfer) == alone
+    assert failed_loads(second) > before
+    core_of(first).scheduler._holdings.end_all_leases()
+    second_peers = core_of(second)._connector._parts.borrowed._peers
+    for one in list(second_peers._peers.values()):  # a peer that is down is not asked for a while
+        one.links._down_until = 0.0
+
+
+def test_a_request_that_never_comes_is_waited_for_only_so_long(pair, alone, monkeypatch):
+    first, second = pair
+    monkeypatch.setattr(peer_module, "OFFER_PATIENCE", 0.1)
+    host, port = core_of(first).info.kv_transfer_address
+    where = {"do_remote_prefill": True, "remote_host": host, "remote_port": port, "transfer_id": "never"}
+    assert answer(second, transfer=where) == alone
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "reason"),
+    [
+        ("decode", {"kv_transfer_token": "guess"}, "refused this end's proof"),
+        ("decode", {"kv_cache_dtype": "float32"}, "the KV differs in KV dtype"),
+        ("decode", {"block_size": 32}, "the KV differs in block size"),
+    ],
+)
+def test_engines_that_do_not_fit_are_not_linked(role, options, reason, caplog):
+    with engine(**{**options, "kv_transfer_token": ""}) as llm:
+        expected = answer(llm)
+    with engine("prefill") as first, engine(role, **options) as second:
+        assert answer(second, transfer=prefill(first)) == expected
+        assert failed_loads(second)
+        assert reason in caplog.text
+
+
+def test_a_request_that_is_aborted_gives_its_loan_back(pair):
+    first, second = pair
+    transfer = prefill(first)
+    core = core_of(second)
+    from quire.engine.messages import EngineCoreRequest
+    from quire.request_options import RequestOptions
+    from quire.status import RequestStatus
+
+    core.add(
+        EngineCoreRequest([("a", 0)], PROMPT, params(), options=RequestOptions(kv_transfer_params=transfer))
+    )
+    core.step()
+    core.finish(["a"], RequestStatus.FINISHED_ABORTED)
+    step_until(first, lambda: not core_of(first).stats().num_leased_blocks)
+
+
+def test_a_lease_that_nobody_renews_ends():
+    with engine("prefill", kv_transfer_timeout=0.05) as first:
+        prefill(first)
+        step_until(first, lambda: not core_of(first).stats().num_leased_blocks)
+        check_nothing_is_held(first)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        ({"do_remote_prefill": True}, "missing required field"),
+        ({"do_remote_prefill": True, "remote_host": "x", "remote_port": 1, "transfer_id": "t"}, "IPv4"),
+        ({"do_remote_prefill": True, "remote_host": "1.2.3.4", "remote_port": 0, "transfer_id": "t"}, "port"),
+    ],
+)
+def test_parameters_that_are_invalid_refuse_the_request(pair, transfer, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        answer(pair[1], transfer=transfer)
+
+
+def test_a_transfer_id_is_used_once(pair):
+    first, _ = pair
+    prefill(first, transfer_id="mine")
+    with pytest.raises(InvalidRequestError, match="'mine' is in use"):
+        prefill(first, transfer_id="mine")
+    core_of(first).scheduler._holdings.end_all_leases()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_tier": "memory"}, "kv_tier 'memory' and role 'decode'"),
+        ({"tensor_parallel_size": 2}, "role is 'decode', which moves the KV of one process"),
+        ({"use_cache_eviction": True}, "role is 'decode', but"),
+        ({"kv_transports": "pigeon"}, "kv_transports is 'pigeon'"),
+        ({"role": "prefill", "kv_transfer_host": "0.0.0.0"}, "cannot connect to"),
+        ({"role": "prefill", "kv_transfer_host": "here"}, "no IPv4 address"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM("mini", **{**OPTIONS, "role": "decode", **options})
