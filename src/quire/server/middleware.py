@@ -38,7 +38,8 @@ class RequestEnvelope:
         request_id = headers.get("x-request-id", uuid.uuid4().hex)
         refusal = _request_id_refusal(request_id)
         echoed = uuid.uuid4().hex if refusal else request_id
-        refusal = refusal or self._key_refusal(scope["path"], headers)
+        if refusal is None and scope["path"] not in OPEN_PATHS:
+            refusal = key_refusal(self._api_key, headers.get("authorization", "").encode("latin-1"))
         scope.setdefault("state", {})["request_id"] = echoed
 
         async def send_with_id(message: Message) -> None:
@@ -51,20 +52,27 @@ class RequestEnvelope:
         else:
             await self._app(scope, receive, send_with_id)
 
-    def _key_refusal(self, path: str, headers: Headers) -> ApiError | None:
-        if not self._api_key or path in OPEN_PATHS:
-            return None
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip().encode("latin-1")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given, self._api_key):
-            return None
-        problem = "is wrong" if given else "is missing"
-        return ApiError(
-            401,
-            f"the API key {problem}; send it as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+
+def key_refusal(api_key: bytes, authorization: bytes) -> ApiError | None:
+    """Return why a request is refused that has this Authorization header; None if it is not.
+
+    Args:
+        api_key: that it must have; empty: none.
+        authorization: the header; empty: there is none.
+    """
+    if not api_key:
+        return None
+    scheme, _, given = authorization.partition(b" ")
+    given = given.strip()
+    if scheme.lower() == b"bearer" and hmac.compare_digest(given, api_key):
+        return None
+    problem = "is wrong" if given else "is missing"
+    return ApiError(
+        401,
+        f"the API key {problem}; send it as 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 def _request_id_refusal(request_id: str) -> ApiError | None:
