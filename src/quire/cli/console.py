@@ -15,6 +15,7 @@ from quire.config import (
     CacheEvictionConfig,
     EngineConfig,
     KVCrushConfig,
+    RouterConfig,
     SchedulerConfig,
     ServerConfig,
     SparseAttentionConfig,
@@ -29,7 +30,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 _UNMISTAKABLE = "|".join(
     field.name
-    for cls in (EngineConfig, SchedulerConfig, SpeculationConfig, SamplingParams, ServerConfig)
+    for cls in (EngineConfig, SchedulerConfig, SpeculationConfig, SamplingParams, ServerConfig, RouterConfig)
     for field in dataclasses.fields(cls)
     if "_" in field.name
 )

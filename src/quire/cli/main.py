@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli import chat, evaluate, generate, kv, plan, replay, serve
+from quire.cli import chat, evaluate, generate, kv, plan, replay, route, serve
 from quire.cli.bench import commands as bench
 from quire.cli.manual import ManualCommand, ManualGroup
 
@@ -22,6 +22,7 @@ Examples:
   quire generate "What is a KV block?"    one answer, streamed
   quire chat                              a chat in the terminal
   quire serve                             an OpenAI-compatible server on 127.0.0.1:8000
+  quire route --engine URL --engine URL   several engines as one server
   quire plan Qwen/Qwen3-0.6B              what fits into this machine's memory
   quire eval                              how well the built-in model answers
   quire bench throughput                  how fast this machine runs it
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 for _name, _command in (
     ("serve", serve.serve),
+    ("route", route.route),
     ("generate", generate.generate),
     ("chat", chat.chat),
     ("plan", plan.plan),

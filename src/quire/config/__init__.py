@@ -24,6 +24,7 @@ from quire.config.fields import (
     settable_config,
     stands_for,
 )
+from quire.config.router import RouterConfig, engine_url
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
 from quire.config.sparse_attention import SparseAttentionConfig, SparseAttentionMode
@@ -37,6 +38,7 @@ __all__ = [
     "EngineConfig",
     "KVCrushAnchorPointMode",
     "KVCrushConfig",
+    "RouterConfig",
     "SchedulerConfig",
     "ScorePooling",
     "ServerConfig",
@@ -45,6 +47,7 @@ __all__ = [
     "SpeculationConfig",
     "check_limits",
     "config",
+    "engine_url",
     "knob",
     "refuse_unknown_names",
     "settable_config",

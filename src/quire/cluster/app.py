@@ -1,0 +1,149 @@
+"""The router's HTTP: its routes, and how errors become answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from quire.cluster.engines import DECODERS, EngineState
+from quire.cluster.engines_endpoint import change_engine, list_engines, remove_engine
+from quire.cluster.relay import STOPPING
+from quire.cluster.router import Router
+from quire.server.errors import TIMEOUT, ApiError, as_api_error
+from quire.server.middleware import OPEN_PATHS, key_refusal
+from quire.server.responses import Health
+
+GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def create_app(router: Router) -> web.Application:
+    """Return the application that serves `router`, which must have been started."""
+    handlers = _Handlers(router)
+    app = web.Application(
+        middlewares=[handlers.envelope],
+        client_max_size=router.config.max_body_bytes,
+    )
+    for path in GENERATION_PATHS:
+        app.router.add_post(path, handlers.generate)
+    app.router.add_get("/health", handlers.health)
+    app.router.add_get("/metrics", handlers.metrics)
+    app.router.add_get("/route/engines", handlers.list_engines)
+    app.router.add_post("/route/engines", handlers.change_engine)
+    app.router.add_delete("/route/engines", handlers.remove_engine)
+    app.router.add_route("*", "/v1/{rest:.+}", handlers.pass_on)
+    return app
+
+
+class _Handlers:
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._api_key = router.config.api_key.encode()
+
+    @web.middleware
+    async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the API key, and turn everything that is raised into an answer in OpenAI's shape."""
+        try:
+            response = await self._checked(request, handler)
+        except asyncio.CancelledError:
+            if not self._router.is_stopping:
+                raise  # the client has left
+            response = _response(STOPPING)
+        except web.HTTPException as error:
+            response = _response(_unrouted(request, error))
+        except ConnectionResetError:
+            raise  # the client has left
+        except Exception as error:  # as_api_error logs what it does not know
+            response = _response(as_api_error(error, request_id=request.headers.get("X-Request-Id", "")))
+        self._router.metrics.answers.labels(str(response.status)).inc()
+        return response
+
+    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in OPEN_PATHS:
+            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+            if (refusal := key_refusal(self._api_key, given)) is not None:
+                raise refusal
+        return await handler(request)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Have a completion or a chat generated."""
+        async with self._router.serving():
+            return await self._router.generate(request, await self._body(request))
+
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Have an engine answer a request that generates nothing."""
+        if request.path.startswith("/v1/requests"):
+            raise ApiError(404, "ask an engine itself for its requests", code="route_not_found")
+        async with self._router.serving():
+            return await self._router.pass_on(request, await self._body(request))
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """Tell whether requests can be served: 200, or 503 with the reason."""
+        if self._router.calls.draining:
+            return _json(Health(status="draining", reason="the router is shutting down"), 503)
+        if any(engine.state is EngineState.UP for engine in self._router.engines.of(DECODERS)):
+            return _json(Health(status="ok"))
+        return _json(Health(status="unavailable", reason="no engine that generates is up"), 503)
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """Return the metrics in the Prometheus text format."""
+        return web.Response(
+            body=self._router.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def list_engines(self, request: web.Request) -> web.StreamResponse:
+        """List the engines."""
+        return list_engines(self._router)
+
+    async def change_engine(self, request: web.Request) -> web.StreamResponse:
+        """Add an engine, or change whether it drains."""
+        return await change_engine(self._router, await self._body(request))
+
+    async def remove_engine(self, request: web.Request) -> web.StreamResponse:
+        """Remove the engine that the query names."""
+        return await remove_engine(self._router, request.query.get("url", ""))
+
+    async def _body(self, request: web.Request) -> bytes:
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding != "identity":
+            raise ApiError(415, f"Content-Encoding is {encoding!r}; bodies must be sent uncompressed")
+        config = self._router.config
+        try:
+            async with asyncio.timeout(config.idle_timeout):
+                return await request.read()
+        except TimeoutError:
+            raise ApiError(
+                408, f"the request's body did not come within {config.idle_timeout:g} s", kind=TIMEOUT
+            ) from None
+        except web.HTTPRequestEntityTooLarge:
+            raise ApiError(
+                413,
+                f"the body is larger than {config.max_body_bytes} bytes (the router's max_body_bytes)",
+                code="body_too_large",
+            ) from None
+
+
+def _unrouted(request: web.Request, error: web.HTTPException) -> ApiError:
+    """Return the error of a path that does not exist, or of a method that a path does not have."""
+    if error.status == 404:
+        return ApiError(404, f"there is no {request.path!r:.300}", code="route_not_found")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.method} is not allowed on {request.path}; use {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+    return ApiError(error.status, error.reason)
+
+
+def _response(error: ApiError) -> web.Response:
+    return web.Response(
+        body=error.body(), status=error.status, headers=error.headers, content_type="application/json"
+    )
+
+
+def _json(payload: msgspec.Struct, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(payload), status=status, content_type="application/json")

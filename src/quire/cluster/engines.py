@@ -1,0 +1,166 @@
+"""The engines behind the router, and the choice among them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import itertools
+from collections.abc import Collection, Iterator
+
+from quire.cluster.prefix_memory import PrefixMemory
+from quire.cluster.prompts import Prompt
+
+REQUEST_WEIGHT = 1024
+"""Bytes of a prompt that are as much work as one more running request."""
+
+MAX_ENGINES = 256
+
+NOT_CHECKED = "it has not been checked yet"
+
+_ids = itertools.count(1)
+
+
+class Role(enum.StrEnum):
+    """What an engine does: computes prompts for others, continues them, or both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+DECODERS = frozenset({Role.DECODE, Role.BOTH})
+PREFILLERS = frozenset({Role.PREFILL})
+
+
+class EngineState(enum.StrEnum):
+    """Whether an engine gets requests."""
+
+    UP = "up"
+    DOWN = "down"
+    DRAINING = "draining"
+
+
+class Engine:
+    """One engine: where it is, whether it can be used, and what it has been given to do.
+
+    Args:
+        url: without a slash at its end.
+        role: of the engine.
+    """
+
+    def __init__(self, url: str, role: Role) -> None:
+        self.url = url
+        self.role = role
+        self.is_draining = False
+        self.failure: str | None = NOT_CHECKED
+        self.id = next(_ids)  # another one after each failure: what the engine had cached may be lost
+        self.num_requests = 0
+        self.num_waiting_bytes = 0  # of prompts whose answer has not begun
+        self.turn = 0  # when it was last chosen
+        self.doubted = asyncio.Event()  # a health check is due at once
+
+    @property
+    def state(self) -> EngineState:
+        """Whether it gets requests."""
+        if self.failure is not None:
+            return EngineState.DOWN
+        return EngineState.DRAINING if self.is_draining else EngineState.UP
+
+    @property
+    def load(self) -> int:
+        """What it has to do, in bytes of prompts."""
+        return self.num_waiting_bytes + REQUEST_WEIGHT * self.num_requests
+
+    def mark_down(self, reason: str) -> None:
+        """Give it no requests until a health check succeeds."""
+        if self.failure is None:
+            self.id = next(_ids)
+        self.failure = reason
+
+    def mark_up(self) -> None:
+        """Give it requests again."""
+        self.failure = None
+
+    def doubt(self, reason: str) -> None:
+        """Give it no requests until the health check that is now due has succeeded."""
+        self.mark_down(reason)
+        self.doubted.set()
+
+    @contextlib.contextmanager
+    def serving(self, num_bytes: int) -> Iterator[ServedRequest]:
+        """Count a request with a prompt of so many bytes for the duration of the context."""
+        served = ServedRequest(self, num_bytes)
+        try:
+            yield served
+        finally:
+            served.end()
+
+
+class ServedRequest:
+    """A request's part of an engine's load."""
+
+    def __init__(self, engine: Engine, num_bytes: int) -> None:
+        self._engine = engine
+        self._num_bytes = num_bytes
+        engine.num_requests += 1
+        engine.num_waiting_bytes += num_bytes
+
+    def answered(self) -> None:
+        """Note that the answer has begun: the prompt has been computed."""
+        self._engine.num_waiting_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+    def end(self) -> None:
+        """Count the request no longer."""
+        self.answered()
+        self._engine.num_requests -= 1
+
+
+class Engines:
+    """All engines by their URL.
+
+    Args:
+        memory: of what the engines have been sent.
+    """
+
+    def __init__(self, memory: PrefixMemory) -> None:
+        self.by_url: dict[str, Engine] = {}
+        self._memory = memory
+        self._turns = itertools.count(1)
+
+    def of(self, roles: Collection[Role]) -> list[Engine]:
+        """Return the engines with one of these roles, usable or not."""
+        return [engine for engine in self.by_url.values() if engine.role in roles]
+
+    def choose(
+        self, roles: Collection[Role], prompt: Prompt, *, excluded: Collection[Engine] = ()
+    ) -> Engine | None:
+        """Return the engine that will be done with a prompt first; None if none can be used.
+
+        It is the one with the least load, where what it has not cached of the prompt counts as load.
+        """
+        usable = [
+            engine
+            for engine in self.by_url.values()
+            if engine.role in roles and engine.state is EngineState.UP and engine not in excluded
+        ]
+        if not usable:
+            return None
+        matched = self._memory.matched_bytes(prompt.chunk_keys, [engine.id for engine in usable])
+        return min(usable, key=lambda engine: (engine.load - matched[engine.id], engine.turn))
+
+    def num_new_bytes(self, prompt: Prompt, engine: Engine) -> int:
+        """Return how many bytes of a prompt an engine has not been sent before."""
+        return len(prompt.content) - self._memory.matched_bytes(prompt.chunk_keys, [engine.id])[engine.id]
+
+    @contextlib.contextmanager
+    def serving(
+        self, engine: Engine, prompt: Prompt, *, is_computed_elsewhere: bool
+    ) -> Iterator[ServedRequest]:
+        """Count a request as an engine's for the duration of the context, and remember its prompt."""
+        engine.turn = next(self._turns)
+        num_bytes = 0 if is_computed_elsewhere else self.num_new_bytes(prompt, engine)
+        self._memory.note(prompt.chunk_keys, engine.id)
+        with engine.serving(num_bytes) as served:
+            yield served

@@ -1,0 +1,68 @@
+"""Health checks: an engine that fails gets no requests until it answers again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from quire.cluster.engines import NOT_CHECKED, Engine
+from quire.cluster.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF = 16
+"""The time between checks of an engine that is down, at most, in health intervals."""
+
+
+class HealthChecks:
+    """Checks each engine again and again, in a task of its own.
+
+    Args:
+        upstream: connects to the engines.
+        interval: seconds between two checks of an engine that is up.
+    """
+
+    def __init__(self, upstream: Upstream, interval: float) -> None:
+        self._upstream = upstream
+        self._interval = interval
+        self._tasks: dict[Engine, asyncio.Task[None]] = {}
+
+    async def check(self, engine: Engine) -> None:
+        """Check an engine now."""
+        failure = await self._upstream.check_health(engine)
+        before = engine.failure
+        if failure is None:
+            engine.mark_up()
+            if before is not None:
+                logger.info("%s is up", engine.url)
+        else:
+            engine.mark_down(failure)
+            if before in (None, NOT_CHECKED):
+                logger.warning("%s is down: %s", engine.url, failure)
+
+    def watch(self, engine: Engine) -> None:
+        """Check an engine from now on."""
+        self._tasks[engine] = asyncio.create_task(self._watch(engine))
+
+    async def unwatch(self, engine: Engine) -> None:
+        """Check an engine no longer."""
+        task = self._tasks.pop(engine)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Check no engine any longer."""
+        for engine in list(self._tasks):
+            await self.unwatch(engine)
+
+    async def _watch(self, engine: Engine) -> None:
+        delay = self._interval
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await engine.doubted.wait()
+            engine.doubted.clear()
+            await self.check(engine)
+            is_down = engine.failure is not None
+            delay = min(2 * delay, MAX_BACKOFF * self._interval) if is_down else self._interval

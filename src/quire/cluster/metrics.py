@@ -1,0 +1,89 @@
+"""The router's metrics for Prometheus."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.cluster.engines import Engine, EngineState
+
+
+class Purpose(enum.StrEnum):
+    """What an engine is asked for: to compute a prompt for another one, or to answer."""
+
+    PREFILL = "prefill"
+    ANSWER = "answer"
+
+
+class _EngineGauges(Collector):
+    """What each engine is and does now."""
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges."""
+        labels = ["engine", "role"]
+        up = GaugeMetricFamily("quire_route_engine_up", "Whether the engine gets requests.", labels=labels)
+        running = GaugeMetricFamily(
+            "quire_route_engine_in_flight", "Number of requests at the engine.", labels=labels
+        )
+        waiting = GaugeMetricFamily(
+            "quire_route_engine_waiting_bytes",
+            "Bytes of prompts at the engine that are new to it and not answered yet.",
+            labels=labels,
+        )
+        for engine in self._engines:
+            values = [engine.url, engine.role.value]
+            up.add_metric(values, float(engine.state is EngineState.UP))
+            running.add_metric(values, engine.num_requests)
+            waiting.add_metric(values, engine.num_waiting_bytes)
+        yield from (up, running, waiting)
+
+
+class RouterMetrics:
+    """Counters and gauges of one router.
+
+    Args:
+        engines: all engines at any time.
+    """
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineGauges(engines))
+
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(f"quire_route_{name}", meaning, labels, registry=self._registry)
+
+        self.in_flight = Gauge(
+            "quire_route_in_flight", "Number of requests being served.", registry=self._registry
+        )
+        self.answers = counter("answers", "Number of answers to clients, by status.", "status")
+        self.requests = counter(
+            "engine_requests", "Number of requests sent to an engine, by their purpose.", "engine", "purpose"
+        )
+        self.failures = counter(
+            "engine_failures", "Number of requests that an engine failed to answer.", "engine", "purpose"
+        )
+        self.retries = counter("retries", "Number of requests that were sent to another engine.")
+        self.fallbacks = counter(
+            "prefill_fallbacks", "Number of prompts that no prefill engine computed although one should have."
+        )
+        self.direct = counter(
+            "direct_requests", "Number of requests of which too little is new for a prefill engine."
+        )
+        self.broken = counter("broken_answers", "Number of answers that an engine did not complete.")
+
+    def exposition(self) -> bytes:
+        """Return all of it in the Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def forget(self, engine: Engine) -> None:
+        """Drop what is counted of an engine that has been removed."""
+        for family in (self.requests, self.failures):
+            for purpose in Purpose:
+                family.remove(engine.url, purpose)

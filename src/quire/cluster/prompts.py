@@ -1,0 +1,123 @@
+"""Bodies of generation requests, read only as far as the router must."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import msgspec
+
+from quire.cluster.prefix_memory import chunk_keys
+from quire.errors import InvalidRequestError
+
+Raw = msgspec.Raw
+
+_OF_THE_OUTPUT = (  # parameters that have no influence on the KV of the prompt
+    "beam_width",
+    "best_of",
+    "diversity_penalty",
+    "echo",
+    "length_penalty",
+    "logprobs",
+    "max_completion_tokens",
+    "min_tokens",
+    "num_beam_groups",
+    "response_format",
+    "stop",
+    "stop_criteria",
+    "stream_options",
+    "structured_outputs",
+    "top_logprobs",
+    "use_beam_search",
+)
+_ONE_TOKEN = {"max_tokens": Raw(b"1"), "n": Raw(b"1"), "stream": Raw(b"false")}
+_BETWEEN_ENGINES = "kv_transfer_params"
+
+_decode = msgspec.json.Decoder(dict[str, Raw]).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Prompt:
+    """What is known of a prompt: its content as JSON, as the client wrote it."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    @functools.cached_property
+    def chunk_keys(self) -> list[int]:
+        """Keys of its chunks, see `quire.cluster.prefix_memory`."""
+        return chunk_keys(self.content)
+
+
+class OtherBody:
+    """The body of a request that generates nothing.
+
+    Args:
+        body: as the client sent it.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self.prompt = Prompt(b"")
+
+    def for_answer(self, params: Raw | None) -> bytes:
+        """Return the body that has the request answered: the client's, since it has no KV."""
+        return self._body
+
+
+class GenerationBody:
+    """The body of a request to /v1/completions or /v1/chat/completions.
+
+    Only its top level is parsed, which takes about a millisecond for a megabyte. What else is wrong with it,
+    an engine will say.
+
+    Args:
+        body: as the client sent it.
+
+    Raises:
+        InvalidRequestError: it is not a JSON object.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        try:
+            self._fields = _decode(body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
+        self._is_as_sent = _BETWEEN_ENGINES not in self._fields
+        self._fields.pop(_BETWEEN_ENGINES, None)  # a client's are not for engines
+        self.prompt = Prompt(bytes(self._fields.get("messages", self._fields.get("prompt", b""))))
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether one engine can compute the prompt and another go on.
+
+        Of several prompts, each would have KV of its own; and the log-probabilities of a prompt need the
+        logits of all of its tokens, so that no KV can be taken from elsewhere.
+        """
+        has_one_prompt = "messages" in self._fields or not self.prompt.content[1:].lstrip().startswith(
+            (b"[", b'"')
+        )
+        return has_one_prompt and not (self._has("prompt_logprobs") or self._has("echo"))
+
+    def for_prefill(self, params: Mapping[str, object]) -> bytes:
+        """Return the body that has the prompt computed, and one token.
+
+        Args:
+            params: its `kv_transfer_params`.
+        """
+        fields = {name: value for name, value in self._fields.items() if name not in _OF_THE_OUTPUT}
+        return _encode({**fields, **_ONE_TOKEN, _BETWEEN_ENGINES: params})
+
+    def for_answer(self, params: Raw | None) -> bytes:
+        """Return the body that has the request answered.
+
+        Args:
+            params: its `kv_transfer_params`; None: the engine that answers computes the prompt itself.
+        """
+        if params is not None:
+            return _encode({**self._fields, _BETWEEN_ENGINES: params})
+        return self._body if self._is_as_sent else _encode(self._fields)
+
+    def _has(self, name: str) -> bool:
+        return bytes(self._fields.get(name, b"null")) not in (b"null", b"false")

@@ -1,0 +1,95 @@
+"""`route`: from a configuration to a router that has stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from quire.cluster.app import create_app
+from quire.cluster.engines import EngineState
+from quire.cluster.router import Router
+from quire.config import RouterConfig
+from quire.server.listening import bound_socket, url_of
+from quire.server.stopping import StopSignals, finished_unless_set
+
+_KEEP_ALIVE = 60  # seconds; longer than clients keep idle connections, so that they close them first
+_READ_BUFFER = 1 << 16  # bytes
+_LAST_BYTES_TIMEOUT = 5.0  # seconds; for answers that are complete but not yet sent
+
+
+def route(config: RouterConfig) -> None:
+    """Serve until SIGTERM or Ctrl-C, then let running requests finish and return.
+
+    A second signal stops at once. Call it from the main thread.
+
+    Args:
+        config: of the router.
+
+    Raises:
+        ConfigError: the router cannot listen on the address.
+    """
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    with contextlib.closing(bound_socket(config.host, config.port)) as bound:
+        asyncio.run(_route_until_stopped(config, bound))
+
+
+@contextlib.asynccontextmanager
+async def routing(config: RouterConfig, bound: socket.socket) -> AsyncIterator[Router]:
+    """Serve a router on a socket for the duration of the context; yields it once it accepts connections.
+
+    Args:
+        config: of the router.
+        bound: socket to listen on.
+    """
+    router = Router(config)
+    runner = web.AppRunner(
+        create_app(router),
+        access_log=None,
+        handler_cancellation=True,  # as soon as a client leaves
+        auto_decompress=False,
+        keepalive_timeout=_KEEP_ALIVE,
+        read_bufsize=_READ_BUFFER,
+        shutdown_timeout=_LAST_BYTES_TIMEOUT,
+    )
+    try:
+        await router.start()
+        await runner.setup()
+        await web.SockSite(runner, bound).start()
+        yield router
+    finally:
+        router.stop_serving()
+        await runner.cleanup()
+        await router.close()
+
+
+async def _route_until_stopped(config: RouterConfig, bound: socket.socket) -> None:
+    stop = StopSignals()
+    with stop.installed():
+        async with routing(config, bound) as router:
+            _announce(router, url_of(config.host, bound))
+            await stop.graceful.wait()
+            router.calls.begin_drain()
+            num_running = router.num_serving
+            if num_running:
+                timeout = config.drain_timeout
+                print(
+                    f"Stopping: {num_running} still running, for at most {timeout:g} s.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(config.drain_timeout):
+                    await finished_unless_set(stop.immediate, router.calls.wait_idle())
+
+
+def _announce(router: Router, url: str) -> None:
+    """Print that the router is ready, and where."""
+    engines = router.engines.by_url.values()
+    num_up = sum(engine.state is EngineState.UP for engine in engines)
+    print(f"Ready: {url} ({num_up} of {len(engines)} engines are up)", flush=True)

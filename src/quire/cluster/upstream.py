@@ -1,0 +1,211 @@
+"""Requests to engines: how much of an answer is read before the client gets any of it, and what can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from quire.cluster.engines import Engine
+from quire.config import RouterConfig
+from quire.errors import QuireError
+
+MAX_WHOLE_ANSWER = 1 << 20
+"""Bytes up to which an answer is held until it is complete, so that a request can still go elsewhere."""
+
+_READ_BUFFER = 1 << 16  # bytes; aiohttp stops reading at twice that while the client does not take them
+_KEEP_ALIVE = 30  # seconds; shorter than engines keep idle connections
+_OF_ONE_CONNECTION = frozenset(
+    {
+        "connection",
+        "content-length",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+
+Headers = CIMultiDict[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What an engine is asked.
+
+    Args:
+        method, path, headers, body: of the request; the path may have a query.
+        timeout: seconds until the first byte of a stream, or all of another answer.
+    """
+
+    method: str
+    path: str
+    headers: Headers
+    body: bytes
+    timeout: float
+
+
+class EngineRequestError(QuireError):
+    """An engine gave no answer, or not all of it.
+
+    Args:
+        engine: the engine.
+        reason: what happened.
+        timed_out: whether it took too long.
+        was_reached: whether the engine may have begun to serve the request.
+    """
+
+    def __init__(
+        self, engine: Engine, reason: str, *, timed_out: bool = False, was_reached: bool = True
+    ) -> None:
+        super().__init__(f"the engine {engine.url} {reason}")
+        self.engine = engine
+        self.timed_out = timed_out
+        self.was_reached = was_reached
+
+
+class Answer:
+    """An engine's answer, of which there is at least the first byte, or all if it is short and no stream.
+
+    Args:
+        engine: that answers.
+        response: its response.
+        idle_timeout: seconds to wait for each further piece.
+    """
+
+    def __init__(self, engine: Engine, response: aiohttp.ClientResponse, idle_timeout: float) -> None:
+        self.status = response.status
+        self.headers = end_to_end(response.headers)
+        self.is_stream = response.content_type == "text/event-stream"
+        self.is_whole = False
+        self.body = b""  # so far
+        self._engine = engine
+        self._response = response
+        self._idle_timeout = idle_timeout
+
+    async def next_piece(self) -> bytes:
+        """Return what has come of the body since the last call; empty at its end.
+
+        Raises:
+            EngineRequestError: the engine broke off, or was silent for too long.
+        """
+        with _failures_of(self._engine, f"sent nothing for {self._idle_timeout:g} s"):
+            async with asyncio.timeout(self._idle_timeout):
+                return await self._response.content.readany()
+
+    async def read_beginning(self) -> None:
+        """Read as much as is needed before the client is answered."""
+        while not self.is_whole and len(self.body) < (1 if self.is_stream else MAX_WHOLE_ANSWER):
+            piece = await self.next_piece()
+            self.body += piece
+            self.is_whole = not piece
+
+
+class Upstream:
+    """Connections to all engines.
+
+    Args:
+        config: of the router.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            read_bufsize=_READ_BUFFER,
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    @contextlib.asynccontextmanager
+    async def answer(self, engine: Engine, asked: EngineRequest) -> AsyncIterator[Answer]:
+        """Send a request to an engine; yields the answer, once `Answer.read_beginning` has read enough.
+
+        Leaving the context closes the connection, unless the answer has been read to its end.
+
+        Args:
+            engine: where it goes.
+            asked: the request.
+
+        Raises:
+            EngineRequestError: the engine did not answer.
+        """
+        url = URL(engine.url + asked.path, encoded=True)
+        response: aiohttp.ClientResponse | None = None
+        try:
+            with _failures_of(engine, f"did not answer within {asked.timeout:g} s"):
+                async with asyncio.timeout(asked.timeout):
+                    response = await self._session.request(
+                        asked.method,
+                        url,
+                        headers=asked.headers,
+                        data=asked.body or None,
+                        allow_redirects=False,
+                    )
+                    answer = Answer(engine, response, self._config.idle_timeout)
+                    await answer.read_beginning()
+            yield answer
+        finally:
+            if response is not None:
+                response.close()
+
+    async def check_health(self, engine: Engine) -> str | None:
+        """Return why an engine cannot be used; None if it can."""
+        asked = EngineRequest(
+            method="GET",
+            path="/health",
+            headers=Headers(),
+            body=b"",
+            timeout=self._config.connect_timeout,
+        )
+        try:
+            async with self.answer(engine, asked) as answer:
+                if answer.status == 200:
+                    return None
+                return f"/health answered {answer.status}: {answer.body[:200].decode(errors='replace')}"
+        except EngineRequestError as failure:
+            return str(failure)
+
+
+def end_to_end(headers: Mapping[str, str] | Any) -> Headers:
+    """Return the headers that are not about one connection only."""
+    return Headers((name, value) for name, value in headers.items() if name.lower() not in _OF_ONE_CONNECTION)
+
+
+@contextlib.contextmanager
+def _failures_of(engine: Engine, on_timeout: str) -> Iterator[None]:
+    """Raise what goes wrong with an engine as `EngineRequestError`."""
+    try:
+        yield
+    except aiohttp.ClientConnectorError as error:
+        raise EngineRequestError(
+            engine, f"cannot be reached: {error.strerror or error}", was_reached=False
+        ) from error
+    except aiohttp.ConnectionTimeoutError as error:
+        raise EngineRequestError(
+            engine, "cannot be reached: connecting timed out", timed_out=True, was_reached=False
+        ) from error
+    except TimeoutError as error:
+        raise EngineRequestError(engine, on_timeout, timed_out=True) from error
+    except aiohttp.ServerDisconnectedError as error:
+        raise EngineRequestError(engine, "closed the connection without an answer") from error
+    except aiohttp.ClientPayloadError as error:
+        raise EngineRequestError(engine, "broke off in the middle of its answer") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise EngineRequestError(engine, f"gave no valid answer: {error or type(error).__name__}") from error

@@ -1,0 +1,176 @@
+"""One request and the engines that may answer it: retries, errors that name their cause, lost clients."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from fake_engine import ANSWER, EVENTS, TIMEOUT, FakeEngine
+
+BODY = {"model": "m", "prompt": "Hi"}
+STREAM = {**BODY, "stream": True}
+FAULTS = [
+    "429", "503", "dies", "garbage", "dies in the head", "dies before the body", "hangs",
+    "hangs before the body", "gone",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", [*FAULTS, "dies in the body"])
+async def test_another_engine_answers_if_one_fails_before_the_first_byte(routed, fault, stream):
+    if stream and fault == "dies in the body":
+        return  # see below
+    first, second = FakeEngine(fault), FakeEngine()
+    first.may_go_on.set()
+    http, router = await routed(engine=[first, second], first_byte_timeout=TIMEOUT, hanging_times_out=True)
+    if fault == "gone":
+        await first.stop()
+    answer = await http.post("/v1/completions", json=STREAM if stream else BODY)
+    assert answer.status_code == 200
+    assert answer.content == (b"".join(EVENTS) if stream else ANSWER)
+    if fault != "gone":
+        assert b"quire_route_retries_total 1.0" in router.metrics.exposition()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_without_another_engine_the_error_names_its_cause(routed, fault, stream):
+    engine = FakeEngine(fault)
+    http, _ = await routed(engine=[engine], first_byte_timeout=TIMEOUT, hanging_times_out=True)
+    if fault == "gone":
+        await engine.stop()
+    answer = await http.post("/v1/completions", json=STREAM if stream else BODY)
+    error = answer.json()["error"]
+    assert engine.url in error["message"]
+    if fault.isdecimal():
+        assert answer.status_code == int(fault)
+        assert answer.headers["retry-after"] == "7"
+    else:
+        assert answer.status_code == (504 if fault.startswith("hangs") else 502)
+
+
+@pytest.mark.parametrize("fault", ["400", "404", "500"])
+async def test_an_engines_own_errors_are_passed_on(routed, fault):
+    engines = [FakeEngine(fault), FakeEngine(fault)]
+    http, _ = await routed(engine=engines)
+    answer = await http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (int(fault), "7")
+    assert "refused by" in answer.json()["error"]["message"]
+    assert sum(len(one.seen) for one in engines) == 1
+
+
+@pytest.mark.parametrize("fault", ["dies in the body", "hangs in the body"])
+async def test_a_stream_that_breaks_off_ends_with_an_error_event(routed, clock, fault):
+    engine, other = FakeEngine(fault), FakeEngine()
+    http, router = await routed(engine=[engine, other], idle_timeout=TIMEOUT)
+    events = []
+    async with http.stream("POST", "/v1/completions", json=STREAM) as answer:
+        async for line in answer.aiter_lines():
+            if line:
+                events.append(line)
+            if len(events) == 1:
+                engine.may_go_on.set()
+                clock.skip()
+    assert answer.status_code == 200
+    assert events[0].encode() == EVENTS[0].strip()
+    error = json.loads(events[1].removeprefix("data: "))["error"]
+    assert engine.url in error["message"]
+    assert error["code"] == "engine_failed"
+    assert len(events) == 2, "the event that was not complete is not sent"
+    assert not other.seen
+    assert b"quire_route_broken_answers_total 1.0" in router.metrics.exposition()
+
+
+async def test_a_long_answer_that_breaks_off_does_not_look_complete(routed):
+    http, _ = await routed(engine=[FakeEngine("dies in a long body")])
+    with pytest.raises(httpx.RemoteProtocolError):
+        await http.post("/v1/completions", json=BODY)
+
+
+@pytest.mark.parametrize("fault", ["hangs", "hangs before the body", "hangs in the body"])
+async def test_a_client_that_leaves_frees_its_engine(routed, fault):
+    engine = FakeEngine(fault)
+    http, router = await routed(engine=[engine])
+    asking = asyncio.create_task(http.post("/v1/completions", json=STREAM))
+    await engine.got_one.wait()
+    asking.cancel()
+    await engine.lost_one.wait()
+    await router.calls.wait_idle()
+    assert router.engines.by_url[engine.url].num_requests == 0
+    assert router.num_serving == 0
+
+
+async def test_a_client_that_leaves_frees_the_prefill_engine(routed):
+    prefill, decode = FakeEngine("hangs"), FakeEngine()
+    http, router = await routed(prefill=[prefill], decode=[decode])
+    asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "word " * 50}))
+    await prefill.got_one.wait()
+    asking.cancel()
+    await prefill.lost_one.wait()
+    await router.calls.wait_idle()
+    assert not decode.seen
+
+
+async def test_a_slow_reader_holds_up_its_engine_and_not_the_routers_memory(routed):
+    engine = FakeEngine("long stream")
+    http, _ = await routed(engine=[engine])
+    async with http.stream("POST", "/v1/completions", json=STREAM) as answer:
+        await engine.may_go_on.wait()  # the engine cannot send any more
+        assert engine.num_sent < 20_000_000
+        num_bytes = 0
+        async for piece in answer.aiter_raw():
+            num_bytes += len(piece)
+    assert num_bytes == 4000 * 9998
+
+
+async def test_other_requests_are_passed_on(routed, engine):
+    http, _ = await routed(engine=[engine])
+    answer = await http.get(
+        "/v1/models/a%2Fb?x=%20y", headers={"X-Mine": "é".encode(), "Connection": "close"}
+    )
+    assert answer.content == ANSWER
+    [seen] = engine.seen
+    assert (seen.method, seen.path) == ("GET", "/v1/models/a%2Fb?x=%20y")
+    assert seen.headers["x-mine"].encode("latin-1").decode() == "é"
+    await http.post("/v1/embeddings", content=b"not json")
+    assert engine.seen[1].content == b"not json"
+    refused = await http.get("/v1/models", headers={"X-Mine": b"\xe9"})
+    assert (refused.status_code, len(engine.seen)) == (400, 2)
+    assert "X-Mine" in refused.json()["error"]["message"]
+    refused = await http.get("/v1/requests")
+    assert (refused.status_code, len(engine.seen)) == (404, 2)
+
+
+async def test_prompts_that_begin_alike_go_to_one_engine_until_that_has_much_more_to_do(routed):
+    engines = [FakeEngine(), FakeEngine()]
+    http, router = await routed(engine=engines)
+    head = "word " * 600
+    for n in range(6):
+        await http.post("/v1/completions", json={"prompt": f"{head}{n}"})
+    [favourite] = [one for one in engines if one.seen]
+    [other] = [one for one in engines if one is not favourite]
+    assert len(favourite.seen) == 6
+    with router.engines.by_url[favourite.url].serving(3000):
+        await http.post("/v1/completions", json={"prompt": head})
+    assert (len(favourite.seen), len(other.seen)) == (6, 1)
+
+
+async def test_prompts_with_nothing_in_common_are_spread(routed):
+    engines = [FakeEngine(), FakeEngine(), FakeEngine()]
+    http, _ = await routed(engine=engines)
+    for n in range(9):
+        await http.post("/v1/completions", json={"prompt": f"{n} " * 1000})
+    assert [len(one.seen) for one in engines] == [3, 3, 3]
+
+
+async def test_what_an_engine_had_cached_counts_no_longer_after_it_was_down(routed):
+    engines = [FakeEngine(), FakeEngine()]
+    http, router = await routed(engine=engines)
+    for _ in range(2):
+        await http.post("/v1/completions", json={"prompt": "word " * 600})
+    [favourite] = [one for one in engines if one.seen]
+    known = router.engines.by_url[favourite.url]
+    known.mark_down("it was restarted")
+    await router.check(known)
+    await http.post("/v1/completions", json={"prompt": "word " * 600})
+    assert len(favourite.seen) == 2
