@@ -25,9 +25,9 @@ from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.host_blocks import BlockStore, ByteArray, block_store
+from quire.kv.load_costs import LoadCosts
 from quire.kv.prompt_blocks import PromptBlocks
 from quire.kv.tiers.buffers import BufferPool
-from quire.kv.tiers.costs import LoadCosts
 from quire.kv.tiers.kv_transfer import Identity, restore_prompt, save_prompt
 from quire.kv.tiers.loads import BlockLoad, LoadInProgress
 from quire.kv.tiers.tier import BlockTier
