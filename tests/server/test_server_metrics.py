@@ -7,7 +7,7 @@ import httpx
 from fake_llm import REPLY
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 
 
 async def samples(http):
@@ -60,6 +60,26 @@ async def test_figures_of_the_kv_tier(http, llm):
         "quire_kv_tier_computations_chosen_total": numbers["num_computations_chosen"],
         "quire_kv_tier_load_seconds_per_block": numbers["load_seconds_per_block"],
         "quire_kv_tier_compute_seconds_per_token": numbers["compute_seconds_per_token"],
+    }
+
+
+async def test_figures_of_a_split(http, llm):
+    numbers = dict(zip(KVPeerStats.__struct_fields__[:-1], range(100, 200), strict=False))
+    llm.connector_stats = KVPeerStats(**numbers, num_peers_by_transport={"tcp": 2, "shared_memory": 1})
+    values = await samples(http)
+    assert not [name for name, *_ in values if name.startswith("quire_kv_tier")]
+    assert {key: value for key, value in values.items() if key[0].startswith("quire_kv_peer")} == {
+        ("quire_kv_peer_lent_prompts_total",): numbers["num_lent_prompts"],
+        ("quire_kv_peer_loads_chosen_total",): numbers["num_loads_chosen"],
+        ("quire_kv_peer_computations_chosen_total",): numbers["num_computations_chosen"],
+        ("quire_kv_peer_missing_prompts_total",): numbers["num_missing_prompts"],
+        ("quire_kv_peer_failed_loads_total",): numbers["num_failed_loads"],
+        ("quire_kv_peer_loaded_blocks_total",): numbers["num_loaded_blocks"],
+        ("quire_kv_peer_loaded_bytes_total",): numbers["loaded_bytes"],
+        ("quire_kv_peer_load_seconds_per_block",): numbers["load_seconds_per_block"],
+        ("quire_kv_peer_compute_seconds_per_token",): numbers["compute_seconds_per_token"],
+        ("quire_kv_peers", "tcp"): 2,
+        ("quire_kv_peers", "shared_memory"): 1,
     }
 
 

@@ -184,10 +184,9 @@ class EngineConfig:
         """Raise `ConfigError` for what does not go together with a KV connector."""
         names = self._moves_kv()
         if len(names) > 1:
-            given = " and ".join(f"{name} {getattr(self, name)!r}" for name in names)
+            given = " and ".join(f"{name} is {getattr(self, name)!r}" for name in names)
             raise ConfigError(
-                f"EngineConfig has {given}; an engine moves KV in one way only: leave the others at their "
-                "default"
+                f"EngineConfig.{given}; an engine moves KV in one way only: leave the others at their default"
             )
         if names and self.tensor_parallel_size > 1:
             raise ConfigError(

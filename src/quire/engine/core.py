@@ -29,7 +29,7 @@ from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
 from quire.errors import EngineDeadError, InvalidRequestError, KVFileError
 from quire.kv.connector import KVConnector
-from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.kv.events import KVEventCollector
 from quire.kv.tiers.connector import TierConnector
 from quire.models.checkpoints.config_reading import read_model_config
@@ -247,7 +247,7 @@ class EngineCore:
         self._close_ranks()
         return outputs
 
-    def _connector_stats(self, connector: KVConnector) -> KVConnectorStats | None:
+    def _connector_stats(self, connector: KVConnector) -> KVConnectorStats | KVPeerStats | None:
         try:
             return connector.stats()
         except Exception:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.connector_stats import KVConnectorStats
+    from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
     from quire.kv.paged_cache import PagedAttentionCache
     from quire.request import Request
     from quire.step import SchedulerOutput
@@ -113,8 +113,8 @@ class KVConnector(ABC):
         What is on its way at that moment must not arrive: such loads fail, such saves are dropped.
         """
 
-    def stats(self) -> KVConnectorStats | None:
-        """Return what is stored and the counters since the engine started; None: nothing is counted."""
+    def stats(self) -> KVConnectorStats | KVPeerStats | None:
+        """Return what there is and the counters since the engine started; None: nothing is counted."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release

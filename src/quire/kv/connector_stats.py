@@ -1,12 +1,12 @@
-"""What a KV connector counts."""
+"""What KV connectors count."""
 
 from __future__ import annotations
 
 import msgspec
 
 
-class KVConnectorStats(msgspec.Struct, array_like=True, gc=False):
-    """What a connector has stored, and its counters since the engine started."""
+class KVConnectorStats(msgspec.Struct, array_like=True, tag="store", gc=False):
+    """What a connector to a store has stored, and its counters since the engine started."""
 
     capacity_bytes: int = 0
     num_stored_blocks: int = 0
@@ -21,3 +21,18 @@ class KVConnectorStats(msgspec.Struct, array_like=True, gc=False):
     num_computations_chosen: int = 0  # prefixes found, but cheaper to compute
     load_seconds_per_block: float = 0.0  # moving average; 0: not measured yet
     compute_seconds_per_token: float = 0.0  # likewise, of prompts
+
+
+class KVPeerStats(msgspec.Struct, array_like=True, tag="peers", gc=False):
+    """What a connector to other engines has lent and read since the engine started."""
+
+    num_lent_prompts: int = 0  # held for a peer at their end
+    num_loads_chosen: int = 0  # prompts that were, or are, to be read
+    num_computations_chosen: int = 0  # prompts that a peer had, but cheaper to compute
+    num_missing_prompts: int = 0  # that the peer had no more, or that it could not be asked for
+    num_failed_loads: int = 0
+    num_loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_seconds_per_block: float = 0.0  # moving average; 0: not measured yet
+    compute_seconds_per_token: float = 0.0  # likewise, of prompts
+    num_peers_by_transport: dict[str, int] = {}  # peers that were read from and are still remembered

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.status import FinishReason
 from quire.step import PositionLogprobs
 
@@ -57,7 +57,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_awaiting: int = 0  # of those that wait: until a grammar is compiled or KV has come from elsewhere
     resumed_queried_tokens: int = 0  # tokens of preempted requests looked up when they started again
     resumed_hit_tokens: int = 0  # of those, found
-    kv_connector: KVConnectorStats | None = None  # what the KV connector counts, if there is one and it does
+    kv_connector: KVConnectorStats | KVPeerStats | None = None  # what the KV connector counts, if anything
     num_loading: int = 0  # of those that await something: until KV has come from elsewhere
     num_evicted_blocks: int = 0  # that sequences have given back while they ran, see `CacheEvictionConfig`
 

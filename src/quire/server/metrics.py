@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -11,9 +11,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutError
-from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
+
+Row = tuple[str, str, float]
+"""Name, meaning and value of a metric."""
 
 _LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
@@ -37,18 +40,15 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; called by the registry."""
-        for name, meaning, value in self._gauges():
-            yield GaugeMetricFamily(name, meaning, value=value)
-        for name, meaning, value in self._counters():
-            yield CounterMetricFamily(name, meaning, value=value)
+        yield from _families(self._gauges(), self._counters())
         connector = self._stats.kv_connector
-        if connector is not None:
-            for name, meaning, value in _connector_gauges(connector):
-                yield GaugeMetricFamily(name, meaning, value=value)
-            for name, meaning, value in _connector_counters(connector):
-                yield CounterMetricFamily(name, meaning, value=value)
+        if isinstance(connector, KVConnectorStats):
+            yield from _families(_connector_gauges(connector), _connector_counters(connector))
+        elif connector is not None:
+            yield from _families(_peer_gauges(connector), _peer_counters(connector))
+            yield _peers_by_transport(connector)
 
-    def _gauges(self) -> tuple[tuple[str, str, float], ...]:
+    def _gauges(self) -> tuple[Row, ...]:
         """Return name, meaning and value of what goes up and down."""
         stats = self._stats
         return (
@@ -82,7 +82,7 @@ class EngineCollector(Collector):
             ),
         )
 
-    def _counters(self) -> tuple[tuple[str, str, float], ...]:
+    def _counters(self) -> tuple[Row, ...]:
         """Return name, meaning and value of what only grows."""
         stats = self._stats
         return (
@@ -138,7 +138,7 @@ class EngineCollector(Collector):
         )
 
 
-def _connector_gauges(stats: KVConnectorStats) -> tuple[tuple[str, str, float], ...]:
+def _connector_gauges(stats: KVConnectorStats) -> tuple[Row, ...]:
     return (
         ("quire_kv_tier_capacity_bytes", "Maximum size of the KV tier.", stats.capacity_bytes),
         ("quire_kv_tier_stored_bytes", "Bytes of KV that the tier stores.", stats.stored_bytes),
@@ -156,7 +156,7 @@ def _connector_gauges(stats: KVConnectorStats) -> tuple[tuple[str, str, float], 
     )
 
 
-def _connector_counters(stats: KVConnectorStats) -> tuple[tuple[str, str, float], ...]:
+def _connector_counters(stats: KVConnectorStats) -> tuple[Row, ...]:
     return (
         (
             "quire_kv_tier_loads_chosen",
@@ -191,6 +191,65 @@ def _connector_counters(stats: KVConnectorStats) -> tuple[tuple[str, str, float]
             stats.num_evicted_blocks,
         ),
     )
+
+
+def _peer_gauges(stats: KVPeerStats) -> tuple[Row, ...]:
+    return (
+        (
+            "quire_kv_peer_load_seconds_per_block",
+            "Seconds to read one block from a peer, a moving average.",
+            stats.load_seconds_per_block,
+        ),
+        (
+            "quire_kv_peer_compute_seconds_per_token",
+            "Seconds to compute the KV of one prompt token, a moving average.",
+            stats.compute_seconds_per_token,
+        ),
+    )
+
+
+def _peer_counters(stats: KVPeerStats) -> tuple[Row, ...]:
+    return (
+        ("quire_kv_peer_lent_prompts", "Number of prompts held for a peer.", stats.num_lent_prompts),
+        (
+            "quire_kv_peer_loads_chosen",
+            "Number of prompts to be read from a peer.",
+            stats.num_loads_chosen,
+        ),
+        (
+            "quire_kv_peer_computations_chosen",
+            "Number of prompts that a peer had, but computed because that was faster.",
+            stats.num_computations_chosen,
+        ),
+        (
+            "quire_kv_peer_missing_prompts",
+            "Number of prompts computed because the peer had them no more, or could not be reached.",
+            stats.num_missing_prompts,
+        ),
+        (
+            "quire_kv_peer_failed_loads",
+            "Number of prompts whose reading from a peer failed.",
+            stats.num_failed_loads,
+        ),
+        ("quire_kv_peer_loaded_blocks", "Number of blocks read from peers.", stats.num_loaded_blocks),
+        ("quire_kv_peer_loaded_bytes", "Bytes read from peers.", stats.loaded_bytes),
+    )
+
+
+def _peers_by_transport(stats: KVPeerStats) -> Metric:
+    family = GaugeMetricFamily(
+        "quire_kv_peers", "Number of engines that KV is read from, by transport.", labels=["transport"]
+    )
+    for transport, number in stats.num_peers_by_transport.items():
+        family.add_metric([transport], number)
+    return family
+
+
+def _families(gauges: Iterable[Row], counters: Iterable[Row]) -> Iterator[Metric]:
+    for name, meaning, value in gauges:
+        yield GaugeMetricFamily(name, meaning, value=value)
+    for name, meaning, value in counters:
+        yield CounterMetricFamily(name, meaning, value=value)
 
 
 class Metrics:

@@ -12,7 +12,8 @@ import numpy as np
 
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.connector_stats import KVPeerStats
+from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.peer import LoanPull, Peer
 from quire.kv.peers.transfer_params import Address, BorrowingParams, borrowing_params
 from quire.request import Request
@@ -28,6 +29,7 @@ class _Borrowed:
     params: BorrowingParams
     num_blocks: int  # of the loan
     num_local: int = 0  # tokens that the cache had when the request was last looked up
+    prefers_reading: bool | None = None  # None: not decided yet
     is_over: bool = False  # it was read, or is not to be
 
 
@@ -66,10 +68,10 @@ class Peers:
                 peer = self._peers[address] = self._new_peer(address)
             return peer
 
-    def transports(self) -> dict[str, str]:
+    def transports(self) -> list[str]:
         """Return the transport to each peer that was linked."""
         with self._lock:
-            return {peer.name: peer.links.transport for peer in self._peers.values() if peer.links.transport}
+            return [peer.links.transport for peer in self._peers.values() if peer.links.transport]
 
     def close(self) -> None:
         """End all threads; all pulls have ended or are cancelled."""
@@ -84,16 +86,29 @@ class BorrowedPrompts:
 
     Args:
         block_size: tokens per block.
+        block_bytes: bytes of a block.
         peers: to read from.
         timeout: seconds for a loan to come.
         stats: of the connector.
+        costs: of loading and computing.
     """
 
-    def __init__(self, block_size: int, peers: Peers, timeout: float, stats: KVConnectorStats) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        block_bytes: int,
+        peers: Peers,
+        timeout: float,
+        *,
+        stats: KVPeerStats,
+        costs: LoadCosts,
+    ) -> None:
         self._block_size = block_size
+        self._block_bytes = block_bytes
         self._peers = peers
         self._timeout = timeout
         self._stats = stats
+        self._costs = costs
         # Scheduler side.
         self._borrowed: dict[str, _Borrowed] = {}
         self._new_loads: list[LoanLoad] = []
@@ -138,11 +153,27 @@ class BorrowedPrompts:
         peer = self._peers.get(borrowed.params.address)
         if peer is None or peer.has_ended(borrowed.params.transfer_id):
             logger.warning("request %r: its prompt is computed here, the peer has no KV", request.request_id)
-            self._stats.num_failed_reads += 1
+            self._stats.num_missing_prompts += 1
             self._give_back(request.request_id)
             return 0
         borrowed.num_local = num_computed_tokens
-        return max(0, borrowed.num_blocks * self._block_size - num_computed_tokens)
+        num_blocks = borrowed.num_blocks - num_computed_tokens // self._block_size
+        if num_blocks <= 0 or not self._prefers_reading(borrowed, num_blocks):
+            return 0
+        return num_blocks * self._block_size
+
+    def _prefers_reading(self, borrowed: _Borrowed, num_blocks: int) -> bool:
+        """Return the cheaper choice, made once for a request.
+
+        A prompt that the peer still computes is always read: computing it here, too, would not end sooner.
+        """
+        if borrowed.prefers_reading is None:
+            num_queued = sum(len(pull.block_ids) for pull in list(self._pulls.values()))
+            borrowed.prefers_reading = not borrowed.params.remote_engine_id or self._costs.prefers_loading(
+                num_blocks, num_queued
+            )
+            self._stats.num_computations_chosen += not borrowed.prefers_reading
+        return borrowed.prefers_reading
 
     def begin(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Read a loan into blocks with the next step, or give it back if nothing is to be read."""
@@ -204,11 +235,18 @@ class BorrowedPrompts:
         for request_id in received:
             pull = self._pulls.pop(request_id)
             if pull.has_failed:
-                self._stats.num_failed_reads += len(pull.block_ids)
+                self._stats.num_failed_loads += 1
                 self._failed_block_ids.update(pull.block_ids.tolist())
             else:
-                self._stats.num_loaded_blocks += len(pull.block_ids)
+                self._note_read(pull)
         return frozenset(received)
+
+    def _note_read(self, pull: LoanPull) -> None:
+        num_blocks = len(pull.block_ids)
+        self._stats.num_loaded_blocks += num_blocks
+        self._stats.loaded_bytes += num_blocks * self._block_bytes
+        if pull.engine_id:  # else part of the time was the peer's to compute
+            self._costs.note_load(pull.seconds, num_blocks)
 
     def failed_block_ids(self) -> frozenset[int]:
         """Return the blocks that could not be read since the last call."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from typing_extensions import override
 
 from quire.datadist.cache_desc import CacheDesc
@@ -25,7 +28,8 @@ from quire.datadist.prompt_service import PromptService
 from quire.datadist.registered_memory import memory_of_tensors
 from quire.datadist.transports.interface import Transport
 from quire.kv.connector import KVConnector
-from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.connector_stats import KVPeerStats
+from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.borrowed_prompts import BorrowedPrompts, LoanLoad, Peers
 from quire.kv.peers.lent_prompts import LentPrompts, LoanStep, answer
 from quire.kv.peers.peer import Peer, engine_id_of
@@ -65,6 +69,7 @@ class PeerOptions:
 class PeerMetadata:
     """What one step means for the worker side."""
 
+    num_tokens: int  # computed by the step
     completed: list[LoanStep]
     loads: list[LoanLoad]
     cancelled: list[str]
@@ -84,7 +89,10 @@ class PeerConnector(KVConnector):
     def __init__(self, block_size: int, options: PeerOptions) -> None:
         self._block_size = block_size
         self._options = options
-        self._stats = KVConnectorStats()
+        self._stats = KVPeerStats()
+        self._costs = LoadCosts(block_size)
+        self._num_tokens = 0  # of the step being computed
+        self._step_began = 0.0
         self._epoch = secrets.randbits(64)
         self._started: _Started | None = None
 
@@ -121,7 +129,8 @@ class PeerConnector(KVConnector):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PeerMetadata:
         completed = self._parts.lent.plan(scheduler_output)
-        return PeerMetadata(completed, *self._parts.borrowed.plan())
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        return PeerMetadata(num_tokens, completed, *self._parts.borrowed.plan())
 
     @override
     def request_finished(
@@ -132,6 +141,7 @@ class PeerConnector(KVConnector):
         transfer_id = parts.lent.finish(request, block_ids)
         if transfer_id is None or parts.address is None:
             return False, None
+        self._stats.num_lent_prompts += 1
         return True, answer(transfer_id, parts.address, engine_id_of(self._epoch))
 
     @override
@@ -148,8 +158,14 @@ class PeerConnector(KVConnector):
         return self._parts.loans.is_empty and not self._parts.borrowed.is_reading
 
     @override
-    def stats(self) -> KVConnectorStats:
-        return self._stats
+    def stats(self) -> KVPeerStats:
+        transports = Counter(self._parts.peers.transports())
+        return msgspec.structs.replace(
+            self._stats,
+            load_seconds_per_block=self._costs.seconds_per_block,
+            compute_seconds_per_token=self._costs.seconds_per_token,
+            num_peers_by_transport=dict(transports),
+        )
 
     @override
     def close(self) -> None:
@@ -168,11 +184,15 @@ class PeerConnector(KVConnector):
     def register_kv_caches(self, kv_caches: PagedAttentionCache) -> None:
         """Begin to listen for peers."""
         self._layer_ends = kv_caches.layer_ends
-        self._started = _Started(self._block_size, self._options, self._epoch, kv_caches, self._stats)
+        self._started = _Started(
+            self._block_size, self._options, self._epoch, kv_caches, stats=self._stats, costs=self._costs
+        )
 
     @override
     def start_load_kv(self, metadata: object | None) -> None:
+        self._num_tokens = 0
         if isinstance(metadata, PeerMetadata):
+            self._num_tokens, self._step_began = metadata.num_tokens, time.monotonic()
             self._parts.borrowed.begin_step(metadata.loads, metadata.cancelled)
             self._parts.lent.begin_step(metadata.completed)
 
@@ -186,6 +206,7 @@ class PeerConnector(KVConnector):
 
     @override
     def wait_for_save(self, failed_ids: frozenset[str]) -> None:
+        self._costs.note_step(time.monotonic() - self._step_began, self._num_tokens)
         self._parts.lent.end_step(failed_ids)
 
     @override
@@ -206,7 +227,9 @@ class _Started:
         options: PeerOptions,
         epoch: int,
         kv_caches: PagedAttentionCache,
-        stats: KVConnectorStats,
+        *,
+        stats: KVPeerStats,
+        costs: LoadCosts,
     ) -> None:
         self._options = options
         self._epoch = epoch
@@ -214,7 +237,10 @@ class _Started:
         self._memory = _memory(kv_caches)
         self.loans = Loans(self._block_bytes)
         self.lent = LentPrompts(block_size, self.loans)
-        self.borrowed = BorrowedPrompts(block_size, Peers(self._new_peer), options.timeout, stats)
+        self.peers = Peers(self._new_peer)
+        self.borrowed = BorrowedPrompts(
+            block_size, self._block_bytes, self.peers, options.timeout, stats=stats, costs=costs
+        )
         self._lender = Lender(self._memory, self.loans, options.identity)
         self._no_caches: CachePool[CacheMemory] = CachePool(_no_memory, 0)
         self._service: PromptService | None = None

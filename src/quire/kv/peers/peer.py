@@ -73,6 +73,7 @@ class LoanPull:
         self._lock = threading.Lock()
         self._link: DecoderLink | None = None
         self._is_cancelled = False
+        self.seconds = 0.0  # that reading took
         self.has_ended = False  # nothing is written to the blocks any more
         self.has_failed = False
 
@@ -92,9 +93,11 @@ class LoanPull:
         first = self.num_blocks - len(self.block_ids)
         patience = 0 if self.engine_id else int(OFFER_PATIENCE * 1e3)
         request = LoanRequest(0, 0, self.transfer_id, first, self.num_blocks, self.digest, patience, 0)
+        began = time.monotonic()
         try:
             link.pull_loan(request, memory, ArrivingBlocks(self.block_ids, first, block_bytes), self.deadline)
         finally:
+            self.seconds = time.monotonic() - began
             with self._lock:
                 self._link = None
 
