@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from quire.datadist import sockets
+
+Census = dict[str, int]
+
+
+def census_of(side: Any) -> Census:
+    """Count what a side and its process hold."""
+    session = side._session
+    pool = session._pool
+    caches = list(pool._caches.values())
+    links = session.links if session.service is None else session.service
+    return {
+        "bytes": pool.used_bytes,
+        "caches": pool.num_caches,
+        "keys": len(pool._bindings) + len(pool._blocks_caches),
+        "transfers": sum(cache.num_transfers for cache in caches),
+        "links": len(links.transports),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+    }
+
+
+def growth(before: Census, now: Census) -> Census:
+    """Return how much more there is of what has grown."""
+    return {name: count - before[name] for name, count in now.items() if count > before[name]}
 
 
 def notice_soon() -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import sides
 from failing import fails_with
+from fault_split import BYSTANDER, DECODER, OPERATIONS, PROMPT, Split
+from faults import KINDS, Fault, plan
 from network_namespaces import NAMESPACES, Network, enter, network_of, why_not_permitted
 from network_switch import resets
 from remote_objects import RemoteProcess, remote_process
@@ -24,12 +26,11 @@ TIMEOUT = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 NOT_TOLD = LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
 
-PROMPT, DECODER = "prompt", "decoder"
 PORT = 26000
 POOL = 1 << 24
 SHORT = 1000  # milliseconds: a time limit that a test waits for
 SLACK = 10.0  # seconds that a busy machine may need beyond a time limit
-DESC, KEY = byte_desc(1, 1 << 18), CacheKey(1, 5)
+DESC, KEY = byte_desc(1, 1 << 17), CacheKey(1, 5)
 
 needs_namespaces = pytest.mark.skipif(why_not_permitted() is not None, reason=str(why_not_permitted()))
 
@@ -68,7 +69,7 @@ class Sides:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    with network_of(PROMPT, DECODER) as made:
+    with network_of(PROMPT, DECODER, BYSTANDER) as made:
         yield made
 
 
@@ -80,7 +81,7 @@ def test_a_network_that_fails_in_a_pull(network, machine):
         both = Sides(network, stack, SHORT)
         both.link()
         both.bind(1)
-        network.switch.act_after(1 << 19, network.machines[PROMPT].port, "silence")
+        network.switch.act_after(1 << 18, network.machines[PROMPT].port, "silence")
         failed = []
 
         def pull() -> None:
@@ -131,6 +132,33 @@ def test_a_decoder_whose_machine_vanishes(network):
         assert network.switch.limit_reached.is_set()
         both.decoder_process.kill()
         assert both.prompt_process.call(wait_for_links_to_end, both.prompt, SLACK)
+
+
+@needs_namespaces
+def test_faults_leave_nothing_behind(network):
+    faults = [
+        Fault(0, "reset", "pull", "", "data", 0.5, 0.0, 0.0, seed=1),
+        Fault(1, "kill unheard", "pull", PROMPT, "data", 0.5, 0.0, 0.0, seed=2),
+        Fault(2, "kill", "pull", DECODER, "data", 0.5, 0.0, 0.0, seed=3),
+        Fault(3, "kill", "link", PROMPT, "second message", 0.0, 0.0, 0.0, seed=4),
+        Fault(4, "wrong token", "pull", "", "", 0.0, 0.0, 0.0, seed=5),
+    ]
+    with contextlib.ExitStack() as stack:
+        split = Split(network, stack)
+        for fault in faults:
+            split.run(fault)
+        split.close()
+    assert split.counts["pulls failed"] >= 2
+    assert split.counts["right"] > len(faults)
+
+
+def test_a_plan_follows_from_its_seed():
+    first, again, other = (
+        list(plan(seed, 300, PROMPT, DECODER, operations=OPERATIONS)) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert {fault.kind for fault in first} == set(KINDS)
+    assert len({str(fault) for fault in first}) == 300
 
 
 @needs_namespaces
