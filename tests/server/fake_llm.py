@@ -54,7 +54,7 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.info = SimpleNamespace(
             model="fake", max_model_len=MAX_MODEL_LEN, vocab_size=0x110000, num_blocks=64, block_size=16,
-            dtype="float32", load_seconds=0.1,
+            dtype="float32", load_seconds=0.1, role="prefill", kv_transfer_address=("10.0.0.1", 7000),
         )  # fmt: skip
         self.seen = []
         self.live = set()

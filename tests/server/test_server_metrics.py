@@ -133,3 +133,11 @@ async def test_models(client, http):
 
 async def test_version(http):
     assert (await http.get("/version")).json() == {"version": importlib.metadata.version("quire")}
+
+
+async def test_a_router_can_ask_what_the_engine_is(http, llm):
+    described = {"role": "prefill", "model": "fake", "block_size": 16, "max_model_len": 256}
+    address = {"host": "10.0.0.1", "port": 7000}
+    assert (await http.get("/engine")).json() == {**described, "kv_transfer": address}
+    llm.info.kv_transfer_address = None
+    assert (await http.get("/engine")).json() == {**described, "kv_transfer": None}

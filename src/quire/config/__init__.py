@@ -15,7 +15,7 @@ from quire.config.cache_eviction import (
     KVCrushConfig,
     ScorePooling,
 )
-from quire.config.engine import BUILT_IN_MODEL, EngineConfig
+from quire.config.engine import BUILT_IN_MODEL, EngineConfig, EngineRole
 from quire.config.fields import (
     check_limits,
     config,
@@ -36,6 +36,7 @@ __all__ = [
     "AggregationMode",
     "CacheEvictionConfig",
     "EngineConfig",
+    "EngineRole",
     "KVCrushAnchorPointMode",
     "KVCrushConfig",
     "RouterConfig",

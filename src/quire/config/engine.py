@@ -15,6 +15,8 @@ from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 BUILT_IN_MODEL = "mini"
 
+EngineRole = Literal["both", "prefill", "decode"]
+
 
 @config
 class EngineConfig:
@@ -121,7 +123,7 @@ class EngineConfig:
         help="Dotted name of a KVConnector class, which finds, loads and stores KV elsewhere; in place of "
         "kv_tier. Empty: none.",
     )
-    role: Literal["both", "prefill", "decode"] = knob(
+    role: EngineRole = knob(
         default="both",
         help="Part of the engine where prompts and answers are computed by different ones, behind `quire "
         "route`. prefill: computes prompts and lends their KV; decode: reads it from the engine that has it; "

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from quire import errors
-from quire.config import EngineConfig, SchedulerConfig
+from quire.config import EngineConfig, EngineRole, SchedulerConfig
 from quire.errors import ConfigError, InvalidRequestError, QueueFullError, QuireError
 from quire.limits import limits_of
 from quire.request_options import RequestOptions
@@ -62,7 +62,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_cache_bytes: int
     dtype: str
     load_seconds: float
-    role: str = "both"
+    role: EngineRole = "both"
     kv_transfer_address: tuple[str, int] | None = None
 
 

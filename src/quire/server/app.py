@@ -29,7 +29,9 @@ from quire.server.responses import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    EngineDescription,
     Health,
+    KVTransferAddress,
     ModelCard,
     ModelList,
     ServedCall,
@@ -157,6 +159,22 @@ async def metrics(request: Request) -> Response:
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
+async def engine(request: Request) -> Response:
+    """Describe the engine, as a router needs to know it."""
+    context = context_of(request)
+    info = context.llm.info
+    address = info.kv_transfer_address
+    return json_response(
+        EngineDescription(
+            role=info.role,
+            model=context.model_name,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            kv_transfer=None if address is None else KVTransferAddress(host=address[0], port=address[1]),
+        )
+    )
+
+
 async def version(request: Request) -> Response:
     """Return Quire's version."""
     return json_response(Version(version=context_of(request).version))
@@ -210,5 +228,6 @@ ENDPOINTS = (
         error_answer=Health,
     ),
     Endpoint(method="GET", path="/metrics", handler=metrics, answer=None),
+    Endpoint(method="GET", path="/engine", handler=engine, answer=EngineDescription),
     Endpoint(method="GET", path="/version", handler=version, answer=Version),
 )

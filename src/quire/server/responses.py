@@ -9,6 +9,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
+from quire.config import EngineRole
+
 encode = msgspec.json.Encoder().encode
 
 EndReason = Literal["stop", "length"]
@@ -182,6 +184,23 @@ class Health(Struct, kw_only=True):
 
     status: Literal["ok", "draining", "unavailable"]
     reason: str | None = None
+
+
+class KVTransferAddress(Struct, kw_only=True):
+    """Where other engines read the KV of prompts: an IPv4 address and a TCP port."""
+
+    host: str
+    port: int
+
+
+class EngineDescription(Struct, kw_only=True):
+    """Answer of /engine; lengths are in tokens, and `kv_transfer` is null if the engine lends no KV."""
+
+    role: EngineRole
+    model: str
+    block_size: int
+    max_model_len: int
+    kv_transfer: KVTransferAddress | None
 
 
 class Version(Struct, kw_only=True):
