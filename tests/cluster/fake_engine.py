@@ -49,6 +49,8 @@ class FakeEngine:
         self.lost_one = asyncio.Event()  # somebody has left before the answer was complete
         self.may_go_on = asyncio.Event()
         self.on_hang = lambda: None
+        self.kv_port = 0  # at which others read its KV; 0: at none
+        self.waits_for = 0  # port of an engine whose KV never comes
         self.num_sent = 0  # bytes of an endless stream
         self.url = ""
         self._server: asyncio.Server | None = None
@@ -86,6 +88,9 @@ class FakeEngine:
                 if seen.path == "/health":
                     writer.write(_plain(self.health, b"{}"))
                     continue
+                if seen.path == "/engine":
+                    writer.write(_plain(200, self._description()))
+                    continue
                 self.seen.append(seen)
                 self.got_one.set()
                 await self._answer(seen, reader, writer)
@@ -96,15 +101,19 @@ class FakeEngine:
             error = {"error": {"message": f"refused by {self.url}", "type": "t"}}
             writer.write(_plain(int(self.fault), json.dumps(error).encode()))
             return
-        writer.write(self._beginning(streams, self._body(seen)))
-        await writer.drain()
-        if self.fault.startswith("hangs"):
+        if self.fault == "waits":
+            await self.may_go_on.wait()
+        waits_in_vain = self.waits_for and b'"remote_port":%d' % self.waits_for in seen.content
+        if not waits_in_vain:
+            writer.write(self._beginning(streams, self._body(seen)))
+            await writer.drain()
+        if self.fault.startswith("hangs") or waits_in_vain:
             asyncio.get_running_loop().call_later(0, self.on_hang)
             await reader.read()  # until the other side leaves
             self.lost_one.set()
         if self.fault == "dies in the body":
             await self.may_go_on.wait()
-        if self.fault.startswith(("hangs", "dies")):
+        if self.fault.startswith(("hangs", "dies")) or waits_in_vain:
             raise ConnectionError
         if self.fault == "pauses":
             await self.may_go_on.wait()
@@ -117,6 +126,7 @@ class FakeEngine:
         plain = _plain(200, body)
         return {
             "": _stream() if streams else plain,
+            "waits": _stream() if streams else plain,
             "hangs": b"",
             "dies": b"",
             "garbage": b"\x00\x01 garbage\r\n\r\n",
@@ -131,6 +141,11 @@ class FakeEngine:
             "pauses": _first_events(EVENTS[0]),
             "long stream": HEAD_OF_STREAM,
         }[self.fault]
+
+    def _description(self) -> bytes:
+        address = {"host": "10.0.0.1", "port": self.kv_port} if self.kv_port else None
+        card = {"role": "prefill", "model": "m", "block_size": 16, "max_model_len": 99}
+        return json.dumps({**card, "kv_transfer": address}).encode()
 
     def _body(self, seen: Seen) -> bytes:
         if b'"do_remote_decode"' in seen.content:

@@ -55,6 +55,7 @@ class Engine:
         self.is_draining = False
         self.failure: str | None = NOT_CHECKED
         self.id = next(_ids)  # another one after each failure: what the engine had cached may be lost
+        self.kv_address: tuple[str, int] | None = None  # where others read the KV that it computes
         self.num_requests = 0
         self.num_waiting_bytes = 0  # of prompts whose answer has not begun
         self.turn = 0  # when it was last chosen
@@ -155,12 +156,16 @@ class Engines:
         return len(prompt.content) - self._memory.matched_bytes(prompt.chunk_keys, [engine.id])[engine.id]
 
     @contextlib.contextmanager
-    def serving(
-        self, engine: Engine, prompt: Prompt, *, is_computed_elsewhere: bool
-    ) -> Iterator[ServedRequest]:
-        """Count a request as an engine's for the duration of the context, and remember its prompt."""
+    def serving(self, engine: Engine, prompt: Prompt, *, is_computed: bool) -> Iterator[ServedRequest]:
+        """Count a request as an engine's for the duration of the context, and remember its prompt.
+
+        Args:
+            engine: that has the request.
+            prompt: of the request.
+            is_computed: whether the engine computes it, rather than to load its KV.
+        """
         engine.turn = next(self._turns)
-        num_bytes = 0 if is_computed_elsewhere else self.num_new_bytes(prompt, engine)
+        num_bytes = self.num_new_bytes(prompt, engine) if is_computed else 0
         self._memory.note(prompt.chunk_keys, engine.id)
         with engine.serving(num_bytes) as served:
             yield served

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 
-from quire.cluster.engines import NOT_CHECKED, Engine
+from quire.cluster.engines import NOT_CHECKED, Engine, Role
 from quire.cluster.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ class HealthChecks:
     async def check(self, engine: Engine) -> None:
         """Check an engine now."""
         failure = await self._upstream.check_health(engine)
+        if failure is None and engine.role is Role.PREFILL:
+            engine.kv_address = await self._upstream.kv_address(engine)
         before = engine.failure
         if failure is None:
             engine.mark_up()

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import AsyncIterator, Collection
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from aiohttp import web
 
+from quire.cluster.engine_calls import EngineCalls, PromptKV
 from quire.cluster.engines import DECODERS, PREFILLERS, Engine, Engines, EngineState, Role
 from quire.cluster.health import HealthChecks
 from quire.cluster.metrics import Purpose, RouterMetrics
+from quire.cluster.prefills import Prefill, PrefillFailedError, Prefills
 from quire.cluster.prefix_memory import PrefixMemory
 from quire.cluster.prompts import GenerationBody, OtherBody, Prompt
 from quire.cluster.relay import relay
-from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError, Headers, Upstream, end_to_end
+from quire.cluster.upstream import REQUEST_ID, Answer, EngineRequest, EngineRequestError, Upstream, end_to_end
 from quire.config import RouterConfig
 from quire.errors import InvalidRequestError
 from quire.server.errors import SERVER_ERROR, TIMEOUT, UNAVAILABLE, ApiError
@@ -28,16 +30,9 @@ from quire.server.live_calls import LiveCalls
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""Engines that a request is sent to at most, one after the other; for the prefill alone, one less."""
+"""Engines that a request is sent to at most, one after the other."""
 
 _BUSY = (429, 503)  # another engine may have room
-_CLIENTS_FAULT = range(400, 500)
-_REQUEST_ID = "X-Request-Id"
-_ID_LENGTH = 120  # characters, so that an engine's limit of 128 leaves room for what is appended
-
-
-class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Router:
@@ -54,6 +49,7 @@ class Router:
         self.calls = LiveCalls()
         self.is_stopping = False
         self._upstream = Upstream(config)
+        self._calls = EngineCalls(self.engines, self._upstream, self.metrics)
         self._health = HealthChecks(self._upstream, config.health_interval)
         self._serving: set[asyncio.Task[Any]] = set()
 
@@ -132,29 +128,33 @@ class Router:
         """Answer a request for a completion or a chat.
 
         Raises:
-            InvalidRequestError: the body is not a JSON object.
+            InvalidRequestError: the body is not a JSON object, or a header is not UTF-8.
             ApiError: no engine answered.
         """
         generation = GenerationBody(body)
-        headers = self._headers(request)
-        params = None
-        if self._is_worth_a_prefill(generation):
-            params = await self._prefill(request.path, headers, generation)
-        return await self._answer(request, headers, generation, params)
+        asked = self._asked(request)
+        if not self._is_worth_a_prefill(generation):
+            return await self._answer(request, asked, generation)
+        prefills = Prefills(self._calls, self.config, asked, generation)
+        try:
+            return await self._answer(request, asked, generation, prefills)
+        finally:
+            await prefills.close()
 
     async def pass_on(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Answer any other request by an engine that generates.
 
         Raises:
+            InvalidRequestError: a header is not UTF-8.
             ApiError: no engine answered.
         """
-        return await self._answer(request, self._headers(request), OtherBody(body))
+        return await self._answer(request, self._asked(request), OtherBody(body))
 
-    def _headers(self, request: web.Request) -> Headers:
-        """Return the headers of the requests to engines: the client's own, but for its host and its key.
+    def _asked(self, request: web.Request) -> EngineRequest:
+        """Return what engines are asked: the client's headers, but for its host and its key, and no body yet.
 
         Raises:
-            InvalidRequestError: one is not UTF-8.
+            InvalidRequestError: a header is not UTF-8.
         """
         headers = end_to_end(request.headers)
         for name, value in headers.items():
@@ -165,8 +165,14 @@ class Router:
             headers["Authorization"] = f"Bearer {self.config.engine_api_key}"
         elif self.config.api_key:
             headers.popall("Authorization", None)
-        headers.setdefault(_REQUEST_ID, uuid4().hex)
-        return headers
+        headers.setdefault(REQUEST_ID, uuid4().hex)
+        return EngineRequest(
+            method=request.method,
+            path=request.raw_path,
+            headers=headers,
+            body=b"",
+            timeout=self.config.first_byte_timeout,
+        )
 
     def _is_worth_a_prefill(self, generation: GenerationBody) -> bool:
         if not self.engines.of(PREFILLERS) or not generation.can_be_split:
@@ -180,115 +186,79 @@ class Router:
         self.metrics.direct.inc()
         return False
 
-    async def _prefill(self, path: str, headers: Headers, generation: GenerationBody) -> msgspec.Raw | None:
-        """Have a prompt computed; return where its KV is, or None if no prefill engine has it."""
-        headers = headers.copy()
-        headers[_REQUEST_ID] = headers[_REQUEST_ID][:_ID_LENGTH] + "-prefill"
-        asked = EngineRequest(
-            method="POST",
-            path=path,
-            headers=headers,
-            body=generation.for_prefill({"do_remote_decode": True}),
-            timeout=self.config.prefill_timeout,
-        )
-        tried: list[Engine] = []
-        while len(tried) < MAX_ATTEMPTS - 1:
-            engine = self.engines.choose(PREFILLERS, generation.prompt, excluded=tried)
-            if engine is None:
-                break
-            tried.append(engine)
-            try:
-                async with self._answer_of(engine, Purpose.PREFILL, generation.prompt, asked) as answer:
-                    if answer.status == 200:
-                        return self._params_in(engine, answer)
-                    logger.warning("%s refused a prefill with status %d", engine.url, answer.status)
-                    if answer.status in _CLIENTS_FAULT and answer.status not in _BUSY:
-                        return None  # the engine that answers will tell the client
-            except EngineRequestError as error:
-                logger.warning("%s", error)
-        self.metrics.fallbacks.inc()
-        return None
-
-    def _params_in(self, engine: Engine, answer: Answer) -> msgspec.Raw | None:
-        try:
-            params = msgspec.json.decode(answer.body, type=_PrefillAnswer).kv_transfer_params
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            params = msgspec.Raw(b"")
-        if bytes(params).startswith(b"{"):
-            return params
-        logger.warning("%s returned no kv_transfer_params; does it have a KV connector?", engine.url)
-        self.metrics.fallbacks.inc()
-        return None
-
     async def _answer(
         self,
         request: web.Request,
-        headers: Headers,
+        asked: EngineRequest,
         body: GenerationBody | OtherBody,
-        params: msgspec.Raw | None = None,
+        prefills: Prefills | None = None,
     ) -> web.StreamResponse:
         """Have a request answered by an engine that generates, or by another one if that fails.
 
         Args:
             request: of the client.
-            headers: for the engines.
+            asked: what engines are asked, but for the body.
             body: what the client asks for.
-            params: where the prompt's KV is.
+            prefills: have the prompt computed elsewhere.
         """
         prompt = body.prompt
         tried: list[Engine] = []
         failure: EngineRequestError | None = None
+        prefill = None if prefills is None else await prefills.next()
         while (engine := self._next_engine(prompt, tried)) is not None:
-            if tried:
-                self.metrics.retries.inc()
-            tried.append(engine)
-            asked = EngineRequest(
-                method=request.method,
-                path=request.raw_path,
-                headers=headers,
-                body=body.for_answer(params),
-                timeout=self.config.first_byte_timeout,
+            asked = dataclasses.replace(
+                asked, body=body.for_answer(None if prefill is None else prefill.params)
             )
             try:
-                async with self._answer_of(
-                    engine, Purpose.ANSWER, prompt, asked, is_computed_elsewhere=params is not None
-                ) as answer:
+                async with contextlib.AsyncExitStack() as stack:
+                    answer = await self._begun_answer(stack, engine, prompt, asked, prefill)
+                    tried.append(engine)
                     if answer.status not in _BUSY or self._next_engine(prompt, tried) is None:
                         return await self._relay(request, engine, answer)
+            except PrefillFailedError:
+                assert prefills is not None
+                prefill = await prefills.next()
+                asked = dataclasses.replace(asked, headers=asked.headers_for("again"))
+                continue
             except EngineRequestError as error:
                 logger.warning("%s", error)
+                tried.append(engine)
                 failure = error
                 if error.was_reached:
-                    params = None  # it may have taken the KV already
+                    prefill = None  # it may have taken the KV already
+            if self._next_engine(prompt, tried) is not None:
+                self.metrics.retries.inc()
         raise self._no_answer(failure)
+
+    async def _begun_answer(
+        self,
+        stack: contextlib.AsyncExitStack,
+        engine: Engine,
+        prompt: Prompt,
+        asked: EngineRequest,
+        prefill: Prefill | None,
+    ) -> Answer:
+        """Return an engine's answer once it has begun; the stack closes it.
+
+        Raises:
+            EngineRequestError: the engine did not answer.
+            PrefillFailedError: the prompt is not computed, so that this engine would wait in vain.
+        """
+        kv = PromptKV.COMPUTED if prefill is None else PromptKV.LOADED
+        call = self._calls.answer(engine, Purpose.ANSWER, prompt, kv, asked)
+        if prefill is None:
+            return await stack.enter_async_context(call)
+        try:
+            async with asyncio.timeout(None) as waiting:
+                with prefill.ending(waiting):
+                    return await stack.enter_async_context(call)
+        except TimeoutError:
+            raise PrefillFailedError from None
 
     def _next_engine(self, prompt: Prompt, tried: Collection[Engine]) -> Engine | None:
         if len(tried) >= MAX_ATTEMPTS:
             return None
         return self.engines.choose(DECODERS, prompt, excluded=tried)
-
-    @contextlib.asynccontextmanager
-    async def _answer_of(
-        self,
-        engine: Engine,
-        purpose: Purpose,
-        prompt: Prompt,
-        asked: EngineRequest,
-        *,
-        is_computed_elsewhere: bool = False,
-    ) -> AsyncIterator[Answer]:
-        """Send a request to an engine, count it, and yield the answer; see `Upstream.answer`."""
-        self.metrics.requests.labels(engine.url, purpose).inc()
-        with self.engines.serving(engine, prompt, is_computed_elsewhere=is_computed_elsewhere) as served:
-            try:
-                async with self._upstream.answer(engine, asked) as answer:
-                    served.answered()
-                    yield answer
-            except EngineRequestError as error:
-                self.metrics.failures.labels(engine.url, purpose).inc()
-                if not error.timed_out:
-                    engine.doubt(str(error))
-                raise
 
     async def _relay(self, request: web.Request, engine: Engine, answer: Answer) -> web.StreamResponse:
         def note_broken() -> None:

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict
 from yarl import URL
 
 from quire.cluster.engines import Engine
 from quire.config import RouterConfig
 from quire.errors import QuireError
+from quire.server.responses import EngineDescription
 
 MAX_WHOLE_ANSWER = 1 << 20
 """Bytes up to which an answer is held until it is complete, so that a request can still go elsewhere."""
@@ -38,6 +40,9 @@ _OF_ONE_CONNECTION = frozenset(
 
 Headers = CIMultiDict[str]
 
+REQUEST_ID = "X-Request-Id"
+_MAX_REQUEST_ID = 128  # characters that engines take
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
@@ -53,6 +58,13 @@ class EngineRequest:
     headers: Headers
     body: bytes
     timeout: float
+
+    def headers_for(self, suffix: str) -> Headers:
+        """Return the headers with another request id: engines refuse one that they are still serving."""
+        headers = self.headers.copy()
+        kept = _MAX_REQUEST_ID - len(suffix) - 1
+        headers[REQUEST_ID] = f"{headers[REQUEST_ID][:kept]}-{suffix}"
+        return headers
 
 
 class EngineRequestError(QuireError):
@@ -167,20 +179,31 @@ class Upstream:
 
     async def check_health(self, engine: Engine) -> str | None:
         """Return why an engine cannot be used; None if it can."""
-        asked = EngineRequest(
-            method="GET",
-            path="/health",
-            headers=Headers(),
-            body=b"",
-            timeout=self._config.connect_timeout,
-        )
         try:
-            async with self.answer(engine, asked) as answer:
-                if answer.status == 200:
-                    return None
-                return f"/health answered {answer.status}: {answer.body[:200].decode(errors='replace')}"
-        except EngineRequestError as failure:
-            return str(failure)
+            status, body = await self._get(engine, "/health")
+        except EngineRequestError as error:
+            return str(error)
+        return None if status == 200 else f"/health answered {status}: {body[:200].decode(errors='replace')}"
+
+    async def kv_address(self, engine: Engine) -> tuple[str, int] | None:
+        """Return where the KV that an engine computes can be read; None if it does not say."""
+        try:
+            status, body = await self._get(engine, "/engine")
+            description = msgspec.json.decode(body, type=EngineDescription) if status == 200 else None
+        except (EngineRequestError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            return None
+        if description is None or description.kv_transfer is None:
+            return None
+        return description.kv_transfer.host, description.kv_transfer.port
+
+    async def _get(self, engine: Engine, path: str) -> tuple[int, bytes]:
+        key = self._config.engine_api_key
+        headers = Headers({"Authorization": f"Bearer {key}"} if key else {})
+        asked = EngineRequest(
+            method="GET", path=path, headers=headers, body=b"", timeout=self._config.connect_timeout
+        )
+        async with self.answer(engine, asked) as answer:
+            return answer.status, answer.body
 
 
 def end_to_end(headers: Mapping[str, str] | Any) -> Headers:

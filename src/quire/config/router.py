@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
@@ -54,6 +54,11 @@ class RouterConfig:
         default=65_536,
         unit="chunks of 512 bytes",
         help="How much of the prompts sent to engines is remembered, so that others that begin alike follow.",
+    )
+    kv_transfer: Literal["overlapped", "sequential"] = knob(
+        default="overlapped",
+        help="overlapped: a decode engine gets its request at once, and reads KV while the prefill engine "
+        "computes it; sequential: when the prompt has been computed.",
     )
     connect_timeout: Timeout = knob(
         default=5.0, unit="seconds", help="Time for a connection to an engine, and for a health check."

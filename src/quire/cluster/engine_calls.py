@@ -1,0 +1,62 @@
+"""Requests to engines, counted: as load, in the metrics, and as a reason to doubt an engine's health."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import AsyncIterator
+
+from quire.cluster.engines import Engine, Engines
+from quire.cluster.metrics import Purpose, RouterMetrics
+from quire.cluster.prompts import Prompt
+from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError, Upstream
+
+
+class PromptKV(enum.Enum):
+    """Where the KV of a request's prompt comes from."""
+
+    COMPUTED = enum.auto()
+    LOADED = enum.auto()
+
+
+class EngineCalls:
+    """Sends requests to engines.
+
+    Args:
+        engines: all engines.
+        upstream: connects to them.
+        metrics: of the router.
+    """
+
+    def __init__(self, engines: Engines, upstream: Upstream, metrics: RouterMetrics) -> None:
+        self.engines = engines
+        self.metrics = metrics
+        self._upstream = upstream
+
+    @contextlib.asynccontextmanager
+    async def answer(
+        self, engine: Engine, purpose: Purpose, prompt: Prompt, kv: PromptKV, asked: EngineRequest
+    ) -> AsyncIterator[Answer]:
+        """Send a request to an engine and yield its answer, see `Upstream.answer`.
+
+        Args:
+            engine: where it goes.
+            purpose: of the request.
+            prompt: of the request.
+            kv: what the engine does for the prompt.
+            asked: the request.
+
+        Raises:
+            EngineRequestError: the engine did not answer.
+        """
+        self.metrics.requests.labels(engine.url, purpose).inc()
+        with self.engines.serving(engine, prompt, is_computed=kv is PromptKV.COMPUTED) as served:
+            try:
+                async with self._upstream.answer(engine, asked) as answer:
+                    served.answered()
+                    yield answer
+            except EngineRequestError as error:
+                self.metrics.failures.labels(engine.url, purpose).inc()
+                if not error.timed_out:
+                    engine.doubt(str(error))
+                raise
