@@ -234,6 +234,42 @@ def test_only_streams_of_the_link_are_attached():
         source.close()
 
 
+@pytest.fixture
+def slow_peer():
+    """A connection whose calls wait, and a function that has its peer do something again and again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        mine = stack.enter_context(socket.create_connection(listener.getsockname()))
+        peer = stack.enter_context(listener.accept()[0])
+        sockets.wait_in_calls(mine)
+
+        def keep(act):
+            def work():
+                with contextlib.suppress(OSError):
+                    while act(peer):
+                        time.sleep(0.001)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(sockets.shut_down, peer)
+
+        yield mine, keep
+
+
+def test_a_peer_that_trickles_does_not_prolong_a_call(slow_peer):
+    mine, keep = slow_peer
+    keep(lambda peer: peer.send(b"x"))
+    with pytest.raises(TimeoutError):
+        sockets.receive(mine, 1 << 26, time.monotonic() + 0.05)
+
+
+def test_a_peer_that_takes_little_does_not_prolong_a_call(slow_peer):
+    mine, keep = slow_peer
+    keep(lambda peer: peer.recv(1 << 12))
+    with pytest.raises(TimeoutError):
+        sockets.send(mine, [bytes(1 << 26)], time.monotonic() + 0.05)
+
+
 @pytest.mark.parametrize("data", [b"", b"x", b"\x91\x00", b"\x91\x11", b"\x90", b"\x91\xc0"])
 def test_parameters_of_a_peer_are_checked(data):
     with pytest.raises(ValueError):  # noqa: PT011 - msgspec's messages

@@ -1,6 +1,7 @@
-"""Sending and receiving within a deadline. All sockets are non-blocking, so that no call ever waits longer.
+"""Sending and receiving within a deadline.
 
-Deadlines are times of the monotonic clock, in seconds; None: no deadline.
+Sockets are non-blocking, except those that `wait_in_calls` was given: the system ends their calls at the
+deadline. Deadlines are times of the monotonic clock, in seconds; None: no deadline.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Iterable
+
+_TIMEVAL = struct.Struct("@ll")  # seconds and microseconds
 
 MAX_PARTS = 1024  # IOV_MAX of Linux
 
@@ -48,6 +52,11 @@ def end_if_peer_vanishes(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
+def wait_in_calls(connection: socket.socket) -> None:
+    """Let calls that send and receive wait, so that one moves much; else each returns with what there is."""
+    connection.setblocking(True)
+
+
 def connect(address: tuple[str, int], deadline: float) -> socket.socket:
     """Return a connection.
 
@@ -81,8 +90,7 @@ def send(connection: socket.socket, parts: Iterable[bytes | memoryview], deadlin
     """
     left = deque(memoryview(part) for part in parts if len(part))
     while left:
-        if deadline is not None:
-            seconds_left(deadline)
+        _limit(connection, socket.SO_SNDTIMEO, deadline)
         try:
             num_sent = connection.sendmsg([left[index] for index in range(min(len(left), MAX_PARTS))])
         except BlockingIOError:
@@ -101,14 +109,13 @@ def receive_into(connection: socket.socket, parts: Iterable[memoryview], deadlin
     """
     left = deque(part for part in parts if len(part))
     while left:
-        if deadline is not None:
-            seconds_left(deadline)
+        _limit(connection, socket.SO_RCVTIMEO, deadline)
         try:
             if len(left) == 1:
-                num_received = connection.recv_into(left[0])
+                num_received = connection.recv_into(left[0], 0, socket.MSG_WAITALL)
             else:
                 buffers = [left[index] for index in range(min(len(left), MAX_PARTS))]
-                num_received = connection.recvmsg_into(buffers)[0]
+                num_received = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
         except BlockingIOError:
             _wait(connection, select.POLLIN, deadline)
         else:
@@ -143,6 +150,14 @@ def shut_down(connection: socket.socket) -> None:
     """Let every wait for the connection end, at both ends."""
     with contextlib.suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def _limit(connection: socket.socket, option: int, deadline: float | None) -> None:
+    """Let the next call wait until the deadline at most; raise `TimeoutError` if it has passed."""
+    microseconds = 0  # no limit
+    if deadline is not None:
+        microseconds = max(1, int(min(seconds_left(deadline), MAX_WAIT) * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(microseconds, 10**6)))
 
 
 def _wait(connection: socket.socket, event: int, deadline: float | None) -> None:

@@ -2,8 +2,7 @@
 
 A share is a header (transfer, first byte, number of bytes), the bytes and their checksum. Both ends compute
 from the size of the transfer which share travels on which connection, so the header is only compared. Bytes
-are sent from and received into the memory of caches, a window at a time, and their checksum is computed while
-they are in the core's cache.
+are sent from and received into the memory of caches, a window at a time.
 """
 
 from __future__ import annotations
@@ -120,6 +119,7 @@ class TcpSourceEnd(SourceEnd):
         with self._changed:
             if self._has_ended or stream >= self._num_streams or stream in self._connections:
                 return False
+            sockets.wait_in_calls(connection)
             self._connections[stream] = connection
             self._changed.notify_all()
         return True
@@ -175,6 +175,8 @@ class TcpDestinationEnd(DestinationEnd):
     """The DECODER's end: receives."""
 
     def __init__(self, connections: list[socket.socket], *, use_checksum: bool) -> None:
+        for connection in connections:
+            sockets.wait_in_calls(connection)
         self._connections = connections
         self._use_checksum = use_checksum
 
