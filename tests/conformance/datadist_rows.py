@@ -50,6 +50,8 @@ ROWS: dict[str, list[str]] = {
         "switch_role",
         "check_link_status",
         "role MIX",
+        "push_blocks",
+        "push_cache",
     ],
     "What users rely on": [
         "a side may have the cluster id of its peer",

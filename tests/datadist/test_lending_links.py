@@ -32,7 +32,7 @@ from quire.datadist.protocol import (
     prompt_channel,
 )
 from quire.datadist.registered_memory import memory_of_tensors
-from quire.datadist.transports.interface import DestinationEnd
+from quire.datadist.transports.interface import DestinationEnd, LinkTerms
 from quire.datadist.transports.opening import open_transports
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 96
@@ -272,7 +272,8 @@ def link_with_a_liar():
     for one in (mine, theirs):
         one.setblocking(False)
     offer = LinkOffer(5, 1, True, TransportOffer("tcp", b""))
-    link = DecoderLink(0, decoder_channel(mine), Scribbler(), offer)
+    terms = LinkTerms(1, ("127.0.0.1", 0), b"", use_checksum=True)
+    link = DecoderLink(0, decoder_channel(mine), Scribbler(), offer, terms)
     try:
         yield link, prompt_channel(theirs)
     finally:

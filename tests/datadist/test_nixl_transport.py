@@ -356,3 +356,18 @@ def test_registered_memory_is_forgotten_before_it_is_given_back(fake, pair):
     pair.decoder.unlink_clusters([sides.cluster_info(1, 0)], 5000)
     pair.dm.unregister_cache(target.cache_id)
     assert fake.num_regions == 1  # the source
+
+
+def test_a_push_is_read_by_the_decoder(fake, pair):
+    target = sides.register_new(pair.dm, pair.desc, BlocksCacheKey(2), seed=3)
+    pair.pm.push_blocks(BlocksCacheKey(2), pair.source, [4, 1], [0, 5])
+    np.testing.assert_array_equal(sides.owned_bytes(target)[:, [0, 5]], pattern(pair.desc, 1)[:, [4, 1]])
+    pair.pull()
+    assert pair.has_arrived()
+    with fake.fault("transfer", fail), fails_with(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT):
+        pair.pm.push_blocks(BlocksCacheKey(2), pair.source, [4, 1], [0, 5])
+    with fails_with(LLMStatusCode.LLM_NOT_YET_LINK):
+        pair.pm.push_blocks(BlocksCacheKey(2), pair.source, [4, 1], [0, 5])
+    pair.relink()
+    pair.pm.push_blocks(BlocksCacheKey(2), pair.source, [2], [2])
+    np.testing.assert_array_equal(sides.owned_bytes(target)[:, 2], pattern(pair.desc, 1)[:, 2])

@@ -17,6 +17,8 @@ from quire.datadist.protocol import (
     BlocksSource,
     CheckLink,
     ControlChannel,
+    FromPushReceiver,
+    FromPushSender,
     KeySource,
     LayerRange,
     LinkChecked,
@@ -39,6 +41,11 @@ from quire.datadist.protocol import (
     PullConfirmed,
     PullRefused,
     PullRequest,
+    PushAccepted,
+    PushCompleted,
+    PushesReady,
+    PushRefused,
+    PushRequest,
     SlotSource,
     TransportOffer,
     Unlink,
@@ -110,6 +117,23 @@ from_prompt = (
     | st.builds(PartReady, u64, u32, u32, size, size)
     | st.builds(LoansEnded, names)
     | st.sampled_from([LinkEstablished(), LinkChecked(), Unlinked()])
+)
+
+
+push_requests = st.builds(
+    PushRequest,
+    transfer_id=u64,
+    target=sources.filter(lambda one: not isinstance(one, KeySource)),
+    data_type=st.integers(0, 2**32 - 1),
+    num_tensors=st.integers(0, 2**32 - 1),
+    layers=st.none() | st.builds(LayerRange, size, size, size),
+    num_bytes=size,
+    timeout_ms=st.integers(0, 2**31 - 1),
+)
+from_push_receiver = (
+    st.builds(PushAccepted, u64)
+    | st.builds(PushRefused, u64, st.integers(0, 255), st.text(max_size=30))
+    | st.builds(PushCompleted, u64)
 )
 
 
@@ -275,3 +299,13 @@ def test_runs_are_decoded_as_they_were_encoded(pairs):
 def test_runs_of_another_length_are_refused(data):
     with pytest.raises(ProtocolError):
         decode_runs(data)
+
+
+@settings(max_examples=40)
+@given(sent=push_requests | st.just(PushesReady()), answer=from_push_receiver)
+def test_messages_of_pushes_arrive_as_they_were(sent, answer):
+    for message, kinds in ((sent, FromPushSender), (answer, FromPushReceiver)):
+        with connected() as (mine, theirs):
+            channels = [ControlChannel(one, msgspec.msgpack.Decoder(kinds)) for one in (mine, theirs)]
+            channels[0].send(message, soon())
+            assert channels[1].receive(soon()) == message

@@ -32,6 +32,7 @@ class CachePool(Generic[M]):
         self._allocate = allocate
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
+        self._has_registered = False
         self._has_freed = threading.Condition(self._lock)
         self._is_closed = False
         self._num_allocated = 0
@@ -50,6 +51,11 @@ class CachePool(Generic[M]):
     def num_caches(self) -> int:
         """Number of caches that something holds."""
         return len(self._caches)
+
+    @property
+    def has_registered(self) -> bool:
+        """Whether a cache has ever been registered."""
+        return self._has_registered
 
     def allocate(
         self, desc: CacheDesc, keys: Sequence[CacheKey] = (), *, is_of_model: bool = False
@@ -279,6 +285,7 @@ class CachePool(Generic[M]):
         is_registered: bool = False,
     ) -> PooledCache[M]:
         self._require_open()
+        self._has_registered |= is_registered
         self._num_allocated += 1
         cache = PooledCache(self._num_allocated, desc, memory, is_blocks, is_of_model, is_registered)
         self._caches[cache.cache_id] = cache

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from quire.datadist import sockets
+from quire.datadist.cache_pool import CachePool
 from quire.datadist.handshake import ConnectionKind, greet, new_greeting
 from quire.datadist.loans import ArrivingBlocks, BlockPart
 from quire.datadist.memory import CacheMemory
@@ -43,6 +44,7 @@ from quire.datadist.protocol import (
     expected,
     require_transfer,
 )
+from quire.datadist.push_receiver import PushReceiver
 from quire.datadist.spans import ByteSpans, part_spans
 from quire.datadist.status import LLMException, LLMStatusCode, failure
 from quire.datadist.transports.interface import DestinationEnd, LinkTerms, Transport
@@ -72,12 +74,16 @@ class DecoderLink:
         channel: ControlChannel[FromPrompt],
         destination_end: DestinationEnd,
         offer: LinkOffer,
+        terms: LinkTerms,
     ) -> None:
         self.cluster_id = cluster_id
         self.transport = offer.transport.name
         self.epoch = offer.epoch
         self._channel = channel
         self._destination_end = destination_end
+        self._terms = terms
+        self._pushes: PushReceiver | None = None
+        self._opening = threading.Lock()
         self._busy = threading.Lock()
         self._num_transfers = 0
         self._is_broken = False
@@ -159,6 +165,33 @@ class DecoderLink:
                 self._break("the pull was interrupted")
                 raise
 
+    def take_pushes(self, pool: CachePool[CacheMemory], deadline: float) -> None:
+        """Let the PROMPT push into registered caches from now on.
+
+        Raises:
+            OSError: it cannot be reached, does not answer in time, or has dropped the link.
+        """
+        with self._opening:
+            if self._pushes is not None or self._is_broken:
+                return
+            connection = sockets.connect(self._terms.address, deadline)
+            try:
+                greeting = new_greeting(ConnectionKind.PUSHES, 0, self._terms.link_id)
+                greet(connection, self._terms.key, greeting, deadline)
+                self._pushes = PushReceiver(
+                    connection,
+                    pool,
+                    self._destination_end,
+                    use_link=self._use,
+                    break_link=self._break,
+                    deadline=deadline,
+                )
+            except BaseException:
+                connection.close()
+                raise
+            if self._is_broken:
+                self._pushes.shut_down()
+
     def check(self, deadline: float) -> None:
         """Make sure that the PROMPT answers.
 
@@ -210,6 +243,8 @@ class DecoderLink:
         if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return LLMStatusCode.LLM_LINK_BUSY
         try:
+            if self._pushes is not None:
+                self._pushes.shut_down()  # its end says nothing of the link
             return self._notify_unlinked(deadline)
         finally:
             self._busy.release()
@@ -217,10 +252,9 @@ class DecoderLink:
 
     def drop(self) -> None:
         """Take this end down, from any thread; a running pull fails."""
-        self._channel.shut_down()
-        self._destination_end.shut_down()
+        self._is_broken = True
+        self._shut_down()
         with self._busy:
-            self._is_broken = True
             self._channel.close()
             self._destination_end.close()
 
@@ -271,8 +305,13 @@ class DecoderLink:
         if not self._is_broken:
             logger.warning("the link with PROMPT %s is broken: %s", self.cluster_id, reason)
         self._is_broken = True
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         self._channel.shut_down()
         self._destination_end.shut_down()
+        if self._pushes is not None:
+            self._pushes.shut_down()
 
     def _not_linked(self) -> LLMException:
         return failure(
@@ -329,7 +368,7 @@ def establish_link(
         if destination_end is not None:
             destination_end.close()
         raise
-    return DecoderLink(prompt_cluster_id, channel, destination_end, offer)
+    return DecoderLink(prompt_cluster_id, channel, destination_end, offer, terms)
 
 
 def _open_destination(

@@ -6,7 +6,9 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from quire.datadist.cache_pool import CachePool
 from quire.datadist.decoder_link import DecoderLink, establish_link
+from quire.datadist.memory import CacheMemory
 from quire.datadist.requests import LLMClusterInfo, dotted
 from quire.datadist.status import LLMStatusCode, failure
 from quire.datadist.transports.interface import Transport
@@ -24,11 +26,19 @@ class DecoderLinks:
         token: that peers must have; empty: none.
         transports: that this side has.
         use_checksum: whether this side wants checksums.
+        pool: PROMPTs may push into what is registered in it.
     """
 
     def __init__(
-        self, cluster_id: int, token: bytes, transports: Sequence[Transport], *, use_checksum: bool
+        self,
+        cluster_id: int,
+        token: bytes,
+        transports: Sequence[Transport],
+        *,
+        use_checksum: bool,
+        pool: CachePool[CacheMemory],
     ) -> None:
+        self._pool = pool
         self._cluster_id = cluster_id
         self._token = token
         self._transports = transports
@@ -82,6 +92,16 @@ class DecoderLinks:
             thread.join()  # each keeps the deadline
         return results
 
+    def take_pushes(self, deadline: float) -> None:
+        """Let all PROMPTs push into registered caches, those that can be told."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            try:
+                link.take_pushes(self._pool, deadline)
+            except OSError as error:
+                logger.warning("PROMPT %s cannot push: %s", link.cluster_id, error)
+
     def unlink(self, cluster_id: int, deadline: float) -> LLMStatusCode:
         """Take both ends of a link down; `DecoderLink.unlink` has the results, and LLM_NOT_YET_LINK."""
         with self._lock:
@@ -132,7 +152,10 @@ class DecoderLinks:
         except OSError as error:
             logger.warning("cannot link to PROMPT %s at %s:%d: %s", cluster_id, dotted(ip), port, error)
             return LLMStatusCode.LLM_LINK_FAILED
-        return self._keep(link)
+        result = self._keep(link)
+        if result is LLMStatusCode.LLM_SUCCESS and self._pool.has_registered:
+            self.take_pushes(deadline)  # only now, so that no cache is registered in between
+        return result
 
     def _establish(self, cluster_id: int, address: tuple[str, int], deadline: float) -> DecoderLink:
         return establish_link(

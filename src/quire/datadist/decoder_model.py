@@ -20,7 +20,7 @@ from quire.datadist.kv_cache_manager import KvCacheManager
 from quire.datadist.memory import CacheMemory
 from quire.datadist.model_runner import ModelRunner
 from quire.datadist.options import ModelOptions
-from quire.datadist.pulls import PullOptions, block_pulls, slot_pull
+from quire.datadist.pulls import TransferOptions, block_pulls, slot_pull
 from quire.datadist.requests import LLMReq
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 
@@ -67,7 +67,7 @@ class DecoderModel:
                 raise invalid(
                     "pull_kv needs a req_id, and a model without enable_page_attention; see pull_blocks"
                 )
-            pull = slot_pull(self._key(request), self._staging, 0, -1, PullOptions())
+            pull = slot_pull(self._key(request), self._staging, 0, -1, TransferOptions())
             link = self._links.link_of(request.prompt_cluster_id)
             before, self._staged_req_id = self._staged_req_id, None
             try:
@@ -115,7 +115,7 @@ class DecoderModel:
                 key = BlocksCacheKey(request.prompt_cluster_id, self._model_id)
             elif request.is_placeholder:
                 raise invalid("without prompt_blocks, the request needs a req_id")
-            pulls = list(block_pulls(key, self._cache(), prompt_blocks, decoder_blocks, PullOptions()))
+            pulls = list(block_pulls(key, self._cache(), prompt_blocks, decoder_blocks, TransferOptions()))
             for pull in pulls:
                 pull.run(self._links.link_of(request.prompt_cluster_id), deadline)
 

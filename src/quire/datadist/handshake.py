@@ -32,6 +32,7 @@ class ConnectionKind(enum.IntEnum):
 
     CONTROL = 1
     STREAM = 2
+    PUSHES = 3
 
 
 class HandshakeError(ConnectionError):
@@ -44,7 +45,7 @@ class Greeting(NamedTuple):
     Attributes:
         kind: what the connection is for; the end that listens repeats it.
         stream: of a stream, its number in the link.
-        link_id: of a stream, its link's; else 0.
+        link_id: of a stream or pushes, their link's; else 0.
         nonce: random.
         version: of the protocol.
     """

@@ -1,4 +1,4 @@
-"""The caches of one side, and pulling into them."""
+"""The caches of one side, pulling into them, and pushing from them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from collections.abc import Iterator
 from types import EllipsisType
 from typing import Any
 
-import torch
-
 from quire.datadist.argument_checks import U32, ArgumentChecks, one_of
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from quire.datadist.cache_pool import CachePool
-from quire.datadist.decoder_links import DecoderLinks
 from quire.datadist.enums import LLMRole
 from quire.datadist.kv_cache import KvCache, pooled_cache
+from quire.datadist.link_ends import LinkEnds
 from quire.datadist.local_caches import LocalCaches
-from quire.datadist.memory import CacheMemory
 from quire.datadist.pulls import LAYER_OPTIONS, SLOT_OPTIONS, block_pulls, check_options, slot_pull
+from quire.datadist.pushes import block_pushes, slot_push
 
 
 class KvCacheManager(LocalCaches):
@@ -29,25 +26,13 @@ class KvCacheManager(LocalCaches):
     LLM_KV_CACHE_NOT_EXIST for a cache that was released.
     """
 
-    def __init__(
-        self,
-        role: LLMRole,
-        pool: CachePool[CacheMemory],
-        links: DecoderLinks,
-        *,
-        device: torch.device,
-        timeout: float,
-    ) -> None:
-        super().__init__(role, pool, device, timeout)
-        self._links = links
-
     @contextlib.contextmanager
-    def switching(self, role: LLMRole, links: DecoderLinks) -> Iterator[None]:
+    def switching(self, role: LLMRole, ends: LinkEnds) -> Iterator[None]:
         """Let calls wait meanwhile, and then go on in another role, with other links, unless that fails."""
         with self.call():
             yield
             self._role = role
-            self._links = links
+            self._ends = ends
 
     def pull_cache(
         self,
@@ -79,7 +64,7 @@ class KvCacheManager(LocalCaches):
             options = check_options(check, kwargs, SLOT_OPTIONS)
         with self.call(LLMRole.DECODER) as deadline:
             pull = slot_pull(cache_key, pooled_cache(self._pool, kv_cache), slot, num_bytes, options)
-            pull.run(self._links.link_of(cache_key.cluster_id), deadline)
+            pull.run(self._ends.links.link_of(cache_key.cluster_id), deadline)
 
     def pull_blocks(  # noqa: PLR0917 - the interface's order
         self,
@@ -133,4 +118,79 @@ class KvCacheManager(LocalCaches):
         with self.call(LLMRole.DECODER) as deadline:
             cache = pooled_cache(self._pool, target)
             for pull in block_pulls(key, cache, sources, targets, options):
-                pull.run(self._links.link_of(key.cluster_id), deadline)
+                pull.run(self._ends.links.link_of(key.cluster_id), deadline)
+
+    def push_cache(  # noqa: PLR0917 - the interface's order
+        self,
+        dst_cache_key: CacheKeyByIdAndIndex,
+        src_cache: KvCache,
+        src_batch_index: int = 0,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        size: int = -1,
+        tensor_num_per_layer: int = 2,
+    ) -> None:
+        """Copy a slot of this PROMPT into a slot of a registered cache of a DECODER.
+
+        Args:
+            dst_cache_key: the destination slot.
+            src_cache: the source, a contiguous cache.
+            src_batch_index: of the source slot.
+            src_layer_range: `range` of layers, step 1, that are copied; all if None.
+            dst_layer_range: likewise, as long, of the destination.
+            size: bytes of each tensor, from the start of both slots; -1: the whole source slot.
+            tensor_num_per_layer: looked at only with a range.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK, LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID.
+        """
+        layers = {"src_layer_range": src_layer_range, "dst_layer_range": dst_layer_range}
+        with ArgumentChecks() as check:
+            check.instance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)
+            check.instance("src_cache", src_cache, KvCache)
+            slot = check.integer("src_batch_index", src_batch_index, U32)
+            num_bytes = check.size("size", size)
+            options = check_options(
+                check, {**layers, "tensor_num_per_layer": tensor_num_per_layer}, LAYER_OPTIONS
+            )
+        with self.call(LLMRole.PROMPT) as deadline:
+            push = slot_push(dst_cache_key, pooled_cache(self._pool, src_cache), slot, num_bytes, options)
+            push.run(self._ends.link_to_push(dst_cache_key.cluster_id), deadline)
+
+    def push_blocks(  # noqa: PLR0917 - the interface's order
+        self,
+        dst_cache_key: BlocksCacheKey | CacheKeyByIdAndIndex,
+        src_cache: KvCache,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        tensor_num_per_layer: int = 2,
+    ) -> None:
+        """Copy blocks of this PROMPT into those of a registered cache of a DECODER, one by one.
+
+        Args:
+            dst_cache_key: the destination, a blocks cache.
+            src_cache: the source, a blocks cache with blocks of the same size.
+            src_blocks: a sequence or one-dimensional array; block `src_blocks[i]` goes to `dst_blocks[i]`.
+            dst_blocks: likewise, as long; no block twice.
+            src_layer_range: `range` of layers, step 1, that are copied; all if None.
+            dst_layer_range: likewise, as long, of the destination.
+            tensor_num_per_layer: looked at only with a range.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK, LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID.
+        """
+        layers = {"src_layer_range": src_layer_range, "dst_layer_range": dst_layer_range}
+        with ArgumentChecks() as check:
+            check.instance("dst_cache_key", dst_cache_key, BlocksCacheKey, CacheKeyByIdAndIndex)
+            check.instance("src_cache", src_cache, KvCache)
+            sources = check.indices("src_blocks", src_blocks)
+            targets = check.indices("dst_blocks", dst_blocks)
+            options = check_options(
+                check, {**layers, "tensor_num_per_layer": tensor_num_per_layer}, LAYER_OPTIONS
+            )
+        with self.call(LLMRole.PROMPT) as deadline:
+            cache = pooled_cache(self._pool, src_cache)
+            for push in block_pushes(dst_cache_key, cache, sources, targets, options):
+                push.run(self._ends.link_to_push(dst_cache_key.cluster_id), deadline)

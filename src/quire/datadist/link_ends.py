@@ -12,7 +12,7 @@ from quire.datadist.memory import CacheMemory
 from quire.datadist.options import InitOptions
 from quire.datadist.prompt_link import PromptLink
 from quire.datadist.prompt_service import PromptService
-from quire.datadist.status import LLMException, LLMStatusCode
+from quire.datadist.status import LLMException, LLMStatusCode, failure
 from quire.datadist.transports.opening import open_transports
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class LinkEnds:
         listeners = [one.listener for one in self._transports if one.listener is not None]
         self.shares_memory = bool(listeners)
         self.links = DecoderLinks(
-            cluster_id, options.token, self._transports, use_checksum=options.use_checksum
+            cluster_id, options.token, self._transports, use_checksum=options.use_checksum, pool=pool
         )
         self.service: PromptService | None = None
         if options.address is None:
@@ -68,6 +68,17 @@ class LinkEnds:
     def has_links(self) -> bool:
         """Whether there is a link, also one that is broken."""
         return bool(self.links.transports or (self.service is not None and self.service.transports))
+
+    def link_to_push(self, cluster_id: int) -> PromptLink:
+        """Return the link that a DECODER has made.
+
+        Raises:
+            LLMException: LLM_NOT_YET_LINK.
+        """
+        link = None if self.service is None else self.service.link_of(cluster_id)
+        if link is None:
+            raise failure(LLMStatusCode.LLM_NOT_YET_LINK, f"DECODER {cluster_id} has not linked to this side")
+        return link
 
     def unlink(self, cluster_id: int, deadline: float) -> LLMStatusCode:
         """Take a link down, at both ends if this side has made it."""

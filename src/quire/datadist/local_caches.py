@@ -17,6 +17,7 @@ from quire.datadist.cache_pool import CachePool
 from quire.datadist.copies import copy_blocks_between, copy_slot
 from quire.datadist.enums import LLMRole
 from quire.datadist.kv_cache import KvCache, blocks_cache, kv_cache_of, pooled_cache
+from quire.datadist.link_ends import LinkEnds
 from quire.datadist.memory import CacheMemory
 from quire.datadist.registered_memory import memory_at
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
@@ -27,10 +28,17 @@ class LocalCaches:
     """Allocates caches, and copies within and between them; its calls wait for each other."""
 
     def __init__(
-        self, role: LLMRole, pool: CachePool[CacheMemory], device: torch.device, timeout: float
+        self,
+        role: LLMRole,
+        pool: CachePool[CacheMemory],
+        ends: LinkEnds,
+        *,
+        device: torch.device,
+        timeout: float,
     ) -> None:
         self._role = role
         self._pool = pool
+        self._ends = ends
         self._device = device
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -83,7 +91,8 @@ class LocalCaches:
 
         Args:
             cache_desc: what it consists of; dimension 0 counts slots.
-            addrs: address of each tensor. The memory must be there until `unregister_cache` returns.
+            addrs: address of each tensor. The memory must be there until `unregister_cache` returns. PROMPTs
+                that this side is linked to may push into it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID (not one address for each tensor, tensors that overlap, or memory
@@ -92,10 +101,12 @@ class LocalCaches:
         with ArgumentChecks() as check:
             check.instance("cache_desc", cache_desc, CacheDesc)
             addresses = check.integers("addrs", addrs, ADDRESS)
-        with self.call():
+        with self.call() as deadline:
             _require_batch_first(cache_desc)
             memory = memory_at(cache_desc, addresses, self._device)
-            return kv_cache_of(self._pool, self._pool.register(cache_desc, memory))
+            kv_cache = kv_cache_of(self._pool, self._pool.register(cache_desc, memory))
+            self._ends.links.take_pushes(deadline)
+        return kv_cache
 
     def register_blocks_cache(
         self, cache_desc: CacheDesc, addrs: list[int], blocks_cache_key: BlocksCacheKey | None = None
@@ -104,7 +115,8 @@ class LocalCaches:
 
         Args:
             cache_desc: what it consists of; dimension 0 counts blocks.
-            addrs: address of each tensor. The memory must be there until `unregister_cache` returns.
+            addrs: address of each tensor. The memory must be there until `unregister_cache` returns. PROMPTs
+                that this side is linked to may push into it.
             blocks_cache_key: on any role, under which peers find it.
 
         Raises:
@@ -114,10 +126,13 @@ class LocalCaches:
             check.instance("cache_desc", cache_desc, CacheDesc)
             addresses = check.integers("addrs", addrs, ADDRESS)
             check.instance("blocks_cache_key", blocks_cache_key, BlocksCacheKey, type(None))
-        with self.call():
+        with self.call() as deadline:
             _require_batch_first(cache_desc)
             memory = memory_at(cache_desc, addresses, self._device)
-            return kv_cache_of(self._pool, self._pool.register_blocks(cache_desc, memory, blocks_cache_key))
+            cache = self._pool.register_blocks(cache_desc, memory, blocks_cache_key)
+            kv_cache = kv_cache_of(self._pool, cache)
+            self._ends.links.take_pushes(deadline)
+        return kv_cache
 
     def unregister_cache(self, cache_id: int) -> None:
         """Give up a registered cache; waits until no transfer uses its memory. Unknown ids are ignored.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -35,6 +36,7 @@ from quire.datadist.protocol import (
     PullConfirmed,
     PullRefused,
     PullRequest,
+    PushRequest,
     TransportOffer,
     Unlink,
     Unlinked,
@@ -43,8 +45,9 @@ from quire.datadist.protocol import (
     require_transfer,
 )
 from quire.datadist.pull_sources import PullSource, open_pull_source, require_epoch
-from quire.datadist.spans import part_spans
-from quire.datadist.status import LLMException, LLMStatusCode, failure
+from quire.datadist.push_sender import PushSender
+from quire.datadist.spans import ByteSpans, part_spans
+from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 from quire.datadist.transports.interface import SourceEnd, Transport
 
 logger = logging.getLogger(__name__)
@@ -100,6 +103,10 @@ class PromptLink:
         self._lender = lender
         sockets.end_if_peer_vanishes(connection)  # the link waits on it without a deadline
         self._channel = prompt_channel(connection)
+        self._is_established = False
+        self._pushes: PushSender | None = None
+        self._changing = threading.Lock()
+        self._sending = threading.Lock()  # a DECODER that keeps to the protocol never lets anybody wait
 
     def establish(self, deadline: float, register: Callable[[PromptLink], None]) -> None:
         """Agree on the link; `register` makes it one of this PROMPT's.
@@ -113,6 +120,7 @@ class PromptLink:
             self.decoder_cluster_id = request.decoder_cluster_id
             self._agree_on_transport(request, deadline).wait_until_complete(deadline)
             register(self)
+            self._is_established = True
             self._channel.send(LinkEstablished(), deadline)
         except LinkRefusedError as error:
             self._channel.send_last(LinkDropped(str(error)))
@@ -141,18 +149,57 @@ class PromptLink:
             else:
                 raise ProtocolError(f"the peer sent {type(message).__name__} outside of a pull")
 
+    def attach_pushes(self, connection: socket.socket) -> bool:
+        """Take a proved connection to push over; return whether it was wanted, else the caller keeps it."""
+        with self._changing:
+            if not self._is_established or self._pushes is not None:
+                return False
+            try:
+                self._pushes = PushSender(connection, self._peer, self._send, self.drop)
+            except OSError as error:
+                logger.info("%s takes no pushes after all: %s", self._peer, error)
+                return False
+        return True
+
+    def push(self, request: PushRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        """Have the DECODER take `spans`; raises what `PushSender.push` does, and LLM_PARAM_INVALID."""
+        if self._pushes is None:
+            raise invalid(f"{self._peer} takes no pushes: it has registered no cache")
+        self._pushes.push(request, memory, spans, deadline)
+
     def drop(self, reason: str) -> None:
         """End the link from another thread, and tell the DECODER if that can be done at once."""
         if self.source_end is not None:
             self.source_end.shut_down()  # before the source of a transfer may be released
+        if self._pushes is not None:
+            self._pushes.shut_down()
         self._channel.send_last(LinkDropped(reason))
 
     def close(self) -> None:
         """Release the connections; for the thread that serves the link, at its end."""
         self._channel.shut_down()
         self._channel.close()
+        with self._changing:
+            self._is_established = False
+        if self.source_end is not None:
+            self.source_end.shut_down()
+        if self._pushes is not None:
+            self._pushes.close()  # waits for a push
         if self.source_end is not None:
             self.source_end.close()
+
+    @property
+    def _peer(self) -> str:
+        return f"DECODER {self.decoder_cluster_id}"
+
+    def _send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        assert self.source_end is not None
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimeoutError("another transfer over the link has not ended")
+        try:
+            self.source_end.send(transfer_id, memory, spans, deadline)
+        finally:
+            self._sending.release()
 
     def _agree_on_transport(self, request: LinkRequest, deadline: float) -> SourceEnd:
         """Offer what both sides have, the best first, until the DECODER can use one."""
@@ -244,7 +291,7 @@ class PromptLink:
             fields = (part.first_block, part.num_blocks, part.offset, part.num_bytes)
             self._channel.send(PartReady(request.transfer_id, *fields), deadline)
             spans = part_spans(reading.block_ids(part), block_bytes, part.offset, part.num_bytes)
-            self.source_end.send(request.transfer_id, memory, spans, deadline)
+            self._send(request.transfer_id, memory, spans, deadline)
             taken = self._channel.expect(PartTaken, deadline + FRAME_LIMIT)
             require_transfer(taken.transfer_id, request.transfer_id)
 
@@ -264,7 +311,7 @@ class PromptLink:
         assert self.source_end is not None
         self._channel.send(PullAccepted(request.transfer_id), deadline)
         memory = source.hold.cache.memory
-        self.source_end.send(request.transfer_id, memory, source.spans, deadline)
+        self._send(request.transfer_id, memory, source.spans, deadline)
         completed = self._channel.expect(PullCompleted, deadline + FRAME_LIMIT)
         require_transfer(completed.transfer_id, request.transfer_id)
         source.hold.end(consume=request.consume)

@@ -78,6 +78,11 @@ class PromptService:
         with self._lock:
             return {cluster_id: link.transport for cluster_id, link in self._linked.items()}
 
+    def link_of(self, cluster_id: int) -> PromptLink | None:
+        """Return the link of a DECODER, if there is one."""
+        with self._lock:
+            return self._linked.get(cluster_id)
+
     def unlink(self, cluster_id: int) -> LLMStatusCode:
         """Drop the link of a DECODER; return LLM_SUCCESS or LLM_NOT_YET_LINK."""
         with self._lock:
@@ -120,9 +125,11 @@ class PromptService:
 
     def _admit(self, connection: socket.socket, greeting: Greeting, key: bytes, deadline: float) -> bool:
         """Take a proved connection; return whether it was taken, else it is to be closed."""
-        if greeting.kind is ConnectionKind.STREAM:
+        if greeting.kind is not ConnectionKind.CONTROL:
             with self._lock:
                 link = self._links.get(greeting.link_id)
+            if greeting.kind is ConnectionKind.PUSHES:
+                return link is not None and link.attach_pushes(connection)
             source_end = None if link is None else link.source_end
             return source_end is not None and source_end.attach(greeting.stream, connection)
         with self._lock:

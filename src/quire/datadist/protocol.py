@@ -248,6 +248,42 @@ class PullConfirmed(_Message):
     transfer_id: U64
 
 
+class PushesReady(_Message):
+    """PROMPT: pushes may come on this connection."""
+
+
+class PushRequest(_Message):
+    """PROMPT: take this. `num_bytes` counts in each tensor, from the start of a slot, or in blocks."""
+
+    transfer_id: U64
+    target: SlotSource | BlocksSource | NumberedBlocksSource
+    data_type: U32
+    num_tensors: U32
+    layers: LayerRange | None
+    num_bytes: Size
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class PushAccepted(_Message):
+    """DECODER: I am ready for the data, on the transport."""
+
+    transfer_id: U64
+
+
+class PushRefused(_Message):
+    """DECODER: I do not take it; the link goes on."""
+
+    transfer_id: U64
+    status_code: U32
+    reason: Text
+
+
+class PushCompleted(_Message):
+    """DECODER: the data have arrived, whole."""
+
+    transfer_id: U64
+
+
 FromDecoder = (
     LinkRequest
     | OfferAccepted
@@ -272,6 +308,9 @@ FromPrompt = (
     | LinkChecked
     | Unlinked
 )
+
+FromPushSender = PushesReady | PushRequest
+FromPushReceiver = PushAccepted | PushRefused | PushCompleted
 
 _encoder = msgspec.msgpack.Encoder()
 _from_decoder = msgspec.msgpack.Decoder(FromDecoder)

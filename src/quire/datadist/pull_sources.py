@@ -16,6 +16,8 @@ from quire.datadist.protocol import (
     LayerRange,
     NumberedBlocksSource,
     PullRequest,
+    PushRequest,
+    SlotSource,
     decode_runs,
 )
 from quire.datadist.spans import ByteSpans, block_spans, slot_spans
@@ -39,7 +41,16 @@ def open_pull_source(pool: CachePool[CacheMemory], epoch: int, request: PullRequ
     require_epoch(epoch, request.epoch)
     hold = _hold(pool, request)
     try:
-        return PullSource(hold, _spans(hold, request))
+        return PullSource(
+            hold,
+            spans_of(
+                hold,
+                request.source,
+                request,
+                layer_argument="src_layer_range",
+                offset=request.offset,
+            ),
+        )
     except BaseException:
         hold.end(consume=False)
         raise
@@ -62,29 +73,48 @@ def _hold(pool: CachePool[CacheMemory], request: PullRequest) -> SourceHold[Cach
     return pool.hold_slot(source.cache_id, source.batch_index)
 
 
-def _spans(hold: SourceHold[CacheMemory], request: PullRequest) -> ByteSpans:
+def spans_of(
+    hold: SourceHold[CacheMemory],
+    place: KeySource | SlotSource | BlocksSource | NumberedBlocksSource,
+    request: PullRequest | PushRequest,
+    *,
+    layer_argument: str,
+    offset: int = 0,
+) -> ByteSpans:
+    """Return the bytes that a request of a peer names, all of them within the cache.
+
+    Args:
+        hold: of the cache.
+        place: where in it.
+        request: what the peer says of its own cache.
+        layer_argument: name of the peer's argument with the range of layers.
+        offset: first byte in a slot.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
     desc = hold.cache.desc
-    tensors = _tensors(desc, request)
-    if isinstance(request.source, (BlocksSource, NumberedBlocksSource)):
-        spans = _block_spans(desc, tensors, request.source, request.num_bytes)
+    tensors = _tensors(desc, request, layer_argument)
+    if isinstance(place, (BlocksSource, NumberedBlocksSource)):
+        spans = _block_spans(desc, tensors, place, request.num_bytes)
     else:
         assert hold.slot is not None
-        spans = _slot_spans(desc, tensors, hold.slot, request)
+        spans = _slot_spans(desc, tensors, hold.slot, offset, request.num_bytes)
     if not spans.is_within(desc.num_tensors, desc.tensor_bytes):
-        raise invalid(f"the pull reaches beyond the source, which is {desc}")
+        raise invalid(f"the request reaches beyond the peer's cache, which is {desc}")
     return spans
 
 
-def _tensors(desc: CacheDesc, request: PullRequest) -> range:
+def _tensors(desc: CacheDesc, request: PullRequest | PushRequest, layer_argument: str) -> range:
     if request.data_type != desc.data_type:
         raise invalid(
-            f"the source has {desc.data_type.name}, the destination {DataType(request.data_type).name}"
+            f"the peer's cache has {desc.data_type.name}, not {DataType(request.data_type).name}"
             if request.data_type in tuple(DataType)
             else f"there is no data type {request.data_type}"
         )
-    tensors = layer_tensors("src_layer_range", request.layers, desc.num_tensors)
+    tensors = layer_tensors(layer_argument, request.layers, desc.num_tensors)
     if len(tensors) != request.num_tensors:
-        raise invalid(f"{len(tensors)} tensors of the source are pulled into {request.num_tensors}")
+        raise invalid(f"{len(tensors)} tensors of the peer's cache stand against {request.num_tensors}")
     return tensors
 
 
@@ -106,25 +136,25 @@ def layer_tensors(name: str, layers: LayerRange | None, num_tensors: int) -> ran
     return range(layers.start * per_layer, layers.stop * per_layer)
 
 
-def _slot_spans(desc: CacheDesc, tensors: range, slot: int, request: PullRequest) -> ByteSpans:
-    if request.num_bytes < 1 or request.offset + request.num_bytes > desc.slot_bytes:
+def _slot_spans(desc: CacheDesc, tensors: range, slot: int, offset: int, num_bytes: int) -> ByteSpans:
+    if num_bytes < 1 or offset + num_bytes > desc.slot_bytes:
         raise invalid(
-            f"{request.num_bytes} bytes from byte {request.offset} are not within the source slot, which has "
-            f"{desc.slot_bytes}; pass a size, or use a smaller destination"
+            f"{num_bytes} bytes from byte {offset} are not within the peer's slot, which has "
+            f"{desc.slot_bytes}; pass a size"
         )
-    return slot_spans(tensors, slot * desc.slot_bytes + request.offset, request.num_bytes)
+    return slot_spans(tensors, slot * desc.slot_bytes + offset, num_bytes)
 
 
 def _block_spans(
     desc: CacheDesc, tensors: range, source: BlocksSource | NumberedBlocksSource, num_bytes: int
 ) -> ByteSpans:
     if source.block_bytes != desc.slot_bytes:
-        raise invalid(f"blocks of the source have {desc.slot_bytes} bytes, not {source.block_bytes}")
+        raise invalid(f"blocks of the peer's cache have {desc.slot_bytes} bytes, not {source.block_bytes}")
     starts, counts = decode_runs(source.runs)
     num_blocks = desc.batch_size
     is_within = (starts >= 0) & (counts > 0) & (counts <= num_blocks) & (starts <= num_blocks - counts)
     if not is_within.all():
-        raise invalid(f"a source block is named that is not among the {num_blocks} of the source")
+        raise invalid(f"a block is named that is not among the {num_blocks} of the peer's cache")
     if int(counts.sum()) * desc.slot_bytes != num_bytes:
         raise invalid(f"{int(counts.sum())} blocks are not {num_bytes} bytes")
     return block_spans(tensors, starts, counts, desc.slot_bytes)

@@ -35,8 +35,8 @@ Cache = PooledCache[CacheMemory]
 
 
 @dataclasses.dataclass(frozen=True)
-class PullOptions:
-    """The keywords of a pull."""
+class TransferOptions:
+    """The keywords of a pull, or those of a push."""
 
     src_cache_offset: int | None = None
     dst_cache_offset: int | None = None
@@ -70,7 +70,7 @@ class Pull:
         link.pull(self.request, self.cache.memory, self.spans, deadline)
 
 
-def check_options(check: ArgumentChecks, given: dict[str, Any], known: Collection[str]) -> PullOptions:
+def check_options(check: ArgumentChecks, given: dict[str, Any], known: Collection[str]) -> TransferOptions:
     """Return the keywords of a pull.
 
     Raises:
@@ -85,7 +85,7 @@ def check_options(check: ArgumentChecks, given: dict[str, Any], known: Collectio
             check.integer(name, value, OFFSET)
         elif value is not None:
             check.instance(name, value, range)
-    options = PullOptions(**given)
+    options = TransferOptions(**given)
     has_layers = options.src_layer_range is not None or options.dst_layer_range is not None
     check.require(
         not has_layers or options.tensor_num_per_layer >= 1, "tensor_num_per_layer is not at least 1"
@@ -94,7 +94,7 @@ def check_options(check: ArgumentChecks, given: dict[str, Any], known: Collectio
 
 
 def slot_pull(
-    key: CacheKey | CacheKeyByIdAndIndex, cache: Cache, batch_index: int, size: int, options: PullOptions
+    key: CacheKey | CacheKeyByIdAndIndex, cache: Cache, batch_index: int, size: int, options: TransferOptions
 ) -> Pull:
     """Return the pull of a slot into a slot.
 
@@ -120,7 +120,7 @@ def slot_pull(
             f"size {size} from dst_cache_offset {offset} is not within the destination slot, which has "
             f"{desc.slot_bytes} bytes"
         )
-    tensors, source_layers = _layers(cache, options)
+    tensors, source_layers = transferred_layers(cache, options, is_source=False)
     request = _request(
         source,
         cache,
@@ -138,7 +138,7 @@ def block_pulls(
     cache: Cache,
     source_blocks: npt.NDArray[np.uint64],
     target_blocks: npt.NDArray[np.uint64],
-    options: PullOptions,
+    options: TransferOptions,
 ) -> Iterator[Pull]:
     """Yield the pulls of blocks into blocks: one, unless there are too many for a message; keys stay.
 
@@ -168,13 +168,13 @@ def _paired_pulls(
     cache: Cache,
     source_blocks: npt.NDArray[np.uint64],
     target_blocks: npt.NDArray[np.uint64],
-    options: PullOptions,
+    options: TransferOptions,
 ) -> Iterator[Pull]:
     if len(source_blocks) != len(target_blocks):
         raise invalid(f"there are {len(source_blocks)} source blocks for {len(target_blocks)} destinations")
     if len(source_blocks) and int(source_blocks.max()) > OFFSET.greatest:
         raise invalid(f"there is a source block {source_blocks.max()}, which no cache has")
-    tensors, source_layers = _layers(cache, options)
+    tensors, source_layers = transferred_layers(cache, options, is_source=False)
     order = np.argsort(target_blocks)  # so that neighbours stand beside each other
     sources = source_blocks[order].astype(np.int64)
     targets = target_blocks[order].astype(np.int64)
@@ -192,16 +192,16 @@ def _paired_pulls(
         request = _request(source, cache, tensors, num_bytes, layers=source_layers, offset=0, consume=False)
         return Pull(request, cache, spans)
 
-    return (pull(part) for part in _parts(len(targets)))
+    return (pull(part) for part in block_parts(len(targets)))
 
 
 def _spread_pull(
     key: CacheKey | CacheKeyByIdAndIndex,
     cache: Cache,
     target_blocks: npt.NDArray[np.uint64],
-    options: PullOptions,
+    options: TransferOptions,
 ) -> Pull:
-    tensors, source_layers = _layers(cache, options)
+    tensors, source_layers = transferred_layers(cache, options, is_source=False)
     num_bytes = len(target_blocks) * cache.desc.slot_bytes
     request = _request(
         _slot_source(key), cache, tensors, num_bytes, layers=source_layers, offset=0, consume=False
@@ -218,7 +218,8 @@ def _slot_source(key: CacheKey | CacheKeyByIdAndIndex) -> KeySource | SlotSource
     return KeySource(key.req_id, key.model_id, key.prefix_id)
 
 
-def _parts(num_blocks: int) -> Iterator[slice]:
+def block_parts(num_blocks: int) -> Iterator[slice]:
+    """Yield the parts of lists of blocks that fit one message each."""
     for start in range(0, num_blocks, MAX_BLOCK_RUNS):
         yield slice(start, start + MAX_BLOCK_RUNS)
 
@@ -232,8 +233,14 @@ def _require_blocks(cache: Cache, target_blocks: npt.NDArray[np.uint64]) -> None
         raise invalid("a block is a destination twice")
 
 
-def _layers(cache: Cache, options: PullOptions) -> tuple[range, LayerRange | None]:
-    """Return the tensors of the destination, and the layers of the source."""
+def transferred_layers(
+    cache: Cache, options: TransferOptions, *, is_source: bool
+) -> tuple[range, LayerRange | None]:
+    """Return the tensors of one's own cache, and the layers of the peer's.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
     source, target = options.src_layer_range, options.dst_layer_range
     if source is None and target is None:
         return range(cache.desc.num_tensors), None
@@ -242,11 +249,14 @@ def _layers(cache: Cache, options: PullOptions) -> tuple[range, LayerRange | Non
             raise invalid(f"{name} is {layers}; it must have layers, and step 1")
     if source is not None and target is not None and len(source) != len(target):
         raise invalid(f"src_layer_range {source} and dst_layer_range {target} have different lengths")
-    tensors = layer_tensors("dst_layer_range", _layer_range(target, options), cache.desc.num_tensors)
-    return tensors, _layer_range(source, options)
+    name, own, peers = (
+        ("src_layer_range", source, target) if is_source else ("dst_layer_range", target, source)
+    )
+    tensors = layer_tensors(name, _layer_range(own, options), cache.desc.num_tensors)
+    return tensors, _layer_range(peers, options)
 
 
-def _layer_range(layers: range | None, options: PullOptions) -> LayerRange | None:
+def _layer_range(layers: range | None, options: TransferOptions) -> LayerRange | None:
     return None if layers is None else LayerRange(layers.start, layers.stop, options.tensor_num_per_layer)
 
 

@@ -46,7 +46,7 @@ class Session:
         self._models: list[LLMModel] = []
         self._ends = self._new_ends(options)
         self.manager = KvCacheManager(
-            role, self._pool, self._ends.links, device=options.device, timeout=options.timeout
+            role, self._pool, self._ends, device=options.device, timeout=options.timeout
         )
 
     @property
@@ -142,7 +142,7 @@ class Session:
             is_same = before.service is not None and before.service.address == options.address
             ends = before if is_same else self._new_ends(options)
             try:
-                with self.manager.switching(role, ends.links):
+                with self.manager.switching(role, ends):
                     self.role, self._ends = role, ends
             except BaseException:
                 if ends is not before:
