@@ -79,6 +79,7 @@ def test_waiting_for_a_grammar_is_in_order(engine, may_compile, caplog):
     engine.now += engine_loop.STALL_NOTICE
     for _ in range(3):
         assert not engine.loop.step_and_send()
+    assert engine.loop.stall_wait == engine_loop.LONGEST_AWAITING_WAIT, "it looks ever more rarely"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "'structured'" in record.getMessage()

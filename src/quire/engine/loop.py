@@ -38,7 +38,13 @@ STATS_INTERVAL = 0.1
 """Seconds between statistics, which also serve as heartbeats."""
 
 AWAITING_WAIT = 0.002
-"""Seconds to pause during a legitimate stall: a grammar or remote KV may arrive at any moment."""
+"""Seconds to pause at first while nothing can run until a grammar is compiled or KV has been loaded."""
+
+AWAITING_SHARE = 8
+"""While that lasts, the pause is so small a part of the time already waited: looking costs a core."""
+
+LONGEST_AWAITING_WAIT = 0.02
+"""Seconds that the pause grows to."""
 
 STALL_WAIT = 0.1
 """Seconds to pause during any other stall."""
@@ -77,7 +83,7 @@ class EngineLoop:
         self._clock = clock
         self._stats_due = 0.0
         self._unanswered: dict[int, tuple[Future[Any], Callable[[int, Any], Reply]]] = {}
-        self._was_awaiting = False  # in the last step
+        self._awaiting_since: float | None = None
         self._stalled_since: float | None = None
         self._stall_is_logged = False
 
@@ -143,6 +149,7 @@ class EngineLoop:
             self._send_outputs(outputs)
         if progressed or idle:
             self.stall_wait, self._stalled_since, self._stall_is_logged = STALL_WAIT, None, False
+            self._awaiting_since = None
         return progressed
 
     def _answer_later(
@@ -171,9 +178,7 @@ class EngineLoop:
         what the engine does then, and end by themselves.
         """
         core, stats = self.core, self.core.stats()
-        # What the last step waited for may have come with this one, which the next can use at once.
-        self.stall_wait = AWAITING_WAIT if stats.num_awaiting or self._was_awaiting else STALL_WAIT
-        self._was_awaiting = stats.num_awaiting > 0
+        self.stall_wait = self._pause(now, is_awaiting=stats.num_awaiting > 0)
         if self._stalled_since is None or stats.num_loading:
             self._stalled_since = now
         is_legitimate = core.may_stall()
@@ -182,6 +187,16 @@ class EngineLoop:
             level = logging.WARNING if is_legitimate else logging.ERROR
             logger.log(level, "no unfinished request can be scheduled: %s; %s", core.explain_oldest(), stats)
         return is_legitimate
+
+    def _pause(self, now: float, *, is_awaiting: bool) -> float:
+        """Return how many seconds to pause in a stall."""
+        since, self._awaiting_since = self._awaiting_since, None
+        if is_awaiting:
+            self._awaiting_since = now if since is None else since
+            share = (now - self._awaiting_since) / AWAITING_SHARE
+            return min(max(AWAITING_WAIT, share), LONGEST_AWAITING_WAIT)
+        # What the last step waited for may have come with this one, which the next can use at once.
+        return STALL_WAIT if since is None else AWAITING_WAIT
 
     def _add(self, request: EngineCoreRequest) -> None:
         try:
