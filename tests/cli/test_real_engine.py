@@ -89,6 +89,14 @@ def test_plan_of_the_built_in_model():
     assert plan["weight_bytes"] == plan["num_parameters"] * 2
     assert plan["kv_bytes"] == plan["num_blocks"] * plan["kv_bytes_per_token"] * plan["block_size"]
     assert plan["max_sequences"][str(plan["max_model_len"])] >= 1
+    assert "role" not in plan
+
+
+def test_plan_of_a_part_of_a_split():
+    options = ["plan", "--role", "decode", "--kv-transports", "tcp"]
+    plan = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)
+    assert (plan["role"], plan["kv_transports"]) == ("decode", "tcp")
+    assert "Role decode: reads the KV of prompts from peers" in CliRunner().invoke(app, options).stdout
 
 
 @pytest.mark.parametrize("memory", ["nan", "inf", "0", "-3"])

@@ -54,13 +54,16 @@ def plan(
         engine, model, draft_model=None if draft is None else draft.config, available_bytes=available
     )
     if as_json:
-        typer.echo(json.dumps(as_dict(engine.model, model.architecture, result), indent=2))
+        plan_data = as_dict(engine.model, model.architecture, result)
+        typer.echo(json.dumps({**plan_data, **transfer_options(engine)}, indent=2))
         return
     from rich.console import Console
 
     console = Console(highlight=False)
     console.print(memory_table(engine.model, model.architecture, result))
     console.print(sequence_table(result))
+    if engine.role != "both":
+        console.print(transfer_line(engine, result))
 
 
 _PLAN_FIELDS = (
@@ -69,6 +72,21 @@ _PLAN_FIELDS = (
     "model_max_len", "num_ranks", "kv_bytes_per_block", "kv_bytes", "num_kv_tokens", "score_bytes",
     "total_bytes",
 )  # fmt: skip
+
+
+def transfer_options(engine: EngineConfig) -> dict[str, str]:
+    """Return what an engine does with the KV of others, as plain data."""
+    return {} if engine.role == "both" else {"role": engine.role, "kv_transports": engine.kv_transports}
+
+
+def transfer_line(engine: EngineConfig, plan: MemoryPlan) -> str:
+    """Return what an engine does with the KV of others, and how it travels."""
+    from quire.engine.memory_plan import format_bytes
+
+    what = "lends the KV of prompts" if engine.role == "prefill" else "reads the KV of prompts from peers"
+    transports = engine.kv_transports.replace(",", ", ")
+    size = format_bytes(plan.kv_bytes_per_token * 1000)
+    return f"Role {engine.role}: {what}, {size} for 1,000 tokens, by the first that works of {transports}"
 
 
 def shown_lengths(plan: MemoryPlan) -> list[int]:
