@@ -69,9 +69,9 @@ class LendingSide:
         self.service = PromptService(("127.0.0.1", 0), b"token", new_link, listeners)
 
     def lend(self, block_ids: list[int], name: str = "loan") -> None:
-        assert self.loans.offer(name, "owner", len(block_ids), DIGEST)
-        self.loans.begin_step(name, block_ids)
-        self.loans.end_step(name)
+        self.number = self.loans.offer(name, "owner", len(block_ids), DIGEST)
+        self.loans.begin_step(self.number, 0, block_ids)
+        self.loans.end_step(self.number)
 
     def close(self) -> None:
         self.loans.end_all("the test ends")
@@ -148,14 +148,14 @@ def test_blocks_arrive_while_they_are_computed(sides):
     side.content[:] = 0
 
     def compute() -> None:
-        side.loans.offer("loan", "owner", 6, DIGEST)
-        for ids in ([8, 1], [], [2, 5, 9], [4]):
-            side.loans.begin_step("loan", ids)
+        number = side.loans.offer("loan", "owner", 6, DIGEST)
+        for first, ids in ((0, [8, 1]), (2, []), (2, [2, 5, 9]), (5, [4])):
+            side.loans.begin_step(number, first, ids)
             for start, stop in ((0, 32), (32, 40)):
                 side.content[ids, start:stop] = final[ids, start:stop]
-                side.loans.advance(["loan"], stop)
+                side.loans.advance([number], stop)
             side.content[ids, 40:] = final[ids, 40:]
-            side.loans.end_step("loan")
+            side.loans.end_step(number)
 
     thread = threading.Timer(0.02, compute)
     thread.start()
@@ -172,7 +172,7 @@ def test_a_loan_that_ends_while_it_travels_is_refused_and_the_link_goes_on(sides
 
     def send_and_end(*arguments) -> None:
         send(*arguments)
-        side.loans.end("loan", "its blocks have other content now")
+        side.loans.end(side.number, "its blocks have other content now")
 
     monkeypatch.setattr(end, "send", send_and_end)
     assert code_of(pull, link, request_for(2), [1, 2]) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

@@ -15,6 +15,7 @@ from quire.datadist.status import LLMException, LLMStatusCode
 BLOCK_BYTES = 40
 LAYER_ENDS = (10, 20, 35)
 DIGEST = b"what these blocks hold"
+FIRST = 1  # number of the first loan
 
 
 def always() -> bool:
@@ -28,10 +29,11 @@ def lent(num_blocks: int = 4) -> Loans:
 
 
 def compute(loans: Loans, block_ids: list[int]) -> None:
-    loans.begin_step("one", block_ids)
+    number = loans._loans["one"].number
+    loans.begin_step(number, len(loans._loans["one"].block_ids), block_ids)
     for end in LAYER_ENDS:
-        loans.advance(["one"], end)
-    loans.end_step("one")
+        loans.advance([number], end)
+    loans.end_step(number)
 
 
 def refused(loans: Loans, *arguments, **changes) -> LLMStatusCode:
@@ -66,13 +68,13 @@ def test_a_reader_gets_every_byte_once_in_any_interleaving_with_the_steps_that_c
     done = 0
     for count in steps:
         new = ids[done : done + count].tolist()
-        loans.begin_step("one", new)
+        loans.begin_step(FIRST, done, new)
         for start, end in zip((0, *LAYER_ENDS), (*LAYER_ENDS, BLOCK_BYTES), strict=True):
             read_some()
             source[new, start:end] = final[new, start:end]
             if end in LAYER_ENDS:
-                loans.advance(["one"], end)
-        loans.end_step("one")
+                loans.advance([FIRST], end)
+        loans.end_step(FIRST)
         done += count
         read_some()
     read_some(count=2 * num_blocks)
@@ -129,7 +131,7 @@ def test_a_loan_that_ends_fails_its_readers_even_when_all_has_been_read():
     reading = loans.open("one", 0, 4, DIGEST, 0)
     compute(loans, [0, 1, 2, 3])
     assert list(reading.parts(1e9, always))
-    loans.end("one", "its lease has ended")
+    loans.end(FIRST, "its lease has ended")
     with pytest.raises(LLMException, match="its lease has ended"):
         reading.require_held()
     assert refused(loans) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -142,10 +144,33 @@ def test_a_loan_that_ends_fails_its_readers_even_when_all_has_been_read():
 
 def test_a_step_that_was_never_computed_ends_the_loan():
     loans = lent()
-    loans.begin_step("one", [0, 1])
-    loans.begin_step("one", [2, 3])
+    loans.begin_step(FIRST, 0, [0, 1])
+    loans.begin_step(FIRST, 2, [2, 3])
     assert refused(loans) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     assert loans.is_empty
+
+
+def test_blocks_that_are_computed_anew_end_the_loan():
+    loans = lent()
+    compute(loans, [0, 1])
+    loans.begin_step(FIRST, 0, [5, 6])
+    assert refused(loans) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_steps_of_a_loan_that_has_ended_are_not_those_of_another_that_has_got_its_name():
+    loans = lent(1)
+    loans.end(FIRST, "its request was preempted")
+    other = loans.offer("one", "another request", 1, DIGEST)
+    loans.begin_step(FIRST, 0, [7])
+    loans.advance([FIRST], 10)
+    loans.end_step(FIRST)
+    assert not loans.is_ready(other)
+    reading = loans.open("one", 0, 1, DIGEST, 0)
+    assert reading.ready_part() is None
+    reading.close()
+    loans.end(FIRST, "it ends twice")
+    compute(loans, [3])
+    assert loans.is_ready(other)
 
 
 def test_a_reader_that_is_not_wanted_or_late_waits_no_more():
@@ -167,9 +192,10 @@ def test_owners_learn_who_is_renewed_read_and_released():
     assert loans.take_renewed() == set()
     loans.release(["one", "unknown"])
     assert (loans.take_released(), loans.take_released()) == ({"request"}, set())
-    assert loans.offer("one", "another request", 1, DIGEST)
-    assert not loans.offer("one", "a third", 1, DIGEST)
-    assert not loans.is_ready("one")
+    another = loans.offer("one", "another request", 1, DIGEST)
+    assert another != FIRST
+    assert loans.offer("one", "a third", 1, DIGEST) is None
+    assert not loans.is_ready(another)
 
 
 @pytest.mark.parametrize(

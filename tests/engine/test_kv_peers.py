@@ -42,9 +42,9 @@ def answer(llm: LLM, prompt=PROMPT, transfer=None, **changes) -> list:
     ]
 
 
-def prefill(llm: LLM, prompt=PROMPT, **more) -> dict:
+def prefill(llm: LLM, prompt=PROMPT, *, n=1, **more) -> dict:
     [output] = llm.generate(
-        [prompt], params(max_tokens=1), kv_transfer_params={"do_remote_decode": True, **more}
+        [prompt], params(max_tokens=1, n=n), kv_transfer_params={"do_remote_decode": True, **more}
     )
     return output.kv_transfer_params
 
@@ -63,7 +63,7 @@ def check_nothing_is_held(*engines: LLM) -> None:
         assert parts.loans.is_empty
         assert not parts.borrowed.is_reading
         assert not parts.borrowed._borrowed
-        assert not parts.lent._transfer_ids
+        assert not parts.lent._lent
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +146,18 @@ def test_all_completions_of_a_prompt_use_it(pair):
     assert second.stats().num_failed_loads == 0
 
 
+def test_a_prompt_of_several_completions_is_lent_once(pair, alone):
+    first, second = pair
+    transfer = prefill(first, n=3, transfer_id="mine")
+    assert len(core_of(first)._connector._parts.lent._lent) == 1
+    assert answer(second, transfer=transfer) == alone
+
+
 def test_a_prompt_of_less_than_a_block_is_not_lent(pair):
     first, second = pair
     assert prefill(first, PROMPT[:16]) is None
     assert prefill(first, PROMPT[:17]) is not None
-    core_of(first)._connector.lease_ended(next(iter(core_of(first)._connector._parts.lent._transfer_ids)))
+    core_of(first)._connector.lease_ended(next(iter(core_of(first)._connector._parts.lent._lent)))
     core_of(first).scheduler._holdings.end_all_leases()
     assert answer(second, PROMPT[:16], transfer={"do_remote_prefill": False})
 

@@ -8,6 +8,7 @@ have been sent: so blocks that have got other content are never taken for what w
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,9 +34,11 @@ class BlockPart:
 
 @dataclasses.dataclass(slots=True)
 class _Loan:
+    name: str
     owner: str
     num_blocks: int
     digest: bytes
+    number: int
     block_ids: list[int] = dataclasses.field(default_factory=list)
     num_ready: int = 0  # leading blocks that are complete
     computed_stop: int = 0  # blocks from `num_ready` to this one are being computed
@@ -55,7 +58,9 @@ class Loans:
     def __init__(self, block_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.block_bytes = block_bytes
         self._clock = clock
-        self._loans: dict[str, _Loan] = {}
+        self._loans: dict[str, _Loan] = {}  # by name
+        self._by_number: dict[int, _Loan] = {}
+        self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self._renewed: set[str] = set()
         self._released: set[str] = set()
@@ -66,9 +71,11 @@ class Loans:
         return not self._loans
 
     # -- the owner -----------------------------------------------------------------------------------------
+    #
+    # It knows loans by number: a name may be given anew while a step of the loan that had it is computed.
 
-    def offer(self, name: str, owner: str, num_blocks: int, digest: bytes) -> bool:
-        """Lend blocks, none of which is ready; False if the name is taken.
+    def offer(self, name: str, owner: str, num_blocks: int, digest: bytes) -> int | None:
+        """Lend blocks, none of which is ready; return the loan's number, or None if the name is taken.
 
         Args:
             name: that peers know.
@@ -78,57 +85,64 @@ class Loans:
         """
         with self._changed:
             if name in self._loans:
-                return False
-            self._loans[name] = _Loan(owner, num_blocks, digest)
+                return None
+            number = next(self._numbers)
+            self._loans[name] = self._by_number[number] = _Loan(name, owner, num_blocks, digest, number)
             self._changed.notify_all()
-        return True
+        return number
 
-    def begin_step(self, name: str, block_ids: Sequence[int]) -> None:
-        """Note that a step completes blocks, which follow those of earlier steps.
+    def begin_step(self, number: int, first_block: int, block_ids: Sequence[int]) -> None:
+        """Note that a step completes the blocks of a loan from `first_block` on.
 
-        A loan whose last step has not ended ends: nobody knows what that step has written.
+        A loan whose last step has not ended ends: nobody knows what that step has written. So does one whose
+        blocks are not told one after another: it is computed anew, into other blocks.
         """
         with self._changed:
-            loan = self._loans.get(name)
+            loan = self._by_number.get(number)
             if loan is None:
                 return
             if loan.computed_stop > loan.num_ready:
-                self._end(name, "its blocks were not computed to the end")
+                self._end(loan, "its blocks were not computed to the end")
+                return
+            if first_block != len(loan.block_ids):
+                self._end(loan, "its blocks are computed anew")
                 return
             loan.block_ids += block_ids
             loan.computed_stop, loan.computed_bytes = len(loan.block_ids), 0
 
-    def advance(self, names: Iterable[str], num_bytes: int) -> None:
+    def advance(self, numbers: Iterable[int], num_bytes: int) -> None:
         """Note that the blocks that the step completes for these loans have their first `num_bytes`."""
         with self._changed:
-            for loan in filter(None, map(self._loans.get, names)):
+            for loan in filter(None, map(self._by_number.get, numbers)):
                 loan.computed_bytes = num_bytes
             self._changed.notify_all()
 
-    def end_step(self, name: str) -> None:
+    def end_step(self, number: int) -> None:
         """Note that the step has computed its blocks."""
         with self._changed:
-            loan = self._loans.get(name)
+            loan = self._by_number.get(number)
             if loan is not None:
                 loan.num_ready = loan.computed_stop
                 self._changed.notify_all()
 
-    def is_ready(self, name: str) -> bool:
+    def is_ready(self, number: int) -> bool:
         """Return whether all blocks of a loan are ready; False if there is none."""
         with self._changed:
-            loan = self._loans.get(name)
+            loan = self._by_number.get(number)
             return loan is not None and loan.num_ready == loan.num_blocks
 
-    def end(self, name: str, reason: str) -> None:
+    def end(self, number: int, reason: str) -> None:
         """Lend this no more; whoever reads it fails. Nothing happens if there is no such loan."""
         with self._changed:
-            self._end(name, reason)
+            loan = self._by_number.get(number)
+            if loan is not None:
+                self._end(loan, reason)
 
     def end_all(self, reason: str) -> None:
         """Lend nothing more."""
         with self._changed:
-            for name in list(self._loans):
-                self._end(name, reason)
+            for loan in list(self._loans.values()):
+                self._end(loan, reason)
 
     def take_renewed(self) -> set[str]:
         """Return the owners of loans that a peer reads, or has asked to keep since the last call."""
@@ -186,13 +200,12 @@ class Loans:
                 loan = self._loans.get(name)
                 if loan is not None:
                     self._released.add(loan.owner)
-                    self._end(name, "a peer has given it back")
+                    self._end(loan, "a peer has given it back")
 
-    def _end(self, name: str, reason: str) -> None:
-        loan = self._loans.pop(name, None)
-        if loan is not None:
-            loan.ended_because = reason
-            self._changed.notify_all()
+    def _end(self, loan: _Loan, reason: str) -> None:
+        del self._loans[loan.name], self._by_number[loan.number]
+        loan.ended_because = reason
+        self._changed.notify_all()
 
     # -- one reading ---------------------------------------------------------------------------------------
 

@@ -13,11 +13,13 @@ from quire.step import IntArray, SchedulerOutput
 class Save:
     """Blocks of one prompt that are full after a step, each reported once for each time the request runs.
 
-    The first report also has those that were full before: cached or loaded ones. The step has read the
-    `trusted_block_ids`, from the start of the prompt, and computed the others.
+    The first report also has those that were full before: cached or loaded ones. `first_block` is the place
+    of the first one in the prompt. The step has read the `trusted_block_ids`, from the start of the prompt,
+    and computed the others.
     """
 
     request_id: str
+    first_block: int
     blocks: list[tuple[BlockKey, int]]
     trusted_block_ids: list[int]
 
@@ -88,7 +90,7 @@ class PromptBlocks:
             new = range(table.num_reported, num_full)
             blocks = [(table.keys[index], table.block_ids[index]) for index in new]
             trusted = table.block_ids[: num_computed // self._block_size]
-            saves.append(Save(request_id, blocks, trusted))
+            saves.append(Save(request_id, new.start, blocks, trusted))
             table.num_reported = num_full
             if num_full == len(table.keys):
                 self.forget(request_id)

@@ -19,11 +19,18 @@ from quire.step import SchedulerOutput
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class LoanStep:
-    """Blocks of a loan that a step completes."""
+    """Blocks of a loan, from `first_block` on, that a step completes."""
 
     request_id: str
-    transfer_id: str
+    loan: int
+    first_block: int
     block_ids: list[int]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Lent:
+    transfer_id: str
+    loan: int  # its number
 
 
 class LentPrompts:
@@ -40,7 +47,7 @@ class LentPrompts:
         # Scheduler side.
         self._prompts = PromptBlocks(block_size)
         self._keys: dict[str, SequenceKeys] = {}
-        self._transfer_ids: dict[str, str] = {}  # by request
+        self._lent: dict[str, _Lent] = {}  # by request
         # Worker side.
         self._steps: Sequence[LoanStep] = ()
 
@@ -54,30 +61,33 @@ class LentPrompts:
         """
         params = lending_params(request.kv_transfer_params)
         num_blocks = (request.num_prompt_tokens - 1) // self._block_size
-        if params is None or not num_blocks or request.beam_sequence_ids:
+        is_lent_already = request.shares_prompt_with is not None  # by the first of several completions
+        if params is None or not num_blocks or request.beam_sequence_ids or is_lent_already:
             return
         transfer_id = params.transfer_id or secrets.token_hex(16)
         keys = SequenceKeys(root_digest(salt=request.cache_salt), self._block_size)
         keys.extend(request.prompt_array[: num_blocks * self._block_size])
-        if not self._loans.offer(transfer_id, request.request_id, num_blocks, keys.digest(num_blocks)):
+        loan = self._loans.offer(transfer_id, request.request_id, num_blocks, keys.digest(num_blocks))
+        if loan is None:
             raise InvalidRequestError(
                 f"transfer_id {transfer_id!r} is in use by another request; each needs its own",
                 param="kv_transfer_params",
             )
         self._keys[request.request_id] = keys
-        self._transfer_ids[request.request_id] = transfer_id
+        self._lent[request.request_id] = _Lent(transfer_id, loan)
 
     def plan(self, output: SchedulerOutput) -> list[LoanStep]:
         """Return what a step completes."""
-        if not self._transfer_ids:
+        if not self._lent:
             return []
         for request_id in output.preempted_req_ids:
-            if request_id in self._transfer_ids:
-                self._loans.end(self._transfer_ids[request_id], "its request was preempted")
+            if request_id in self._lent:
+                self._loans.end(self._lent[request_id].loan, "its request was preempted")
         return [
             LoanStep(
                 save.request_id,
-                self._transfer_ids[save.request_id],
+                self._lent[save.request_id].loan,
+                save.first_block,
                 [block_id for _, block_id in save.blocks],
             )
             for save in self._prompts.completed_by(output, self._keys)
@@ -85,8 +95,8 @@ class LentPrompts:
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> str | None:
         """Note that a request has ended; return its transfer id if its blocks are to be held."""
-        transfer_id = self._transfer_ids.get(request.request_id)
-        if transfer_id is None:
+        lent = self._lent.get(request.request_id)
+        if lent is None:
             return None
         self._keys.pop(request.request_id, None)
         self._prompts.forget(request.request_id)
@@ -94,16 +104,16 @@ class LentPrompts:
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        if is_complete and len(block_ids) and self._loans.is_ready(transfer_id):
-            return transfer_id
+        if is_complete and len(block_ids) and self._loans.is_ready(lent.loan):
+            return lent.transfer_id
         self.end(request.request_id, "its prompt was not computed to the end")
         return None
 
     def end(self, request_id: str, reason: str) -> None:
         """Lend a request's prompt no more."""
-        transfer_id = self._transfer_ids.pop(request_id, None)
-        if transfer_id is not None:
-            self._loans.end(transfer_id, reason)
+        lent = self._lent.pop(request_id, None)
+        if lent is not None:
+            self._loans.end(lent.loan, reason)
 
     # -- worker side ---------------------------------------------------------------------------------------
 
@@ -111,20 +121,20 @@ class LentPrompts:
         """Note what the step completes whose forward pass comes next."""
         self._steps = steps
         for step in steps:
-            self._loans.begin_step(step.transfer_id, step.block_ids)
+            self._loans.begin_step(step.loan, step.first_block, step.block_ids)
 
     def advance(self, num_bytes: int) -> None:
         """Note that the step has written the first `num_bytes` of each block that it completes."""
         if self._steps:
-            self._loans.advance([step.transfer_id for step in self._steps], num_bytes)
+            self._loans.advance([step.loan for step in self._steps], num_bytes)
 
     def end_step(self, failed_ids: frozenset[str]) -> None:
         """Note that the step has been computed, but for some requests."""
         for step in self._steps:
             if step.request_id in failed_ids:
-                self._loans.end(step.transfer_id, "its request has failed")
+                self._loans.end(step.loan, "its request has failed")
             else:
-                self._loans.end_step(step.transfer_id)
+                self._loans.end_step(step.loan)
         self._steps = ()
 
 
