@@ -70,6 +70,8 @@ def ends():
 def small_parts(monkeypatch):
     """Copy in two threads, a little at a time."""
     monkeypatch.setattr(shared_memory, "PART_BYTES", 700)
+    monkeypatch.setattr(shared_memory, "MAX_PIECE_BYTES", 1500)
+    monkeypatch.setattr(shared_memory, "MIN_THREAD_PIECE_BYTES", 1)
     monkeypatch.setattr(shared_memory, "MIN_THREAD_BYTES", 2000)
 
 

@@ -34,8 +34,10 @@ from quire.datadist.transports.source_spans import EncodedSpans, decode_source_s
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 8 << 20  # copied at a time; a link that ends is noticed between two parts
+PART_BYTES = 8 << 20  # of small pieces that are copied at a time; a link that ends is noticed between two
+MAX_PIECE_BYTES = 64 << 20  # from 40 MiB or so, memcpy does not read what it overwrites
 MIN_THREAD_BYTES = 16 << 20  # below that, a second thread costs more than it saves
+MIN_THREAD_PIECE_BYTES = 256 << 10  # mean; for smaller pieces, two threads mostly wait for the GIL
 MAX_MAPPED = 4  # files of a link that stay mapped; their memory is not freed meanwhile
 
 _BACKLOG = 64
@@ -264,12 +266,16 @@ class _Copy:
     def __init__(
         self, memory: CacheMemory, target: ByteSpans, source: ByteSpans, addresses: list[int]
     ) -> None:
-        self._from, self._to, self._lengths = common_pieces(source, target, PART_BYTES)
+        self._from, self._to, self._lengths = common_pieces(source, target, MAX_PIECE_BYTES)
         starts = np.cumsum(self._lengths) - self._lengths
         bounds = (np.flatnonzero(np.diff(starts // PART_BYTES)) + 1).tolist()
         slices = [slice(begin, end) for begin, end in zip([0, *bounds], [*bounds, None], strict=True)]
         self._memory = memory
-        self._has_two_threads = target.num_bytes >= MIN_THREAD_BYTES and len(os.sched_getaffinity(0)) > 1
+        self._has_two_threads = (
+            target.num_bytes >= MIN_THREAD_BYTES
+            and self._lengths.mean() >= MIN_THREAD_PIECE_BYTES
+            and len(os.sched_getaffinity(0)) > 1
+        )
         tensors = zip(target.tensors, addresses, strict=True)
         self._parts = iter([(tensor, address, one) for tensor, address in tensors for one in slices])
         self._errors: list[BaseException] = []
