@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
 
+import pytest
+
 import subprocesses
+from quire import LLM, SamplingParams
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -65,3 +69,32 @@ def test_custom_connector_loads_what_another_engine_computed() -> None:
     assert int(num_loaded[1]) > 0
     assert "KV cache" in answer
     assert same_answer == answer
+
+
+@pytest.fixture(scope="module")
+def greedy_answers():
+    """Return a function from questions to the tokens of their answers."""
+    with LLM("mini", num_kv_blocks=64, num_threads=1) as llm:
+
+        def answers(questions: list[str]) -> list[list[int]]:
+            chats = [[{"role": "user", "content": question}] for question in questions]
+            outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=48))
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        yield answers
+
+
+def test_prefill_decode_slots_answers_as_the_engine_does_and_reuses_slots(greedy_answers) -> None:
+    lines = run("prefill_decode_slots")
+    slots, questions = zip(*(line.split(": ", 1) for line in lines[0::3]), strict=True)
+    assert [ast.literal_eval(tokens.strip()) for tokens in lines[2::3]] == greedy_answers(questions)
+    assert slots == ("slot 1", "slot 1", "slot 1", "slot 0")
+
+
+def test_prefill_decode_blocks_answers_as_the_engine_does_and_reuses_blocks(greedy_answers) -> None:
+    lines = run("prefill_decode_blocks")
+    blocks, questions = zip(*(line.split(": ", 1) for line in lines[0::3]), strict=True)
+    assert [ast.literal_eval(tokens.strip()) for tokens in lines[2::3]] == greedy_answers(questions)
+    tables = [set(ast.literal_eval(one.removeprefix("blocks "))) for one in blocks]
+    assert len(tables) == 4
+    assert sum(map(len, tables)) > len(set.union(*tables)), "no block was used twice"
