@@ -52,6 +52,11 @@ ROWS: dict[str, list[str]] = {
         "role MIX",
         "push_blocks",
         "push_cache",
+        "transfer_cache_async",
+        "CacheTask",
+        "LayerSynchronizer",
+        "TransferConfig",
+        "TransferWithCacheKeyConfig",
     ],
     "What users rely on": [
         "a side may have the cluster id of its peer",

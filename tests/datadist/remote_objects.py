@@ -23,8 +23,10 @@ from quire.datadist import (
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
+    CacheTask,
     KvCache,
     KvCacheManager,
+    LayerSynchronizer,
     LLMClusterInfo,
     LLMDataDist,
     LLMException,
@@ -32,14 +34,27 @@ from quire.datadist import (
     LLMReq,
     ModelRunner,
     Tensor,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
 )
 
-BY_REFERENCE = (KvCache, KvCacheManager, LLMDataDist, LLMModel, ModelRunner, Tensor)
+BY_REFERENCE = (
+    CacheTask,
+    KvCache,
+    KvCacheManager,
+    LayerSynchronizer,
+    LLMDataDist,
+    LLMModel,
+    ModelRunner,
+    Tensor,
+)
 BY_VALUE: dict[type, tuple[str, ...]] = {
     BlocksCacheKey: ("prompt_cluster_id", "model_id"),
     CacheDesc: ("num_tensors", "shape", "data_type", "placement"),
     CacheKey: ("prompt_cluster_id", "req_id", "model_id", "prefix_id"),
     CacheKeyByIdAndIndex: ("cluster_id", "cache_id", "batch_index"),
+    TransferConfig: ("dst_cluster_id", "dst_addrs", "src_layer_range", "src_batch_index"),
+    TransferWithCacheKeyConfig: ("cache_key", "src_layer_range", "dst_layer_range", "src_batch_index"),
     LLMReq: ("req_id", "prompt_length", "prompt_cluster_id", "decoder_cluster_id", "prefix_id"),
 }
 PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; import remote_objects; remote_objects.serve()"

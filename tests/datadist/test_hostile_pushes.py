@@ -21,6 +21,7 @@ from quire.datadist.cache_pool import CachePool
 from quire.datadist.handshake import ConnectionKind, greet, new_greeting
 from quire.datadist.memory import HostMemory
 from quire.datadist.protocol import (
+    AddressedTarget,
     BlocksSource,
     ControlChannel,
     FromPushReceiver,
@@ -104,6 +105,45 @@ def test_whatever_is_taken_is_within_a_registered_cache_and_written_once(**field
         if hold is not None:
             hold.end(consume=False)
     assert not any(cache.num_transfers for cache in pool._caches.values())
+
+
+@settings(max_examples=200)
+@given(
+    tensors=st.lists(st.integers(0, 2), min_size=1, max_size=3) | st.just([0, 1]),
+    delta=st.sampled_from([0, 0, 8, 3, 31, 32, -1]),
+    num_tensors=st.integers(1, 3) | st.just(2),
+    block_bytes=st.sampled_from([8, 8, 7]),
+    runs=st.just(b"") | some_runs,
+    num_bytes=st.integers(0, 40) | st.just(8),
+)
+@pytest.mark.parametrize("is_blocks", [False, True])
+def test_addresses_reach_no_byte_but_those_of_one_registered_cache(
+    is_blocks, tensors, delta, num_tensors, block_bytes, runs, num_bytes
+):
+    pool, memory = CachePool(HostMemory), HostMemory(DESC)
+    allocated = pool.allocate(DESC)
+    cache = pool.register_blocks(DESC, memory, None) if is_blocks else pool.register(DESC, memory)
+    known = [*memory.addresses(), *allocated.memory.addresses()]
+    target = AddressedTarget([known[one] + delta for one in tensors], block_bytes, runs)
+    request, hold = push_request(target=target, num_tensors=num_tensors, num_bytes=num_bytes), None
+    try:
+        hold = hold_target(pool, request)
+        spans = target_spans(hold, request)
+    except LLMException:
+        pass
+    else:
+        assert hold.cache is cache
+        assert spans.num_bytes == num_tensors * num_bytes
+        parts = [part for window in spans.windows(0, spans.num_bytes) for part in window]
+        touched = [(tensor, offset + byte) for tensor, offset, length in parts for byte in range(length)]
+        assert len(set(touched)) == len(touched)
+        assert {tensor for tensor, _ in touched} == set(tensors)
+        assert all(0 <= byte < 32 for _, byte in touched)
+        assert is_blocks or len({byte // 8 for _, byte in touched}) == 1
+    finally:
+        if hold is not None:
+            hold.end(consume=False)
+    assert not cache.num_transfers
 
 
 class Destination:

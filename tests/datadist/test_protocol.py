@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from quire.datadist import protocol, sockets
 from quire.datadist.protocol import (
     MAX_FRAME_BYTES,
+    AddressedTarget,
     BlocksSource,
     CheckLink,
     ControlChannel,
@@ -123,7 +124,8 @@ from_prompt = (
 push_requests = st.builds(
     PushRequest,
     transfer_id=u64,
-    target=sources.filter(lambda one: not isinstance(one, KeySource)),
+    target=sources.filter(lambda one: not isinstance(one, KeySource))
+    | st.builds(AddressedTarget, st.lists(u64, min_size=1, max_size=3), size, st.binary(max_size=64)),
     data_type=st.integers(0, 2**32 - 1),
     num_tensors=st.integers(0, 2**32 - 1),
     layers=st.none() | st.builds(LayerRange, size, size, size),

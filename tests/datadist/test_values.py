@@ -399,6 +399,14 @@ METHODS = {
         "unregister_cache": ["cache_id"],
         "deallocate_blocks_cache": ["cache"],
         "swap_blocks": ["src_cache", "dst_cache", "pairs"],
+        "transfer_cache_async": [
+            "src_cache",
+            "layer_synchronizer",
+            "transfer_configs",
+            "src_block_indices",
+            "dst_block_indices",
+            "dst_block_memory_size",
+        ],
         "push_blocks": [
             "dst_cache_key",
             "src_cache",

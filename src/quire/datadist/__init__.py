@@ -13,6 +13,12 @@ TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 if TYPE_CHECKING:
     from quire.datadist.cache_desc import CacheDesc
     from quire.datadist.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+    from quire.datadist.cache_tasks import (
+        CacheTask,
+        LayerSynchronizer,
+        TransferConfig,
+        TransferWithCacheKeyConfig,
+    )
     from quire.datadist.configs import LLMConfig, ModelConfig
     from quire.datadist.configs import LLMConfig as LlmConfig
     from quire.datadist.enums import DataType, LLMRole, Placement
@@ -31,6 +37,7 @@ __all__ = [
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
+    "CacheTask",
     "DataType",
     "KvCache",
     "KvCacheManager",
@@ -42,12 +49,15 @@ __all__ = [
     "LLMReq",
     "LLMRole",
     "LLMStatusCode",
+    "LayerSynchronizer",
     "LlmConfig",
     "ModelConfig",
     "ModelRunner",
     "Placement",
     "Tensor",
     "TensorDesc",
+    "TransferConfig",
+    "TransferWithCacheKeyConfig",
     "set_default_runner_factory",
 ]
 
@@ -57,6 +67,7 @@ _HOMES = {
     "CacheDesc": "quire.datadist.cache_desc",
     "CacheKey": "quire.datadist.cache_keys",
     "CacheKeyByIdAndIndex": "quire.datadist.cache_keys",
+    "CacheTask": "quire.datadist.cache_tasks",
     "DataType": "quire.datadist.enums",
     "KvCache": "quire.datadist.kv_cache",
     "KvCacheManager": "quire.datadist.kv_cache_manager",
@@ -68,12 +79,15 @@ _HOMES = {
     "LLMReq": "quire.datadist.requests",
     "LLMRole": "quire.datadist.enums",
     "LLMStatusCode": "quire.datadist.status",
+    "LayerSynchronizer": "quire.datadist.cache_tasks",
     "LlmConfig": "quire.datadist.configs",
     "ModelConfig": "quire.datadist.configs",
     "ModelRunner": "quire.datadist.model_runner",
     "Placement": "quire.datadist.enums",
     "Tensor": "quire.datadist.tensor",
     "TensorDesc": "quire.datadist.tensor",
+    "TransferConfig": "quire.datadist.cache_tasks",
+    "TransferWithCacheKeyConfig": "quire.datadist.cache_tasks",
     "set_default_runner_factory": "quire.datadist.model_runner",
 }
 

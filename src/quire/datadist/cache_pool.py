@@ -234,6 +234,18 @@ class CachePool(Generic[M]):
                 raise invalid(f"cache {cache_id} is contiguous; it has no blocks")
             return self._hold(cache, None, None)
 
+    def hold_registered(self, is_wanted: Callable[[PooledCache[M]], bool]) -> SourceHold[M]:
+        """Keep the registered cache that `is_wanted` returns true for, for a transfer.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST.
+        """
+        with self._exclusive():
+            for cache in self._caches.values():
+                if cache.is_registered and cache.has_handle and is_wanted(cache):
+                    return self._hold(cache, None, None)
+        raise _no_cache("no registered cache is there")
+
     def close(self) -> None:
         """Forget every cache and key, whatever holds them."""
         with self._exclusive():

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import EllipsisType
 from typing import Any
 
-from quire.datadist.argument_checks import U32, ArgumentChecks, one_of
+from quire.datadist.argument_checks import DIMENSION, U32, ArgumentChecks, one_of
+from quire.datadist.cache_holds import PooledCache
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from quire.datadist.cache_tasks import (
+    CacheTask,
+    LayerSynchronizer,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
 from quire.datadist.enums import LLMRole
 from quire.datadist.kv_cache import KvCache, pooled_cache
+from quire.datadist.layered_pushes import Config, layer_transfers
 from quire.datadist.link_ends import LinkEnds
 from quire.datadist.local_caches import LocalCaches
+from quire.datadist.memory import CacheMemory
 from quire.datadist.pulls import LAYER_OPTIONS, SLOT_OPTIONS, block_pulls, check_options, slot_pull
-from quire.datadist.pushes import block_pushes, slot_push
+from quire.datadist.pushes import Push, block_pushes, slot_push
 
 
 class KvCacheManager(LocalCaches):
@@ -194,3 +203,51 @@ class KvCacheManager(LocalCaches):
             cache = pooled_cache(self._pool, src_cache)
             for push in block_pushes(dst_cache_key, cache, sources, targets, options):
                 push.run(self._ends.link_to_push(dst_cache_key.cluster_id), deadline)
+
+    def transfer_cache_async(  # noqa: PLR0917 - the interface's order
+        self,
+        src_cache: KvCache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: list[Config] | tuple[Config, ...],
+        src_block_indices: list[int] | None = None,
+        dst_block_indices: list[int] | None = None,
+        dst_block_memory_size: int | None = None,
+    ) -> CacheTask:
+        """Push a cache of this PROMPT in a thread, each layer when the synchronizer says that it is computed.
+
+        Args:
+            src_cache: the source. Two tensors are a layer, or one if their number is odd.
+            layer_synchronizer: is asked once for each layer, with `sync_kv_timeout` as its time.
+            transfer_configs: the destinations, at least one.
+            src_block_indices: of a blocks cache; block i goes to block i of `dst_block_indices`.
+            dst_block_indices: likewise, as long; no block twice.
+            dst_block_memory_size: bytes of a block of the destination; those of the source if None.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID, LLM_KV_CACHE_NOT_EXIST. What goes wrong later is in the task's
+                results, and so is a destination that is not linked.
+        """
+        with ArgumentChecks() as check:
+            check.instance("src_cache", src_cache, KvCache)
+            check.instance("layer_synchronizer", layer_synchronizer, LayerSynchronizer)
+            check.instance("transfer_configs", transfer_configs, list, tuple)
+            for one in transfer_configs:
+                check.instance("transfer_configs", one, TransferConfig, TransferWithCacheKeyConfig)
+            check.require(bool(transfer_configs), "transfer_configs is empty")
+            given = src_block_indices is not None or dst_block_indices is not None
+            sources = check.indices("src_block_indices", src_block_indices) if given else None
+            targets = check.indices("dst_block_indices", dst_block_indices) if given else None
+            if dst_block_memory_size is not None:
+                check.integer("dst_block_memory_size", dst_block_memory_size, DIMENSION)
+
+        def move(cluster_id: int, pushes: Callable[[PooledCache[CacheMemory]], list[Push]]) -> None:
+            with self.call(LLMRole.PROMPT) as deadline:
+                for push in pushes(pooled_cache(self._pool, src_cache)):
+                    push.run(self._ends.link_to_push(cluster_id), deadline)
+
+        with self.call(LLMRole.PROMPT):
+            blocks = None if sources is None or targets is None else (sources, targets)
+            cache = pooled_cache(self._pool, src_cache)
+            transfers = layer_transfers(cache, transfer_configs, blocks, dst_block_memory_size, move)
+        timeout_ms = int(self._timeout * 1e3)
+        return CacheTask(layer_synchronizer, transfers, len(transfer_configs), timeout_ms)

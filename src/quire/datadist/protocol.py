@@ -248,6 +248,17 @@ class PullConfirmed(_Message):
     transfer_id: U64
 
 
+class AddressedTarget(msgspec.Struct, array_like=True, tag=True):
+    """Tensors of one registered cache by what their owner has told: a part of a slot, or blocks.
+
+    Addresses are compared with those of the cache, and never used.
+    """
+
+    addresses: Annotated[list[U64], msgspec.Meta(min_length=1, max_length=1 << 16)]
+    block_bytes: Size
+    runs: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * _RUN_BYTES)]
+
+
 class PushesReady(_Message):
     """PROMPT: pushes may come on this connection."""
 
@@ -256,7 +267,7 @@ class PushRequest(_Message):
     """PROMPT: take this. `num_bytes` counts in each tensor, from the start of a slot, or in blocks."""
 
     transfer_id: U64
-    target: SlotSource | BlocksSource | NumberedBlocksSource
+    target: SlotSource | BlocksSource | NumberedBlocksSource | AddressedTarget
     data_type: U32
     num_tensors: U32
     layers: LayerRange | None

@@ -11,6 +11,7 @@ from quire.datadist.cache_pool import CachePool
 from quire.datadist.enums import DataType
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
+    AddressedTarget,
     BlocksSource,
     KeySource,
     LayerRange,
@@ -96,7 +97,7 @@ def spans_of(
     desc = hold.cache.desc
     tensors = _tensors(desc, request, layer_argument)
     if isinstance(place, (BlocksSource, NumberedBlocksSource)):
-        spans = _block_spans(desc, tensors, place, request.num_bytes)
+        spans = block_spans_of(desc, tensors, place, request.num_bytes)
     else:
         assert hold.slot is not None
         spans = _slot_spans(desc, tensors, hold.slot, offset, request.num_bytes)
@@ -105,13 +106,18 @@ def spans_of(
     return spans
 
 
-def _tensors(desc: CacheDesc, request: PullRequest | PushRequest, layer_argument: str) -> range:
+def require_data_type(desc: CacheDesc, request: PullRequest | PushRequest) -> None:
+    """Raise `LLMException`, LLM_PARAM_INVALID, if a request is about elements of another type."""
     if request.data_type != desc.data_type:
         raise invalid(
             f"the peer's cache has {desc.data_type.name}, not {DataType(request.data_type).name}"
             if request.data_type in tuple(DataType)
             else f"there is no data type {request.data_type}"
         )
+
+
+def _tensors(desc: CacheDesc, request: PullRequest | PushRequest, layer_argument: str) -> range:
+    require_data_type(desc, request)
     tensors = layer_tensors(layer_argument, request.layers, desc.num_tensors)
     if len(tensors) != request.num_tensors:
         raise invalid(f"{len(tensors)} tensors of the peer's cache stand against {request.num_tensors}")
@@ -145,9 +151,17 @@ def _slot_spans(desc: CacheDesc, tensors: range, slot: int, offset: int, num_byt
     return slot_spans(tensors, slot * desc.slot_bytes + offset, num_bytes)
 
 
-def _block_spans(
-    desc: CacheDesc, tensors: range, source: BlocksSource | NumberedBlocksSource, num_bytes: int
+def block_spans_of(
+    desc: CacheDesc,
+    tensors: range,
+    source: BlocksSource | NumberedBlocksSource | AddressedTarget,
+    num_bytes: int,
 ) -> ByteSpans:
+    """Return the spans of the blocks that a request of a peer names, all of them within the cache.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
     if source.block_bytes != desc.slot_bytes:
         raise invalid(f"blocks of the peer's cache have {desc.slot_bytes} bytes, not {source.block_bytes}")
     starts, counts = decode_runs(source.runs)

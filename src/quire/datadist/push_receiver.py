@@ -13,11 +13,13 @@ import msgspec
 import numpy as np
 
 from quire.datadist import sockets
+from quire.datadist.addressed_targets import addressed_place, addressed_spans
 from quire.datadist.cache_holds import SourceHold
 from quire.datadist.cache_pool import CachePool
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
     FRAME_LIMIT,
+    AddressedTarget,
     BlocksSource,
     ControlChannel,
     FromPushSender,
@@ -130,7 +132,9 @@ def hold_target(pool: CachePool[CacheMemory], request: PushRequest) -> SourceHol
         LLMException: LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID, LLM_FAILED; nothing is held.
     """
     target = request.target
-    if isinstance(target, BlocksSource):
+    if isinstance(target, AddressedTarget):
+        hold = pool.hold_registered(lambda cache: addressed_place(cache, target) is not None)
+    elif isinstance(target, BlocksSource):
         hold = pool.hold_blocks(target.model_id)
     elif isinstance(target, NumberedBlocksSource):
         hold = pool.hold_numbered_blocks(target.cache_id)
@@ -151,7 +155,10 @@ def target_spans(hold: SourceHold[CacheMemory], request: PushRequest) -> ByteSpa
     Raises:
         LLMException: LLM_PARAM_INVALID.
     """
-    spans = spans_of(hold, request.target, request, layer_argument="dst_layer_range")
+    if isinstance(request.target, AddressedTarget):
+        spans = addressed_spans(hold.cache, request.target, request)
+    else:
+        spans = spans_of(hold, request.target, request, layer_argument="dst_layer_range")
     order = np.argsort(spans.offsets)
     if (np.diff(spans.offsets[order]) < spans.lengths[order][:-1]).any():
         raise invalid("a block is a destination twice")

@@ -14,6 +14,7 @@ from quire.datadist.cache_holds import PooledCache
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
+    AddressedTarget,
     BlocksSource,
     LayerRange,
     NumberedBlocksSource,
@@ -26,6 +27,16 @@ from quire.datadist.spans import ByteSpans, block_spans, runs, slot_spans
 from quire.datadist.status import invalid
 
 Cache = PooledCache[CacheMemory]
+
+
+@dataclasses.dataclass(frozen=True)
+class Addresses:
+    """Names the destination's tensors by what the peer has told of them."""
+
+    values: tuple[int, ...]
+
+
+PushKey = BlocksCacheKey | CacheKeyByIdAndIndex | Addresses
 
 
 class PushingLink(Protocol):
@@ -48,9 +59,7 @@ class Push:
         link.push(self.request, self.cache.memory, self.spans, deadline)
 
 
-def slot_push(
-    key: CacheKeyByIdAndIndex, cache: Cache, batch_index: int, size: int, options: TransferOptions
-) -> Push:
+def slot_push(key: PushKey, cache: Cache, batch_index: int, size: int, options: TransferOptions) -> Push:
     """Return the push of a slot into a slot.
 
     Args:
@@ -70,14 +79,20 @@ def slot_push(
     num_bytes = desc.slot_bytes if size == -1 else size
     if num_bytes > desc.slot_bytes:
         raise invalid(f"size is {size}, but the source slot has {desc.slot_bytes} bytes")
-    target = SlotSource(key.cache_id, key.batch_index)
+    if isinstance(key, BlocksCacheKey):
+        raise invalid(f"{key} names a blocks cache, but slots are pushed")
+    target = (
+        AddressedTarget(list(key.values), 0, b"")
+        if isinstance(key, Addresses)
+        else SlotSource(key.cache_id, key.batch_index)
+    )
     tensors, target_layers = transferred_layers(cache, options, is_source=True)
     request = _request(target, cache, tensors, num_bytes, target_layers)
     return Push(request, cache, slot_spans(tensors, batch_index * desc.slot_bytes, num_bytes))
 
 
 def block_pushes(
-    key: BlocksCacheKey | CacheKeyByIdAndIndex,
+    key: PushKey,
     cache: Cache,
     source_blocks: npt.NDArray[np.uint64],
     target_blocks: npt.NDArray[np.uint64],
@@ -97,11 +112,7 @@ def block_pushes(
 
     def push(part: slice) -> Push:
         target_runs = encode_runs(*runs(targets[part]))
-        target = (
-            BlocksSource(key.model_id, block_bytes, target_runs)
-            if isinstance(key, BlocksCacheKey)
-            else NumberedBlocksSource(key.cache_id, block_bytes, target_runs)
-        )
+        target = _blocks_target(key, block_bytes, target_runs)
         num_bytes = len(targets[part]) * block_bytes
         request = _request(target, cache, tensors, num_bytes, target_layers)
         return Push(request, cache, block_spans(tensors, *runs(sources[part]), block_bytes))
@@ -109,8 +120,18 @@ def block_pushes(
     return (push(part) for part in block_parts(len(targets)))
 
 
+def _blocks_target(
+    key: PushKey, block_bytes: int, target_runs: bytes
+) -> BlocksSource | NumberedBlocksSource | AddressedTarget:
+    if isinstance(key, Addresses):
+        return AddressedTarget(list(key.values), block_bytes, target_runs)
+    if isinstance(key, BlocksCacheKey):
+        return BlocksSource(key.model_id, block_bytes, target_runs)
+    return NumberedBlocksSource(key.cache_id, block_bytes, target_runs)
+
+
 def _require_blocks(
-    key: BlocksCacheKey | CacheKeyByIdAndIndex,
+    key: PushKey,
     cache: Cache,
     source_blocks: npt.NDArray[np.uint64],
     target_blocks: npt.NDArray[np.uint64],
@@ -130,7 +151,7 @@ def _require_blocks(
 
 
 def _request(
-    target: SlotSource | BlocksSource | NumberedBlocksSource,
+    target: SlotSource | BlocksSource | NumberedBlocksSource | AddressedTarget,
     cache: Cache,
     tensors: range,
     num_bytes: int,
