@@ -24,6 +24,8 @@ PROCESS_LIMIT = 24 * 3600.0
 SUCCESS = "LLM_SUCCESS"
 LATE = "LLM_WAIT_PROCESS_TIMEOUT"
 KILLED = "killed"
+GONE_PROCESS = (EOFError, BrokenPipeError)
+"""What calls raise whose process has been killed."""
 
 
 class ViolationError(AssertionError):
@@ -72,6 +74,7 @@ class Decoder:
         timeout = int(DEADLINE * 1e3)
         self.side = self._process.call(sides.start_decoder, cluster_id, timeout=timeout, **settings)
         self._manager = self.side.kv_cache_manager
+        self.last_duration = 0.0
         self.longest_overrun = 0.0
         self.num_right = 0
         self.last_error = ""
@@ -87,6 +90,12 @@ class Decoder:
 
     def pull(self, source: Source, *, stopped: float = 0.0) -> str:
         """Pull a source into a new cache; `stopped` are seconds that this process may be stopped."""
+        try:
+            return self._pull(source, stopped)
+        except GONE_PROCESS:
+            return KILLED
+
+    def _pull(self, source: Source, stopped: float) -> str:
         is_blocks = isinstance(source.key, BlocksCacheKey)
         allocate = self._manager.allocate_blocks_cache if is_blocks else self._manager.allocate_cache
         target = allocate(source.desc)
@@ -100,12 +109,9 @@ class Decoder:
             return LLMStatusCode.LLM_SUCCESS
 
         code = self._timed(DEADLINE + stopped, pull)
-        try:
-            if code == SUCCESS:
-                self._require_right(source, target)
-            self._manager.deallocate_cache(target)
-        except EOFError:
-            return KILLED
+        if code == SUCCESS:
+            self._require_right(source, target)
+        self._manager.deallocate_cache(target)
         return code
 
     def _require_right(self, source: Source, target: Any) -> None:
@@ -122,9 +128,10 @@ class Decoder:
         except LLMException as error:
             code = error.status_code.name
             self.last_error = str(error)
-        except EOFError:
+        except GONE_PROCESS:
             return KILLED
-        overrun = time.monotonic() - start - limit
+        self.last_duration = time.monotonic() - start
+        overrun = self.last_duration - limit
         self.longest_overrun = max(self.longest_overrun, overrun)
         if overrun > SLACK:
             raise ViolationError(f"a call took {overrun:.2f} s more than its {limit:g} s, with {code}")

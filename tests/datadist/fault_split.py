@@ -35,7 +35,7 @@ TOKEN = "shared by both"
 SETTLE_LIMIT = 15.0  # seconds, more than anybody may keep a place or a source after a failure
 VANISH_LIMIT = 30.0  # seconds until a machine that has vanished is noticed
 
-GONE = "LLM_KV_CACHE_NOT_EXIST"
+NOT_EXIST = "LLM_KV_CACHE_NOT_EXIST"
 FAILURES = {
     "pull": {LATE, "LLM_NOT_YET_LINK"},
     "link": {LATE, "LLM_LINK_FAILED"},
@@ -43,6 +43,7 @@ FAILURES = {
 """Codes of operations that a fault strikes."""
 UNLINKED = {SUCCESS, "LLM_NOTIFY_PROMPT_UNLINK_FAILED"}
 
+WARM_UP = 12  # pulls; a link keeps the descriptors of a few caches that were pulled in part or by prefix
 TRIES = 4  # of what nothing hinders but other programs, if this machine is busy
 LINK_BYTES = 400  # that a PROMPT sends over TCP for a link
 UNKNOWN_KEY = CacheKey(1, 2**63)
@@ -75,7 +76,7 @@ class Split:
         self._decoder = self._new_decoder(DECODER)
         self._bystander = self._new_decoder(BYSTANDER)
         self._baselines: dict[str, Census] = {}
-        self._duration = 0.0
+        self._seconds_per_byte = 0.0
         self._warm_up()
 
     def run(self, fault: Fault) -> None:
@@ -159,10 +160,11 @@ class Split:
             except BaseException as error:
                 outcomes.append(error)
 
-        self._injector.arm(fault, source.num_bytes if fault.operation == "pull" else LINK_BYTES)
+        num_bytes = source.num_bytes if fault.operation == "pull" else LINK_BYTES
+        self._injector.arm(fault, num_bytes)
         operating = threading.Thread(target=operate, daemon=True)
         operating.start()
-        self._injector.strike(fault, limit, self._duration)
+        self._injector.strike(fault, limit, num_bytes * self._seconds_per_byte)
         if fault.victim == DECODER and fault.kind in {"cut", "kill", "stop"}:
             self._expect_bystander()
         self._let_strangers_in(fault)
@@ -212,13 +214,13 @@ class Split:
         if fault.kind == "vanish" or (fault.kills and fault.victim == PROMPT):
             self._relink(self._bystander)
         if fault.kills and fault.victim == PROMPT:
-            self._expect("a pull of what is gone", self._pull(self._decoder, source), {GONE})
+            self._expect("a pull of what is gone", self._pull(self._decoder, source), {NOT_EXIST})
             source = self._bind(random.Random(fault.seed))
         if source.kind != "request" or not self._may_be_pulled(fault, code):
             self._expect("a pull after the fault", self._pull(self._decoder, source), {SUCCESS})
         else:  # if the pull was not confirmed, the key may have stayed
             unconfirmed = set() if was_usable else {SUCCESS}
-            self._expect("pulling again", self._pull(self._decoder, source), {GONE, *unconfirmed})
+            self._expect("pulling again", self._pull(self._decoder, source), {NOT_EXIST, *unconfirmed})
         self._expect_bystander()
         self._release(source)
 
@@ -235,7 +237,7 @@ class Split:
             return False
         desc = CacheDesc(1, [1, 1], DataType.DT_UINT8)
         of_pull = self._decoder.pull(Source("request", desc, 0, None, UNKNOWN_KEY))
-        if of_pull == GONE and code == SUCCESS:
+        if of_pull == NOT_EXIST and code == SUCCESS:
             return True
         self._expect("a pull before linking again", of_pull, {"LLM_NOT_YET_LINK"})
         if fault.kind in OF_STRANGERS:
@@ -299,11 +301,10 @@ class Split:
 
     def _warm_up(self) -> None:
         """Pull what needs every stream, and remember how long it takes and what each side holds when idle."""
-        for seed in range(3):
+        for seed in range(WARM_UP):
             source = self._bind(random.Random(seed))
-            start = time.monotonic()
             self._expect("a pull", self._pull(self._decoder, source), {SUCCESS})
-            self._duration = max(self._duration, time.monotonic() - start)
+            self._seconds_per_byte = self._decoder.last_duration / source.num_bytes
             self._release(source)
         self._expect_bystander()
         self._baselines = {name: self._census(name) for name in (PROMPT, DECODER, BYSTANDER)}

@@ -239,6 +239,7 @@ def _send(file: BinaryIO, message: object, number_of: Callable[[object], int | N
 
 def _receive(file: BinaryIO, object_of: Callable[[int], object]) -> Any:
     size = file.read(8)
-    if not size:
+    data = file.read(int.from_bytes(size, "little"))
+    if len(size) < 8 or len(data) < int.from_bytes(size, "little"):
         raise EOFError("the process at the other end is gone")
-    return _Unpickler(io.BytesIO(file.read(int.from_bytes(size, "little"))), object_of).load()
+    return _Unpickler(io.BytesIO(data), object_of).load()
