@@ -138,6 +138,7 @@ class FakeEngine:
             "dies in the body": _first_events(EVENTS[0], EVENTS[1][:9]) if streams else plain[:-5],
             "hangs in the body": _first_events(EVENTS[0]),
             "dies in a long body": _plain(200, b"x" * 3_000_000)[:-5],
+            "dies at no agreed end": HEAD_OF_STREAM.replace(b"Transfer-Encoding", b"X-Nothing") + EVENTS[0],
             "pauses": _first_events(EVENTS[0]),
             "long stream": HEAD_OF_STREAM,
         }[self.fault]

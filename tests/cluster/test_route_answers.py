@@ -12,6 +12,7 @@ STREAM = {**BODY, "stream": True}
 FAULTS = [
     "429", "503", "dies", "garbage", "dies in the head", "dies before the body", "hangs",
     "hangs before the body", "gone",
+    "dies at no agreed end",
 ]  # fmt: skip
 
 

@@ -47,7 +47,9 @@ def cluster():
         ready = {mode: router.stdout.readline() for mode, router in routers.items()}
         assert all("(2 of 2 engines are up)" in line for line in ready.values())
         urls = {mode: line.split()[1] for mode, line in ready.items()}
-        yield SimpleNamespace(decode=decode, urls=urls, processes=routers)
+        yield SimpleNamespace(
+            decode=decode, urls=urls, prefill_process=engines[0], router_processes=routers.values()
+        )
 
 
 def client(url):
@@ -99,8 +101,15 @@ def test_chats_errors_and_models_are_those_of_an_engine(cluster):
         client(url).completions.create(model="other", prompt=PROMPT)
 
 
+def test_a_killed_prefill_engine_costs_no_answer(cluster):
+    cluster.prefill_process.kill()
+    for mode, url in cluster.urls.items():
+        prompt = f"{mode} alone: {PROMPT}"
+        assert completion(url, prompt) == completion(cluster.decode, prompt)
+
+
 def test_sigterm_ends_a_router_cleanly(cluster):
-    for process in cluster.processes.values():
+    for process in cluster.router_processes:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate()
         assert process.returncode == 0

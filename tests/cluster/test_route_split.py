@@ -13,6 +13,7 @@ BODY = {
 FAULTS = [
     "429", "500", "503", "dies", "garbage", "dies in the head", "dies before the body", "hangs",
     "hangs before the body", "dies in the body", "dies in a long body", "not json", "no params",
+    "dies at no agreed end",
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Collection
@@ -52,6 +53,7 @@ class Router:
         self._calls = EngineCalls(self.engines, self._upstream, self.metrics)
         self._health = HealthChecks(self._upstream, config.health_interval)
         self._serving: set[asyncio.Task[Any]] = set()
+        self._call_ids = itertools.count()
 
     @property
     def num_serving(self) -> int:
@@ -115,7 +117,7 @@ class Router:
             )
         task = asyncio.current_task()
         assert task is not None
-        with self.calls.serving(uuid4().hex, ()):
+        with self.calls.serving(str(next(self._call_ids)), ()):
             self._serving.add(task)
             self.metrics.in_flight.inc()
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -37,6 +37,8 @@ _OF_ONE_CONNECTION = frozenset(
         "upgrade",
     }
 )
+
+_FAILURES = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
 
 Headers = CIMultiDict[str]
 
@@ -111,9 +113,11 @@ class Answer:
         Raises:
             EngineRequestError: the engine broke off, or was silent for too long.
         """
-        with _failures_of(self._engine, f"sent nothing for {self._idle_timeout:g} s"):
+        try:
             async with asyncio.timeout(self._idle_timeout):
                 return await self._response.content.readany()
+        except _FAILURES as error:
+            raise _failure(self._engine, error, f"sent nothing for {self._idle_timeout:g} s") from error
 
     async def read_beginning(self) -> None:
         """Read as much as is needed before the client is answered."""
@@ -161,7 +165,7 @@ class Upstream:
         url = URL(engine.url + asked.path, encoded=True)
         response: aiohttp.ClientResponse | None = None
         try:
-            with _failures_of(engine, f"did not answer within {asked.timeout:g} s"):
+            try:
                 async with asyncio.timeout(asked.timeout):
                     response = await self._session.request(
                         asked.method,
@@ -170,8 +174,12 @@ class Upstream:
                         data=asked.body or None,
                         allow_redirects=False,
                     )
+                    if not _is_delimited(response):  # its end could not be told from a failure
+                        raise EngineRequestError(engine, "does not say where its answer ends")
                     answer = Answer(engine, response, self._config.idle_timeout)
                     await answer.read_beginning()
+            except _FAILURES as error:
+                raise _failure(engine, error, f"did not answer within {asked.timeout:g} s") from error
             yield answer
         finally:
             if response is not None:
@@ -211,24 +219,27 @@ def end_to_end(headers: Mapping[str, str] | Any) -> Headers:
     return Headers((name, value) for name, value in headers.items() if name.lower() not in _OF_ONE_CONNECTION)
 
 
-@contextlib.contextmanager
-def _failures_of(engine: Engine, on_timeout: str) -> Iterator[None]:
-    """Raise what goes wrong with an engine as `EngineRequestError`."""
-    try:
-        yield
-    except aiohttp.ClientConnectorError as error:
-        raise EngineRequestError(
-            engine, f"cannot be reached: {error.strerror or error}", was_reached=False
-        ) from error
-    except aiohttp.ConnectionTimeoutError as error:
-        raise EngineRequestError(
-            engine, "cannot be reached: connecting timed out", timed_out=True, was_reached=False
-        ) from error
-    except TimeoutError as error:
-        raise EngineRequestError(engine, on_timeout, timed_out=True) from error
-    except aiohttp.ServerDisconnectedError as error:
-        raise EngineRequestError(engine, "closed the connection without an answer") from error
-    except aiohttp.ClientPayloadError as error:
-        raise EngineRequestError(engine, "broke off in the middle of its answer") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise EngineRequestError(engine, f"gave no valid answer: {error or type(error).__name__}") from error
+def _is_delimited(response: aiohttp.ClientResponse) -> bool:
+    is_chunked = response.headers.get("Transfer-Encoding", "").lower().endswith("chunked")
+    has_no_body = response.method == "HEAD" or response.status in (204, 304)
+    return is_chunked or has_no_body or "Content-Length" in response.headers
+
+
+def _failure(engine: Engine, error: Exception, on_timeout: str) -> EngineRequestError:
+    """Return what went wrong with an engine, as a sentence."""
+    match error:
+        case aiohttp.ClientConnectorError():
+            return EngineRequestError(
+                engine, f"cannot be reached: {error.strerror or error}", was_reached=False
+            )
+        case aiohttp.ConnectionTimeoutError():
+            return EngineRequestError(
+                engine, "cannot be reached: connecting timed out", timed_out=True, was_reached=False
+            )
+        case TimeoutError():
+            return EngineRequestError(engine, on_timeout, timed_out=True)
+        case aiohttp.ServerDisconnectedError():
+            return EngineRequestError(engine, "closed the connection without an answer")
+        case aiohttp.ClientPayloadError():
+            return EngineRequestError(engine, "broke off in the middle of its answer")
+    return EngineRequestError(engine, f"gave no valid answer: {error or type(error).__name__}")
