@@ -44,7 +44,8 @@ async def relay(
     await response.prepare(request)
     send_all = _send_events if answer.is_stream else _send_pieces
     try:
-        await send_all(response, answer)
+        async with answer.watched():
+            await send_all(response, answer)
     except EngineRequestError as error:
         on_broken()
         logger.warning("%s", error)

@@ -106,18 +106,24 @@ class Answer:
         self._engine = engine
         self._response = response
         self._idle_timeout = idle_timeout
+        self._is_waiting = False  # for the next piece
+        self._has_moved = True  # since the timer has fired last
+        self._timer: asyncio.TimerHandle | None = None
 
     async def next_piece(self) -> bytes:
-        """Return what has come of the body since the last call; empty at its end.
+        """Return what has come of the body since the last call; empty at its end. See `watched`.
 
         Raises:
-            EngineRequestError: the engine broke off, or was silent for too long.
+            EngineRequestError: the engine broke off.
         """
+        self._is_waiting = True
         try:
-            async with asyncio.timeout(self._idle_timeout):
-                return await self._response.content.readany()
+            return await self._response.content.readany()
         except _FAILURES as error:
-            raise _failure(self._engine, error, f"sent nothing for {self._idle_timeout:g} s") from error
+            raise _failure(self._engine, error, "") from error
+        finally:
+            self._is_waiting = False
+            self._has_moved = True
 
     async def read_beginning(self) -> None:
         """Read as much as is needed before the client is answered."""
@@ -125,6 +131,35 @@ class Answer:
             piece = await self.next_piece()
             self.body += piece
             self.is_whole = not piece
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Within this context, a piece may take between once and twice the idle timeout.
+
+        One timer watches all pieces: one for each takes longer than the rest of passing it on.
+
+        Raises:
+            EngineRequestError: the engine was silent for too long.
+        """
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._expire_if_silent(limit)
+                try:
+                    yield
+                finally:
+                    if self._timer is not None:
+                        self._timer.cancel()
+        except TimeoutError as error:
+            reason = f"sent nothing for {self._idle_timeout:g} s"
+            raise EngineRequestError(self._engine, reason, timed_out=True) from error
+
+    def _expire_if_silent(self, limit: asyncio.Timeout) -> None:
+        loop = asyncio.get_running_loop()
+        if self._is_waiting and not self._has_moved:
+            limit.reschedule(loop.time())
+            return
+        self._has_moved = not self._is_waiting
+        self._timer = loop.call_later(self._idle_timeout, self._expire_if_silent, limit)
 
 
 class Upstream:
