@@ -76,8 +76,8 @@ class RouterConfig:
     idle_timeout: Timeout = knob(
         default=120.0,
         unit="seconds",
-        help="Silence within an answer after which its engine is given up, at the latest after twice that; also the "
-        "time that a client has to send its request.",
+        help="Silence within an answer after which its engine is given up, at the latest after twice that. "
+        "Also the time that a client has to send its request.",
     )
     health_interval: Timeout = knob(
         default=1.0,
