@@ -1,0 +1,388 @@
+"""A served split under random faults: `make soak-split`, see docs/serving-split.md.
+
+Two prefill engines, two decode engines and the router are machines of their own, network namespaces on this
+one. Clients ask without pause, streamed and not, for answers that are known beforehand from one engine.
+Meanwhile engines are killed, stopped for longer than a lease, cut off, and met by silence. Every answer must
+be right, tokens and log-probabilities, or end with an error that names its cause, in time; and when all is
+over, no engine may hold anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from network_namespaces import Machine, Network, enter, network_of, why_not_permitted
+
+from quire import LLM, SamplingParams
+
+ROUTER = "router"
+ROLES = {"prefill1": "prefill", "prefill2": "prefill", "decode1": "decode", "decode2": "decode"}
+PORT, KV_PORT = 8000, 8100
+LEASE = 5.0  # seconds
+ANSWER_LIMIT = 90.0  # seconds that a client waits at most: three engines, each with its time limits
+RECOVERY_LIMIT = 120.0  # seconds until all engines are up again after a fault
+KINDS = ("kill", "kill the engine process", "stop", "cut", "silence")
+NUM_PROMPTS = 24
+MAX_TOKENS = 24
+
+Expected = tuple[str, list[float]]
+
+
+class ViolationError(Exception):
+    """What must never happen has happened."""
+
+
+class Process:
+    """A command of Quire on a machine, which can be killed and started again.
+
+    Args:
+        machine: where it runs.
+        arguments: of `quire`.
+    """
+
+    def __init__(self, machine: Machine, arguments: list[str]) -> None:
+        self.machine = machine
+        self._arguments = arguments
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self.start()
+
+    def start(self) -> None:
+        """Start it, in a process group of its own."""
+        command = self.machine.command([sys.executable, "-m", "quire.cli.main", *self._arguments])
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of its processes."""
+        os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Kill all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self._process.wait()
+
+    def kill_engine_process(self) -> None:
+        """Kill only the process that computes; the server goes on, without an engine."""
+        children = f"/proc/{self._process.pid}/task/{self._process.pid}/children"
+        with open(children, encoding="ascii") as file:
+            for child in file.read().split():
+                os.kill(int(child), signal.SIGKILL)
+
+    def log(self) -> str:
+        """Return the end of what it has printed."""
+        self._log.seek(0)
+        return self._log.read()[-4000:]
+
+
+class SplitUnderFaults:
+    """The machines, what runs on them, and what clients have seen.
+
+    Args:
+        network: of machines for the router and every engine.
+        expected: answers by prompt.
+        rng: chooses faults.
+    """
+
+    def __init__(self, network: Network, expected: dict[str, Expected], rng: random.Random) -> None:
+        self.counts: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.longest = 0.0
+        self.violations: list[str] = []
+        self._network = network
+        self._expected = expected
+        self._rng = rng
+        self._stop = threading.Event()
+        machines = network.machines
+        self.engines = {
+            name: Process(machines[name], engine_arguments(machines[name], role))
+            for name, role in ROLES.items()
+        }
+        self.router = Process(machines[ROUTER], router_arguments(machines))
+        self._clients = [
+            threading.Thread(target=self._ask_without_pause, args=(number,)) for number in range(3)
+        ]
+
+    def begin(self) -> None:
+        """Wait until all is up, and let the clients ask."""
+        self.wait_until_up()
+        for client in self._clients:
+            client.start()
+
+    def strike(self, kind: str, name: str) -> None:
+        """Let a fault happen to an engine, and wait until all is up again."""
+        engine, machine = self.engines[name], self._network.machines[name]
+        seconds = self._rng.uniform(0.2, 1.6 * LEASE)
+        if kind == "kill":
+            engine.kill()
+            engine.start()
+        elif kind == "kill the engine process":
+            engine.kill_engine_process()
+            time.sleep(seconds / 4)
+            engine.kill()  # a server without an engine is replaced by whoever runs it
+            engine.start()
+        elif kind == "stop":
+            engine.signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            engine.signal(signal.SIGCONT)
+        elif kind == "cut":
+            machine.cut()
+            time.sleep(seconds)
+            machine.restore()
+        else:
+            self._network.switch.silence()
+            time.sleep(seconds)
+            self._network.switch.release()
+        self.wait_until_up()
+
+    def end(self) -> None:
+        """Let the clients finish, and check that nothing is held."""
+        self._stop.set()
+        for client in self._clients:
+            client.join()
+        deadline = time.monotonic() + 4 * LEASE
+        while held := self._held():
+            if time.monotonic() > deadline:
+                raise ViolationError(f"still held after the last request: {held}")
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """Kill everything."""
+        self._stop.set()
+        for process in (self.router, *self.engines.values()):
+            process.kill()
+
+    def wait_until_up(self) -> None:
+        """Wait until the router takes all engines for up."""
+        deadline = time.monotonic() + RECOVERY_LIMIT
+        while not self._is_all_up():
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"== {name}\n{one.log()}" for name, one in self.engines.items())
+                raise ViolationError(f"not all engines came back:\n{logs}\n== router\n{self.router.log()}")
+            time.sleep(0.2)
+
+    def _is_all_up(self) -> bool:
+        try:
+            metrics = self._metrics(ROUTER)
+        except (OSError, http.client.HTTPException):
+            return False
+        up = [value for key, value in metrics.items() if key.startswith("quire_route_engine_up")]
+        return up == [1.0] * len(ROLES)
+
+    def _held(self) -> dict[str, dict[str, float]]:
+        """Return what is not as in an engine that does nothing."""
+        held = {}
+        for name in ROLES:
+            metrics = self._metrics(name)
+            blocks = metrics["quire_kv_blocks"] - metrics["quire_kv_blocks_free"]
+            figures = {"blocks": blocks, "leased": metrics["quire_kv_blocks_leased"]}
+            figures |= {key: metrics[f"quire_requests_{key}"] for key in ("running", "waiting")}
+            if any(figures.values()):
+                held[name] = figures
+        return held
+
+    def _metrics(self, name: str) -> dict[str, float]:
+        machine = self._network.machines[name]
+        text = in_namespace(
+            self._network.machines[ROUTER].namespace, lambda: get(machine.address, "/metrics")
+        )
+        rows = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {key: float(value) for key, value in rows}
+
+    # -- clients -------------------------------------------------------------------------------------------
+
+    def _ask_without_pause(self, number: int) -> None:
+        machine = self._network.machines[ROUTER]
+        enter(machine.namespace)
+        rng = random.Random(number)
+        while not self._stop.is_set():
+            prompt = rng.choice(list(self._expected))
+            began = time.monotonic()
+            try:
+                outcome = self._outcome(machine.address, prompt, streamed=rng.random() < 0.5)
+            except TimeoutError:
+                outcome = "no answer in time"
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                outcome = f"{type(error).__name__}: {error}"
+            self.longest = max(self.longest, time.monotonic() - began)
+            self._note(outcome)
+
+    def _note(self, outcome: str) -> None:
+        if outcome == "right":
+            self.counts["right"] += 1
+        elif outcome.startswith("error: "):
+            self.counts["error"] += 1
+            self.errors[outcome.removeprefix("error: ")] += 1
+        else:
+            self.violations.append(outcome)
+
+    def _outcome(self, address: str, prompt: str, *, streamed: bool) -> str:
+        """Return "right", or "error: " and what the answer says; anything else is a violation."""
+        body = {"model": "mini", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 1}
+        connection = http.client.HTTPConnection(address, PORT, timeout=ANSWER_LIMIT)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body | {"stream": streamed}), headers)
+        response = connection.getresponse()
+        data = response.read().decode()
+        connection.close()
+        if response.status != 200:
+            return named_error(json.loads(data))
+        events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {")]
+        answers = events if streamed else [json.loads(data)]
+        if "error" in answers[-1]:
+            return named_error(answers[-1])
+        if streamed and not data.rstrip().endswith("data: [DONE]"):
+            return "a stream ended without an end"
+        choices = [answer["choices"][0] for answer in answers if answer["choices"]]
+        text = "".join(choice["text"] for choice in choices)
+        logprobs = [
+            one for choice in choices if choice["logprobs"] for one in choice["logprobs"]["token_logprobs"]
+        ]
+        return "right" if (text, logprobs) == self._expected[prompt] else f"wrong: {text!r}"
+
+
+def named_error(answer: dict[str, Any]) -> str:
+    """Return what an error says, without what differs from one to the next."""
+    message = answer["error"]["message"]
+    if not message:
+        return "an error without a message"
+    for name in (*ROLES, "10.83.0."):
+        message = message.replace(name, "")
+    return "error: " + " ".join(message.split()[:14])
+
+
+def engine_arguments(machine: Machine, role: str) -> list[str]:
+    """Return the arguments of `quire` for an engine."""
+    options = {
+        "--host": machine.address,
+        "--port": PORT,
+        "--role": role,
+        "--kv-transfer-host": machine.address,
+        "--kv-transfer-port": KV_PORT,
+        "--kv-transfer-token": "shared by all",
+        "--kv-transfer-timeout": LEASE,
+        "--kv-transports": "tcp",
+        "--num-threads": 1,
+        "--num-kv-blocks": 512,
+    }
+    return ["serve", "mini", *(str(part) for pair in options.items() for part in pair)]
+
+
+def router_arguments(machines: dict[str, Machine]) -> list[str]:
+    """Return the arguments of `quire` for the router."""
+    arguments = ["route", "--host", machines[ROUTER].address, "--port", str(PORT)]
+    for name, role in ROLES.items():
+        arguments += [f"--{role}", f"http://{machines[name].address}:{PORT}"]
+    limits = {"min-prefill-bytes": 0, "prefill-timeout": 10, "first-byte-timeout": 20, "idle-timeout": 10}
+    limits |= {"connect-timeout": 2, "health-interval": 0.5}
+    return arguments + [str(part) for name, value in limits.items() for part in (f"--{name}", value)]
+
+
+def get(address: str, path: str) -> str:
+    """Return the answer to a GET request."""
+    connection = http.client.HTTPConnection(address, PORT, timeout=10)
+    connection.request("GET", path)
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return text
+
+
+def in_namespace(namespace: str, function: Callable[[], str]) -> str:
+    """Return what a function returns in a namespace."""
+    results: list[str] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            enter(namespace)
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def expected_answers(rng: random.Random) -> dict[str, Expected]:
+    """Return prompts of 60 to 700 tokens, and their answers by one engine."""
+    words = ["one", "two", "three", "seven", "nine", "ten", "red", "green", "blue", "small", "large", "old"]
+    prompts = [" ".join(rng.choices(words, k=rng.randint(40, 400))) for _ in range(NUM_PROMPTS)]
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=1)
+    with LLM("mini", num_threads=1, num_kv_blocks=512) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+    return {
+        prompt: (
+            output.text,
+            [
+                position[token].logprob
+                for position, token in zip(output.logprobs, output.token_ids, strict=True)
+            ],
+        )
+        for prompt, output in zip(prompts, outputs, strict=True)
+    }
+
+
+def soak(num_faults: int, seed: int) -> None:
+    """Let faults strike; print each before, and a summary at the end."""
+    rng = random.Random(seed)
+    expected = expected_answers(rng)
+    kinds: Counter[str] = Counter()
+    with network_of(ROUTER, *ROLES, seed=seed) as network:
+        split = SplitUnderFaults(network, expected, rng)
+        try:
+            split.begin()
+            for number in range(num_faults):
+                kind, name = rng.choice(KINDS), rng.choice(list(ROLES))
+                print(f"{number}: {kind} {name}; so far {split.counts['right']} right", flush=True)
+                time.sleep(rng.uniform(0.1, 1.0))
+                split.strike(kind, name)
+                kinds[kind] += 1
+                if split.violations:
+                    raise ViolationError("; ".join(split.violations))
+            split.end()
+        finally:
+            split.close()
+    print(f"{num_faults} faults: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())))
+    print(
+        f"{split.counts['right']} answers right, 0 wrong; {split.counts['error']} errors that name a cause:"
+    )
+    for message, count in split.errors.most_common():
+        print(f"  {count} x {message}")
+    print(f"nothing held at the end; no client waited for more than {split.longest:.1f} s")
+
+
+def main() -> None:
+    """Run the soak that the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    reason = why_not_permitted()
+    if reason is not None:
+        sys.exit(reason)
+    soak(options.faults, options.seed)
+
+
+if __name__ == "__main__":
+    main()
