@@ -227,8 +227,9 @@ class Split:
     def _may_be_pulled(self, fault: Fault, code: str) -> bool:
         if fault.operation != "pull" or (fault.kills and fault.victim == PROMPT):
             return False
-        struck_in_data = self._limit_reached.is_set() and fault.moment != "behind second message"
-        return code == SUCCESS or (code == KILLED and (self.shares_host or not struck_in_data))
+        # Of a process that is killed, the system still sends what it had sent: its second message, too.
+        was_early = self._limit_reached.is_set() and fault.moment in {"data", "first message"}
+        return code == SUCCESS or (code == KILLED and (self.shares_host or not was_early))
 
     def _link_anew(self, fault: Fault, code: str) -> bool:
         """Link again unless the link is still usable; return whether it is."""
