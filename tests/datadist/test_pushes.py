@@ -23,6 +23,7 @@ from quire.datadist import (
     LLMStatusCode,
 )
 from quire.datadist import pulls as pulls_module
+from quire.datadist.transports.interface import LinkTerms
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -258,6 +259,18 @@ def test_a_decoder_that_ends_the_link_fails_pushes(make_pair, how):
         pair.unlink(force=True)
     with fails_with(NOT_LINKED):
         pair.pm.push_blocks(TO, source, [0], [0])
+
+
+@row("push_blocks")
+def test_a_cache_is_registered_although_a_prompt_is_gone(make_pair, caplog):
+    pair = make_pair()
+    pair.decoder._session.links.link_of(1)._terms = LinkTerms(1, ("127.0.0.1", 1), b"", use_checksum=True)
+    target = register_new(pair.dm, byte_desc(), TO, seed=2)
+    assert "PROMPT 1 cannot push" in caplog.text
+    source = bound_blocks(pair, byte_desc(), BlocksCacheKey(1), seed=1)
+    with fails_with(INVALID):
+        pair.pm.push_blocks(TO, source, [0], [0])
+    pair.dm.pull_blocks(BlocksCacheKey(1), target, [0], [0])
 
 
 def push_again_and_again(pair, source) -> None:

@@ -97,10 +97,7 @@ class DecoderLinks:
         with self._lock:
             links = list(self._links.values())
         for link in links:
-            try:
-                link.take_pushes(self._pool, deadline)
-            except OSError as error:
-                logger.warning("PROMPT %s cannot push: %s", link.cluster_id, error)
+            self._take_pushes(link, deadline)
 
     def unlink(self, cluster_id: int, deadline: float) -> LLMStatusCode:
         """Take both ends of a link down; `DecoderLink.unlink` has the results, and LLM_NOT_YET_LINK."""
@@ -154,8 +151,14 @@ class DecoderLinks:
             return LLMStatusCode.LLM_LINK_FAILED
         result = self._keep(link)
         if result is LLMStatusCode.LLM_SUCCESS and self._pool.has_registered:
-            self.take_pushes(deadline)  # only now, so that no cache is registered in between
+            self._take_pushes(link, deadline)  # only now, so that no cache is registered in between
         return result
+
+    def _take_pushes(self, link: DecoderLink, deadline: float) -> None:
+        try:
+            link.take_pushes(self._pool, deadline)
+        except OSError as error:
+            logger.warning("PROMPT %s cannot push: %s", link.cluster_id, error)
 
     def _establish(self, cluster_id: int, address: tuple[str, int], deadline: float) -> DecoderLink:
         return establish_link(
