@@ -21,21 +21,23 @@ from quire.datadist.cache_pool import CachePool
 from quire.datadist.handshake import ConnectionKind, greet, new_greeting
 from quire.datadist.memory import HostMemory
 from quire.datadist.protocol import (
-    AddressedTarget,
     BlocksSource,
     ControlChannel,
-    FromPushReceiver,
-    FromPushSender,
     LayerRange,
     LinkOffer,
     NumberedBlocksSource,
+    SlotSource,
+    encode_runs,
+)
+from quire.datadist.push_protocol import (
+    AddressedTarget,
+    FromPushReceiver,
+    FromPushSender,
     PushAccepted,
     PushCompleted,
     PushesReady,
     PushRefused,
     PushRequest,
-    SlotSource,
-    encode_runs,
 )
 from quire.datadist.push_receiver import PushReceiver, hold_target, target_spans
 from quire.datadist.push_sender import FIRST_TRANSFER, PushSender

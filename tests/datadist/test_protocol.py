@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 from quire.datadist import protocol, sockets
 from quire.datadist.protocol import (
     MAX_FRAME_BYTES,
-    AddressedTarget,
     BlocksSource,
     CheckLink,
     ControlChannel,
-    FromPushReceiver,
-    FromPushSender,
     KeySource,
     LayerRange,
     LinkChecked,
@@ -42,11 +39,6 @@ from quire.datadist.protocol import (
     PullConfirmed,
     PullRefused,
     PullRequest,
-    PushAccepted,
-    PushCompleted,
-    PushesReady,
-    PushRefused,
-    PushRequest,
     SlotSource,
     TransportOffer,
     Unlink,
@@ -55,6 +47,16 @@ from quire.datadist.protocol import (
     decoder_channel,
     encode_runs,
     prompt_channel,
+)
+from quire.datadist.push_protocol import (
+    AddressedTarget,
+    FromPushReceiver,
+    FromPushSender,
+    PushAccepted,
+    PushCompleted,
+    PushesReady,
+    PushRefused,
+    PushRequest,
 )
 
 u64 = st.integers(0, 2**64 - 1)

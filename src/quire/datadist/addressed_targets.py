@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from quire.datadist.cache_holds import PooledCache
 from quire.datadist.memory import CacheMemory
-from quire.datadist.protocol import AddressedTarget, PushRequest
 from quire.datadist.pull_sources import block_spans_of, require_data_type
+from quire.datadist.push_protocol import (
+    AddressedTarget,
+    PushRequest,
+)
 from quire.datadist.spans import ByteSpans, slot_spans
 from quire.datadist.status import invalid
 

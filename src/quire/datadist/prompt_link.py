@@ -36,7 +36,6 @@ from quire.datadist.protocol import (
     PullConfirmed,
     PullRefused,
     PullRequest,
-    PushRequest,
     TransportOffer,
     Unlink,
     Unlinked,
@@ -45,6 +44,9 @@ from quire.datadist.protocol import (
     require_transfer,
 )
 from quire.datadist.pull_sources import PullSource, open_pull_source, require_epoch
+from quire.datadist.push_protocol import (
+    PushRequest,
+)
 from quire.datadist.push_sender import PushSender
 from quire.datadist.spans import ByteSpans, part_spans
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid

@@ -33,7 +33,7 @@ NO_IDENTITY: Mapping[str, str] = {}
 """What KV is if nobody says."""
 
 _LENGTH = struct.Struct("<I")
-_RUN_BYTES = 16
+RUN_BYTES = 16
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -56,8 +56,8 @@ class LinkDroppedError(ConnectionError):
     """The peer has dropped the link, and said so."""
 
 
-class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    pass
+class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Sent by itself, with its kind."""
 
 
 class TransportOffer(msgspec.Struct, array_like=True):
@@ -67,7 +67,7 @@ class TransportOffer(msgspec.Struct, array_like=True):
     parameters: Parameters
 
 
-class LinkRequest(_Message):
+class LinkRequest(Message):
     """DECODER: link me. `identity` says what the KV is that this side can use; both must have the same."""
 
     prompt_cluster_id: U64
@@ -78,7 +78,7 @@ class LinkRequest(_Message):
     transports: Annotated[list[TransportOffer], msgspec.Meta(max_length=16)]
 
 
-class LinkOffer(_Message):
+class LinkOffer(Message):
     """PROMPT: this is how. After `OfferDeclined`, it offers another transport, or drops the link.
 
     `epoch` is random for each start of the PROMPT; references of another epoch are void.
@@ -90,39 +90,39 @@ class LinkOffer(_Message):
     transport: TransportOffer
 
 
-class OfferAccepted(_Message):
+class OfferAccepted(Message):
     """DECODER: my end of the transport stands."""
 
 
-class OfferDeclined(_Message):
+class OfferDeclined(Message):
     """DECODER: my end of this transport cannot be set up."""
 
     reason: Text
 
 
-class LinkEstablished(_Message):
+class LinkEstablished(Message):
     """PROMPT: pulls may begin."""
 
 
-class LinkDropped(_Message):
+class LinkDropped(Message):
     """PROMPT: the link is refused, or has ended."""
 
     reason: Text
 
 
-class Unlink(_Message):
+class Unlink(Message):
     """DECODER: drop the link."""
 
 
-class Unlinked(_Message):
+class Unlinked(Message):
     """PROMPT: it is dropped."""
 
 
-class CheckLink(_Message):
+class CheckLink(Message):
     """DECODER: is anybody there?"""
 
 
-class LinkChecked(_Message):
+class LinkChecked(Message):
     """PROMPT: yes."""
 
 
@@ -146,7 +146,7 @@ class BlocksSource(msgspec.Struct, array_like=True, tag=True):
 
     model_id: U64
     block_bytes: Size
-    runs: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * _RUN_BYTES)]
+    runs: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * RUN_BYTES)]
 
 
 class NumberedBlocksSource(msgspec.Struct, array_like=True, tag=True):
@@ -154,7 +154,7 @@ class NumberedBlocksSource(msgspec.Struct, array_like=True, tag=True):
 
     cache_id: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
     block_bytes: Size
-    runs: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * _RUN_BYTES)]
+    runs: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * RUN_BYTES)]
 
 
 class LayerRange(msgspec.Struct, array_like=True):
@@ -165,7 +165,7 @@ class LayerRange(msgspec.Struct, array_like=True):
     tensors_per_layer: Size
 
 
-class PullRequest(_Message):
+class PullRequest(Message):
     """DECODER: send this. `num_bytes` and `offset` count in each tensor; blocks have no offset."""
 
     transfer_id: U64
@@ -180,7 +180,7 @@ class PullRequest(_Message):
     timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class LoanRequest(_Message):
+class LoanRequest(Message):
     """DECODER: send a loan from `first_block` on, as its blocks become ready, see `Loans.open`."""
 
     transfer_id: U64
@@ -193,7 +193,7 @@ class LoanRequest(_Message):
     timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class PartReady(_Message):
+class PartReady(Message):
     """PROMPT: a part of these blocks follows on the transport, see `BlockPart`."""
 
     transfer_id: U64
@@ -203,32 +203,32 @@ class PartReady(_Message):
     num_bytes: Size
 
 
-class PartTaken(_Message):
+class PartTaken(Message):
     """DECODER: the part has arrived; the next may follow."""
 
     transfer_id: U64
 
 
-class LoanNews(_Message):
+class LoanNews(Message):
     """DECODER: I go on waiting for these loans, and give those back. To be answered."""
 
     renewed: LoanNames
     released: LoanNames
 
 
-class LoansEnded(_Message):
+class LoansEnded(Message):
     """PROMPT: of the loans that are waited for, there are not these."""
 
     names: LoanNames
 
 
-class PullAccepted(_Message):
+class PullAccepted(Message):
     """PROMPT: the data follow, on the transport."""
 
     transfer_id: U64
 
 
-class PullRefused(_Message):
+class PullRefused(Message):
     """PROMPT: no data follow, or none of those that came may be used; the link goes on."""
 
     transfer_id: U64
@@ -236,61 +236,14 @@ class PullRefused(_Message):
     reason: Text
 
 
-class PullCompleted(_Message):
+class PullCompleted(Message):
     """DECODER: the data have arrived, whole."""
 
     transfer_id: U64
 
 
-class PullConfirmed(_Message):
+class PullConfirmed(Message):
     """PROMPT: the source is released, and its key if it was consumed."""
-
-    transfer_id: U64
-
-
-class AddressedTarget(msgspec.Struct, array_like=True, tag=True):
-    """Tensors of one registered cache by what their owner has told: a part of a slot, or blocks.
-
-    Addresses are compared with those of the cache, and never used.
-    """
-
-    addresses: Annotated[list[U64], msgspec.Meta(min_length=1, max_length=1 << 16)]
-    block_bytes: Size
-    runs: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * _RUN_BYTES)]
-
-
-class PushesReady(_Message):
-    """PROMPT: pushes may come on this connection."""
-
-
-class PushRequest(_Message):
-    """PROMPT: take this. `num_bytes` counts in each tensor, from the start of a slot, or in blocks."""
-
-    transfer_id: U64
-    target: SlotSource | BlocksSource | NumberedBlocksSource | AddressedTarget
-    data_type: U32
-    num_tensors: U32
-    layers: LayerRange | None
-    num_bytes: Size
-    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-
-
-class PushAccepted(_Message):
-    """DECODER: I am ready for the data, on the transport."""
-
-    transfer_id: U64
-
-
-class PushRefused(_Message):
-    """DECODER: I do not take it; the link goes on."""
-
-    transfer_id: U64
-    status_code: U32
-    reason: Text
-
-
-class PushCompleted(_Message):
-    """DECODER: the data have arrived, whole."""
 
     transfer_id: U64
 
@@ -320,9 +273,6 @@ FromPrompt = (
     | Unlinked
 )
 
-FromPushSender = PushesReady | PushRequest
-FromPushReceiver = PushAccepted | PushRefused | PushCompleted
-
 _encoder = msgspec.msgpack.Encoder()
 _from_decoder = msgspec.msgpack.Decoder(FromDecoder)
 _from_prompt = msgspec.msgpack.Decoder(FromPrompt)
@@ -339,7 +289,7 @@ def decode_runs(data: bytes) -> tuple[Int64Array, Int64Array]:
     Raises:
         ProtocolError: they are none.
     """
-    if not data or len(data) % _RUN_BYTES:
+    if not data or len(data) % RUN_BYTES:
         raise ProtocolError(f"runs of blocks have {len(data)} bytes")
     pairs = np.frombuffer(data, dtype="<i8").reshape(-1, 2).astype(np.int64)
     return pairs[:, 0], pairs[:, 1]

@@ -11,15 +11,17 @@ from quire.datadist.cache_pool import CachePool
 from quire.datadist.enums import DataType
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
-    AddressedTarget,
     BlocksSource,
     KeySource,
     LayerRange,
     NumberedBlocksSource,
     PullRequest,
-    PushRequest,
     SlotSource,
     decode_runs,
+)
+from quire.datadist.push_protocol import (
+    AddressedTarget,
+    PushRequest,
 )
 from quire.datadist.spans import ByteSpans, block_spans, slot_spans
 from quire.datadist.status import LLMStatusCode, failure, invalid

@@ -19,19 +19,21 @@ from quire.datadist.cache_pool import CachePool
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
     FRAME_LIMIT,
-    AddressedTarget,
     BlocksSource,
     ControlChannel,
-    FromPushSender,
     NumberedBlocksSource,
+    expected,
+)
+from quire.datadist.pull_sources import spans_of
+from quire.datadist.push_protocol import (
+    AddressedTarget,
+    FromPushSender,
     PushAccepted,
     PushCompleted,
     PushesReady,
     PushRefused,
     PushRequest,
-    expected,
 )
-from quire.datadist.pull_sources import spans_of
 from quire.datadist.spans import ByteSpans
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 from quire.datadist.transports.interface import DestinationEnd

@@ -15,15 +15,17 @@ from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
     FRAME_LIMIT,
     ControlChannel,
-    FromPushReceiver,
     ProtocolError,
+    expected,
+    require_transfer,
+)
+from quire.datadist.push_protocol import (
+    FromPushReceiver,
     PushAccepted,
     PushCompleted,
     PushesReady,
     PushRefused,
     PushRequest,
-    expected,
-    require_transfer,
 )
 from quire.datadist.spans import ByteSpans
 from quire.datadist.status import LLMException, LLMStatusCode, failure

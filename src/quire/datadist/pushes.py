@@ -14,15 +14,17 @@ from quire.datadist.cache_holds import PooledCache
 from quire.datadist.cache_keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
-    AddressedTarget,
     BlocksSource,
     LayerRange,
     NumberedBlocksSource,
-    PushRequest,
     SlotSource,
     encode_runs,
 )
 from quire.datadist.pulls import TransferOptions, block_parts, transferred_layers
+from quire.datadist.push_protocol import (
+    AddressedTarget,
+    PushRequest,
+)
 from quire.datadist.spans import ByteSpans, block_spans, runs, slot_spans
 from quire.datadist.status import invalid
 
