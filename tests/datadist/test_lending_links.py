@@ -74,7 +74,7 @@ class LendingSide:
         self.loans.end_step(self.number)
 
     def close(self) -> None:
-        self.loans.end_all("the test ends")
+        self.loans.close("the test ends")
         self.service.close()
         for one in self.transports:
             one.close()

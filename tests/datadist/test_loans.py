@@ -39,7 +39,7 @@ def compute(loans: Loans, block_ids: list[int]) -> None:
 def refused(loans: Loans, *arguments, **changes) -> LLMStatusCode:
     wanted = {"name": "one", "first_block": 0, "num_blocks": 4, "digest": DIGEST, "patience": 0.0} | changes
     with pytest.raises(LLMException) as caught:
-        loans.open(**wanted)
+        loans.open(**wanted, is_wanted=always)
     return caught.value.status_code
 
 
@@ -51,7 +51,7 @@ def test_a_reader_gets_every_byte_once_in_any_interleaving_with_the_steps_that_c
     first = data.draw(st.integers(0, num_blocks - 1))
     ids = np.array(data.draw(st.permutations(range(num_blocks))))
     loans = lent(num_blocks)
-    reading = loans.open("one", first, num_blocks, DIGEST, 0)
+    reading = loans.open("one", first, num_blocks, DIGEST, patience=0, is_wanted=always)
     arriving = ArrivingBlocks(np.arange(num_blocks - first), first, BLOCK_BYTES)
     source = np.zeros((num_blocks, BLOCK_BYTES), dtype=np.uint8)
     target = np.zeros((num_blocks - first, BLOCK_BYTES), dtype=np.uint8)
@@ -87,14 +87,14 @@ def test_a_reader_gets_every_byte_once_in_any_interleaving_with_the_steps_that_c
 def test_whole_blocks_come_in_one_part_if_they_are_ready():
     loans = lent()
     compute(loans, [7, 3, 4, 9])
-    reading = loans.open("one", 1, 4, DIGEST, 0)
+    reading = loans.open("one", 1, 4, DIGEST, patience=0, is_wanted=always)
     assert list(reading.parts(1e9, always)) == [BlockPart(1, 3, 0, BLOCK_BYTES)]
     assert reading.block_ids(BlockPart(1, 3, 0, BLOCK_BYTES)).tolist() == [3, 4, 9]
 
 
 def test_a_reader_waits_for_what_is_computed_and_gets_each_layer():
     loans = lent(2)
-    reading = loans.open("one", 0, 2, DIGEST, 0)
+    reading = loans.open("one", 0, 2, DIGEST, patience=0, is_wanted=always)
     parts: list[BlockPart] = []
     thread = threading.Thread(target=lambda: parts.extend(reading.parts(1e9, always)))
     thread.start()
@@ -109,7 +109,7 @@ def test_a_reader_waits_for_what_is_computed_and_gets_each_layer():
 def test_a_reader_waits_for_a_loan_that_comes_late():
     loans = Loans(BLOCK_BYTES)
     threading.Timer(0.05, loans.offer, ("one", "request", 4, DIGEST)).start()
-    loans.open("one", 0, 4, DIGEST, patience=20).close()
+    loans.open("one", 0, 4, DIGEST, patience=20, is_wanted=always).close()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_only_what_was_lent_can_be_read(changes, code):
 
 def test_a_loan_that_ends_fails_its_readers_even_when_all_has_been_read():
     loans = lent()
-    reading = loans.open("one", 0, 4, DIGEST, 0)
+    reading = loans.open("one", 0, 4, DIGEST, patience=0, is_wanted=always)
     compute(loans, [0, 1, 2, 3])
     assert list(reading.parts(1e9, always))
     loans.end(FIRST, "its lease has ended")
@@ -136,8 +136,8 @@ def test_a_loan_that_ends_fails_its_readers_even_when_all_has_been_read():
         reading.require_held()
     assert refused(loans) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     waiting = lent()
-    reading = waiting.open("one", 0, 4, DIGEST, 0)
-    threading.Timer(0.05, waiting.end_all, ("the engine ends",)).start()
+    reading = waiting.open("one", 0, 4, DIGEST, patience=0, is_wanted=always)
+    threading.Timer(0.05, waiting.close, ("the engine ends",)).start()
     with pytest.raises(LLMException, match="the engine ends"):
         list(reading.parts(1e9, always))
 
@@ -165,7 +165,7 @@ def test_steps_of_a_loan_that_has_ended_are_not_those_of_another_that_has_got_it
     loans.advance([FIRST], 10)
     loans.end_step(FIRST)
     assert not loans.is_ready(other)
-    reading = loans.open("one", 0, 1, DIGEST, 0)
+    reading = loans.open("one", 0, 1, DIGEST, patience=0, is_wanted=always)
     assert reading.ready_part() is None
     reading.close()
     loans.end(FIRST, "it ends twice")
@@ -174,11 +174,16 @@ def test_steps_of_a_loan_that_has_ended_are_not_those_of_another_that_has_got_it
 
 
 def test_a_reader_that_is_not_wanted_or_late_waits_no_more():
-    reading = lent().open("one", 0, 4, DIGEST, 0)
+    reading = lent().open("one", 0, 4, DIGEST, patience=0, is_wanted=always)
     with pytest.raises(ConnectionError, match="wanted no more"):
         list(reading.parts(1e9, lambda: False))
     with pytest.raises(TimeoutError, match="not computed in time"):
         list(reading.parts(0, always))
+    with pytest.raises(ConnectionError, match="wanted no more"):
+        Loans(BLOCK_BYTES).open("one", 0, 4, DIGEST, patience=1e9, is_wanted=lambda: False)
+    closed = Loans(BLOCK_BYTES)
+    closed.close("the engine ends")
+    assert refused(closed, patience=1e9) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
 def test_owners_learn_who_is_renewed_read_and_released():
@@ -186,7 +191,7 @@ def test_owners_learn_who_is_renewed_read_and_released():
     assert loans.take_renewed() == loans.take_released() == set()
     assert loans.renew(["one", "unknown"]) == ["unknown"]
     assert (loans.take_renewed(), loans.take_renewed()) == ({"request"}, set())
-    reading = loans.open("one", 0, 4, DIGEST, 0)
+    reading = loans.open("one", 0, 4, DIGEST, patience=0, is_wanted=always)
     assert loans.take_renewed() == loans.take_renewed() == {"request"}, "who reads needs no heartbeat"
     reading.close()
     assert loans.take_renewed() == set()

@@ -62,6 +62,7 @@ class Loans:
         self._by_number: dict[int, _Loan] = {}
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
+        self._is_closed = False
         self._renewed: set[str] = set()
         self._released: set[str] = set()
 
@@ -138,9 +139,11 @@ class Loans:
             if loan is not None:
                 self._end(loan, reason)
 
-    def end_all(self, reason: str) -> None:
-        """Lend nothing more."""
+    def close(self, reason: str) -> None:
+        """Lend nothing more; nobody waits for an offer any more."""
         with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
             for loan in list(self._loans.values()):
                 self._end(loan, reason)
 
@@ -159,7 +162,14 @@ class Loans:
     # -- readers -------------------------------------------------------------------------------------------
 
     def open(
-        self, name: str, first_block: int, num_blocks: int, digest: bytes, patience: float
+        self,
+        name: str,
+        first_block: int,
+        num_blocks: int,
+        digest: bytes,
+        *,
+        patience: float,
+        is_wanted: Callable[[], bool],
     ) -> LoanReading:
         """Begin to read the blocks of a loan from `first_block` on.
 
@@ -169,12 +179,14 @@ class Loans:
             num_blocks: that the reader takes the loan to have.
             digest: of the content that the reader expects of all of them.
             patience: seconds to wait for the loan to be offered.
+            is_wanted: returns whether to go on waiting; it is asked now and then.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST (there is no such loan), LLM_PARAM_INVALID.
+            ConnectionError: the loan is wanted no more.
         """
         with self._changed:
-            self._changed.wait_for(lambda: name in self._loans, patience)
+            self._wait_for_offer(name, self._clock() + patience, is_wanted)
             loan = self._loans.get(name)
             if loan is None:
                 raise _not_lent(name, "it was never offered, or has ended")
@@ -184,6 +196,12 @@ class Loans:
                 raise invalid(f"block {first_block} is not among the {num_blocks} of loan {name!r}")
             loan.num_readers += 1
             return LoanReading(self, name, loan, range(first_block, num_blocks))
+
+    def _wait_for_offer(self, name: str, deadline: float, is_wanted: Callable[[], bool]) -> None:
+        while name not in self._loans and not self._is_closed and (left := deadline - self._clock()) > 0:
+            if not is_wanted():
+                raise ConnectionError(f"loan {name!r} is wanted no more")
+            self._changed.wait(min(left, _CHECK_INTERVAL))
 
     def renew(self, names: Iterable[str]) -> list[str]:
         """Note that a peer wants these loans to go on; return those that there are not."""

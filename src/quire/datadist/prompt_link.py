@@ -283,19 +283,23 @@ class PromptLink:
         require_epoch(self._epoch, request.epoch)
         patience = request.patience_ms / 1e3
         wanted = (request.loan, request.first_block, request.num_blocks, request.digest)
-        return self._lender.loans.open(*wanted, patience)
+        return self._lender.loans.open(*wanted, patience=patience, is_wanted=self._awaits_answer)
 
     def _transfer_loan(self, request: LoanRequest, reading: LoanReading, deadline: float) -> None:
         assert self.source_end is not None
         assert self._lender is not None
         memory, block_bytes = self._lender.memory, self._lender.loans.block_bytes
-        for part in reading.parts(deadline, lambda: not self._channel.has_something()):
+        for part in reading.parts(deadline, self._awaits_answer):
             fields = (part.first_block, part.num_blocks, part.offset, part.num_bytes)
             self._channel.send(PartReady(request.transfer_id, *fields), deadline)
             spans = part_spans(reading.block_ids(part), block_bytes, part.offset, part.num_bytes)
             self._send(request.transfer_id, memory, spans, deadline)
             taken = self._channel.expect(PartTaken, deadline + FRAME_LIMIT)
             require_transfer(taken.transfer_id, request.transfer_id)
+
+    def _awaits_answer(self) -> bool:
+        """Whether the DECODER waits: it has neither gone nor sent anything."""
+        return not self._channel.has_something()
 
     def _take_news(self, news: LoanNews) -> None:
         ended = news.renewed

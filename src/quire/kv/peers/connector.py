@@ -251,7 +251,7 @@ class _Started:
             self.address = (options.listen_address[0], self._service.port)
 
     def close(self) -> None:
-        self.loans.end_all("the engine ends")
+        self.loans.close("the engine ends")
         if self._service is not None:
             self._service.close()
         self.borrowed.close()
