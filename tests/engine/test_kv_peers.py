@@ -9,11 +9,16 @@ import pytest
 
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, SamplingParams
+from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, InvalidRequestError
+from quire.kv.peers import borrowed_prompts
 from quire.kv.peers import peer as peer_module
+from quire.request_options import RequestOptions
+from quire.status import RequestStatus
 
 PROMPT = [5 + index % 90 for index in range(20 * 16 + 3)]
 OPTIONS = {"num_threads": 1, "num_kv_blocks": 64}
+WHERE = {"do_remote_prefill": True, "remote_host": "1.2.3.4", "remote_port": 1, "transfer_id": "t"}
 TOKEN = {"kv_transfer_token": "secret"}
 
 
@@ -259,14 +264,47 @@ def test_engines_that_do_not_fit_are_not_linked(role, options, reason, caplog):
         assert reason in caplog.text
 
 
+@pytest.mark.parametrize("changes", [{"prompt_logprobs": 1}, {}], ids=str)
+def test_a_loan_that_is_not_needed_is_given_back_before_the_answer_ends(pair, changes):
+    first, second = pair
+    if not changes:
+        answer(second)  # all of the prompt is cached now
+    transfer = prefill(first)
+    core = core_of(second)
+    added = params(max_tokens=64, **changes)
+    core.add(
+        EngineCoreRequest([("a", 0)], PROMPT, added, options=RequestOptions(kv_transfer_params=transfer))
+    )
+    core.step()
+    assert core.scheduler.get_request_counts() == (1, 0)
+    step_until(first, lambda: not core_of(first).stats().num_leased_blocks)
+    assert core.has_unfinished_requests()
+    core.finish(["a"], RequestStatus.FINISHED_ABORTED)
+
+
+def test_a_request_that_is_refused_keeps_no_loan(pair):
+    first, _ = pair
+    transfer = prefill(first, transfer_id="mine")
+    with pytest.raises(InvalidRequestError, match="'mine' is in use"):
+        answer(first, transfer=transfer | {"do_remote_decode": True})
+    step_until(first, lambda: not core_of(first).stats().num_leased_blocks)
+
+
+def test_with_too_many_peers_a_prompt_is_computed(pair, alone, monkeypatch):
+    first, second = pair
+    monkeypatch.setattr(borrowed_prompts, "MAX_PEERS", 0)
+    peers = core_of(second)._connector._parts.peers
+    monkeypatch.setattr(peers, "_peers", {})
+    before = failed_loads(second)
+    assert answer(second, transfer=prefill(first)) == alone
+    assert failed_loads(second) == before + 1
+    core_of(first).scheduler._holdings.end_all_leases()
+
+
 def test_a_request_that_is_aborted_gives_its_loan_back(pair):
     first, second = pair
     transfer = prefill(first)
     core = core_of(second)
-    from quire.engine.messages import EngineCoreRequest
-    from quire.request_options import RequestOptions
-    from quire.status import RequestStatus
-
     core.add(
         EngineCoreRequest([("a", 0)], PROMPT, params(), options=RequestOptions(kv_transfer_params=transfer))
     )
@@ -288,6 +326,9 @@ def test_a_lease_that_nobody_renews_ends():
         ({"do_remote_prefill": True}, "missing required field"),
         ({"do_remote_prefill": True, "remote_host": "x", "remote_port": 1, "transfer_id": "t"}, "IPv4"),
         ({"do_remote_prefill": True, "remote_host": "1.2.3.4", "remote_port": 0, "transfer_id": "t"}, "port"),
+        (WHERE | {"transfer_id": ""}, "transfer_id"),
+        (WHERE | {"transfer_id": "\N{SNOWMAN}"}, "transfer_id"),  # messages are bounded in bytes
+        (WHERE | {"transfer_id": "t" * 129}, "transfer_id"),
     ],
 )
 def test_parameters_that_are_invalid_refuse_the_request(pair, transfer, message):

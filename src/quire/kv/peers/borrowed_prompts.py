@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
-from quire.kv.peers.peer import LoanPull, Peer
+from quire.kv.peers.peer import LINK_TIMEOUT, LoanPull, Peer
 from quire.kv.peers.transfer_params import Address, BorrowingParams, borrowing_params
 from quire.request import Request
+from quire.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ MAX_PEERS = 64
 @dataclasses.dataclass(slots=True)
 class _Borrowed:
     params: BorrowingParams
+    peer: Peer | None  # None: there are too many
     num_blocks: int  # of the loan
     num_local: int = 0  # tokens that the cache had when the request was last looked up
     prefers_reading: bool | None = None  # None: not decided yet
@@ -56,8 +57,16 @@ class Peers:
         self._peers: dict[Address, Peer] = {}
         self._lock = threading.Lock()
 
+    def find(self, address: Address) -> Peer | None:
+        """Return a peer; None: there is no such, or no more."""
+        with self._lock:
+            return self._peers.get(address)
+
     def get(self, address: Address) -> Peer | None:
-        """Return a peer; None: there are too many."""
+        """Return a peer, maybe a new one in the place of one that is idle; None: there are too many.
+
+        For one thread: a peer that another one has got might be forgotten before it is used.
+        """
         with self._lock:
             peer = self._peers.get(address)
             if peer is None:
@@ -79,6 +88,9 @@ class Peers:
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
             peer.close()
+        deadline = time.monotonic() + LINK_TIMEOUT
+        for peer in peers:
+            peer.join(deadline)
 
 
 class BorrowedPrompts:
@@ -128,29 +140,26 @@ class BorrowedPrompts:
         """Keep the loan that a request names alive, if it names one.
 
         Raises:
-            InvalidRequestError: its parameters are invalid, or there are too many peers.
+            InvalidRequestError: its parameters are invalid.
         """
         params = borrowing_params(request.kv_transfer_params)
         if params is None:
             return
         peer = self._peers.get(params.address)
-        if peer is None:
-            raise InvalidRequestError(
-                f"kv_transfer_params name another peer, but KV is read from {MAX_PEERS} peers already, which "
-                "is the limit",
-                param="kv_transfer_params",
-            )
         num_blocks = (request.num_prompt_tokens - 1) // self._block_size
-        self._borrowed[request.request_id] = _Borrowed(params, num_blocks)
-        is_offered = bool(params.remote_engine_id)
-        peer.keep(params.transfer_id, request.request_id, is_offered=is_offered)
+        self._borrowed[request.request_id] = _Borrowed(params, peer, num_blocks)
+        if peer is None:
+            logger.warning("KV is read from %d peers already, which is the limit", MAX_PEERS)
+        else:
+            is_offered = bool(params.remote_engine_id)
+            peer.keep(params.transfer_id, request.request_id, is_offered=is_offered)
 
     def find(self, request: Request, num_computed_tokens: int) -> int:
         """Return how many tokens beyond the first `num_computed_tokens` are to be read."""
         borrowed = self._borrowed.get(request.request_id)
         if borrowed is None or borrowed.is_over or num_computed_tokens % self._block_size:
             return 0
-        peer = self._peers.get(borrowed.params.address)
+        peer = borrowed.peer
         if peer is None or peer.has_ended(borrowed.params.transfer_id):
             logger.warning("request %r: its prompt is computed here, the peer has no KV", request.request_id)
             self._stats.num_missing_prompts += 1
@@ -176,12 +185,9 @@ class BorrowedPrompts:
         return borrowed.prefers_reading
 
     def begin(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Read a loan into blocks with the next step, or give it back if nothing is to be read."""
+        """Read a loan into blocks with the next step."""
         borrowed = self._borrowed.get(request.request_id)
-        if borrowed is None or borrowed.is_over:
-            return
-        if not num_external_tokens:
-            self._give_back(request.request_id)
+        if borrowed is None or borrowed.is_over or not num_external_tokens:
             return
         borrowed.is_over = True
         first = borrowed.num_local // self._block_size
@@ -197,9 +203,18 @@ class BorrowedPrompts:
         """Read a loan no more."""
         self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
         self._cancelled.append(request_id)
+        self._give_back(request_id)
 
-    def plan(self) -> tuple[list[LoanLoad], list[str]]:
-        """Return the loads that begin with the next step, and the requests whose load is cancelled."""
+    def plan(self, output: SchedulerOutput) -> tuple[list[LoanLoad], list[str]]:
+        """Return the loads that begin with a step, and the requests whose load is cancelled.
+
+        What the step begins to compute reads nothing more.
+        """
+        if self._borrowed:
+            for new in output.scheduled_new_reqs:
+                self._give_back(new.request_id)
+            for resumed in output.scheduled_cached_reqs.resumed:
+                self._give_back(resumed.request_id)
         plan = self._new_loads, self._cancelled
         self._new_loads, self._cancelled = [], []
         return plan
@@ -214,9 +229,8 @@ class BorrowedPrompts:
         if borrowed is None:
             return
         borrowed.is_over = True
-        peer = self._peers.get(borrowed.params.address)
-        if peer is not None:
-            peer.give_back(borrowed.params.transfer_id, request_id)
+        if borrowed.peer is not None:
+            borrowed.peer.give_back(borrowed.params.transfer_id, request_id)
 
     # -- worker side ---------------------------------------------------------------------------------------
 
@@ -269,7 +283,7 @@ class BorrowedPrompts:
             block_ids=np.array(load.block_ids, dtype=np.int64),
             deadline=time.monotonic() + self._timeout,
         )
-        peer = self._peers.get(load.params.address)
+        peer = self._peers.find(load.params.address)
         if peer is None:
             pull.end(has_failed=True)
         else:

@@ -27,6 +27,7 @@ from quire.datadist.prompt_link import PromptLink
 from quire.datadist.prompt_service import PromptService
 from quire.datadist.registered_memory import memory_of_tensors
 from quire.datadist.transports.interface import Transport
+from quire.errors import InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
@@ -106,8 +107,13 @@ class PeerConnector(KVConnector):
     @override
     def request_arrived(self, request: Request) -> None:
         self._parts.borrowed.arrive(request)
-        if self._options.listen_address is not None:
+        if self._options.listen_address is None:
+            return
+        try:
             self._parts.lent.arrive(request)
+        except InvalidRequestError:
+            self._parts.borrowed.finish(request)
+            raise
 
     @override
     def get_num_new_matched_tokens(
@@ -130,7 +136,7 @@ class PeerConnector(KVConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PeerMetadata:
         completed = self._parts.lent.plan(scheduler_output)
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        return PeerMetadata(num_tokens, completed, *self._parts.borrowed.plan())
+        return PeerMetadata(num_tokens, completed, *self._parts.borrowed.plan(scheduler_output))
 
     @override
     def request_finished(

@@ -101,13 +101,17 @@ class LoanPull:
             with self._lock:
                 self._link = None
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._is_cancelled
+
     def cancel(self) -> None:
         """Let nothing be written to the blocks once this has returned."""
-        with self._lock:
+        with self._lock:  # until the link is down: the next pull must not begin to use it
             self._is_cancelled = True
-            link = self._link
-        if link is not None:
-            link.drop()
+            if self._link is not None:
+                self._link.drop()
 
     def end(self, *, has_failed: bool) -> None:
         """Note that the reading has ended."""
@@ -140,10 +144,13 @@ class PeerLinks:
         """
         if self.is_down:
             raise ConnectionError("it could not be linked to a moment ago")
+        limit = time.monotonic() + LINK_TIMEOUT
         try:
-            link = self._open_link(min(deadline, time.monotonic() + LINK_TIMEOUT))
-        except OSError:
-            self._down_until = time.monotonic() + DOWN_SECONDS
+            link = self._open_link(min(deadline, limit))
+        except OSError as error:
+            had_time = deadline >= limit or not isinstance(error, TimeoutError)
+            if had_time:
+                self._down_until = time.monotonic() + DOWN_SECONDS
             raise
         self.transport = link.transport
         return link
@@ -169,13 +176,13 @@ class OneLink:
 
     def drop(self) -> None:
         """Take the link down."""
-        if self._link is not None:
-            self._link.drop()
-            self._link = None
+        link, self._link = self._link, None
+        if link is not None:
+            link.drop()
 
 
 class Peer:
-    """Reads the loans of one peer. Every method but `close` returns at once, and may be called by any thread.
+    """Reads the loans of one peer. Every method but `join` returns at once, and may be called by any thread.
 
     Args:
         name: for the log.
@@ -219,8 +226,7 @@ class Peer:
             if is_offered:
                 self._offered.add(transfer_id)
             if self._messenger is None:
-                self._messenger = threading.Thread(target=self._tell_news, name="kv-peer-news", daemon=True)
-                self._messenger.start()
+                self._messenger = _start_thread(self._tell_news, "kv-peer-news")
         self._news.set()
 
     def give_back(self, transfer_id: str, request_id: str) -> None:
@@ -243,24 +249,28 @@ class Peer:
         return transfer_id in self._ended or self.links.is_down
 
     def pull(self, pull: LoanPull) -> None:
-        """Begin to read a loan, in a thread."""
+        """Begin to read a loan, in a thread; if there can be none, it fails."""
         with self._lock:
-            self._pulls.put(pull)
-            self._num_pulls += 1
-            if len(self._readers) < min(self._num_pulls, MAX_READERS):
-                reader = threading.Thread(target=self._read_loans, name="kv-peer-reader", daemon=True)
-                self._readers.add(reader)
-                reader.start()
+            if len(self._readers) < min(self._num_pulls + 1, MAX_READERS):
+                reader = _start_thread(self._read_loans, "kv-peer-reader")
+                self._readers.update(filter(None, [reader]))
+            if self._readers:
+                self._num_pulls += 1
+                self._pulls.put(pull)
+                return
+        self._end(pull, has_failed=True)
 
     def close(self) -> None:
-        """Tell the peer what is given back, and end all threads; pulls must have ended or been cancelled."""
+        """Let all threads end, and tell the peer what is given back; pulls have ended or are cancelled."""
         self._is_closed = True
         self._news.set()
+        for _ in range(MAX_READERS):
+            self._pulls.put(None)
+
+    def join(self, deadline: float) -> None:
+        """Wait until all threads have ended, after `close`."""
         with self._lock:
             threads = [*self._readers, *filter(None, [self._messenger])]
-        for _ in threads:
-            self._pulls.put(None)
-        deadline = time.monotonic() + LINK_TIMEOUT
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -280,19 +290,19 @@ class Peer:
             try:
                 return self._pulls.get(timeout=IDLE_TIMEOUT)
             except queue.Empty:
-                with self._lock:
+                with self._lock:  # whoever adds a pull sees this reader, or that there is one less
                     if self._pulls.empty():
-                        break
-        with self._lock:
-            self._readers.discard(threading.current_thread())
+                        self._readers.discard(threading.current_thread())
+                        return None
         return None
 
     def _read_loan(self, pull: LoanPull, link: OneLink) -> None:
         """Read a loan; however that ends, the pull has ended then."""
         has_failed = True
         try:
-            pull.run(link.get(pull.deadline), self._memory, self._block_bytes)
-            has_failed = False
+            if not pull.is_cancelled:
+                pull.run(link.get(pull.deadline), self._memory, self._block_bytes)
+                has_failed = False
         except LLMException as error:
             logger.warning("peer %s: the KV of a prompt could not be read: %s", self.name, error)
         except OSError as error:
@@ -303,8 +313,11 @@ class Peer:
         finally:
             with self._lock:
                 self._num_pulls -= 1
-            pull.end(has_failed=has_failed)
-            self.give_back(pull.transfer_id, pull.request_id)
+            self._end(pull, has_failed=has_failed)
+
+    def _end(self, pull: LoanPull, *, has_failed: bool) -> None:
+        pull.end(has_failed=has_failed)
+        self.give_back(pull.transfer_id, pull.request_id)
 
     # -- heartbeats ----------------------------------------------------------------------------------------
 
@@ -332,19 +345,35 @@ class Peer:
     def _tell(self, link: OneLink) -> bool:
         """Tell the peer which loans are waited for or given back, if any; return whether there were."""
         with self._lock:
-            waiting = sorted(self._waiting.keys() - self._ended)[:MAX_LOAN_NAMES]
-            released, self._released = self._released[:MAX_LOAN_NAMES], self._released[MAX_LOAN_NAMES:]
-        if not waiting and not released:
-            return False
-        deadline = time.monotonic() + LINK_TIMEOUT
+            waiting = sorted(self._waiting.keys() - self._ended)
+            released, self._released = self._released, []
         try:
-            unknown = link.get(deadline).exchange_news(waiting, released, deadline)
+            for start in range(0, max(len(waiting), len(released)), MAX_LOAN_NAMES):
+                stop = start + MAX_LOAN_NAMES
+                self._exchange_news(link, waiting[start:stop], released[start:stop])
         except (LLMException, OSError) as error:
             logger.warning("peer %s could not be told which loans are needed: %s", self.name, error)
-            return True
+        except Exception:
+            logger.exception("peer %s could not be told which loans are needed", self.name)
+            link.drop()
+        return bool(waiting or released)
+
+    def _exchange_news(self, link: OneLink, waiting: list[str], released: list[str]) -> None:
+        deadline = time.monotonic() + LINK_TIMEOUT
+        unknown = link.get(deadline).exchange_news(waiting, released, deadline)
         with self._lock:
             self._ended.update(set(unknown) & self._offered)
-        return True
+
+
+def _start_thread(run: Callable[[], None], name: str) -> threading.Thread | None:
+    """Return a thread that ends with the process; None: there are too many."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        logger.warning("a peer's loans cannot be read or kept alive: %s", error)
+        return None
+    return thread
 
 
 def engine_id_of(epoch: int) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.errors import InvalidRequestError
 
-TransferId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+TransferId = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[!-~]+\Z")]
 Address = tuple[str, int]
 
 

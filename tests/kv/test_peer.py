@@ -1,0 +1,228 @@
+"""One peer's threads and links by themselves: no fault of one call costs another one anything."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from quire.datadist.status import LLMStatusCode, failure
+from quire.kv.peers import peer as peer_module
+from quire.kv.peers.peer import LoanPull, Peer, PeerLinks
+
+SOON = 20.0
+
+
+class FakeLink:
+    """A link whose peer has every loan; `pulled` and `told` are what it was asked."""
+
+    transport = "fake"
+    epoch = 0
+
+    def __init__(self) -> None:
+        self.stands = True
+        self.pulled: list[str] = []
+        self.told: list[tuple[list[str], list[str]]] = []
+        self.was_told = threading.Event()
+
+    def pull_loan(self, request, memory, blocks, deadline) -> None:
+        self.pulled.append(request.loan)
+
+    def exchange_news(self, waiting, released, deadline) -> list[str]:
+        self.told.append((waiting, released))
+        self.was_told.set()
+        return []
+
+    def drop(self) -> None:
+        self.stands = False
+
+
+class Opener:
+    """Opens the same link each time, after it has raised `errors`."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.link = FakeLink()
+        self.errors = list(errors)
+        self.num_calls = 0
+
+    def __call__(self, deadline: float) -> FakeLink:
+        self.num_calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        self.link.stands = True
+        return self.link
+
+
+class Pull(LoanPull):
+    """A pull whose end can be waited for."""
+
+    def __init__(self, name: str) -> None:
+        self.ending = threading.Event()
+        super().__init__(
+            request_id=name,
+            transfer_id=name,
+            engine_id="",
+            num_blocks=1,
+            digest=b"",
+            block_ids=np.array([3]),
+            deadline=time.monotonic() + SOON,
+        )
+
+    def end(self, *, has_failed: bool) -> None:
+        super().end(has_failed=has_failed)
+        self.ending.set()
+
+
+@pytest.fixture
+def make_peer():
+    peers: list[Peer] = []
+
+    def make(open_link) -> Peer:
+        peers.append(Peer("it", open_link, None, 8))
+        return peers[-1]
+
+    yield make
+    for one in peers:
+        one.close()
+        one.join(time.monotonic() + SOON)
+        assert not one._messenger or not one._messenger.is_alive()
+        assert not any(reader.is_alive() for reader in one._readers)
+
+
+class LockWithGap:
+    """A lock that calls something once, after it has been left for the first time by a reader that ends."""
+
+    def __init__(self, in_gap) -> None:
+        self._lock = threading.Lock()
+        self._in_gap = in_gap
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_) -> None:
+        self._lock.release()
+        if threading.current_thread().name == "kv-peer-reader" and self._in_gap is not None:
+            in_gap, self._in_gap = self._in_gap, None
+            in_gap()
+
+
+def test_a_pull_that_comes_when_the_last_reader_ends_is_read(make_peer, monkeypatch):
+    monkeypatch.setattr(peer_module, "IDLE_TIMEOUT", 0.001)
+    peer, late = make_peer(Opener()), Pull("late")
+    peer._lock = LockWithGap(lambda: peer.pull(late))
+    reader = peer_module._start_thread(peer._read_loans, "kv-peer-reader")
+    peer._readers.add(reader)
+    assert late.ending.wait(SOON)
+    assert not late.has_failed
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), OSError("gone"), failure(LLMStatusCode.LLM_FAILED, "")]
+)
+def test_heartbeats_go_on_after_any_failure(make_peer, monkeypatch, error):
+    monkeypatch.setattr(peer_module, "RENEW_INTERVAL", 0.001)
+    monkeypatch.setattr(peer_module, "DOWN_SECONDS", 0.0)
+    opener = Opener(error)
+    make_peer(opener).keep("t", "r", is_offered=True)
+    assert opener.link.was_told.wait(SOON)
+
+
+def test_a_reader_goes_on_after_any_failure(make_peer, monkeypatch):
+    monkeypatch.setattr(peer_module, "DOWN_SECONDS", 0.0)
+    opener = Opener(ValueError("a bug"), OSError("gone"))
+    peer = make_peer(opener)
+    pulls = [Pull(name) for name in "abc"]
+    for pull in pulls:
+        peer.pull(pull)
+        assert pull.ending.wait(SOON)
+    assert [pull.has_failed for pull in pulls] == [True, True, False]
+
+
+def test_without_threads_pulls_fail_at_once(make_peer, monkeypatch):
+    opener = Opener()
+    peer = make_peer(opener)
+
+    def cannot_start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(threading.Thread, "start", cannot_start)
+        peer.keep("t", "r", is_offered=True)
+        pull = Pull("t")
+        peer.pull(pull)
+        assert pull.has_ended
+        assert pull.has_failed
+    peer.give_back("t", "r")
+    assert peer.is_idle
+    after = Pull("after")
+    peer.pull(after)
+    assert after.ending.wait(SOON)
+    assert not after.has_failed
+    peer.keep("u", "r", is_offered=True)
+    assert opener.link.was_told.wait(SOON)
+
+
+def test_nobody_links_for_a_pull_that_is_cancelled(make_peer):
+    opener, pull = Opener(), Pull("t")
+    pull.cancel()
+    make_peer(opener).pull(pull)
+    assert pull.ending.wait(SOON)
+    assert not opener.num_calls
+
+
+def test_cancelling_a_pull_does_not_drop_the_link_under_the_next():
+    link, pull = FakeLink(), Pull("t")
+    is_reading, is_dropped = threading.Event(), threading.Event()
+
+    def pull_loan(*_) -> None:
+        is_reading.set()
+        assert is_dropped.wait(SOON)
+        raise ConnectionError("the link was dropped")
+
+    link.pull_loan = pull_loan
+    ended: list[bool] = []
+
+    def read() -> None:
+        with pytest.raises(ConnectionError):
+            pull.run(link, None, 8)
+        ended.append(True)
+
+    reading = threading.Thread(target=read)
+
+    def drop() -> None:
+        is_dropped.set()
+        reading.join(0.05)
+        assert not ended, "the reader may take the next pull, over a link that is about to be dropped"
+
+    link.drop = drop
+    reading.start()
+    assert is_reading.wait(SOON)
+    pull.cancel()
+    reading.join(SOON)
+    assert ended
+
+
+def test_all_of_many_loans_are_kept_alive(make_peer, monkeypatch):
+    monkeypatch.setattr(peer_module, "MAX_LOAN_NAMES", 2)
+    monkeypatch.setattr(peer_module, "RENEW_INTERVAL", 0.001)
+    opener = Opener()
+    peer = make_peer(opener)
+    names = [f"t{number}" for number in range(5)]
+    for name in names:
+        peer.keep(name, "r", is_offered=True)
+    while {name for waiting, _ in opener.link.told for name in waiting} != set(names):
+        opener.link.was_told.clear()
+        assert opener.link.was_told.wait(SOON)
+    assert all(len(waiting) <= 2 for waiting, _ in opener.link.told)
+
+
+def test_a_pull_that_is_too_late_says_nothing_about_the_peer():
+    links = PeerLinks(Opener(TimeoutError("too late"), TimeoutError("no answer"), OSError("refused")))
+    with pytest.raises(TimeoutError):
+        links.open(time.monotonic() + 0.001)
+    assert not links.is_down
+    with pytest.raises(TimeoutError):
+        links.open(time.monotonic() + SOON)
+    assert links.is_down
