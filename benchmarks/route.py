@@ -139,6 +139,12 @@ def started(*command: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
         process.wait()
 
 
+def cpu_seconds(process: "subprocess.Popen[str]") -> float:
+    """Return the CPU time of a process so far."""
+    times = psutil.Process(process.pid).cpu_times()
+    return float(times.user + times.system)
+
+
 def milliseconds(seconds: list[float]) -> str:
     """Return mean, median and 99th percentile."""
     ordered = sorted(seconds)
@@ -159,15 +165,16 @@ def measure(rounds: int, num_streams: int, num_connections: int) -> None:
             ports = {"direct": int(engine_port), "router": int(ready.split()[1].rpartition(":")[2])}
             tokens: dict[str, list[list[float]]] = {name: [] for name in ports}
             plain: dict[str, list[float]] = {name: [] for name in ports}
-            usage = psutil.Process(router.pid)
-            cpu = 0.0
+            cpu_of_tokens = cpu_of_requests = 0.0
             for _ in range(rounds):
                 for name, port in ports.items():
-                    before = usage.cpu_times().user + usage.cpu_times().system
+                    start = cpu_seconds(router)
                     tokens[name].append(asyncio.run(latencies(port, num_streams)))
-                    if name == "router":
-                        cpu += usage.cpu_times().user + usage.cpu_times().system - before
+                    middle = cpu_seconds(router)
                     plain[name].append(asyncio.run(requests_per_second(port, num_connections)))
+                    if name == "router":
+                        cpu_of_tokens += middle - start
+                        cpu_of_requests += cpu_seconds(router) - middle
         added = [
             statistics.mean(through) - statistics.mean(direct)
             for direct, through in zip(tokens["direct"], tokens["router"], strict=True)
@@ -179,12 +186,13 @@ def measure(rounds: int, num_streams: int, num_connections: int) -> None:
         print(
             f"  added, median of {rounds} rounds: {1000 * statistics.median(added):.2f} ms "
             f"({1000 * min(added):.2f} to {1000 * max(added):.2f}); "
-            f"CPU {1e6 * cpu / (rounds * num_streams * TOKENS):.0f} us per token"
+            f"CPU {1e6 * cpu_of_tokens / (rounds * num_streams * TOKENS):.0f} us per token"
         )
         print(
             f"  requests/s: direct {statistics.median(plain['direct']):.0f}, "
             f"router {statistics.median(plain['router']):.0f}, "
-            f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+            f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); "
+            f"CPU {1e6 * cpu_of_requests / (sum(plain['router']) * PLAIN_SECONDS):.0f} us per request",
             flush=True,
         )
 
