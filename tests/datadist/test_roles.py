@@ -44,7 +44,7 @@ def transport(request):
 
 
 @row("role MIX")
-def test_each_of_two_sides_pulls_from_the_other(new_datadist, transport):
+def test_each_of_two_sides_pulls_from_the_other_and_pushes_to_it(new_datadist, transport):
     first, second = (new_datadist(LLMRole.MIX, number) for number in (1, 2))
     for side in (first, second):
         side.init(sides.options(listen="127.0.0.1:0", transport=transport))
@@ -58,6 +58,10 @@ def test_each_of_two_sides_pulls_from_the_other(new_datadist, transport):
         side.cache_manager.pull_cache(CacheKey(other.cluster_id, 5), target, 1)
         np.testing.assert_array_equal(read_cache(side.cache_manager, target)[:, 1], pattern(desc, seed)[:, 0])
         assert source.cache_desc is desc
+        taken = sides.register_new(side.cache_manager, desc, BlocksCacheKey(side.cluster_id, 9), seed=7)
+        blocks = write_new_blocks(manager, desc, seed=8)
+        manager.push_blocks(BlocksCacheKey(side.cluster_id, 9), blocks, [2], [0])
+        np.testing.assert_array_equal(sides.owned_bytes(taken)[:, 0], pattern(desc, 8)[:, 2])
         side.check_link_status(other.cluster_id)
         with fails_with(LLMStatusCode.LLM_PARAM_INVALID):
             side.add_model(model_options(), sides.Runner(side))
