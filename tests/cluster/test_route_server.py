@@ -236,3 +236,12 @@ async def test_headers_that_are_too_long_are_refused(routed, engine):
     assert answer.status_code == 400
     assert not engine.seen
     assert isinstance(answer, httpx.Response)
+
+
+async def test_a_target_with_a_host_of_its_own_goes_to_an_engine_all_the_same(routed, engine):
+    http, _ = await routed(engine=[engine])
+    reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+    writer.write(b"GET http://elsewhere:9/v1/models?a=b%20c HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+    assert [one.path for one in engine.seen] == ["/v1/models?a=b%20c"]

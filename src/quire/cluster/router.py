@@ -170,7 +170,7 @@ class Router:
         headers.setdefault(REQUEST_ID, uuid4().hex)
         return EngineRequest(
             method=request.method,
-            path=request.raw_path,
+            path=request.rel_url.raw_path_qs,
             headers=headers,
             body=b"",
             timeout=self.config.first_byte_timeout,
