@@ -1,0 +1,230 @@
+"""Random requests to a prefill and a decode engine whose every call to each other may raise, hang or lie.
+
+Whatever happens, each answer has the tokens and log-probabilities of one engine alone, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import msgspec
+import pytest
+
+from engine_checks import check_after_every_step, core_of
+from quire import LLM, SamplingParams
+from quire.datadist.decoder_link import DecoderLink
+from quire.datadist.loans import Loans
+from quire.datadist.prompt_link import PromptLink
+from quire.datadist.status import LLMStatusCode, failure
+from quire.datadist.transports.shared_memory import SharedMemoryDestinationEnd, SharedMemorySourceEnd
+from quire.datadist.transports.tcp import TcpDestinationEnd, TcpSourceEnd
+from quire.engine.messages import EngineCoreRequest
+from quire.kv.peers import connector as connector_module
+from quire.kv.peers import peer as peer_module
+from quire.request_options import RequestOptions
+from quire.status import FinishReason, RequestStatus
+
+TIMEOUT = 0.5  # kv_transfer_timeout, seconds
+PROMPTS = [
+    [5 + (index * step) % 90 for index in range(16 * blocks + 3)] for blocks, step in ((9, 1), (6, 7), (4, 3))
+]
+MAX_TOKENS = 30  # so that answers outgrow the cache together, and some are preempted
+
+OPTIONS = {
+    "num_threads": 1,
+    "num_kv_blocks": 22,
+    "kv_transfer_token": "secret",
+    "kv_transfer_timeout": TIMEOUT,
+    "max_num_batched_tokens": 80,
+}
+FAULTY = [  # what is not the connector's own
+    (DecoderLink, "pull_loan"),
+    (DecoderLink, "exchange_news"),
+    (connector_module, "establish_link"),
+    (Loans, "open"),
+    (Loans, "renew"),
+    (Loans, "release"),
+    (PromptLink, "serve"),
+    (TcpSourceEnd, "send"),
+    (TcpDestinationEnd, "receive"),
+    (SharedMemorySourceEnd, "send"),
+    (SharedMemoryDestinationEnd, "receive"),
+]
+
+
+def params(**changes) -> SamplingParams:
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 1, **changes}
+    )
+
+
+class Faults:
+    """Makes calls fail at random: before they are made, after they have succeeded, or after a while."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self.rate = rate
+        self.num_faults = 0
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._never = threading.Event()
+
+    def install(self, monkeypatch) -> None:
+        for owner, name in FAULTY:
+            monkeypatch.setattr(owner, name, self._faulty(getattr(owner, name), name))
+
+    def _faulty(self, function, name: str):
+        def call(*args, **kwargs):
+            fault = self._draw()
+            if fault == "before":
+                raise self._error()
+            if fault == "hang":
+                self._never.wait(0.05)
+                raise TimeoutError("injected: it hung")
+            result = function(*args, **kwargs)
+            if fault == "after":
+                if name == "establish_link":
+                    result.drop()
+                raise self._error()
+            if fault == "lie" and name == "exchange_news":
+                return list(args[1])  # all have ended
+            return result
+
+        return call
+
+    def _draw(self) -> str | None:
+        with self._lock:
+            if self._random.random() >= self.rate:
+                return None
+            self.num_faults += 1
+            return self._random.choice(["before", "before", "after", "lie", "hang"])
+
+    def _error(self) -> Exception:
+        with self._lock:
+            return self._random.choice(
+                [
+                    ConnectionError("injected"),
+                    ValueError("injected"),
+                    failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "injected"),
+                ]
+            )
+
+
+class Answers:
+    """Steps an engine, and collects what it answers."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.core = core_of(llm)
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.transfers: dict[str, dict | None] = {}
+
+    def add(self, name: str, prompt: list[int], transfer: dict | None, **changes) -> None:
+        options = RequestOptions(kv_transfer_params=transfer)
+        self.core.add(EngineCoreRequest([(name, 0)], prompt, params(**changes), options=options))
+
+    def step(self) -> None:
+        for output in self.core.step()[0]:
+            name = output.request_id
+            self.tokens.setdefault(name, []).extend(output.new_token_ids)
+            self.logprobs.setdefault(name, []).extend(output.logprobs or [])
+            if output.finish_reason is not None:
+                assert name not in self.ended, "one terminal output"
+                self.ended[name] = output.finish_reason
+                self.transfers[name] = output.kv_transfer_params
+
+    def of(self, name: str) -> tuple:
+        return self.tokens[name], [msgspec.to_builtins(one) for one in self.logprobs[name]]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple]:
+    with LLM("mini", num_threads=1, num_kv_blocks=26) as llm:
+        answers = Answers(llm)
+        for number, prompt in enumerate(PROMPTS):
+            answers.add(str(number), prompt, None)
+        while len(answers.ended) < len(PROMPTS):
+            answers.step()
+        return [answers.of(str(number)) for number in range(len(PROMPTS))]
+
+
+def serve(first: Answers, second: Answers, seed: int, num_requests: int) -> dict[str, int]:
+    """Send requests through both engines; return which prompt each that was not aborted had."""
+    choose = random.Random(seed)
+    host, port = first.core.info.kv_transfer_address
+    waiting = [f"r{number}" for number in range(num_requests)]
+    prompts = {name: choose.randrange(len(PROMPTS)) for name in waiting}
+    prefilling: set[str] = set()
+    answering: set[str] = set()
+    while waiting or prefilling or answering:
+        if waiting and len(prefilling) + len(answering) < 5:
+            name = waiting.pop()
+            prompt, lend = PROMPTS[prompts[name]], {"do_remote_decode": True}
+            if choose.random() < 0.5:  # both at once
+                where = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
+                lend["transfer_id"] = name
+                second.add(name, prompt, where | {"transfer_id": name})
+                answering.add(name)
+            else:
+                prefilling.add(name)
+            first.add(name, prompt, lend, max_tokens=choose.choice([1, 1, 20]))
+        if choose.random() < 0.03:
+            engine = choose.choice([first, second])
+            name = choose.choice(sorted(prompts))
+            for output in engine.core.finish([name], RequestStatus.FINISHED_ABORTED):
+                engine.ended[output.request_id] = output.finish_reason
+        first.step()
+        second.step()
+        for name in sorted(prefilling & first.ended.keys()):
+            prefilling.remove(name)
+            second.add(name, PROMPTS[prompts[name]], first.transfers.get(name))
+            answering.add(name)
+        answering -= second.ended.keys()
+    return {name: one for name, one in prompts.items() if second.ended[name] is not FinishReason.ABORT}
+
+
+def drain(*engines: Answers) -> None:
+    for engine in engines:
+        while engine.core.has_requests():
+            engine.step()
+        parts = engine.core._connector._parts
+        assert parts.loans.is_empty
+        assert not parts.borrowed.is_reading
+        assert not parts.borrowed._borrowed
+        assert not parts.lent._lent
+        assert not any(peer._waiting or peer._offered or peer._ended for peer in parts.peers._peers.values())
+        assert engine.core.stats().num_leased_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [(1, {"kv_transports": "tcp"}), (2, {"overlap_steps": True})],
+    ids=str,
+)
+def test_no_fault_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed, options):
+    monkeypatch.setattr(peer_module, "DOWN_SECONDS", 0.05)
+    monkeypatch.setattr(peer_module, "OFFER_PATIENCE", TIMEOUT)
+    monkeypatch.setattr(peer_module, "RENEW_INTERVAL", TIMEOUT / 5)
+    faults = Faults(seed, rate=0.15)
+    faults.install(monkeypatch)
+    threads = set(threading.enumerate())
+    with (
+        LLM("mini", role="prefill", **OPTIONS, **options) as prefill,
+        LLM("mini", role="decode", **OPTIONS, **options) as decode,
+    ):
+        first, second = Answers(prefill), Answers(decode)
+        for one in (first, second):
+            check_after_every_step(one.core)
+            one.core._connector._costs.prefers_loading = lambda *_: True
+        for name, prompt in serve(first, second, seed, num_requests=10).items():
+            assert second.of(name) == alone[prompt], name
+        drain(first, second)
+        faults.rate = 0.0
+        assert faults.num_faults
+        assert second.core.stats().num_loaded_tokens > 0
+    deadline = time.monotonic() + 20
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), thread.name
