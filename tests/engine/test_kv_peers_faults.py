@@ -86,6 +86,8 @@ class Faults:
             if fault == "after":
                 if name == "establish_link":
                     result.drop()
+                elif name == "open":
+                    result.close()  # who never got the reading cannot
                 raise self._error()
             if fault == "lie" and name == "exchange_news":
                 return list(args[1])  # all have ended
