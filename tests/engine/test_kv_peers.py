@@ -10,7 +10,7 @@ import pytest
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, SamplingParams
 from quire.engine.messages import EngineCoreRequest
-from quire.errors import ConfigError, InvalidRequestError
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
 from quire.kv.peers import borrowed_prompts
 from quire.kv.peers import peer as peer_module
 from quire.request_options import RequestOptions
@@ -311,6 +311,14 @@ def test_a_request_that_is_aborted_gives_its_loan_back(pair):
     core.step()
     core.finish(["a"], RequestStatus.FINISHED_ABORTED)
     step_until(first, lambda: not core_of(first).stats().num_leased_blocks)
+
+
+def test_an_engine_whose_cache_may_be_written_by_a_lost_read_computes_nothing_more():
+    with engine("decode") as llm:
+        core = core_of(llm)
+        core._connector._parts.memory.is_lost = True
+        with pytest.raises(EngineDeadError, match="may still write to the cache"):
+            answer(llm)
 
 
 def test_a_lease_that_nobody_renews_ends():

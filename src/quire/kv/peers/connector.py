@@ -27,7 +27,7 @@ from quire.datadist.prompt_link import PromptLink
 from quire.datadist.prompt_service import PromptService
 from quire.datadist.registered_memory import memory_of_tensors
 from quire.datadist.transports.interface import Transport
-from quire.errors import InvalidRequestError
+from quire.errors import EngineDeadError, InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
@@ -196,6 +196,12 @@ class PeerConnector(KVConnector):
 
     @override
     def start_load_kv(self, metadata: object | None) -> None:
+        """Raise `EngineDeadError` if a read that could not be ended may still write anywhere in the cache."""
+        if self._parts.memory.is_lost:
+            raise EngineDeadError(
+                "a read of a peer's KV could not be ended, and may still write to the cache; start the "
+                "engine anew (kv_transports without nixl avoids this)"
+            )
         self._num_tokens = 0
         if isinstance(metadata, PeerMetadata):
             self._num_tokens, self._step_began = metadata.num_tokens, time.monotonic()
@@ -240,14 +246,14 @@ class _Started:
         self._options = options
         self._epoch = epoch
         self._block_bytes = kv_caches.bytes_per_block
-        self._memory = _memory(kv_caches)
+        self.memory = _memory(kv_caches)
         self.loans = Loans(self._block_bytes)
         self.lent = LentPrompts(block_size, self.loans)
         self.peers = Peers(self._new_peer)
         self.borrowed = BorrowedPrompts(
             block_size, self._block_bytes, self.peers, options.timeout, stats=stats, costs=costs
         )
-        self._lender = Lender(self._memory, self.loans, options.identity)
+        self._lender = Lender(self.memory, self.loans, options.identity)
         self._no_caches: CachePool[CacheMemory] = CachePool(_no_memory, 0)
         self._service: PromptService | None = None
         self.address: Address | None = None
@@ -290,7 +296,7 @@ class _Started:
                 identity=self._options.identity(),
             )
 
-        return Peer(f"{address[0]}:{address[1]}", open_link, self._memory, self._block_bytes)
+        return Peer(f"{address[0]}:{address[1]}", open_link, self.memory, self._block_bytes)
 
 
 def _memory(kv_caches: PagedAttentionCache) -> CacheMemory:
