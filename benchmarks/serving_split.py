@@ -3,8 +3,10 @@
 The model has Qwen3-0.6B's shape and random weights. All engines run on this machine.
 
 - First token of a prompt that nobody has seen: one engine; the split with one call after the other; the split
-  with both calls at once, where layers travel while they are computed. Each engine may use all cores. Rounds
-  alternate, and every answer must be the same.
+  with both calls at once, where layers travel while they are computed. The engine that does both and the one
+  that prefills have the same core, the one that decodes another. The answer is one token, and its
+  log-probability must be the same either way. Rounds alternate. Of 1,024 tokens, the last 16 are computed by
+  both engines, since whole blocks travel; of 1,025 only the last.
 - Mixed load: some streams decode without pause while long prompts arrive one after another. Two engines with
   one core each: both take streams and prompts by turns, or one prefills and the other decodes. The figure is
   the 99th percentile of the time between two tokens of the steady streams.
@@ -109,14 +111,14 @@ def body_of(prompt: list[int], max_tokens: int) -> Body:
     return {"model": "model", "prompt": prompt, **options}
 
 
-def after_each_other(prefill: Server, decode: Server, body: Body) -> Iterator[tuple[float, str]]:
-    """Stream an answer of the split, first one call and then the other."""
+def after_each_other(prefill: Server, decode: Server, body: Body) -> Body:
+    """Return an answer of the split, first one call and then the other."""
     lent = prefill.complete(body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
-    yield from decode.stream(body | {"kv_transfer_params": lent["kv_transfer_params"]})
+    return decode.complete(body | {"kv_transfer_params": lent["kv_transfer_params"]})
 
 
-def at_once(prefill: Server, decode: Server, body: Body) -> Iterator[tuple[float, str]]:
-    """Stream an answer of the split, with both calls at once."""
+def at_once(prefill: Server, decode: Server, body: Body) -> Body:
+    """Return an answer of the split, with both calls at once."""
     where = prefill.get("/engine")["kv_transfer"]
     transfer_id = random.randbytes(16).hex()
     lend = {"do_remote_decode": True, "transfer_id": transfer_id}
@@ -129,40 +131,41 @@ def at_once(prefill: Server, decode: Server, body: Body) -> Iterator[tuple[float
     request = body | {"max_tokens": 1, "kv_transfer_params": lend}
     computing = threading.Thread(target=prefill.complete, args=(request,))
     computing.start()
-    yield from decode.stream(body | {"kv_transfer_params": read})
+    answer = decode.complete(body | {"kv_transfer_params": read})
     computing.join()
+    return answer
 
 
 def measure_first_token(model: str, arguments: argparse.Namespace) -> None:
     """Print the times to the first token, and their ratios."""
-    cpus = sorted(os.sched_getaffinity(0))
+    first_cpu, second_cpu, *_ = sorted(os.sched_getaffinity(0))
     options = ["--served-model-name", "model", "--kv-transports", arguments.transports]
     with contextlib.ExitStack() as stack:
         servers = [
-            Server(model, cpus, *options, *role) for role in ([], ["--role", "prefill"], ["--role", "decode"])
+            Server(model, [first_cpu], *options),
+            Server(model, [first_cpu], *options, "--role", "prefill"),
+            Server(model, [second_cpu], *options, "--role", "decode"),
         ]
         for one in servers:
             stack.callback(one.close)
         alone, prefill, decode = servers
-        ways: dict[str, Callable[[Body], Iterator[tuple[float, str]]]] = {
-            "one engine": alone.stream,
+        ways: dict[str, Callable[[Body], Body]] = {
+            "one engine": alone.complete,
             "one call after the other": lambda body: after_each_other(prefill, decode, body),
             "both calls at once": lambda body: at_once(prefill, decode, body),
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(-1, arguments.rounds):  # the first round warms up
-            texts = set()
-            for way, (name, stream) in enumerate(ways.items()):
+        for number in range(arguments.rounds + 1):
+            for way, (name, complete) in enumerate(ways.items()):
                 # of the two ways of the split, each has prompts of its own: the other's would be cached
-                body = body_of(prompt_of(arguments.prompt_len, seed=10 * number + max(way - 1, 0)), 4)
+                body = body_of(prompt_of(arguments.prompt_len, seed=2 * number + way % 2), 1) | {
+                    "logprobs": 1
+                }
                 began = time.perf_counter()
-                events = list(stream(body))
-                if number >= 0:
-                    times[name].append(events[0][0] - began)
-                if way < 2:
-                    texts.add("".join(text for _, text in events))
-            if len(texts) > 1:
-                raise SystemExit(f"answers differ: {texts}")
+                answer = complete(body)
+                if number:  # the first round warms up
+                    times[name].append(time.perf_counter() - began)
+                check_equal(answer, alone.complete(body))
     best = min(times["one engine"])
     for name, values in times.items():
         print(
@@ -170,6 +173,13 @@ def measure_first_token(model: str, arguments: argparse.Namespace) -> None:
             f"{min(values) / best:.3f} of one engine's best, "
             f"{statistics.median(values) / statistics.median(times['one engine']):.3f} of its median"
         )
+
+
+def check_equal(answer: Body, expected: Body) -> None:
+    """End the program if two answers differ in any bit of their log-probabilities."""
+    logprobs = [one["choices"][0]["logprobs"]["token_logprobs"] for one in (answer, expected)]
+    if logprobs[0] != logprobs[1]:
+        raise SystemExit(f"answers differ: {logprobs}")
 
 
 def steady_gaps(
@@ -181,7 +191,8 @@ def steady_gaps(
     stop = threading.Event()
 
     def decode(server: Server, seed: int) -> None:
-        body = body_of(prompt_of(64, seed), arguments.steady_tokens)
+        # with log-probabilities, every token is an event, whether it ends a character or not
+        body = body_of(prompt_of(64, seed), arguments.steady_tokens) | {"logprobs": 1}
         while not stop.is_set():
             times = [at for at, _ in server.stream(body)]
             gaps.extend(after - before for before, after in itertools.pairwise(times))
@@ -215,7 +226,7 @@ def measure_mixed_load(model: str, arguments: argparse.Namespace) -> None:
     both = [Server(model, [cpu], *options) for cpu in (first_cpu, second_cpu)]
     turns = itertools.cycle(both)
     try:
-        result = steady_gaps(both, lambda body: list(next(turns).stream(body)), arguments)
+        result = steady_gaps(both, lambda body: next(turns).complete(body), arguments)
     finally:
         for one in both:
             one.close()
@@ -223,7 +234,7 @@ def measure_mixed_load(model: str, arguments: argparse.Namespace) -> None:
     prefill = Server(model, [first_cpu], *options, "--role", "prefill")
     decode = Server(model, [second_cpu], *options, "--role", "decode")
     try:
-        result = steady_gaps([decode], lambda body: list(at_once(prefill, decode, body)), arguments)
+        result = steady_gaps([decode], lambda body: at_once(prefill, decode, body), arguments)
     finally:
         prefill.close()
         decode.close()
