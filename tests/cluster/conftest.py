@@ -3,7 +3,7 @@ import contextlib
 
 import httpx
 import pytest
-from fake_engine import LONG, TIMEOUT, FakeEngine, running
+from fake_upstream import LONG, TIMEOUT, FakeEngine, running
 
 from quire.cluster.route import routing
 from quire.config import RouterConfig

@@ -5,7 +5,7 @@ import json
 
 import httpx
 import pytest
-from fake_engine import ANSWER, EVENTS, TIMEOUT, FakeEngine
+from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine
 
 BODY = {"model": "m", "prompt": "Hi"}
 STREAM = {**BODY, "stream": True}

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fake_engine import ANSWER, EVENTS, TIMEOUT, FakeEngine
+from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine
 
 BODY = {"model": "m", "prompt": "a prompt that is worth the detour " * 4, "stream": True}
 FAULTS = [

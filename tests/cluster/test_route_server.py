@@ -6,7 +6,7 @@ import logging
 
 import httpx
 import pytest
-from fake_engine import ANSWER, EVENTS, TIMEOUT, FakeEngine
+from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine
 
 from quire.config import RouterConfig
 from quire.errors import ConfigError

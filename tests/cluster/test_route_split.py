@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fake_engine import ANSWER, EVENTS, PARAMS, TIMEOUT, FakeEngine
+from fake_upstream import ANSWER, EVENTS, PARAMS, TIMEOUT, FakeEngine
 
 PROMPT = "a prompt that is worth the detour " * 4
 BODY = {

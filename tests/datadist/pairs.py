@@ -18,6 +18,8 @@ from quire.datadist.transports import nixl_agent
 PROCESSES = ("one-process", "two-processes")
 TRANSPORTS = ("tcp", "shared_memory", *(["nixl"] if nixl_agent.is_installed() else []))
 PAIRS = [f"{processes} {transport}" for processes in PROCESSES for transport in TRANSPORTS]
+CROSSED_PAIRS = [kind for kind in PAIRS if kind not in {"one-process shared_memory", "two-processes tcp"}]
+"""Each way to share processes and each transport once: for what is shown of pulls with every combination."""
 
 
 def with_pairs(*wanted: str) -> pytest.MarkDecorator:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
 import pytest
 from failing import fails_with
 from pair_checks import bound_blocks
+from pairs import CROSSED_PAIRS, PairMaker
 from sides import Layers, byte_desc, owned_bytes, pattern, register_new, write_new_cache
 
 from conformance import row
@@ -20,6 +22,13 @@ from quire.datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+
+
+@pytest.fixture(params=CROSSED_PAIRS)
+def make_pair(request):
+    with contextlib.ExitStack() as stack:
+        yield PairMaker(request.param, stack)
+
 
 CODES = LLMStatusCode
 SUCCESS = LLMStatusCode.LLM_SUCCESS

@@ -465,5 +465,5 @@ class PairMachine(RuleBasedStateMachine):
 @row("KvCacheManager", "KvCache")
 def test_a_random_life_of_a_pair():
     # Shrinking a failure would take longer than a test may.
-    few = settings(max_examples=12, stateful_step_count=40, phases=[Phase.reuse, Phase.generate])
+    few = settings(max_examples=8, stateful_step_count=40, phases=[Phase.reuse, Phase.generate])
     run_state_machine_as_test(PairMachine, settings=few)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import sides
 from failing import fails_with
 from pair_checks import bound_blocks
-from pairs import in_two_processes
+from pairs import CROSSED_PAIRS, PairMaker, in_two_processes
 from sides import byte_desc, owned_bytes, pattern, register_new, write_new_cache
 
 from conformance import row
@@ -24,6 +25,13 @@ from quire.datadist import (
 )
 from quire.datadist import pulls as pulls_module
 from quire.datadist.transports.interface import LinkTerms
+
+
+@pytest.fixture(params=CROSSED_PAIRS)
+def make_pair(request):
+    with contextlib.ExitStack() as stack:
+        yield PairMaker(request.param, stack)
+
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
