@@ -184,8 +184,8 @@ def assert_not_usable(pair) -> None:
 @row("E78")
 @in_two_processes_over_tcp
 def test_a_prompt_that_is_killed_in_a_pull(make_pair):
-    pair = make_pair(pool=1 << 24, forwarded=True)
-    desc, key = byte_desc(1, 1 << 21), CacheKey(1, 5)
+    pair = make_pair(pool=1 << 26, forwarded=True)
+    desc, key = byte_desc(1, 1 << 23), CacheKey(1, 5)  # more than connections take that nobody reads
     bound(pair, desc, [key], seed=5)
     target = pair.dm.allocate_cache(desc)
     pair.forwarder.hold_after(1 << 16)
