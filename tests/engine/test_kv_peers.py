@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 
 import pytest
 
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, SamplingParams
+from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
 from quire.kv.peers import borrowed_prompts
@@ -55,7 +57,9 @@ def prefill(llm: LLM, prompt=PROMPT, *, n=1, **more) -> dict:
 
 
 def step_until(llm: LLM, condition) -> None:
+    deadline = time.monotonic() + 60
     while not condition():
+        assert time.monotonic() < deadline
         core_of(llm).step()
 
 
@@ -319,6 +323,12 @@ def test_an_engine_whose_cache_may_be_written_by_a_lost_read_computes_nothing_mo
         core._connector._parts.memory.is_lost = True
         with pytest.raises(EngineDeadError, match="may still write to the cache"):
             answer(llm)
+
+
+def test_nixl_must_be_installed_to_be_named(monkeypatch):
+    monkeypatch.setattr(nixl_agent, "is_installed", lambda: False)
+    with pytest.raises(ConfigError, match="kv_transports names nixl, but NIXL is not installed"):
+        LLM("mini", **OPTIONS, role="decode", kv_transports="nixl,tcp")
 
 
 def test_a_lease_that_nobody_renews_ends():

@@ -12,13 +12,8 @@ from quire.datadist.cache_desc import CacheDesc
 from quire.datadist.configs import parse_address
 from quire.datadist.enums import DataType, LLMRole
 from quire.datadist.status import invalid
-from quire.datadist.transports import nixl_agent
+from quire.datadist.transports.opening import DEFAULT_TRANSPORTS, transport_names
 from quire.datadist.transports.tcp import MAX_STREAMS
-
-DEFAULT_TRANSPORTS = ("shared_memory", "tcp")
-"""Names of the transports that are used if nothing is said, the best first."""
-
-TRANSPORT_NAMES = (*DEFAULT_TRANSPORTS, "nixl")
 
 DEFAULT_TIMEOUT_MS = 1000
 DEFAULT_TCP_STREAMS = 4
@@ -152,17 +147,10 @@ def _boolean(options: Mapping[str, str], key: str, *, default: bool) -> bool:
 
 def _transports(options: Mapping[str, str]) -> tuple[str, ...]:
     text = options.get(option_keys.TRANSPORTS)
-    names = DEFAULT_TRANSPORTS if text is None else tuple(text.split(","))
-    if len(set(names)) != len(names) or not set(names) <= set(TRANSPORT_NAMES):
-        known = ", ".join(TRANSPORT_NAMES)
-        raise invalid(
-            f"{option_keys.TRANSPORTS} is {text!r}; it takes each once, with commas between: {known}"
-        )
-    if "nixl" in names and not nixl_agent.is_installed():
-        raise invalid(
-            f"{option_keys.TRANSPORTS} names nixl, but NIXL is not installed; pip install 'quire[cluster]'"
-        )
-    return names
+    try:
+        return DEFAULT_TRANSPORTS if text is None else transport_names(text)
+    except ValueError as error:
+        raise invalid(f"{option_keys.TRANSPORTS} {error}") from error
 
 
 def _items(options: Mapping[str, str], key: str) -> list[str]:

@@ -15,6 +15,7 @@ from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.datadist.transports.interface import Transport
     from quire.engine.memory_plan import MemoryPlan
     from quire.kv.connector import KVConnector
     from quire.kv.peers.connector import PeerConnector
@@ -36,19 +37,18 @@ def build_peers(
     Raises:
         ConfigError: the address or a transport is invalid.
     """
-    from quire.datadist.transports.opening import open_transports
     from quire.kv.peers.connector import PeerConnector, PeerOptions
 
     lends = config.role == "prefill"
-    names = _transport_names(config.kv_transports)
     address = _address(config) if lends else None
+    transports = _transports(config.kv_transports, listens=lends)
     identity = _in_thread(functools.partial(kv_identity, config, model_path, model_config, plan))
     return PeerConnector(
         plan.block_size,
         PeerOptions(
             listen_address=address,
             token=config.kv_transfer_token.encode(),
-            transports=open_transports(names, listens=lends, num_tcp_streams=TCP_STREAMS),
+            transports=transports,
             identity=identity.result,
             timeout=config.scheduler.kv_transfer_timeout,
         ),
@@ -64,16 +64,14 @@ def lending_address(connector: KVConnector | None) -> tuple[str, int] | None:
     return connector.address if isinstance(connector, PeerConnector) else None
 
 
-def _transport_names(setting: str) -> list[str]:
-    from quire.datadist.options import TRANSPORT_NAMES
+def _transports(setting: str, *, listens: bool) -> list[Transport]:
+    from quire.datadist.transports.opening import open_transports, transport_names
 
-    names = setting.split(",")
-    if len(set(names)) != len(names) or not set(names) <= set(TRANSPORT_NAMES):
-        raise ConfigError(
-            f"EngineConfig.kv_transports is {setting!r}; it must be some of {', '.join(TRANSPORT_NAMES)}, "
-            "with commas between and none twice"
-        )
-    return names
+    try:
+        names = transport_names(setting)
+    except ValueError as error:
+        raise ConfigError(f"EngineConfig.kv_transports {error}") from error
+    return open_transports(names, listens=listens, num_tcp_streams=TCP_STREAMS)
 
 
 def _address(config: EngineConfig) -> tuple[str, int]:
