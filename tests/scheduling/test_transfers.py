@@ -292,6 +292,26 @@ def _nothing_computed():
     return ModelRunnerOutput([], np.empty((0, 1), np.int32), is_applied=False)
 
 
+@pytest.mark.parametrize("ends_by", ["reset", "abort"])
+def test_the_end_of_a_load_that_was_called_off_is_not_the_end_of_the_next(ends_by):
+    scene = scene_with_stored_prompt(load_steps=2, scene_settings={"overlap_steps": True})
+    scene.add("a", PROMPT)
+    scene.step()
+    arrives = scene.plan()
+    computed = scene.compute(arrives)
+    assert computed.kv_connector_output.finished_receiving == {"a"}
+    if ends_by == "reset":
+        assert scene.scheduler.reset_prefix_cache(reset_running_requests=True)
+    else:
+        scene.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+        scene.add("a", PROMPT)
+    begins_again = scene.plan()
+    scene.apply(arrives, computed)
+    scene.apply(begins_again)
+    scene.finish()
+    scene.check_naive("a")
+
+
 def test_a_connector_that_does_not_know_yet_is_asked_again_and_others_go_first():
     scene = scene_with_stored_prompt()
     scene.connector.undecided = 1

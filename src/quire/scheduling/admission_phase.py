@@ -24,6 +24,7 @@ from quire.scheduling.running_slots import RunningSlots, token_limit
 from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.step_mix import StepMix
 from quire.scheduling.step_sharing import StepSharing
+from quire.scheduling.steps_in_flight import StepsInFlight
 from quire.scheduling.transfers import TransferPhase
 from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
@@ -58,6 +59,7 @@ class AdmissionPhase:
     connector: ConnectorCalls
     kv: KVCacheManager
     running: RunningSlots
+    in_flight: StepsInFlight
     waiting: WaitingRequests
     loads: RemoteLoads
     holdings: KVHoldings
@@ -284,7 +286,15 @@ class AdmissionPhase:
         block_ids = np.concatenate((prefix.block_ids, self.kv.pool.allocate(missing)))
         deadline = self.holdings.transfer_deadline
         num_missing = self.kv.blocks_for(request.num_tokens) - len(block_ids)
-        load = RemoteLoad(request, block_ids, len(prefix.block_ids), num_tokens, num_missing, deadline)
+        load = RemoteLoad(
+            request=request,
+            block_ids=block_ids,
+            num_local_blocks=len(prefix.block_ids),
+            num_tokens=num_tokens,
+            num_missing_blocks=num_missing,
+            deadline=deadline,
+            first_step=self.in_flight.next_step,
+        )
         self.loads.begin(load)
         if not self.connector.begin_load(request, block_ids, num_external):
             self.transfer_phase.give_up(load, "could not be loaded")

@@ -220,6 +220,7 @@ class SchedulerParts:
             connector=self.connector,
             kv=self.kv,
             running=self.running,
+            in_flight=self.in_flight,
             waiting=self.waiting,
             loads=self.loads,
             holdings=self.holdings,

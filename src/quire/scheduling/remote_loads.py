@@ -23,6 +23,7 @@ class RemoteLoad:
     num_tokens: int
     num_missing_blocks: int  # that the rest of the request's tokens will need
     deadline: float  # seconds on the scheduler's clock
+    first_step: int  # the one that asks for it; what earlier steps report is of another load
     failed_block_ids: frozenset[int] = frozenset()
     has_arrived: bool = False
 

@@ -79,7 +79,7 @@ class ResultsPhase:
         computed = checked(scheduler_output, computed, self.running)
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
-            self.transfer_phase.take(computed.kv_connector_output, scheduler_output.slots)
+            self.transfer_phase.take(computed.kv_connector_output, scheduler_output)
         self._send_back_leaners(scheduler_output, computed)
         computed = without_past_errors(scheduler_output, computed, self.running)
         self.beam_phase.fail(computed.errors)

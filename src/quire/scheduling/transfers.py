@@ -20,7 +20,7 @@ from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.step_clock import StepClock
 from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
-from quire.step import IntArray, KVConnectorOutput
+from quire.step import IntArray, KVConnectorOutput, SchedulerOutput
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -40,13 +40,13 @@ class TransferPhase:
     finisher: RequestFinisher
     stats: SchedulerStats
 
-    def take(self, output: KVConnectorOutput, slots: IntArray) -> None:
-        """Apply what the connector's worker side has reported with a step that computed `slots`."""
+    def take(self, output: KVConnectorOutput, step: SchedulerOutput) -> None:
+        """Apply what the connector's worker side has reported with a step."""
         if output.failed_block_ids:
-            self._fail_blocks(output.failed_block_ids, slots)
+            self._fail_blocks(output.failed_block_ids, step.slots)
         for request_id in sorted(output.finished_receiving):
             load = self.loads.get(request_id)
-            if load is not None and not load.has_arrived:
+            if load is not None and not load.has_arrived and load.first_step <= step.step:
                 self._arrive(load)
         for request_id in sorted(output.finished_sending):
             self.holdings.end_lease(request_id)
