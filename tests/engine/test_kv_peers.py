@@ -13,8 +13,7 @@ from quire import LLM, SamplingParams
 from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
-from quire.kv.peers import borrowed_prompts
-from quire.kv.peers import peer as peer_module
+from quire.kv.peers import known_peers, pulls
 from quire.request_options import RequestOptions
 from quire.status import RequestStatus
 
@@ -70,7 +69,7 @@ def check_nothing_is_held(*engines: LLM) -> None:
         step_until(llm, lambda core=core: not core.has_requests())
         assert core.stats().num_leased_blocks == 0
         assert parts.loans.is_empty
-        assert not parts.borrowed.is_reading
+        assert not len(parts.pulls)
         assert not parts.borrowed._borrowed
         assert not parts.lent._lent
 
@@ -238,14 +237,14 @@ def test_what_cannot_be_read_is_computed(pair, alone, spoil):
     assert answer(second, transfer=transfer) == alone
     assert failed_loads(second) > before
     core_of(first).scheduler._holdings.end_all_leases()
-    second_peers = core_of(second)._connector._parts.borrowed._peers
+    second_peers = core_of(second)._connector._parts.peers
     for one in list(second_peers._peers.values()):  # a peer that is down is not asked for a while
         one.links._down_until = 0.0
 
 
 def test_a_request_that_never_comes_is_waited_for_only_so_long(pair, alone, monkeypatch):
     first, second = pair
-    monkeypatch.setattr(peer_module, "OFFER_PATIENCE", 0.1)
+    monkeypatch.setattr(pulls, "OFFER_PATIENCE", 0.1)
     host, port = core_of(first).info.kv_transfer_address
     where = {"do_remote_prefill": True, "remote_host": host, "remote_port": port, "transfer_id": "never"}
     assert answer(second, transfer=where) == alone
@@ -296,7 +295,7 @@ def test_a_request_that_is_refused_keeps_no_loan(pair):
 
 def test_with_too_many_peers_a_prompt_is_computed(pair, alone, monkeypatch):
     first, second = pair
-    monkeypatch.setattr(borrowed_prompts, "MAX_PEERS", 0)
+    monkeypatch.setattr(known_peers, "MAX_PEERS", 0)
     peers = core_of(second)._connector._parts.peers
     monkeypatch.setattr(peers, "_peers", {})
     before = failed_loads(second)

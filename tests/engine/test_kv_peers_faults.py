@@ -22,6 +22,7 @@ from quire.datadist.transports.shared_memory import SharedMemoryDestinationEnd, 
 from quire.datadist.transports.tcp import TcpDestinationEnd, TcpSourceEnd
 from quire.engine.messages import EngineCoreRequest
 from quire.kv.peers import connector as connector_module
+from quire.kv.peers import links, pulls
 from quire.kv.peers import peer as peer_module
 from quire.request_options import RequestOptions
 from quire.status import FinishReason, RequestStatus
@@ -193,7 +194,7 @@ def drain(*engines: Answers) -> None:
             engine.step()
         parts = engine.core._connector._parts
         assert parts.loans.is_empty
-        assert not parts.borrowed.is_reading
+        assert not len(parts.pulls)
         assert not parts.borrowed._borrowed
         assert not parts.lent._lent
         assert not any(peer._waiting or peer._offered or peer._ended for peer in parts.peers._peers.values())
@@ -206,8 +207,8 @@ def drain(*engines: Answers) -> None:
     ids=str,
 )
 def test_no_fault_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed, options):
-    monkeypatch.setattr(peer_module, "DOWN_SECONDS", 0.05)
-    monkeypatch.setattr(peer_module, "OFFER_PATIENCE", TIMEOUT)
+    monkeypatch.setattr(links, "DOWN_SECONDS", 0.05)
+    monkeypatch.setattr(pulls, "OFFER_PATIENCE", TIMEOUT)
     monkeypatch.setattr(peer_module, "RENEW_INTERVAL", TIMEOUT / 5)
     faults = Faults(seed, rate=0.15)
     faults.install(monkeypatch)

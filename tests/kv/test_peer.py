@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from quire.datadist.status import LLMStatusCode, failure
+from quire.kv.peers import links
 from quire.kv.peers import peer as peer_module
-from quire.kv.peers.peer import LoanPull, Peer, PeerLinks
+from quire.kv.peers.links import PeerLinks
+from quire.kv.peers.peer import Peer
+from quire.kv.peers.pulls import LoanLoad, LoanPull
+from quire.kv.peers.transfer_params import BorrowingParams
 
 SOON = 20.0
 
@@ -60,15 +63,8 @@ class Pull(LoanPull):
 
     def __init__(self, name: str) -> None:
         self.ending = threading.Event()
-        super().__init__(
-            request_id=name,
-            transfer_id=name,
-            engine_id="",
-            num_blocks=1,
-            digest=b"",
-            block_ids=np.array([3]),
-            deadline=time.monotonic() + SOON,
-        )
+        params = BorrowingParams("127.0.0.1", 1, transfer_id=name)
+        super().__init__(LoanLoad(name, params, 1, b"", [3]), time.monotonic() + SOON)
 
     def end(self, *, has_failed: bool) -> None:
         super().end(has_failed=has_failed)
@@ -123,14 +119,14 @@ def test_a_pull_that_comes_when_the_last_reader_ends_is_read(make_peer, monkeypa
 )
 def test_heartbeats_go_on_after_any_failure(make_peer, monkeypatch, error):
     monkeypatch.setattr(peer_module, "RENEW_INTERVAL", 0.001)
-    monkeypatch.setattr(peer_module, "DOWN_SECONDS", 0.0)
+    monkeypatch.setattr(links, "DOWN_SECONDS", 0.0)
     opener = Opener(error)
     make_peer(opener).keep("t", "r", is_offered=True)
     assert opener.link.was_told.wait(SOON)
 
 
 def test_a_reader_goes_on_after_any_failure(make_peer, monkeypatch):
-    monkeypatch.setattr(peer_module, "DOWN_SECONDS", 0.0)
+    monkeypatch.setattr(links, "DOWN_SECONDS", 0.0)
     opener = Opener(ValueError("a bug"), OSError("gone"))
     peer = make_peer(opener)
     pulls = [Pull(name) for name in "abc"]

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
-from quire.kv.peers.peer import LINK_TIMEOUT, LoanPull, Peer
-from quire.kv.peers.transfer_params import Address, BorrowingParams, borrowing_params
+from quire.kv.peers.known_peers import MAX_PEERS, KnownPeers
+from quire.kv.peers.peer import Peer
+from quire.kv.peers.pulls import LoanLoad
+from quire.kv.peers.running_pulls import RunningPulls
+from quire.kv.peers.shared_prompt import num_shared_blocks, shared_keys
+from quire.kv.peers.transfer_params import BorrowingParams, borrowing_params
 from quire.request import Request
 from quire.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
-
-MAX_PEERS = 64
-"""Peers whose loans are read at a time."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,73 +30,13 @@ class _Borrowed:
     is_over: bool = False  # it was read, or is not to be
 
 
-@dataclasses.dataclass(slots=True, frozen=True)
-class LoanLoad:
-    """A loan to read for a request, into the blocks from `first_block` on."""
-
-    request_id: str
-    params: BorrowingParams
-    num_blocks: int
-    digest: bytes
-    block_ids: list[int]
-
-
-class Peers:
-    """The peers that this engine reads from, by address.
-
-    Args:
-        new_peer: returns a peer.
-    """
-
-    def __init__(self, new_peer: Callable[[Address], Peer]) -> None:
-        self._new_peer = new_peer
-        self._peers: dict[Address, Peer] = {}
-        self._lock = threading.Lock()
-
-    def find(self, address: Address) -> Peer | None:
-        """Return a peer; None: there is no such, or no more."""
-        with self._lock:
-            return self._peers.get(address)
-
-    def get(self, address: Address) -> Peer | None:
-        """Return a peer, maybe a new one in the place of one that is idle; None: there are too many.
-
-        For one thread: a peer that another one has got might be forgotten before it is used.
-        """
-        with self._lock:
-            peer = self._peers.get(address)
-            if peer is None:
-                if len(self._peers) >= MAX_PEERS:
-                    self._peers = {at: one for at, one in self._peers.items() if not one.is_idle}
-                if len(self._peers) >= MAX_PEERS:
-                    return None
-                peer = self._peers[address] = self._new_peer(address)
-            return peer
-
-    def transports(self) -> list[str]:
-        """Return the transport to each peer that was linked."""
-        with self._lock:
-            return [peer.links.transport for peer in self._peers.values() if peer.links.transport]
-
-    def close(self) -> None:
-        """End all threads; all pulls have ended or are cancelled."""
-        with self._lock:
-            peers, self._peers = list(self._peers.values()), {}
-        for peer in peers:
-            peer.close()
-        deadline = time.monotonic() + LINK_TIMEOUT
-        for peer in peers:
-            peer.join(deadline)
-
-
 class BorrowedPrompts:
     """Reads the full blocks of prompts that a peer lends, all but that of the last token.
 
     Args:
         block_size: tokens per block.
-        block_bytes: bytes of a block.
         peers: to read from.
-        timeout: seconds for a loan to come.
+        pulls: those that run.
         stats: of the connector.
         costs: of loading and computing.
     """
@@ -108,33 +44,24 @@ class BorrowedPrompts:
     def __init__(
         self,
         block_size: int,
-        block_bytes: int,
-        peers: Peers,
-        timeout: float,
+        peers: KnownPeers,
+        pulls: RunningPulls,
         *,
         stats: KVPeerStats,
         costs: LoadCosts,
     ) -> None:
         self._block_size = block_size
-        self._block_bytes = block_bytes
         self._peers = peers
-        self._timeout = timeout
+        self._pulls = pulls
         self._stats = stats
         self._costs = costs
-        # Scheduler side.
         self._borrowed: dict[str, _Borrowed] = {}
         self._new_loads: list[LoanLoad] = []
-        self._cancelled: list[str] = []
-        # Worker side.
-        self._pulls: dict[str, LoanPull] = {}
-        self._failed_block_ids: set[int] = set()  # to be reported
 
     @property
-    def is_reading(self) -> bool:
-        """Whether any load has begun and not been reported."""
-        return bool(self._new_loads or self._pulls)
-
-    # -- scheduler side ------------------------------------------------------------------------------------
+    def begins_to_read(self) -> bool:
+        """Whether the next step begins to read anything."""
+        return bool(self._new_loads)
 
     def arrive(self, request: Request) -> None:
         """Keep the loan that a request names alive, if it names one.
@@ -146,7 +73,7 @@ class BorrowedPrompts:
         if params is None:
             return
         peer = self._peers.get(params.address)
-        num_blocks = (request.num_prompt_tokens - 1) // self._block_size
+        num_blocks = num_shared_blocks(request, self._block_size)
         self._borrowed[request.request_id] = _Borrowed(params, peer, num_blocks)
         if peer is None:
             logger.warning("KV is read from %d peers already, which is the limit", MAX_PEERS)
@@ -177,9 +104,8 @@ class BorrowedPrompts:
         A prompt that the peer still computes is always read: computing it here, too, would not end sooner.
         """
         if borrowed.prefers_reading is None:
-            num_queued = sum(len(pull.block_ids) for pull in list(self._pulls.values()))
             borrowed.prefers_reading = not borrowed.params.remote_engine_id or self._costs.prefers_loading(
-                num_blocks, num_queued
+                num_blocks, self._pulls.num_blocks
             )
             self._stats.num_computations_chosen += not borrowed.prefers_reading
         return borrowed.prefers_reading
@@ -192,9 +118,7 @@ class BorrowedPrompts:
         borrowed.is_over = True
         first = borrowed.num_local // self._block_size
         targets = [int(one) for one in block_ids[first : borrowed.num_blocks]]
-        keys = SequenceKeys(root_digest(salt=request.cache_salt), self._block_size)
-        keys.extend(request.prompt_array[: borrowed.num_blocks * self._block_size])
-        digest = keys.digest(borrowed.num_blocks)
+        digest = shared_keys(request, self._block_size).digest(borrowed.num_blocks)
         load = LoanLoad(request.request_id, borrowed.params, borrowed.num_blocks, digest, targets)
         self._new_loads.append(load)
         self._stats.num_loads_chosen += 1
@@ -202,22 +126,17 @@ class BorrowedPrompts:
     def cancel(self, request_id: str) -> None:
         """Read a loan no more."""
         self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
-        self._cancelled.append(request_id)
         self._give_back(request_id)
 
-    def plan(self, output: SchedulerOutput) -> tuple[list[LoanLoad], list[str]]:
-        """Return the loads that begin with a step, and the requests whose load is cancelled.
-
-        What the step begins to compute reads nothing more.
-        """
+    def plan(self, output: SchedulerOutput) -> list[LoanLoad]:
+        """Return the loads that begin with a step; what the step begins to compute reads nothing more."""
         if self._borrowed:
             for new in output.scheduled_new_reqs:
                 self._give_back(new.request_id)
             for resumed in output.scheduled_cached_reqs.resumed:
                 self._give_back(resumed.request_id)
-        plan = self._new_loads, self._cancelled
-        self._new_loads, self._cancelled = [], []
-        return plan
+        loads, self._new_loads = self._new_loads, []
+        return loads
 
     def finish(self, request: Request) -> None:
         """Note that a request has ended."""
@@ -231,61 +150,3 @@ class BorrowedPrompts:
         borrowed.is_over = True
         if borrowed.peer is not None:
             borrowed.peer.give_back(borrowed.params.transfer_id, request_id)
-
-    # -- worker side ---------------------------------------------------------------------------------------
-
-    def begin_step(self, loads: Sequence[LoanLoad], cancelled: Sequence[str]) -> None:
-        """Cancel and begin loads."""
-        for request_id in cancelled:
-            pull = self._pulls.pop(request_id, None)
-            if pull is not None:
-                pull.cancel()
-        for load in loads:
-            self._pulls[load.request_id] = self._begin_pull(load)
-
-    def finished(self) -> frozenset[str]:
-        """Return the requests whose load has ended since the last call."""
-        received = [request_id for request_id, pull in self._pulls.items() if pull.has_ended]
-        for request_id in received:
-            pull = self._pulls.pop(request_id)
-            if pull.has_failed:
-                self._stats.num_failed_loads += 1
-                self._failed_block_ids.update(pull.block_ids.tolist())
-            else:
-                self._note_read(pull)
-        return frozenset(received)
-
-    def _note_read(self, pull: LoanPull) -> None:
-        num_blocks = len(pull.block_ids)
-        self._stats.num_loaded_blocks += num_blocks
-        self._stats.loaded_bytes += num_blocks * self._block_bytes
-        if pull.engine_id:  # else part of the time was the peer's to compute
-            self._costs.note_load(pull.seconds, num_blocks)
-
-    def failed_block_ids(self) -> frozenset[int]:
-        """Return the blocks that could not be read since the last call."""
-        failed, self._failed_block_ids = frozenset(self._failed_block_ids), set()
-        return failed
-
-    def close(self) -> None:
-        """Give up all loads, and end all threads."""
-        for pull in self._pulls.values():
-            pull.cancel()
-        self._peers.close()
-
-    def _begin_pull(self, load: LoanLoad) -> LoanPull:
-        pull = LoanPull(
-            request_id=load.request_id,
-            transfer_id=load.params.transfer_id,
-            engine_id=load.params.remote_engine_id,
-            num_blocks=load.num_blocks,
-            digest=load.digest,
-            block_ids=np.array(load.block_ids, dtype=np.int64),
-            deadline=time.monotonic() + self._timeout,
-        )
-        peer = self._peers.find(load.params.address)
-        if peer is None:
-            pull.end(has_failed=True)
-        else:
-            peer.pull(pull)
-        return pull

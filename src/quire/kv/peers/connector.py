@@ -31,9 +31,12 @@ from quire.errors import EngineDeadError, InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
-from quire.kv.peers.borrowed_prompts import BorrowedPrompts, LoanLoad, Peers
+from quire.kv.peers.borrowed_prompts import BorrowedPrompts
+from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.lent_prompts import LentPrompts, LoanStep, answer
-from quire.kv.peers.peer import Peer, engine_id_of
+from quire.kv.peers.peer import Peer
+from quire.kv.peers.pulls import LoanLoad, engine_id_of
+from quire.kv.peers.running_pulls import RunningPulls
 from quire.kv.peers.transfer_params import Address
 from quire.request import Request
 
@@ -92,6 +95,7 @@ class PeerConnector(KVConnector):
         self._options = options
         self._stats = KVPeerStats()
         self._costs = LoadCosts(block_size)
+        self._cancelled: list[str] = []  # requests whose load the next step cancels
         self._num_tokens = 0  # of the step being computed
         self._step_began = 0.0
         self._epoch = secrets.randbits(64)
@@ -130,13 +134,18 @@ class PeerConnector(KVConnector):
 
     @override
     def cancel_load(self, request_id: str) -> None:
+        self._cancelled.append(request_id)
         self._parts.borrowed.cancel(request_id)
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PeerMetadata:
-        completed = self._parts.lent.plan(scheduler_output)
-        num_tokens = scheduler_output.total_num_scheduled_tokens
-        return PeerMetadata(num_tokens, completed, *self._parts.borrowed.plan(scheduler_output))
+        cancelled, self._cancelled = self._cancelled, []
+        return PeerMetadata(
+            num_tokens=scheduler_output.total_num_scheduled_tokens,
+            completed=self._parts.lent.plan(scheduler_output),
+            loads=self._parts.borrowed.plan(scheduler_output),
+            cancelled=cancelled,
+        )
 
     @override
     def request_finished(
@@ -161,7 +170,8 @@ class PeerConnector(KVConnector):
     @override
     def reset(self) -> bool:
         """Nothing is stored; what is lent or being read keeps this from being done."""
-        return self._parts.loans.is_empty and not self._parts.borrowed.is_reading
+        parts = self._parts
+        return parts.loans.is_empty and not parts.borrowed.begins_to_read and not len(parts.pulls)
 
     @override
     def stats(self) -> KVPeerStats:
@@ -205,7 +215,7 @@ class PeerConnector(KVConnector):
         self._num_tokens = 0
         if isinstance(metadata, PeerMetadata):
             self._num_tokens, self._step_began = metadata.num_tokens, time.monotonic()
-            self._parts.borrowed.begin_step(metadata.loads, metadata.cancelled)
+            self._parts.pulls.begin_step(metadata.loads, metadata.cancelled)
             self._parts.lent.begin_step(metadata.completed)
 
     @override
@@ -223,11 +233,11 @@ class PeerConnector(KVConnector):
 
     @override
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-        return frozenset(self._parts.loans.take_released()), self._parts.borrowed.finished()
+        return frozenset(self._parts.loans.take_released()), self._parts.pulls.finished()
 
     @override
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        return self._parts.borrowed.failed_block_ids()
+        return self._parts.pulls.failed_block_ids()
 
 
 class _Started:
@@ -249,10 +259,9 @@ class _Started:
         self.memory = _memory(kv_caches)
         self.loans = Loans(self._block_bytes)
         self.lent = LentPrompts(block_size, self.loans)
-        self.peers = Peers(self._new_peer)
-        self.borrowed = BorrowedPrompts(
-            block_size, self._block_bytes, self.peers, options.timeout, stats=stats, costs=costs
-        )
+        self.peers = KnownPeers(self._new_peer)
+        self.pulls = RunningPulls(self._block_bytes, self.peers, options.timeout, stats=stats, costs=costs)
+        self.borrowed = BorrowedPrompts(block_size, self.peers, self.pulls, stats=stats, costs=costs)
         self._lender = Lender(self.memory, self.loans, options.identity)
         self._no_caches: CachePool[CacheMemory] = CachePool(_no_memory, 0)
         self._service: PromptService | None = None
@@ -266,7 +275,8 @@ class _Started:
         self.loans.close("the engine ends")
         if self._service is not None:
             self._service.close()
-        self.borrowed.close()
+        self.pulls.close()
+        self.peers.close()
         for transport in self._options.transports:
             transport.close()
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from quire.datadist.loans import Loans
 from quire.errors import InvalidRequestError
-from quire.kv.block_hash import SequenceKeys, root_digest
+from quire.kv.block_hash import SequenceKeys
+from quire.kv.peers.shared_prompt import num_shared_blocks, shared_keys
 from quire.kv.peers.transfer_params import lending_params
 from quire.kv.prompt_blocks import PromptBlocks
 from quire.request import Request
@@ -60,13 +61,12 @@ class LentPrompts:
             InvalidRequestError: its parameters are invalid.
         """
         params = lending_params(request.kv_transfer_params)
-        num_blocks = (request.num_prompt_tokens - 1) // self._block_size
+        num_blocks = num_shared_blocks(request, self._block_size)
         is_lent_already = request.shares_prompt_with is not None  # by the first of several completions
         if params is None or not num_blocks or request.beam_sequence_ids or is_lent_already:
             return
         transfer_id = params.transfer_id or secrets.token_hex(16)
-        keys = SequenceKeys(root_digest(salt=request.cache_salt), self._block_size)
-        keys.extend(request.prompt_array[: num_blocks * self._block_size])
+        keys = shared_keys(request, self._block_size)
         loan = self._loans.offer(transfer_id, request.request_id, num_blocks, keys.digest(num_blocks))
         if loan is None:
             raise InvalidRequestError(

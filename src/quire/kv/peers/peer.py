@@ -1,4 +1,4 @@
-"""One engine that lends: the links to it, and the threads that read loans and keep them alive."""
+"""One engine that lends: the threads that read its KV and keep its loans alive."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from quire.datadist.decoder_link import DecoderLink
-from quire.datadist.loans import ArrivingBlocks
 from quire.datadist.memory import CacheMemory
-from quire.datadist.protocol import MAX_LOAN_NAMES, LoanRequest
-from quire.datadist.spans import Int64Array
+from quire.datadist.protocol import MAX_LOAN_NAMES
 from quire.datadist.status import LLMException
+from quire.kv.peers.links import LINK_TIMEOUT, OneLink, OpenLink, PeerLinks
+from quire.kv.peers.pulls import PeerPull
 
 logger = logging.getLogger(__name__)
 
@@ -23,162 +22,8 @@ MAX_READERS = 4
 RENEW_INTERVAL = 5.0
 """Seconds between heartbeats."""
 
-LINK_TIMEOUT = 5.0
-"""Seconds for a peer to answer when it is linked to, or told news."""
-
-OFFER_PATIENCE = 10.0
-"""Seconds that a peer waits for a request which it has not got yet."""
-
 IDLE_TIMEOUT = 60.0
 """Seconds after which a thread that has nothing to do ends, and its link."""
-
-DOWN_SECONDS = 2.0
-"""Seconds for which a peer that could not be linked to is not tried again."""
-
-OpenLink = Callable[[float], DecoderLink]
-"""Links to the peer before a deadline; raises `OSError`."""
-
-
-class LoanPull:
-    """A loan that is to be read into blocks of this engine's cache.
-
-    Args:
-        request_id: for which; it needs the loan no more when the pull has ended.
-        transfer_id: of the loan.
-        engine_id: of the peer's start that has answered; empty: it has not answered yet.
-        num_blocks: of the loan.
-        digest: of their content.
-        block_ids: where the last of them go.
-        deadline: seconds on the monotonic clock.
-    """
-
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        transfer_id: str,
-        engine_id: str,
-        num_blocks: int,
-        digest: bytes,
-        block_ids: Int64Array,
-        deadline: float,
-    ) -> None:
-        self.request_id = request_id
-        self.transfer_id = transfer_id
-        self.engine_id = engine_id
-        self.num_blocks = num_blocks
-        self.digest = digest
-        self.block_ids = block_ids
-        self.deadline = deadline
-        self._lock = threading.Lock()
-        self._link: DecoderLink | None = None
-        self._is_cancelled = False
-        self.seconds = 0.0  # that reading took
-        self.has_ended = False  # nothing is written to the blocks any more
-        self.has_failed = False
-
-    def run(self, link: DecoderLink, memory: CacheMemory, block_bytes: int) -> None:
-        """Read the loan.
-
-        Raises:
-            LLMException: it cannot be read.
-            ConnectionError: the peer is another than the one that has answered.
-        """
-        if self.engine_id and self.engine_id != engine_id_of(link.epoch):
-            raise ConnectionError("it has been started anew since it computed the prompt")
-        with self._lock:
-            if self._is_cancelled:
-                return
-            self._link = link
-        first = self.num_blocks - len(self.block_ids)
-        patience = 0 if self.engine_id else int(OFFER_PATIENCE * 1e3)
-        request = LoanRequest(0, 0, self.transfer_id, first, self.num_blocks, self.digest, patience, 0)
-        began = time.monotonic()
-        try:
-            link.pull_loan(request, memory, ArrivingBlocks(self.block_ids, first, block_bytes), self.deadline)
-        finally:
-            self.seconds = time.monotonic() - began
-            with self._lock:
-                self._link = None
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether nobody waits for it any more."""
-        return self._is_cancelled
-
-    def cancel(self) -> None:
-        """Let nothing be written to the blocks once this has returned."""
-        with self._lock:  # until the link is down: the next pull must not begin to use it
-            self._is_cancelled = True
-            if self._link is not None:
-                self._link.drop()
-
-    def end(self, *, has_failed: bool) -> None:
-        """Note that the reading has ended."""
-        self.has_failed = has_failed
-        self.has_ended = True
-
-
-class PeerLinks:
-    """Links to one peer, for several threads.
-
-    Args:
-        open_link: links to the peer.
-    """
-
-    def __init__(self, open_link: OpenLink) -> None:
-        self.transport = ""
-        self._open_link = open_link
-        self._down_until = 0.0
-
-    @property
-    def is_down(self) -> bool:
-        """Whether the peer could not be linked to a moment ago."""
-        return time.monotonic() < self._down_until
-
-    def open(self, deadline: float) -> DecoderLink:
-        """Return a new link.
-
-        Raises:
-            OSError: the peer cannot be linked to, or could not a moment ago.
-        """
-        if self.is_down:
-            raise ConnectionError("it could not be linked to a moment ago")
-        limit = time.monotonic() + LINK_TIMEOUT
-        try:
-            link = self._open_link(min(deadline, limit))
-        except OSError as error:
-            had_time = deadline >= limit or not isinstance(error, TimeoutError)
-            if had_time:
-                self._down_until = time.monotonic() + DOWN_SECONDS
-            raise
-        self.transport = link.transport
-        return link
-
-
-class OneLink:
-    """A thread's own link to a peer, which is opened when it is needed.
-
-    Args:
-        links: of the peer.
-    """
-
-    def __init__(self, links: PeerLinks) -> None:
-        self._links = links
-        self._link: DecoderLink | None = None
-
-    def get(self, deadline: float) -> DecoderLink:
-        """Return the link, or a new one if it does not stand; raises what `PeerLinks.open` does."""
-        if self._link is None or not self._link.stands:
-            self.drop()
-            self._link = self._links.open(deadline)
-        return self._link
-
-    def drop(self) -> None:
-        """Take the link down."""
-        link, self._link = self._link, None
-        if link is not None:
-            link.drop()
 
 
 class Peer:
@@ -201,7 +46,7 @@ class Peer:
         self._offered: set[str] = set()  # of these loans, those that the peer has spoken of
         self._ended: set[str] = set()  # of these, those that it has no more
         self._released: list[str] = []
-        self._pulls: queue.Queue[LoanPull | None] = queue.Queue()
+        self._pulls: queue.Queue[PeerPull | None] = queue.Queue()
         self._num_pulls = 0  # queued or running
         self._readers: set[threading.Thread] = set()
         self._messenger: threading.Thread | None = None
@@ -248,7 +93,7 @@ class Peer:
         """Return whether the peer has said that there is no such loan, or cannot be reached."""
         return transfer_id in self._ended or self.links.is_down
 
-    def pull(self, pull: LoanPull) -> None:
+    def pull(self, pull: PeerPull) -> None:
         """Begin to read a loan, in a thread; if there can be none, it fails."""
         with self._lock:
             if len(self._readers) < min(self._num_pulls + 1, MAX_READERS):
@@ -284,7 +129,7 @@ class Peer:
         finally:
             link.drop()
 
-    def _next_pull(self) -> LoanPull | None:
+    def _next_pull(self) -> PeerPull | None:
         """Return the next pull; None: there is none for a while, and this thread is no reader any more."""
         while not self._is_closed:
             try:
@@ -296,7 +141,7 @@ class Peer:
                         return None
         return None
 
-    def _read_loan(self, pull: LoanPull, link: OneLink) -> None:
+    def _read_loan(self, pull: PeerPull, link: OneLink) -> None:
         """Read a loan; however that ends, the pull has ended then."""
         has_failed = True
         try:
@@ -315,9 +160,10 @@ class Peer:
                 self._num_pulls -= 1
             self._end(pull, has_failed=has_failed)
 
-    def _end(self, pull: LoanPull, *, has_failed: bool) -> None:
+    def _end(self, pull: PeerPull, *, has_failed: bool) -> None:
         pull.end(has_failed=has_failed)
-        self.give_back(pull.transfer_id, pull.request_id)
+        if pull.transfer_id:
+            self.give_back(pull.transfer_id, pull.request_id)
 
     # -- heartbeats ----------------------------------------------------------------------------------------
 
@@ -374,8 +220,3 @@ def _start_thread(run: Callable[[], None], name: str) -> threading.Thread | None
         logger.warning("a peer's loans cannot be read or kept alive: %s", error)
         return None
     return thread
-
-
-def engine_id_of(epoch: int) -> str:
-    """Return the id of a start of an engine, as peers are told."""
-    return f"{epoch:016x}"

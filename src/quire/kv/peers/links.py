@@ -1,0 +1,79 @@
+"""Links to a peer, which are opened when they are needed and not tried again at once when they fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from quire.datadist.decoder_link import DecoderLink
+
+LINK_TIMEOUT = 5.0
+"""Seconds for a peer to answer when it is linked to, or told news."""
+
+DOWN_SECONDS = 2.0
+"""Seconds for which a peer that could not be linked to is not tried again."""
+
+OpenLink = Callable[[float], DecoderLink]
+"""Links to the peer before a deadline; raises `OSError`."""
+
+
+class PeerLinks:
+    """Links to one peer, for several threads.
+
+    Args:
+        open_link: links to the peer.
+    """
+
+    def __init__(self, open_link: OpenLink) -> None:
+        self.transport = ""
+        self._open_link = open_link
+        self._down_until = 0.0
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the peer could not be linked to a moment ago."""
+        return time.monotonic() < self._down_until
+
+    def open(self, deadline: float) -> DecoderLink:
+        """Return a new link.
+
+        Raises:
+            OSError: the peer cannot be linked to, or could not a moment ago.
+        """
+        if self.is_down:
+            raise ConnectionError("it could not be linked to a moment ago")
+        limit = time.monotonic() + LINK_TIMEOUT
+        try:
+            link = self._open_link(min(deadline, limit))
+        except OSError as error:
+            had_time = deadline >= limit or not isinstance(error, TimeoutError)
+            if had_time:
+                self._down_until = time.monotonic() + DOWN_SECONDS
+            raise
+        self.transport = link.transport
+        return link
+
+
+class OneLink:
+    """A thread's own link to a peer, which is opened when it is needed.
+
+    Args:
+        links: of the peer.
+    """
+
+    def __init__(self, links: PeerLinks) -> None:
+        self._links = links
+        self._link: DecoderLink | None = None
+
+    def get(self, deadline: float) -> DecoderLink:
+        """Return the link, or a new one if it does not stand; raises what `PeerLinks.open` does."""
+        if self._link is None or not self._link.stands:
+            self.drop()
+            self._link = self._links.open(deadline)
+        return self._link
+
+    def drop(self) -> None:
+        """Take the link down."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.drop()

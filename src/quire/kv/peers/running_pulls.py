@@ -1,0 +1,89 @@
+"""What is being read from peers into this engine's cache: the worker side of everything that reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from quire.kv.connector_stats import KVPeerStats
+from quire.kv.load_costs import LoadCosts
+from quire.kv.peers.known_peers import KnownPeers
+from quire.kv.peers.pulls import LoanLoad, LoanPull, PeerPull
+
+
+class RunningPulls:
+    """Begins and cancels pulls, and reports how they have ended.
+
+    Args:
+        block_bytes: bytes of a block.
+        peers: to read from.
+        timeout: seconds for KV to come.
+        stats: of the connector.
+        costs: of loading and computing.
+    """
+
+    def __init__(
+        self, block_bytes: int, peers: KnownPeers, timeout: float, *, stats: KVPeerStats, costs: LoadCosts
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._peers = peers
+        self._timeout = timeout
+        self._stats = stats
+        self._costs = costs
+        self._pulls: dict[str, PeerPull] = {}
+        self._failed_block_ids: set[int] = set()  # to be reported
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are being read; any thread may ask."""
+        return sum(len(pull.block_ids) for pull in list(self._pulls.values()))
+
+    def begin_step(self, loads: Sequence[LoanLoad], cancelled: Sequence[str]) -> None:
+        """Cancel pulls by request, and begin others."""
+        for request_id in cancelled:
+            pull = self._pulls.pop(request_id, None)
+            if pull is not None:
+                pull.cancel()
+        for load in loads:
+            self._pulls[load.request_id] = self._begin(load)
+
+    def finished(self) -> frozenset[str]:
+        """Return the requests whose pull has ended since the last call."""
+        received = [request_id for request_id, pull in self._pulls.items() if pull.has_ended]
+        for request_id in received:
+            pull = self._pulls.pop(request_id)
+            if pull.has_failed:
+                self._stats.num_failed_loads += 1
+                self._failed_block_ids.update(pull.block_ids.tolist())
+            else:
+                self._note_read(pull)
+        return frozenset(received)
+
+    def failed_block_ids(self) -> frozenset[int]:
+        """Return the blocks that could not be read since the last call."""
+        failed, self._failed_block_ids = frozenset(self._failed_block_ids), set()
+        return failed
+
+    def close(self) -> None:
+        """Give up all pulls."""
+        for pull in self._pulls.values():
+            pull.cancel()
+
+    def _begin(self, load: LoanLoad) -> PeerPull:
+        pull = LoanPull(load, time.monotonic() + self._timeout)
+        peer = self._peers.find(load.address)
+        if peer is None:
+            pull.end(has_failed=True)
+        else:
+            peer.pull(pull)
+        return pull
+
+    def _note_read(self, pull: PeerPull) -> None:
+        num_blocks = len(pull.block_ids)
+        self._stats.num_loaded_blocks += num_blocks
+        self._stats.loaded_bytes += num_blocks * self._block_bytes
+        if pull.measures_reading:
+            self._costs.note_load(pull.seconds, num_blocks)
