@@ -14,12 +14,14 @@ from quire.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each beam needs as many likeliest tokens, and one per ending token
+MAX_STOP_LENGTH = 1024  # characters
 _MAX_INT64 = 2**63 - 1  # larger integers do not fit into the messages to the engine process
 
 TokenId = Annotated[int, Ge(0), Le(2**31 - 1)]
 Bias = Annotated[float, Ge(-100), Le(100)]
 Probability = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-2), Le(2)]
+StopText = Annotated[str, MinLen(1), MaxLen(MAX_STOP_LENGTH)]
 NumSequences = Annotated[int, Ge(1), Le(128)]
 NumLogprobs = Annotated[int, Ge(0), Le(MAX_LOGPROBS)]
 
@@ -87,8 +89,10 @@ class SamplingParams:
     bad_words_token_ids: Annotated[tuple[tuple[TokenId, ...], ...], MaxLen(1024)] = knob(
         default=(), unit="lists of token ids", help="Token sequences that must not occur in the output."
     )
-    stop: tuple[Annotated[str, MinLen(1)], ...] = knob(
-        default=(), unit="non-empty strings", help="Strings that end the output; left out of the text."
+    stop: Annotated[tuple[StopText, ...], MaxLen(16)] = knob(
+        default=(),
+        unit=f"strings of 1 to {MAX_STOP_LENGTH} characters",
+        help="Strings that end the output; left out of the text.",
     )
     # The largest number of all requests is a width of the scheduler's arrays.
     stop_token_ids: Annotated[tuple[TokenId, ...], MaxLen(128)] = knob(

@@ -188,7 +188,7 @@ def test_an_impossible_token_ranks_below_all_others():
     [
         ({"num_return_sequences": 129, "do_sample": True}, "num_return_sequences is 129; .* from 1 to 128"),
         ({"rng_seed": 2**63}, "rng_seed is 9223372036854775808; it must be from -2\\^63 to"),
-        ({"stop_strings": {""}}, "stop_strings is .* non-empty strings"),
+        ({"stop_strings": {""}}, "stop_strings is .* strings of 1 to 1024 characters"),
     ],
 )
 def test_openvino_names_have_the_limits_of_what_they_stand_for(fields, words):

@@ -17,7 +17,7 @@ from quire.engine.messages import ErrorInfo
 from quire.errors import DuplicateRequestError, QuireError
 from quire.front.detokenizer import DecoderFactory
 from quire.front.input_processor import ProcessedRequest
-from quire.front.stop_strings import StoppableText
+from quire.front.stop_strings import StoppableText, StopStrings
 from quire.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
@@ -246,8 +246,9 @@ class OutputProcessor:
                 f"the request id {request_id!r} is in use by a live request; choose another",
                 param="request_id",
             )
+        stop = StopStrings(processed.params.stop)
         completions = [
-            CompletionState(index, sequence_id, self._new_text(processed), processed.params)
+            CompletionState(index, sequence_id, self._new_text(processed, stop), processed.params)
             for index, sequence_id in enumerate(processed.core_request.sequence_ids)
         ]
         state = RequestState(processed, completions, on_update)
@@ -310,12 +311,12 @@ class OutputProcessor:
         state = self._requests.get(request_id)
         return [] if state is None else state.live_sequence_ids
 
-    def _new_text(self, processed: ProcessedRequest) -> StoppableText:
+    def _new_text(self, processed: ProcessedRequest, stop: StopStrings) -> StoppableText:
         params = processed.params
         decoder = self._decoders.make(
             processed.core_request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
         )
-        return StoppableText(decoder, params.stop, include_stop=params.include_stop_str_in_output)
+        return StoppableText(decoder, stop, include_stop=params.include_stop_str_in_output)
 
     def _apply_one(
         self, state: RequestState, completion: CompletionState, output: EngineCoreOutput, now: float

@@ -7,6 +7,50 @@ from collections.abc import Sequence
 from quire.front.detokenizer import TokenDecoder
 
 
+class StopString:
+    """A string that ends the text, matched character by character in time linear in the text.
+
+    After Knuth, Morris and Pratt (1977). The table of borders is as long as the longest partial match so far,
+    so that making one costs nothing, however long the string is.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._borders = [0]  # by position: length of the longest proper prefix that also ends there
+
+    def advance(self, matched: int, character: str) -> int:
+        """Return how many characters of the string the text ends with, once `character` has been added to it.
+
+        Args:
+            matched: the result for the text before.
+            character: the next one.
+        """
+        text = self.text
+        if matched == len(text):
+            matched = self.border(matched)
+        while matched and text[matched] != character:
+            matched = self.border(matched)
+        return matched + (text[matched] == character)
+
+    def border(self, length: int) -> int:
+        """Return how long the longest proper prefix is that the first `length` characters end with."""
+        text, borders = self.text, self._borders
+        while len(borders) < length:
+            character, shorter = text[len(borders)], borders[-1]
+            while shorter and text[shorter] != character:
+                shorter = borders[shorter - 1]
+            borders.append(shorter + (text[shorter] == character))
+        return borders[length - 1]
+
+
+class StopStrings:
+    """The stop strings of a request, which its completions share."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.strings = tuple(map(StopString, texts))
+        self.first_characters = frozenset(text[0] for text in texts)
+
+
 class StoppableText:
     """The text of one completion; the end of it is withheld while it may be the start of a stop string.
 
@@ -19,11 +63,12 @@ class StoppableText:
         include_stop: keep the stop string at the end of the text.
     """
 
-    def __init__(self, decoder: TokenDecoder, stop: Sequence[str], *, include_stop: bool) -> None:
+    def __init__(self, decoder: TokenDecoder, stop: StopStrings, *, include_stop: bool) -> None:
         self.text = ""
         self._withheld = ""
         self._decoder = decoder
         self._stop = stop
+        self._matched = [0] * len(stop.strings)  # characters of each that the text ends with
         self._include_stop = include_stop
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
@@ -41,41 +86,33 @@ class StoppableText:
         return stopped_by
 
     def _add(self, added: str, may_stop: bool) -> str | None:
-        if not self._stop:
+        if not self._withheld and self._stop.first_characters.isdisjoint(added):
             self.text += added
             return None
-        if not added:
-            return None
         pending = self._withheld + added
-        found = self._find(pending, len(self._withheld)) if may_stop else None
-        if found is not None:
-            start, word = found
-            self.text += pending[: start + len(word)] if self._include_stop else pending[:start]
-            self._withheld = ""
-            return word
-        keep = self._length_to_withhold(pending)
+        for end, character in enumerate(added, start=len(self._withheld) + 1):
+            word = self._advance(character)
+            if word is not None and may_stop:
+                self.text += pending[: end if self._include_stop else end - len(word)]
+                self._withheld = ""
+                return word
+        keep = self._length_to_withhold()
         self.text += pending[: len(pending) - keep]
         self._withheld = pending[len(pending) - keep :]
         return None
 
-    def _find(self, pending: str, old_length: int) -> tuple[int, str] | None:
-        """Return (start, stop string) of the match that ends first, beyond `old_length`, if any.
+    def _advance(self, character: str) -> str | None:
+        """Match one more character; return the longest stop string that it completes, if any."""
+        completed = None
+        for index, string in enumerate(self._stop.strings):
+            matched = self._matched[index] = string.advance(self._matched[index], character)
+            if matched == len(string.text) and (completed is None or matched > len(completed)):
+                completed = string.text
+        return completed
 
-        A match can only begin within the withheld text or after it, so released text need not be searched.
-        """
-        best: tuple[int, int, str] | None = None
-        for word in self._stop:
-            start = pending.find(word, max(0, old_length - len(word) + 1))
-            if start >= 0 and (best is None or (start + len(word), start) < best[:2]):
-                best = (start + len(word), start, word)
-        return best and (best[1], best[2])
-
-    def _length_to_withhold(self, pending: str) -> int:
-        """Return the length of the longest suffix of `pending` that is a proper prefix of a stop string."""
-        longest = 0
-        for word in self._stop:
-            for length in range(min(len(word) - 1, len(pending)), longest, -1):
-                if pending.endswith(word[:length]):
-                    longest = length
-                    break
-        return longest
+    def _length_to_withhold(self) -> int:
+        """Return the length of the longest end of the text that is a proper prefix of a stop string."""
+        return max(
+            matched if matched < len(string.text) else string.border(matched)
+            for matched, string in zip(self._matched, self._stop.strings, strict=True)
+        )

@@ -21,14 +21,21 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quire.errors import InvalidRequestError
-from quire.limits import NonNegativeInt, PositiveInt
+from quire.limits import NonNegativeInt, PositiveInt, limits_of
 from quire.request_options import RequestOptions, ShortText
-from quire.sampling_params import MAX_BEAM_WIDTH, Bias, NumLogprobs, NumSequences, SamplingParams, TokenId
+from quire.sampling_params import (
+    MAX_BEAM_WIDTH,
+    Bias,
+    NumLogprobs,
+    NumSequences,
+    SamplingParams,
+    StopText,
+    TokenId,
+)
 from quire.server.response_format import ResponseFormat, StructuredOutputs
 from quire.server.strict_model import StrictModel, body_fields, optional_field
 
 MAX_PROMPTS = 1024
-MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 _OTHERWISE_IN_BODIES = (  # in another form, or of only one of the bodies
@@ -84,8 +91,12 @@ PromptForms = Annotated[
     ),
 ]
 Stop = Annotated[
-    Annotated[str, Tag("=text")]
-    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOP_STRINGS), Tag("=texts")],
+    Annotated[StopText, Tag("=text")]
+    | Annotated[
+        list[StopText],
+        Field(fail_fast=True, max_length=limits_of(SamplingParams)["stop"].bounds["max_length"]),
+        Tag("=texts"),
+    ],
     _one_of("=text", "=texts", "a string or a list of strings"),
 ]
 
