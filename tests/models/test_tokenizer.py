@@ -106,6 +106,31 @@ def test_eos_ids_of_all_files_are_merged(directory: Path) -> None:
     assert read_tokenizer(directory).eos_token_ids == (7, 9, *named)
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("found", ["4294967295", "-1", '"2"', "true", "[3, 100000]", "[1.5]", '{"a": 1}'])
+def test_an_end_that_is_no_token_id_is_an_error(directory: Path, file: str, found: str) -> None:
+    (directory / file).write_text(f'{{"eos_token_id": {found}}}')
+    with pytest.raises(ModelError, match=rf"{file}: eos_token_id has .*: the vocabulary has ids 0 to \d+"):
+        read_tokenizer(directory)
+
+
+def test_ids_go_up_to_the_larger_vocabulary_of_model_and_tokenizer(directory: Path) -> None:
+    (directory / "config.json").write_text('{"vocab_size": 5000, "eos_token_id": 4999}')
+    assert 4999 in read_tokenizer(directory).eos_token_ids
+    (directory / "config.json").write_text('{"vocab_size": 5000, "eos_token_id": 5000}')
+    with pytest.raises(ModelError, match=r"eos_token_id has 5000.*0 to 4999"):
+        read_tokenizer(directory)
+
+
+def test_a_beginning_that_is_no_token_id_is_an_error(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / "config.json").write_text('{"bos_token_id": 123456}')
+    with pytest.raises(ModelError, match=r"config\.json: bos_token_id has 123456"):
+        read_tokenizer(tmp_path)
+
+
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

@@ -57,9 +57,7 @@ def _byte_level(published: Path, path: Path, *, pre: str, **entries: Any) -> Pat
         ggml__pre=pre,
         ggml__merges=merges,
         ggml__token_type=[3 if token in special else 1 for token in tokens],
-        ggml__bos_token_id=0,
-        ggml__eos_token_id=2,
-        **entries,
+        **{"ggml__bos_token_id": 0, "ggml__eos_token_id": 2} | entries,
     )
 
 
@@ -182,6 +180,13 @@ def test_a_tokenizer_beside_the_file_is_used(published: Path, tmp_path: Path) ->
     found = read_tokenizer(file)
     assert found.encode("the cache") == read_tokenizer(published).encode("the cache")
     assert found.eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot"])
+def test_a_special_id_outside_the_vocabulary_is_an_error(published: Path, tmp_path: Path, name: str) -> None:
+    file = _byte_level(published, tmp_path / "m.gguf", pre="gpt-2", **{f"ggml__{name}_token_id": 99999})
+    with pytest.raises(ModelError, match=rf"ggml\.{name}_token_id has 99999.*ids 0 to \d+"):
+        read_tokenizer(file)
 
 
 def test_unknown_rules_are_named(published: Path, tmp_path: Path) -> None:

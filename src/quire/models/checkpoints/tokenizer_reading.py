@@ -13,6 +13,7 @@ from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.tokenizer import read_gguf_tokenizer
 from quire.models.checkpoints.json_files import read_json
+from quire.models.checkpoints.special_ids import special_ids
 from quire.models.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -53,19 +54,24 @@ def _from_directory(path: Path) -> Tokenizer:
     settings = read_json(path / "tokenizer_config.json") or {}
     model_config = read_json(path / "config.json") or {}
     special_tokens = _special_tokens((read_json(path / "special_tokens_map.json") or {}) | settings)
-    bos_token = special_tokens.get("bos_token")
-    bos_id = model_config.get("bos_token_id") if bos_token is None else backend.token_to_id(bos_token)
-    eos_token = special_tokens.get("eos_token")
+    generation_config = read_json(path / "generation_config.json") or {}
+    vocab_size = max(_num_ids(backend), _int_or_0(model_config.get("vocab_size")))
+
+    def ids(file_name: str, entries: Mapping[str, Any], key: str) -> list[int]:
+        return special_ids(entries.get(key), source=f"{path / file_name}: {key}", vocab_size=vocab_size)
+
+    eos_token, bos_token = special_tokens.get("eos_token"), special_tokens.get("bos_token")
     eos_ids = [
-        *_ids((read_json(path / "generation_config.json") or {}).get("eos_token_id")),
-        *_ids(model_config.get("eos_token_id")),
-        *_ids(None if eos_token is None else backend.token_to_id(eos_token)),
+        *ids("generation_config.json", generation_config, "eos_token_id"),
+        *ids("config.json", model_config, "eos_token_id"),
+        *_id_of(backend, eos_token),
     ]
+    bos_ids = [*_id_of(backend, bos_token)] if bos_token else ids("config.json", model_config, "bos_token_id")
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
         eos_token_ids=tuple(dict.fromkeys(eos_ids)),
-        bos_token_id=bos_id,
+        bos_token_id=next(iter(bos_ids), None),
         chat_template=_template_source(path, settings),
     )
 
@@ -74,18 +80,22 @@ def _from_gguf(path: Path) -> Tokenizer:
     file = GGUFFile(path)
     metadata = file.metadata
     tokens = metadata.get("tokenizer.ggml.tokens") or []
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_TOKENS}
-    eos_ids = (ids["eos"], ids["eot"], ids["eom"])
     has_json = (path.parent / TOKENIZER_FILE).is_file()
+    backend = _read_backend(path.parent) if has_json else read_gguf_tokenizer(file)
+    vocab_size = max(_num_ids(backend), len(tokens))
+    ids = {
+        name: special_ids(metadata.get(key), source=f"{path}: {key}", vocab_size=vocab_size)
+        for name, key in ((name, f"tokenizer.ggml.{name}_token_id") for name in _GGUF_TOKENS)
+    }
     return Tokenizer(
-        _read_backend(path.parent) if has_json else read_gguf_tokenizer(file),
+        backend,
         special_tokens={
-            f"{name}_token": tokens[token_id]
-            for name, token_id in ids.items()
-            if token_id is not None and f"{name}_token" in _NAMED_TOKENS and token_id < len(tokens)
+            f"{name}_token": tokens[found[0]]
+            for name, found in ids.items()
+            if found and f"{name}_token" in _NAMED_TOKENS and found[0] < len(tokens)
         },
-        eos_token_ids=tuple(dict.fromkeys(token_id for token_id in eos_ids if token_id is not None)),
-        bos_token_id=ids["bos"],
+        eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"]])),
+        bos_token_id=next(iter(ids["bos"]), None),
         chat_template=metadata.get("tokenizer.chat_template"),
     )
 
@@ -123,8 +133,17 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _ids(value: Any) -> list[int]:
-    """Return the ids in an entry that holds none, one or a list."""
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, list) else [int(value)]
+def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> list[int]:
+    """Return the id of a token, if there is such a token."""
+    token_id = None if token is None else backend.token_to_id(token)
+    return [] if token_id is None else [token_id]
+
+
+def _num_ids(backend: tokenizers.Tokenizer) -> int:
+    """Return one more than the largest id; added tokens may leave gaps."""
+    size: int = backend.get_vocab_size(with_added_tokens=True)
+    return max(size, *(token_id + 1 for token_id in backend.get_added_tokens_decoder()), 1)
+
+
+def _int_or_0(value: Any) -> int:
+    return value if type(value) is int else 0

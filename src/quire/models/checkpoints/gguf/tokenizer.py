@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.file import GGUFFile
+from quire.models.checkpoints.special_ids import special_ids
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
@@ -45,9 +46,11 @@ def read_gguf_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     for is_special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
         added = [token for token, found in zip(tokens, types, strict=False) if found == wanted]
         backend.add_tokens([AddedToken(token, special=is_special, normalized=False) for token in added])
-    bos = _entry(file, "bos_token_id")
+    source = f"{file.path}: tokenizer.ggml.bos_token_id"
+    bos_ids = special_ids(_entry(file, "bos_token_id"), source=source, vocab_size=len(tokens))
     adds_bos = _entry(file, "add_bos_token")
-    if bos is not None and (kind == "llama" if adds_bos is None else adds_bos):
+    if bos_ids and (kind == "llama" if adds_bos is None else adds_bos):
+        bos = bos_ids[0]
         backend.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )
