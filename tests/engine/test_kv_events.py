@@ -244,6 +244,27 @@ def test_an_address_in_use_is_a_config_error(publisher):
         KVEventPublisher(LOCAL, "nonsense")
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "replay_endpoint", "have_ports"),
+    [
+        ("tcp://*:*", LOCAL, True),
+        (LOCAL, "", False),
+        ("inproc://live", LOCAL, False),
+        (LOCAL, "inproc://replay", False),
+    ],
+)
+def test_ports_are_told_if_both_sockets_have_one(endpoint, replay_endpoint, have_ports):
+    publisher = KVEventPublisher(endpoint, replay_endpoint)
+    if have_ports:
+        live, replayed = publisher.tcp_ports
+        with raw_socket(f"tcp://127.0.0.1:{live}", zmq.SUB) as socket:
+            receive_first(publisher, socket)
+        assert publisher.replay_endpoint == f"tcp://127.0.0.1:{replayed}"
+    else:
+        assert publisher.tcp_ports is None
+    publisher.close()
+
+
 def test_replay_without_publishing_is_a_config_error():
     with pytest.raises(ConfigError, match=r"set EngineConfig\.kv_events_endpoint too"):
         EngineConfig(kv_events_replay_endpoint=LOCAL)

@@ -142,6 +142,31 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("the cache holds")) == "the cache holds"
 
 
+def test_only_tokenizers_that_encode_and_template_alike_share_a_fingerprint(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    original = read_tokenizer(tmp_path)
+    assert read_tokenizer(tmp_path).fingerprint == original.fingerprint
+
+    def other(**changes: Any) -> Tokenizer:
+        facts = {"special_tokens": {}, "eos_token_ids": (), "bos_token_id": None, "chat_template": None}
+        backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        return Tokenizer(changes.pop("backend", backend), **{**facts, **changes})
+
+    more = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    more.add_tokens(["<think>"])
+    split = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "isolated")
+    different = [
+        other(),
+        other(chat_template="{{ messages }}"),
+        other(special_tokens={"bos_token": "<s>"}),
+        other(backend=more),
+        other(backend=split),
+    ]
+    assert len({tokenizer.fingerprint for tokenizer in [original, *different]}) == 6
+    assert other(eos_token_ids=(7,)).fingerprint == other().fingerprint
+
+
 @pytest.mark.parametrize("text", ["\ud800", "ab\udfff", "\ud83d\ude42"])
 def test_lone_surrogates_are_refused(directory: Path, text: str) -> None:
     with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):

@@ -20,6 +20,7 @@ SPECIAL_TEXT = {BOS: "<bos>", EOS: "<eos>"}
 class FakeTokenizer:
     special_token_ids = frozenset(SPECIAL_TEXT)
     vocab_size = 0x110000
+    fingerprint = "characters"
 
     def token_text(self, token_id):
         return SPECIAL_TEXT.get(token_id) or chr(token_id)
@@ -55,6 +56,7 @@ class FakeLLM:
         self.info = SimpleNamespace(
             model="fake", max_model_len=MAX_MODEL_LEN, vocab_size=0x110000, num_blocks=64, block_size=16,
             dtype="float32", load_seconds=0.1, role="prefill", kv_transfer_address=("10.0.0.1", 7000),
+            kv_events_ports=None,
         )  # fmt: skip
         self.seen = []
         self.live = set()

@@ -138,6 +138,7 @@ async def test_version(http):
 async def test_a_router_can_ask_what_the_engine_is(http, llm):
     described = {"role": "prefill", "model": "fake", "block_size": 16, "max_model_len": 256}
     address = {"host": "10.0.0.1", "port": 7000}
-    assert (await http.get("/engine")).json() == {**described, "kv_transfer": address}
-    llm.info.kv_transfer_address = None
-    assert (await http.get("/engine")).json() == {**described, "kv_transfer": None}
+    assert (await http.get("/engine")).json() == {**described, "kv_transfer": address, "kv_events": None}
+    llm.info.kv_transfer_address, llm.info.kv_events_ports = None, (7001, 7002)
+    source = {"port": 7001, "replay_port": 7002, "tokenizer": llm.tokenizer.fingerprint}
+    assert (await http.get("/engine")).json() == {**described, "kv_transfer": None, "kv_events": source}

@@ -105,6 +105,7 @@ class EngineCore:
             load_seconds=time.monotonic() - started,
             role=config.role,
             kv_transfer_address=lending_address(self._connector),
+            kv_events_ports=None if self._publisher is None else self._publisher.tcp_ports,
         )
 
     def add(self, request: EngineCoreRequest) -> None:

@@ -10,6 +10,7 @@ restarted are higher, and its subscribers see a gap. Batches are msgpack of `KVE
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -84,6 +85,15 @@ class KVEventPublisher:
         # From here on, all sockets but `_wake` belong to the thread.
         self._thread = threading.Thread(target=self._run, name="quire-kv-events", daemon=True)
         self._thread.start()
+
+    @property
+    def tcp_ports(self) -> tuple[int, int] | None:
+        """Ports of the live and of the replay socket; None if one of them has none."""
+        endpoints = (self.endpoint, self.replay_endpoint)
+        if not all(endpoint.startswith("tcp://") for endpoint in endpoints):
+            return None
+        live, replay = (int(endpoint.rpartition(":")[2]) for endpoint in endpoints)
+        return live, replay
 
     def publish(self, events: Sequence[KVCacheEvent]) -> None:
         """Publish the events of one step, if there are any. If the queue is full, the batch is lost.
@@ -162,9 +172,10 @@ class KVEventPublisher:
             )
             return
         peer, empty, first = frames
-        for number, batch in self._buffer:
-            if number >= first:  # big-endian bytes sort like the numbers
-                replay.send_multipart((peer, empty, number, batch))
+        # Big-endian bytes sort like the numbers. From the end: most subscribers miss little or nothing.
+        missed = list(itertools.takewhile(lambda message: message[0] >= first, reversed(self._buffer)))
+        for number, batch in reversed(missed):
+            replay.send_multipart((peer, empty, number, batch))
         replay.send_multipart((peer, empty, END_OF_REPLAY, b""))
 
 

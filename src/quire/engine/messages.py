@@ -52,6 +52,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Information about a ready engine: lengths in tokens, sizes in bytes, times in seconds.
 
     `kv_transfer_address` is where peers read the KV of prompts, IPv4 address and port; None: it lends none.
+    `kv_events_ports` are the TCP ports of KV events, live and replayed; None: they do not have one each.
     """
 
     model: str
@@ -64,6 +65,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
     role: EngineRole = "both"
     kv_transfer_address: tuple[str, int] | None = None
+    kv_events_ports: tuple[int, int] | None = None
 
 
 class EngineStart(msgspec.Struct):

@@ -96,8 +96,7 @@ class LiveRequests:
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, **options: Any
     ) -> ProcessedRequest:
         """Like `prepare`, for a conversation, which the chat template turns into a prompt."""
-        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        text, token_ids = self.tokenizer.encode_chat(list(messages))
         return self.prepare(token_ids, params, prompt_text=text, **options)
 
     def submit(

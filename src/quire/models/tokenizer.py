@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -12,6 +14,14 @@ from quire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from quire.models.chat_template import ChatTemplate
+
+_SAMPLE = (
+    "The quick brown fox jumps over 13 lazy dogs, doesn't it?  Unbelievably, 3.14159 > 2,718 -- e.g. #42!\n\n"
+    "def f(x_1: list[int]) -> None:\n\treturn {**x, 'naïve': \"café\"}  # TODO\r\n"
+    "Übergröße, œuvre, Ελληνικά, Русский язык, العربية, עברית, हिन्दी, "
+    "ภาษาไทย, 日本語の文章, 简体中文, 한국어 🙂"
+)
+"""Text over which tokenizers that are not the same differ."""
 
 
 class Tokenizer:
@@ -68,6 +78,23 @@ class Tokenizer:
         """Return the text that a token stands for inside a sequence, its leading space included."""
         anchor, anchor_text = self._anchor
         return self.decode([*anchor, token_id], skip_special_tokens=False)[len(anchor_text) :]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+        """Return a conversation as text, up to where the answer starts, and the ids of its tokens.
+
+        Raises:
+            InvalidRequestError: the model has no template, its template refuses the messages, or they hold
+                half of a surrogate pair.
+        """
+        text = self.apply_chat_template(messages, add_generation_prompt=True)
+        return text, self.encode(text, add_special_tokens=False)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Digest that two tokenizers share if they encode a sample alike and have the same chat template."""
+        named = [self._special_tokens.get(name) for name in ("bos_token", "eos_token")]
+        told = [self.vocab_size, self.encode(_SAMPLE), self._chat_template_source, named]
+        return blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
     @property
     def backend(self) -> tokenizers.Tokenizer:

@@ -31,6 +31,7 @@ from quire.server.responses import (
     Completion,
     EngineDescription,
     Health,
+    KVEventSource,
     KVTransferAddress,
     ModelCard,
     ModelList,
@@ -163,7 +164,7 @@ async def engine(request: Request) -> Response:
     """Describe the engine, as a router needs to know it."""
     context = context_of(request)
     info = context.llm.info
-    address = info.kv_transfer_address
+    address, ports = info.kv_transfer_address, info.kv_events_ports
     return json_response(
         EngineDescription(
             role=info.role,
@@ -171,8 +172,13 @@ async def engine(request: Request) -> Response:
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             kv_transfer=None if address is None else KVTransferAddress(host=address[0], port=address[1]),
+            kv_events=None if ports is None else _kv_event_source(context, *ports),
         )
     )
+
+
+def _kv_event_source(context: ServerContext, port: int, replay_port: int) -> KVEventSource:
+    return KVEventSource(port=port, replay_port=replay_port, tokenizer=context.llm.tokenizer.fingerprint)
 
 
 async def version(request: Request) -> Response:

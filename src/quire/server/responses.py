@@ -193,14 +193,30 @@ class KVTransferAddress(Struct, kw_only=True):
     port: int
 
 
+class KVEventSource(Struct, kw_only=True):
+    """How to know which prompts an engine has cached.
+
+    KV events are published and replayed at two TCP ports of the engine's host. `tokenizer` tells those
+    who compute the digests of a prompt's blocks themselves whether they have the engine's tokenizer.
+    """
+
+    port: int
+    replay_port: int
+    tokenizer: str
+
+
 class EngineDescription(Struct, kw_only=True):
-    """Answer of /engine; lengths are in tokens, and `kv_transfer` is null if the engine lends no KV."""
+    """Answer of /engine; lengths are in tokens.
+
+    `kv_transfer` is null if the engine lends no KV, and `kv_events` if it does not publish and replay them.
+    """
 
     role: EngineRole
     model: str
     block_size: int
     max_model_len: int
     kv_transfer: KVTransferAddress | None
+    kv_events: KVEventSource | None = None
 
 
 class Version(Struct, kw_only=True):
