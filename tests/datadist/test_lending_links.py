@@ -14,17 +14,22 @@ from raw_peers import address_of, soon, started
 
 from quire.datadist import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
 from quire.datadist.cache_pool import CachePool
-from quire.datadist.decoder_link import DecoderLink, establish_link
+from quire.datadist.cached_blocks import CachedBlocks
+from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.lending import Lender
+from quire.datadist.linking import establish_link
 from quire.datadist.loans import ArrivingBlocks, Loans
 from quire.datadist.memory import HostMemory
 from quire.datadist.prompt_link import PromptLink
 from quire.datadist.prompt_service import PromptService
 from quire.datadist.protocol import (
+    DIGEST_BYTES,
     LinkOffer,
     LoanRequest,
     LoansEnded,
     PartReady,
+    PrefixFound,
+    PrefixRequest,
     PullConfirmed,
     PullRefused,
     TransportOffer,
@@ -50,7 +55,8 @@ class LendingSide:
         self.loans = Loans(BLOCK_BYTES)
         self.epoch = 77
         self.transports = open_transports([transport], listens=True, num_tcp_streams=2)
-        lender = Lender(memory, self.loans, lambda: IDENTITY)
+        self.cached = CachedBlocks()
+        lender = Lender(memory, self.loans, self.cached, lambda: IDENTITY)
 
         def new_link(connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
             return PromptLink(
@@ -117,12 +123,13 @@ def request_for(num_blocks: int, first: int = 0, name: str = "loan", **changes) 
 
 
 def pull(
-    link: DecoderLink, request: LoanRequest, targets: list[int], deadline: float | None = None
+    link: DecoderLink, request: LoanRequest | PrefixRequest, targets: list[int], deadline: float | None = None
 ) -> np.ndarray:
-    """The blocks of a cache of zeros into which a loan was pulled."""
+    """The blocks of a cache of zeros into which a loan, or cached blocks, were pulled."""
     memory = HostMemory(DESC)
-    blocks = ArrivingBlocks(np.array(targets), request.first_block, BLOCK_BYTES)
-    link.pull_loan(request, memory, blocks, soon() if deadline is None else deadline)
+    first = request.first_block if isinstance(request, LoanRequest) else 0
+    blocks = ArrivingBlocks(np.array(targets), first, BLOCK_BYTES)
+    link.pull_parts(request, memory, blocks, soon() if deadline is None else deadline)
     return memory.tensor_bytes[0].numpy().reshape(NUM_BLOCKS, BLOCK_BYTES)
 
 
@@ -230,6 +237,58 @@ def test_news_renew_and_release(sides):
     assert side.loans.is_empty
 
 
+def digest_of(block: int) -> bytes:
+    return block.to_bytes(DIGEST_BYTES, "big")
+
+
+def cached_request(*blocks: int) -> PrefixRequest:
+    return PrefixRequest(0, 0, b"".join(map(digest_of, blocks)), 0)
+
+
+def test_cached_blocks_are_found_and_read(sides):
+    side, link = sides
+    for block in (3, 4, 11):
+        side.cached.add(digest_of(block), block)
+    assert link.find_prefix(b"".join(map(digest_of, [11, 3, 5, 4])), soon()) == 2
+    assert link.find_prefix(b"", soon()) == 0
+    received = pull(link, cached_request(11, 3), [7, 2])
+    assert (received[[7, 2]] == side.content[[11, 3]]).all()
+    assert not np.delete(received, [7, 2], axis=0).any()
+    assert code_of(pull, link, cached_request(11, 5), [7, 2]) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert link.stands
+
+
+@pytest.mark.parametrize("how", ["given up", "given up and cached anew"])
+def test_a_cached_block_that_is_given_up_while_it_travels_is_refused_and_the_link_goes_on(
+    sides, monkeypatch, how
+):
+    side, link = sides
+    side.cached.add(digest_of(1), 1)
+    side.cached.add(digest_of(2), 2)
+    end = side.service._links[next(iter(side.service._links))].source_end
+    send = end.send
+
+    def send_and_give_up(*arguments) -> None:
+        send(*arguments)
+        side.cached.remove(digest_of(2))
+        if how == "given up and cached anew":
+            side.cached.add(digest_of(2), 2)
+
+    monkeypatch.setattr(end, "send", send_and_give_up)
+    assert code_of(pull, link, cached_request(1, 2), [1, 2]) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    monkeypatch.undo()
+    assert (pull(link, cached_request(1), [5])[5] == side.content[1]).all()
+
+
+@pytest.mark.parametrize("ask", [DecoderLink.find_prefix, pull], ids=["find", "read"])
+def test_who_sends_malformed_digests_loses_its_link(sides, ask):
+    _, link = sides
+    malformed = b"x" * (DIGEST_BYTES + 1)
+    arguments = (malformed, soon()) if ask is not pull else (PrefixRequest(0, 0, malformed, 0), [0])
+    assert code_of(ask, link, *arguments) is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+    assert not link.stands
+
+
 @pytest.mark.parametrize("identity", [{}, IDENTITY | {"block size": "32"}, IDENTITY | {"more": "x"}])
 def test_only_equal_kv_is_linked(identity):
     side = LendingSide("tcp")
@@ -310,8 +369,17 @@ def test_a_lender_that_lies_breaks_its_link_and_writes_nowhere_else(answers):
         # `stands` sees the answers that came early
         link._channel.has_something = lambda seconds=0.0: False
         blocks = ArrivingBlocks(np.array([6, 7]), 2, BLOCK_BYTES)
-        code = code_of(link.pull_loan, request_for(4, first=2), memory, blocks, soon())
+        code = code_of(link.pull_parts, request_for(4, first=2), memory, blocks, soon())
         assert code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
         assert link._is_broken
     written = memory.tensor_bytes[0].numpy().reshape(NUM_BLOCKS, BLOCK_BYTES)
     assert not np.delete(written, [6, 7], axis=0).any()
+
+
+def test_a_lender_that_finds_more_than_it_was_asked_about_breaks_its_link():
+    with link_with_a_liar() as (link, channel):
+        channel.send(PrefixFound(3), soon())
+        link._channel.has_something = lambda seconds=0.0: False
+        code = code_of(link.find_prefix, digest_of(1) * 2, soon())
+        assert code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+        assert link._is_broken

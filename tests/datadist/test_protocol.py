@@ -33,6 +33,9 @@ from quire.datadist.protocol import (
     OfferDeclined,
     PartReady,
     PartTaken,
+    PrefixFound,
+    PrefixQuery,
+    PrefixRequest,
     ProtocolError,
     PullAccepted,
     PullCompleted,
@@ -105,6 +108,8 @@ loan_messages = (
     )
     | st.builds(LoanNews, names, names)
     | st.builds(PartTaken, u64)
+    | st.builds(PrefixQuery, st.binary(max_size=64))
+    | st.builds(PrefixRequest, u64, u64, st.binary(max_size=64), st.integers(0, 2**31 - 1))
 )
 from_decoder = requests | link_requests | st.builds(PullCompleted, u64) | st.just(Unlink())
 from_decoder |= (
@@ -119,6 +124,7 @@ from_prompt = (
     | st.builds(PullConfirmed, u64)
     | st.builds(PartReady, u64, u32, u32, size, size)
     | st.builds(LoansEnded, names)
+    | st.builds(PrefixFound, u32)
     | st.sampled_from([LinkEstablished(), LinkChecked(), Unlinked()])
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 
@@ -10,10 +11,12 @@ import pytest
 
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
-from quire.kv.peers import known_peers, pulls
+from quire.kv.peers import known_peers, peer_prefixes, pulls
 from quire.request_options import RequestOptions
 from quire.status import RequestStatus
 
@@ -375,3 +378,108 @@ def test_a_transfer_id_is_used_once(pair):
 def test_what_does_not_go_together_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         LLM("mini", **{**OPTIONS, "role": "decode", **options})
+
+
+# -- prefix caches of equals ---------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def equals(monkeypatch, **options):
+    """Two engines that do everything, and read each other's prefix caches."""
+    monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", 30.0)
+    monkeypatch.setattr(peer_prefixes, "LEAST_COMPUTING", 1e-4)
+    ports = [free_port(), free_port()]
+    options = {"kv_peers": ",".join(f"127.0.0.1:{port}" for port in ports), **options}
+    with (
+        engine(kv_transfer_port=ports[0], **options) as first,
+        engine(kv_transfer_port=ports[1], **options) as second,
+    ):
+        yield first, second
+        check_nothing_is_held(first, second)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": True}, {"kv_transports": "tcp"}], ids=str)
+def test_a_prefix_that_an_equal_has_cached_is_read_from_it(alone, monkeypatch, options):
+    with equals(monkeypatch, **options) as (first, second):
+        assert answer(first) == alone
+        assert answer(second) == alone
+        assert second.stats().num_loaded_tokens == 320
+        assert second.stats().kv_connector.num_prefixes_found == 1
+        # What was read is cached here now: nobody is asked.
+        assert answer(second) == alone
+        assert second.stats().kv_connector.num_prefix_lookups == 1
+        # The same tokens with a salt are another prompt.
+        [salted] = second.generate([PROMPT], params(), cache_salt="other")
+        assert salted.outputs[0].token_ids == alone[0][0]
+        assert second.stats().num_loaded_tokens == 320
+
+
+def test_only_what_is_not_cached_here_is_read_from_an_equal(alone, monkeypatch):
+    with equals(monkeypatch) as (first, second):
+        answer(second, PROMPT[:100])
+        answer(first, PROMPT[:230])
+        assert first.stats().num_loaded_tokens == 6 * 16
+        assert answer(second) == alone
+        assert second.stats().num_loaded_tokens == 14 * 16 - 6 * 16
+        assert answer(first) == alone
+        assert first.stats().num_loaded_tokens == 6 * 16 + 20 * 16 - 14 * 16
+
+
+def test_what_an_equal_gives_up_while_it_is_read_is_computed(alone, monkeypatch):
+    with equals(monkeypatch) as (first, second):
+        answer(first)
+        pull_parts = DecoderLink.pull_parts
+
+        def give_up_first(link, *arguments):
+            assert first.reset_prefix_cache()
+            pull_parts(link, *arguments)
+
+        monkeypatch.setattr(DecoderLink, "pull_parts", give_up_first)
+        assert answer(second) == alone
+        assert second.stats().num_loaded_tokens == 0
+        assert second.stats().num_failed_loads == 1
+
+
+def test_equals_that_are_gone_or_silent_cost_a_moment(alone, monkeypatch):
+    monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        peers = f"127.0.0.1:{free_port()},127.0.0.1:{silent.getsockname()[1]}"
+        with engine(kv_peers=peers) as llm:
+            assert answer(llm) == alone
+            assert llm.stats().kv_connector.num_prefix_lookups == 1
+            assert llm.stats().kv_connector.num_prefixes_found == 0
+
+
+def test_what_takes_no_time_to_compute_is_not_asked_for(monkeypatch):
+    with equals(monkeypatch) as (first, second):
+        answer(first)
+        core_of(second)._connector._costs.seconds_per_token = 1e-9
+        answer(second)
+        assert second.stats().kv_connector.num_prefix_lookups == 0
+
+
+@pytest.mark.parametrize(
+    "value", ["10.0.0.2", "10.0.0.2:0", "10.0.0.2:70000", "here:7000", "10.0.0.2:1,", "10.0.0.2:x"]
+)
+def test_addresses_of_equals_are_checked(value):
+    with pytest.raises(ConfigError, match=r"EngineConfig.kv_peers is .* is not an IPv4 address and a port"):
+        LLM("mini", kv_peers=value, **OPTIONS)
+
+
+def test_at_most_so_many_equals_are_asked():
+    with pytest.raises(ConfigError, match="has 17 addresses, but at most 16"):
+        LLM("mini", kv_peers=",".join(["10.0.0.2:7000"] * 17), **OPTIONS)
+
+
+def test_sharing_kv_with_others_is_one_way_of_moving_it():
+    with pytest.raises(ConfigError, match="an engine moves KV in one way only"):
+        EngineConfig(model="mini", kv_peers="10.0.0.2:7000", kv_tier="memory")
+    assert EngineConfig(
+        model="mini", kv_peers="10.0.0.2:7000", role="decode", kv_transfer_port=7000
+    ).shares_kv
+    assert not EngineConfig(model="mini").shares_kv

@@ -5,7 +5,9 @@ Whatever happens, each answer has the tokens and log-probabilities of one engine
 
 from __future__ import annotations
 
+import contextlib
 import random
+import socket
 import threading
 import time
 
@@ -14,6 +16,7 @@ import pytest
 
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, SamplingParams
+from quire.datadist.cached_blocks import CachedBlocks, CachedReading
 from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.loans import Loans
 from quire.datadist.prompt_link import PromptLink
@@ -22,7 +25,7 @@ from quire.datadist.transports.shared_memory import SharedMemoryDestinationEnd, 
 from quire.datadist.transports.tcp import TcpDestinationEnd, TcpSourceEnd
 from quire.engine.messages import EngineCoreRequest
 from quire.kv.peers import connector as connector_module
-from quire.kv.peers import links, pulls
+from quire.kv.peers import links, peer_prefixes, pulls
 from quire.kv.peers import peer as peer_module
 from quire.request_options import RequestOptions
 from quire.status import FinishReason, RequestStatus
@@ -41,12 +44,16 @@ OPTIONS = {
     "max_num_batched_tokens": 80,
 }
 FAULTY = [  # what is not the connector's own
-    (DecoderLink, "pull_loan"),
+    (DecoderLink, "pull_parts"),
     (DecoderLink, "exchange_news"),
+    (DecoderLink, "find_prefix"),
     (connector_module, "establish_link"),
     (Loans, "open"),
     (Loans, "renew"),
     (Loans, "release"),
+    (CachedBlocks, "count_leading"),
+    (CachedBlocks, "open"),
+    (CachedReading, "require_held"),
     (PromptLink, "serve"),
     (TcpSourceEnd, "send"),
     (TcpDestinationEnd, "receive"),
@@ -92,6 +99,8 @@ class Faults:
                 raise self._error()
             if fault == "lie" and name == "exchange_news":
                 return list(args[1])  # all have ended
+            if fault == "lie" and name == "find_prefix":
+                return len(args[1]) // 16  # all is there
             return result
 
         return call
@@ -196,9 +205,72 @@ def drain(*engines: Answers) -> None:
         assert parts.loans.is_empty
         assert not len(parts.pulls)
         assert not parts.borrowed._borrowed
+        assert not parts.prefixes._searches
         assert not parts.lent._lent
         assert not any(peer._waiting or peer._offered or peer._ended for peer in parts.peers._peers.values())
         assert engine.core.stats().num_leased_blocks == 0
+
+
+def serve_equals(engines: list[Answers], seed: str, num_requests: int) -> dict[str, tuple[Answers, int]]:
+    """Send requests to engines that ask each other; return who answered which prompt, but for the aborted."""
+    choose = random.Random(seed)
+    asked: dict[str, tuple[Answers, int]] = {}
+    waiting = [f"r{seed}-{number}" for number in range(num_requests)]
+    while waiting or any(engine.core.has_requests() for engine in engines):
+        if waiting and choose.random() < 0.1:
+            name = waiting.pop()
+            engine, prompt = choose.choice(engines), choose.randrange(len(PROMPTS))
+            asked[name] = engine, prompt
+            engine.add(name, PROMPTS[prompt], None)
+        if asked and choose.random() < 0.01:
+            name = choose.choice(sorted(asked))
+            for output in asked[name][0].core.finish([name], RequestStatus.FINISHED_ABORTED):
+                asked[name][0].ended[name] = output.finish_reason
+        if choose.random() < 0.05:
+            choose.choice(engines).core.reset_prefix_cache()
+        for engine in engines:
+            engine.step()
+    return {name: one for name, one in asked.items() if one[0].ended[name] is not FinishReason.ABORT}
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+@pytest.mark.parametrize(("seed", "options"), [(3, {}), (4, {"overlap_steps": True})], ids=str)
+def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed, options):
+    monkeypatch.setattr(links, "DOWN_SECONDS", 0.05)
+    monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", TIMEOUT)
+    monkeypatch.setattr(peer_prefixes, "LEAST_COMPUTING", 0.0)
+    faults = Faults(seed, rate=0.0)
+    faults.install(monkeypatch)
+    threads = set(threading.enumerate())
+    ports = free_ports(2)
+    options = {"kv_peers": ",".join(f"127.0.0.1:{port}" for port in ports), **OPTIONS, **options}
+    with (
+        LLM("mini", kv_transfer_port=ports[0], **options) as one,
+        LLM("mini", kv_transfer_port=ports[1], **options) as another,
+    ):
+        engines = [Answers(one), Answers(another)]
+        for engine in engines:
+            check_after_every_step(engine.core)
+            engine.core._connector._costs.prefers_loading = lambda *_: True
+        num_loaded = 0
+        for part in range(10):  # what is asked when depends on threads
+            faults.rate = 0.1
+            asked = serve_equals(engines, f"{seed}-{part}", num_requests=12)
+            for name, (engine, prompt) in asked.items():
+                assert engine.of(name) == alone[prompt], name
+            faults.rate = 0.0
+            drain(*engines)
+            num_loaded = sum(engine.core.stats().num_loaded_tokens for engine in engines)
+            if faults.num_faults and num_loaded:
+                break
+        assert faults.num_faults
+        assert num_loaded
+    check_threads_end(threads)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +299,11 @@ def test_no_fault_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed,
         faults.rate = 0.0
         assert faults.num_faults
         assert second.core.stats().num_loaded_tokens > 0
+    check_threads_end(threads)
+
+
+def check_threads_end(threads_before: set[threading.Thread]) -> None:
     deadline = time.monotonic() + 20
-    for thread in set(threading.enumerate()) - threads:
+    for thread in set(threading.enumerate()) - threads_before:
         thread.join(max(0.0, deadline - time.monotonic()))
         assert not thread.is_alive(), thread.name

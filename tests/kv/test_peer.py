@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from quire.datadist.status import LLMStatusCode, failure
+from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.peers import links
 from quire.kv.peers import peer as peer_module
 from quire.kv.peers.links import PeerLinks
 from quire.kv.peers.peer import Peer
+from quire.kv.peers.prefix_lookup import PrefixLookup
 from quire.kv.peers.pulls import LoanLoad, LoanPull
 from quire.kv.peers.transfer_params import BorrowingParams
 
@@ -30,13 +33,16 @@ class FakeLink:
         self.told: list[tuple[list[str], list[str]]] = []
         self.was_told = threading.Event()
 
-    def pull_loan(self, request, memory, blocks, deadline) -> None:
+    def pull_parts(self, request, memory, blocks, deadline) -> None:
         self.pulled.append(request.loan)
 
     def exchange_news(self, waiting, released, deadline) -> list[str]:
         self.told.append((waiting, released))
         self.was_told.set()
         return []
+
+    def find_prefix(self, digests, deadline) -> int:
+        return len(digests) // 16
 
     def drop(self) -> None:
         self.stands = False
@@ -76,7 +82,7 @@ def make_peer():
     peers: list[Peer] = []
 
     def make(open_link) -> Peer:
-        peers.append(Peer("it", open_link, None, 8))
+        peers.append(Peer(("127.0.0.1", 1), open_link, None, 8))
         return peers[-1]
 
     yield make
@@ -172,12 +178,12 @@ def test_cancelling_a_pull_does_not_drop_the_link_under_the_next():
     link, pull = FakeLink(), Pull("t")
     is_reading, is_dropped = threading.Event(), threading.Event()
 
-    def pull_loan(*_) -> None:
+    def pull_parts(*_) -> None:
         is_reading.set()
         assert is_dropped.wait(SOON)
         raise ConnectionError("the link was dropped")
 
-    link.pull_loan = pull_loan
+    link.pull_parts = pull_parts
     ended: list[bool] = []
 
     def read() -> None:
@@ -212,6 +218,75 @@ def test_all_of_many_loans_are_kept_alive(make_peer, monkeypatch):
         opener.link.was_told.clear()
         assert opener.link.was_told.wait(SOON)
     assert all(len(waiting) <= 2 for waiting, _ in opener.link.told)
+
+
+def lookup(num_blocks: int = 3, patience: float = SOON) -> PrefixLookup:
+    keys = SequenceKeys(root_digest(), 4)
+    keys.extend(np.arange(num_blocks * 4, dtype=np.int32))
+    return PrefixLookup(keys, range(1, num_blocks), time.monotonic() + patience)
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_peer_that_has_most_of_a_prompt_is_the_best(make_peer):
+    openers = [Opener(), Opener(), Opener(OSError("gone"))]
+    openers[1].link.find_prefix = lambda digests, deadline: 1
+    asked = lookup()
+    for port, opener in enumerate(openers, 1):
+        peer = make_peer(opener)
+        peer._address = ("127.0.0.1", port)
+        peer.look_up(asked)
+    wait_for(lambda: asked.is_over)
+    assert time.monotonic() < asked.deadline
+    assert asked.best == (("127.0.0.1", 1), 2)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), OSError("gone"), failure(LLMStatusCode.LLM_FAILED, "")]
+)
+def test_a_lookup_is_answered_after_any_failure(make_peer, monkeypatch, error):
+    monkeypatch.setattr(links, "DOWN_SECONDS", 0.0)
+    opener, asked, after = Opener(), lookup(), lookup()
+
+    def fails(digests, deadline):
+        opener.link.find_prefix = lambda digests, deadline: 2
+        raise error
+
+    opener.link.find_prefix = fails
+    peer = make_peer(opener)
+    peer.look_up(asked)
+    wait_for(lambda: asked.is_over)
+    assert asked.best is None
+    peer.look_up(after)
+    wait_for(lambda: after.is_over)
+    assert after.best == (("127.0.0.1", 1), 2)
+
+
+def test_a_peer_that_is_late_is_not_asked_again_before_it_has_answered(make_peer):
+    opener, answers = Opener(), threading.Event()
+
+    def finds_late(digests, deadline) -> int:
+        assert answers.wait(SOON)
+        return 2
+
+    opener.link.find_prefix = finds_late
+    peer, asked = make_peer(opener), lookup(patience=0.01)
+    peer.look_up(asked)
+    wait_for(lambda: asked.is_over)
+    assert asked.best is None
+    meanwhile = lookup()
+    peer.look_up(meanwhile)
+    assert meanwhile.is_over
+    answers.set()
+    wait_for(lambda: not peer._lookups)
+    peer.look_up(again := lookup())
+    wait_for(lambda: again.is_over)
+    assert again.best == (("127.0.0.1", 1), 2)
 
 
 def test_a_pull_that_is_too_late_says_nothing_about_the_peer():

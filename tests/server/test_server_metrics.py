@@ -73,6 +73,8 @@ async def test_figures_of_a_split(http, llm):
         ("quire_kv_peer_loads_chosen_total",): numbers["num_loads_chosen"],
         ("quire_kv_peer_computations_chosen_total",): numbers["num_computations_chosen"],
         ("quire_kv_peer_missing_prompts_total",): numbers["num_missing_prompts"],
+        ("quire_kv_peer_prefix_lookups_total",): numbers["num_prefix_lookups"],
+        ("quire_kv_peer_prefixes_found_total",): numbers["num_prefixes_found"],
         ("quire_kv_peer_failed_loads_total",): numbers["num_failed_loads"],
         ("quire_kv_peer_loaded_blocks_total",): numbers["num_loaded_blocks"],
         ("quire_kv_peer_loaded_bytes_total",): numbers["loaded_bytes"],

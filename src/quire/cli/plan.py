@@ -62,7 +62,7 @@ def plan(
     console = Console(highlight=False)
     console.print(memory_table(engine.model, model.architecture, result))
     console.print(sequence_table(result))
-    if engine.role != "both":
+    if engine.shares_kv:
         console.print(transfer_line(engine, result))
 
 
@@ -76,14 +76,20 @@ _PLAN_FIELDS = (
 
 def transfer_options(engine: EngineConfig) -> dict[str, str]:
     """Return what an engine does with the KV of others, as plain data."""
-    return {} if engine.role == "both" else {"role": engine.role, "kv_transports": engine.kv_transports}
+    if not engine.shares_kv:
+        return {}
+    return {"role": engine.role, "kv_transports": engine.kv_transports, "kv_peers": engine.kv_peers}
 
 
 def transfer_line(engine: EngineConfig, plan: MemoryPlan) -> str:
     """Return what an engine does with the KV of others, and how it travels."""
     from quire.engine.memory_plan import format_bytes
 
-    what = "lends the KV of prompts" if engine.role == "prefill" else "reads the KV of prompts from peers"
+    what = {
+        "prefill": "lends the KV of prompts",
+        "decode": "reads the KV of prompts from peers",
+        "both": "shares the KV of cached prompts with peers",
+    }[engine.role]
     transports = engine.kv_transports.replace(",", ", ")
     size = format_bytes(plan.kv_bytes_per_token * 1000)
     return f"Role {engine.role}: {what}, {size} for 1,000 tokens, by the first that works of {transports}"

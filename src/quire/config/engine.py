@@ -131,15 +131,21 @@ class EngineConfig:
     )
     kv_transfer_host: str = knob(
         default="127.0.0.1",
-        help="IPv4 address of this machine at which the engines that decode reach one that prefills.",
+        help="IPv4 address of this machine at which other engines read its KV.",
     )
     kv_transfer_port: Annotated[int, Ge(0), Le(65535)] = knob(
-        default=0, help="TCP port for the same. 0: any free port."
+        default=0,
+        help="TCP port for the same. 0: any free port if role is prefill, else none reads this one's KV.",
     )
     kv_transfer_token: str = knob(
         default="",
-        help="Secret that all engines of a split must share, without which none reads or lends KV. Empty: "
-        "none, only for a network of their own.",
+        help="Secret that all engines must share which read each other's KV. Empty: none, only for a network "
+        "of their own.",
+    )
+    kv_peers: str = knob(
+        default="",
+        help="Engines whose prefix caches are searched for the part of a prompt that is not cached here, as "
+        "HOST:PORT with commas between; the port is their kv_transfer_port. Empty: none.",
     )
     kv_transports: str = knob(
         default="shared_memory,tcp",
@@ -179,8 +185,22 @@ class EngineConfig:
 
     def _moves_kv(self) -> list[str]:
         """Return the fields that ask for a KV connector, each of another kind."""
-        fields = {"kv_tier": self.kv_tier, "kv_connector": self.kv_connector}
-        return [name for name, value in fields.items() if value] + ["role"] * (self.role != "both")
+        fields = [name for name in ("kv_tier", "kv_connector") if getattr(self, name)]
+        return [*fields, *self._shares_kv_by()[:1]]
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether this engine reads the KV of others, or lets them read its own."""
+        return bool(self._shares_kv_by())
+
+    def _shares_kv_by(self) -> list[str]:
+        """Return the fields that ask for KV to be shared with other engines."""
+        shares = {
+            "role": self.role != "both",
+            "kv_peers": bool(self.kv_peers),
+            "kv_transfer_port": self.kv_transfer_port > 0,
+        }
+        return [name for name, is_given in shares.items() if is_given]
 
     def _refuse_beside_connector(self) -> None:
         """Raise `ConfigError` for what does not go together with a KV connector."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from quire.datadist import sockets
 from quire.datadist.cache_pool import CachePool
@@ -14,40 +14,36 @@ from quire.datadist.handshake import ConnectionKind, greet, new_greeting
 from quire.datadist.loans import ArrivingBlocks, BlockPart
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
-    BYTE_ORDER,
-    NO_IDENTITY,
+    DIGEST_BYTES,
     CheckLink,
     ControlChannel,
     FromPrompt,
     LinkChecked,
     LinkDroppedError,
-    LinkEstablished,
     LinkOffer,
-    LinkRequest,
     LoanNews,
     LoanRequest,
     LoansEnded,
-    OfferAccepted,
-    OfferDeclined,
     PartReady,
     PartTaken,
+    PrefixFound,
+    PrefixQuery,
+    PrefixRequest,
     ProtocolError,
     PullAccepted,
     PullCompleted,
     PullConfirmed,
     PullRefused,
     PullRequest,
-    TransportOffer,
     Unlink,
     Unlinked,
-    decoder_channel,
     expected,
     require_transfer,
 )
 from quire.datadist.push_receiver import PushReceiver
 from quire.datadist.spans import ByteSpans, part_spans
 from quire.datadist.status import LLMException, LLMStatusCode, failure
-from quire.datadist.transports.interface import DestinationEnd, LinkTerms, Transport
+from quire.datadist.transports.interface import DestinationEnd, LinkTerms
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +99,7 @@ class DecoderLink:
                 broke, or was busy until the deadline), or why the PROMPT refused.
         """
         with self._transfer(deadline) as transfer_id:
-            request.transfer_id, request.epoch = transfer_id, self.epoch
-            request.timeout_ms = int(sockets.seconds_left(deadline) * 1e3)
-            self._channel.send(request, deadline)
+            self._ask(request, transfer_id, deadline)
             answer = expected(PullAccepted, self._answer(transfer_id, deadline))
             require_transfer(answer.transfer_id, transfer_id)
             self._destination_end.receive(transfer_id, memory, spans, deadline)
@@ -113,10 +107,14 @@ class DecoderLink:
                 self._destination_end.forget_source()
             self._acknowledge(transfer_id, deadline)
 
-    def pull_loan(
-        self, request: LoanRequest, memory: CacheMemory, blocks: ArrivingBlocks, deadline: float
+    def pull_parts(
+        self,
+        request: LoanRequest | PrefixRequest,
+        memory: CacheMemory,
+        blocks: ArrivingBlocks,
+        deadline: float,
     ) -> None:
-        """Have the PROMPT send blocks of a loan as they become ready.
+        """Have the PROMPT send blocks of a loan as they become ready, or cached ones.
 
         `transfer_id`, `epoch` and `timeout_ms` of the request are filled in. `memory` has one tensor.
 
@@ -124,9 +122,7 @@ class DecoderLink:
             LLMException: as `pull`; what has come must not be used then.
         """
         with self._transfer(deadline) as transfer_id:
-            request.transfer_id, request.epoch = transfer_id, self.epoch
-            request.timeout_ms = int(sockets.seconds_left(deadline) * 1e3)
-            self._channel.send(request, deadline)
+            self._ask(request, transfer_id, deadline)
             while not blocks.is_complete:
                 self._receive_part(transfer_id, memory, blocks, deadline)
             confirmed = expected(PullConfirmed, self._answer(transfer_id, deadline))
@@ -141,6 +137,19 @@ class DecoderLink:
         with self._transfer(deadline):
             self._channel.send(LoanNews(renewed, released), deadline)
             return self._channel.expect(LoansEnded, deadline).names
+
+    def find_prefix(self, digests: bytes, deadline: float) -> int:
+        """Return how many of these blocks, from the first on, the PROMPT has cached, see `PrefixQuery`.
+
+        Raises:
+            LLMException: as `pull`.
+        """
+        with self._transfer(deadline):
+            self._channel.send(PrefixQuery(digests), deadline)
+            num_found = self._channel.expect(PrefixFound, deadline).num_blocks
+            if num_found * DIGEST_BYTES > len(digests):
+                raise ProtocolError(f"the peer has found {num_found} blocks, more than it was asked about")
+            return num_found
 
     @contextlib.contextmanager
     def _transfer(self, deadline: float) -> Iterator[int]:
@@ -258,6 +267,14 @@ class DecoderLink:
             self._channel.close()
             self._destination_end.close()
 
+    def _ask(
+        self, request: PullRequest | LoanRequest | PrefixRequest, transfer_id: int, deadline: float
+    ) -> None:
+        """Send a request for a transfer."""
+        request.transfer_id, request.epoch = transfer_id, self.epoch
+        request.timeout_ms = int(sockets.seconds_left(deadline) * 1e3)
+        self._channel.send(request, deadline)
+
     def _answer(self, transfer_id: int, deadline: float) -> FromPrompt:
         """Return the PROMPT's next message about a transfer; raises `LLMException` if it is a refusal."""
         answer = self._channel.receive(deadline)
@@ -318,66 +335,3 @@ class DecoderLink:
             LLMStatusCode.LLM_NOT_YET_LINK,
             f"the link with PROMPT {self.cluster_id} is broken or was dropped; unlink and link again",
         )
-
-
-def establish_link(
-    address: tuple[str, int],
-    token: bytes,
-    *,
-    prompt_cluster_id: int,
-    decoder_cluster_id: int,
-    transports: Sequence[Transport],
-    use_checksum: bool,
-    deadline: float,
-    identity: Mapping[str, str] = NO_IDENTITY,
-) -> DecoderLink:
-    """Link to a PROMPT; leaves nothing behind if that fails.
-
-    `identity` says what the KV is that this side can use, in named parts; the PROMPT must have the same.
-
-    Raises:
-        TimeoutError: the PROMPT does not answer in time.
-        OSError: it cannot be reached, is not who it should be, or refuses.
-    """
-    connection = sockets.connect(address, deadline)
-    channel = decoder_channel(connection)
-    destination_end: DestinationEnd | None = None
-    try:
-        key = greet(connection, token, new_greeting(ConnectionKind.CONTROL), deadline)
-        offers = [TransportOffer(one.name, one.parameters) for one in transports]
-        request = LinkRequest(
-            prompt_cluster_id, decoder_cluster_id, BYTE_ORDER, dict(identity), use_checksum, offers
-        )
-        channel.send(request, deadline)
-        while destination_end is None:
-            offer = channel.expect(LinkOffer, deadline)
-            terms = LinkTerms(offer.link_id, address, key, offer.use_checksum or use_checksum)
-            try:
-                destination_end = _open_destination(transports, offer.transport, terms, deadline)
-            except ProtocolError:
-                raise
-            except OSError as error:
-                logger.info(
-                    "PROMPT %s: %s cannot be used: %s", prompt_cluster_id, offer.transport.name, error
-                )
-                channel.send(OfferDeclined(str(error)[:1024]), deadline)
-        channel.send(OfferAccepted(), deadline)
-        channel.expect(LinkEstablished, deadline)
-    except BaseException:
-        channel.close()
-        if destination_end is not None:
-            destination_end.close()
-        raise
-    return DecoderLink(prompt_cluster_id, channel, destination_end, offer, terms)
-
-
-def _open_destination(
-    transports: Sequence[Transport], offer: TransportOffer, terms: LinkTerms, deadline: float
-) -> DestinationEnd:
-    chosen = next((one for one in transports if one.name == offer.name), None)
-    if chosen is None:
-        raise ProtocolError(f"the peer chose the transport {offer.name!r}, which was not offered")
-    try:
-        return chosen.open_destination(terms, offer.parameters, deadline)
-    except ValueError as error:
-        raise ProtocolError(f"the peer's parameters are malformed: {error}") from error

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Sequence
 
 from quire.datadist.cache_pool import CachePool
-from quire.datadist.decoder_link import DecoderLink, establish_link
+from quire.datadist.decoder_link import DecoderLink
+from quire.datadist.linking import establish_link
 from quire.datadist.memory import CacheMemory
 from quire.datadist.requests import LLMClusterInfo, dotted
 from quire.datadist.status import LLMStatusCode, failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from quire.datadist.cached_blocks import CachedBlocks
 from quire.datadist.loans import Loans
 from quire.datadist.memory import CacheMemory
 
@@ -15,10 +16,12 @@ class Lender:
 
     Attributes:
         memory: the engine's KV cache, one tensor of all blocks.
-        loans: what of it is lent.
+        loans: what of it is lent, by name.
+        cached: what of it can be read without having been lent, by content.
         identity: returns what the KV is, in named parts; only peers with the same are linked.
     """
 
     memory: CacheMemory
     loans: Loans
+    cached: CachedBlocks
     identity: Callable[[], Mapping[str, str]]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from quire.datadist import sockets
 from quire.datadist.cache_pool import CachePool
+from quire.datadist.cached_blocks import CachedReading
 from quire.datadist.lending import Lender
 from quire.datadist.loans import LoanReading
 from quire.datadist.memory import CacheMemory
@@ -30,6 +31,9 @@ from quire.datadist.protocol import (
     OfferDeclined,
     PartReady,
     PartTaken,
+    PrefixFound,
+    PrefixQuery,
+    PrefixRequest,
     ProtocolError,
     PullAccepted,
     PullCompleted,
@@ -39,6 +43,7 @@ from quire.datadist.protocol import (
     TransportOffer,
     Unlink,
     Unlinked,
+    decode_digests,
     expected,
     prompt_channel,
     require_transfer,
@@ -144,10 +149,12 @@ class PromptLink:
                 self._channel.send(LinkChecked(), time.monotonic() + FRAME_LIMIT)
             elif isinstance(message, PullRequest):
                 self._serve_pull(message)
-            elif isinstance(message, LoanRequest):
-                self._serve_loan(message)
+            elif isinstance(message, LoanRequest | PrefixRequest):
+                self._serve_parts(message)
             elif isinstance(message, LoanNews):
                 self._take_news(message)
+            elif isinstance(message, PrefixQuery):
+                self._look_up(message)
             else:
                 raise ProtocolError(f"the peer sent {type(message).__name__} outside of a pull")
 
@@ -262,12 +269,13 @@ class PromptLink:
             source.hold.end(consume=False)
         self._channel.send(PullConfirmed(request.transfer_id), time.monotonic() + FRAME_LIMIT)
 
-    def _serve_loan(self, request: LoanRequest) -> None:
+    def _serve_parts(self, request: LoanRequest | PrefixRequest) -> None:
+        """Send what is lent, or cached; confirm it only if it was that to the end."""
         deadline = time.monotonic() + request.timeout_ms / 1e3
         try:
-            reading = self._open_loan(request)
+            reading = self._open_reading(request)
             try:
-                self._transfer_loan(request, reading, deadline)
+                self._transfer_parts(request.transfer_id, reading, deadline)
                 reading.require_held()
             finally:
                 reading.close()
@@ -277,25 +285,30 @@ class PromptLink:
             answer = PullConfirmed(request.transfer_id)
         self._channel.send(answer, time.monotonic() + FRAME_LIMIT)
 
-    def _open_loan(self, request: LoanRequest) -> LoanReading:
+    def _open_reading(self, request: LoanRequest | PrefixRequest) -> LoanReading | CachedReading:
         if self._lender is None:
             raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "the PROMPT lends nothing")
         require_epoch(self._epoch, request.epoch)
+        if isinstance(request, PrefixRequest):
+            digests = decode_digests(request.digests)
+            return self._lender.cached.open(digests, self._lender.loans.block_bytes)
         patience = request.patience_ms / 1e3
         wanted = (request.loan, request.first_block, request.num_blocks, request.digest)
         return self._lender.loans.open(*wanted, patience=patience, is_wanted=self._awaits_answer)
 
-    def _transfer_loan(self, request: LoanRequest, reading: LoanReading, deadline: float) -> None:
+    def _transfer_parts(
+        self, transfer_id: int, reading: LoanReading | CachedReading, deadline: float
+    ) -> None:
         assert self.source_end is not None
         assert self._lender is not None
         memory, block_bytes = self._lender.memory, self._lender.loans.block_bytes
         for part in reading.parts(deadline, self._awaits_answer):
             fields = (part.first_block, part.num_blocks, part.offset, part.num_bytes)
-            self._channel.send(PartReady(request.transfer_id, *fields), deadline)
+            self._channel.send(PartReady(transfer_id, *fields), deadline)
             spans = part_spans(reading.block_ids(part), block_bytes, part.offset, part.num_bytes)
-            self._send(request.transfer_id, memory, spans, deadline)
+            self._send(transfer_id, memory, spans, deadline)
             taken = self._channel.expect(PartTaken, deadline + FRAME_LIMIT)
-            require_transfer(taken.transfer_id, request.transfer_id)
+            require_transfer(taken.transfer_id, transfer_id)
 
     def _awaits_answer(self) -> bool:
         """Whether the DECODER waits: it has neither gone nor sent anything."""
@@ -307,6 +320,11 @@ class PromptLink:
             self._lender.loans.release(news.released)
             ended = self._lender.loans.renew(news.renewed)
         self._channel.send(LoansEnded(ended), time.monotonic() + FRAME_LIMIT)
+
+    def _look_up(self, query: PrefixQuery) -> None:
+        digests = decode_digests(query.digests)
+        num_found = 0 if self._lender is None else self._lender.cached.count_leading(digests)
+        self._channel.send(PrefixFound(num_found), time.monotonic() + FRAME_LIMIT)
 
     def _end_transport(self) -> None:
         """Before a source is released whose transfer has failed: the DECODER may be reading it still."""

@@ -24,6 +24,8 @@ from quire.datadist.spans import Int64Array
 MAX_FRAME_BYTES = 4 << 20
 MAX_BLOCK_RUNS = 128 << 10  # per request: half of a frame
 MAX_LOAN_NAMES = 4096  # per message
+MAX_PREFIX_BLOCKS = 64 << 10  # per request: a quarter of a frame
+DIGEST_BYTES = 16
 FRAME_LIMIT = 10.0  # seconds that a frame may take once it has begun
 
 BYTE_ORDER = sys.byteorder
@@ -45,6 +47,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Parameters = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
 Identity = Annotated[dict[Text, Text], msgspec.Meta(max_length=16)]
 LoanName = Annotated[str, msgspec.Meta(max_length=128)]
+Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_PREFIX_BLOCKS * DIGEST_BYTES)]
 LoanNames = Annotated[list[LoanName], msgspec.Meta(max_length=MAX_LOAN_NAMES)]
 
 
@@ -193,6 +196,30 @@ class LoanRequest(Message):
     timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
+class PrefixQuery(Message):
+    """DECODER: how many of these blocks, from the first on, are cached? To be answered.
+
+    `digests` are those of their contents, one after another.
+    """
+
+    digests: Digests
+
+
+class PrefixFound(Message):
+    """PROMPT: so many of them."""
+
+    num_blocks: U32
+
+
+class PrefixRequest(Message):
+    """DECODER: send these cached blocks, all or none, see `PrefixQuery`."""
+
+    transfer_id: U64
+    epoch: U64
+    digests: Digests
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
 class PartReady(Message):
     """PROMPT: a part of these blocks follows on the transport, see `BlockPart`."""
 
@@ -254,6 +281,8 @@ FromDecoder = (
     | OfferDeclined
     | PullRequest
     | LoanRequest
+    | PrefixQuery
+    | PrefixRequest
     | PartTaken
     | PullCompleted
     | LoanNews
@@ -269,6 +298,7 @@ FromPrompt = (
     | PartReady
     | PullConfirmed
     | LoansEnded
+    | PrefixFound
     | LinkChecked
     | Unlinked
 )
@@ -293,6 +323,17 @@ def decode_runs(data: bytes) -> tuple[Int64Array, Int64Array]:
         raise ProtocolError(f"runs of blocks have {len(data)} bytes")
     pairs = np.frombuffer(data, dtype="<i8").reshape(-1, 2).astype(np.int64)
     return pairs[:, 0], pairs[:, 1]
+
+
+def decode_digests(data: bytes) -> list[bytes]:
+    """Return the digests of a `PrefixQuery` or `PrefixRequest`.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    if len(data) % DIGEST_BYTES:
+        raise ProtocolError(f"digests of blocks have {len(data)} bytes")
+    return [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
 
 
 class ControlChannel(Generic[T]):

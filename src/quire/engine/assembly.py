@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.engine.cache_growth import CacheGrowth
 from quire.engine.drafting import build_proposer, weight_options
-from quire.engine.kv_peers import build_peers
+from quire.engine.kv_peers import build_peers, cached_block_events
 from quire.engine.kv_tier import build_tier
 from quire.engine.ranks.group import RankGroup
 from quire.engine.ranks.starting import load_with_ranks, threads_of_rank
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.kv.connector import KVConnector
-from quire.kv.events import KVEventCollector
+from quire.kv.events import KVEventCollector, KVEventFanOut
 from quire.registry import Registry
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
@@ -46,10 +46,12 @@ def build_context(
     kv_events: KVEventCollector | None,
 ) -> SchedulerContext:
     """Return the context of the engine's scheduler: grammars, KV connector, KV events, cache growth."""
+    connector = _connector(config, model_path, model_config, plan)
+    sinks = [sink for sink in (kv_events, cached_block_events(connector)) if sink is not None]
     return SchedulerContext(
         grammars=_grammar_backend(model_path, model_config),
-        connector=_connector(config, model_path, model_config, plan),
-        kv_events=kv_events,
+        connector=connector,
+        kv_events=KVEventFanOut(sinks) if sinks else None,
         draft_length=config.speculation.draft_length,
         commit_blocks=_growth(config, plan),
     )
@@ -75,7 +77,7 @@ def _connector(
 ) -> KVConnector | None:
     if config.kv_tier:
         return build_tier(config, model_path, model_config, plan)
-    if config.role != "both":
+    if config.shares_kv:
         return build_peers(config, model_path, model_config, plan)
     if not config.kv_connector:
         return None

@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from quire.datadist.transports.interface import Transport
     from quire.engine.memory_plan import MemoryPlan
     from quire.kv.connector import KVConnector
+    from quire.kv.events import KVEventSink
     from quire.kv.peers.connector import PeerConnector
     from quire.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
+
+MAX_ASKED_PEERS = 16
+"""Peers that are asked about a prompt; each costs a message for each."""
 
 TCP_STREAMS = 4
 """TCP connections that a large transfer is shared by."""
@@ -30,16 +34,16 @@ TCP_STREAMS = 4
 def build_peers(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> PeerConnector:
-    """Return the connector of an engine that only prefills or only decodes.
+    """Return the connector of an engine that shares KV with others.
 
     What the KV is, for peers to compare, is found out in a thread, since that reads all weights.
 
     Raises:
-        ConfigError: the address or a transport is invalid.
+        ConfigError: an address or a transport is invalid.
     """
     from quire.kv.peers.connector import PeerConnector, PeerOptions
 
-    lends = config.role == "prefill"
+    lends = config.role == "prefill" or config.kv_transfer_port > 0
     address = _address(config) if lends else None
     transports = _transports(config.kv_transports, listens=lends)
     identity = _in_thread(functools.partial(kv_identity, config, model_path, model_config, plan))
@@ -47,6 +51,7 @@ def build_peers(
         plan.block_size,
         PeerOptions(
             listen_address=address,
+            asked_addresses=_asked_addresses(config.kv_peers),
             token=config.kv_transfer_token.encode(),
             transports=transports,
             identity=identity.result,
@@ -62,6 +67,38 @@ def lending_address(connector: KVConnector | None) -> tuple[str, int] | None:
     from quire.kv.peers.connector import PeerConnector
 
     return connector.address if isinstance(connector, PeerConnector) else None
+
+
+def cached_block_events(connector: KVConnector | None) -> KVEventSink | None:
+    """Return what must hear of all changes of the prefix cache because peers read it; None: nothing."""
+    if connector is None:
+        return None
+    from quire.kv.peers.connector import PeerConnector
+
+    return connector.kv_events if isinstance(connector, PeerConnector) else None
+
+
+def _asked_addresses(setting: str) -> list[tuple[str, int]]:
+    addresses = [_peer_address(setting, part) for part in setting.split(",") if setting]
+    if len(addresses) > MAX_ASKED_PEERS:
+        raise ConfigError(
+            f"EngineConfig.kv_peers has {len(addresses)} addresses, but at most {MAX_ASKED_PEERS} are asked"
+        )
+    return addresses
+
+
+def _peer_address(setting: str, part: str) -> tuple[str, int]:
+    host, _, port = part.strip().partition(":")
+    try:
+        ipaddress.IPv4Address(host)
+        if not 1 <= int(port) <= 65535:
+            raise ValueError(port)
+    except ValueError as error:
+        raise ConfigError(
+            f"EngineConfig.kv_peers is {setting!r}, and {part!r} is not an IPv4 address and a port, such as "
+            "10.0.0.2:7000"
+        ) from error
+    return host, int(port)
 
 
 def _transports(setting: str, *, listens: bool) -> list[Transport]:

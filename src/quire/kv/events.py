@@ -5,6 +5,7 @@ The events and their fields are named as vLLM's KV events, so that a router whic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -106,6 +107,28 @@ class KVEventCollector(KVEventSink):
         self._run_is_stored = stored
         self._runs.append((stored, self._run))
         return self._run
+
+
+class KVEventFanOut(KVEventSink):
+    """Passes events on to several sinks."""
+
+    def __init__(self, sinks: Sequence[KVEventSink]) -> None:
+        self._sinks = sinks
+
+    @override
+    def stored(self, block_id: int, key: BlockKey) -> None:
+        for sink in self._sinks:
+            sink.stored(block_id, key)
+
+    @override
+    def removed(self, block_id: int, key: BlockKey) -> None:
+        for sink in self._sinks:
+            sink.removed(block_id, key)
+
+    @override
+    def cleared(self) -> None:
+        for sink in self._sinks:
+            sink.cleared()
 
 
 def _event(is_stored: bool, keys: list[BlockKey]) -> KVCacheEvent:

@@ -231,6 +231,16 @@ def _peer_counters(stats: KVPeerStats) -> tuple[Row, ...]:
             "Number of prompts whose reading from a peer failed.",
             stats.num_failed_loads,
         ),
+        (
+            "quire_kv_peer_prefix_lookups",
+            "Number of prompts whose part that is not cached peers were asked for.",
+            stats.num_prefix_lookups,
+        ),
+        (
+            "quire_kv_peer_prefixes_found",
+            "Number of prompts that a peer had cached more of.",
+            stats.num_prefixes_found,
+        ),
         ("quire_kv_peer_loaded_blocks", "Number of blocks read from peers.", stats.num_loaded_blocks),
         ("quire_kv_peer_loaded_bytes", "Bytes read from peers.", stats.loaded_bytes),
     )

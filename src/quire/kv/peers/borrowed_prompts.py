@@ -81,6 +81,10 @@ class BorrowedPrompts:
             is_offered = bool(params.remote_engine_id)
             peer.keep(params.transfer_id, request.request_id, is_offered=is_offered)
 
+    def has(self, request: Request) -> bool:
+        """Return whether a request names a peer."""
+        return request.request_id in self._borrowed
+
     def find(self, request: Request, num_computed_tokens: int) -> int:
         """Return how many tokens beyond the first `num_computed_tokens` are to be read."""
         borrowed = self._borrowed.get(request.request_id)

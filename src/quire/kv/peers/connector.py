@@ -18,9 +18,11 @@ from typing_extensions import override
 
 from quire.datadist.cache_desc import CacheDesc
 from quire.datadist.cache_pool import CachePool
-from quire.datadist.decoder_link import DecoderLink, establish_link
+from quire.datadist.cached_blocks import CachedBlocks
+from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.enums import DataType
 from quire.datadist.lending import Lender
+from quire.datadist.linking import establish_link
 from quire.datadist.loans import Loans
 from quire.datadist.memory import CacheMemory
 from quire.datadist.prompt_link import PromptLink
@@ -32,10 +34,12 @@ from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.borrowed_prompts import BorrowedPrompts
+from quire.kv.peers.cached_block_events import CachedBlockEvents
 from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.lent_prompts import LentPrompts, LoanStep, answer
 from quire.kv.peers.peer import Peer
-from quire.kv.peers.pulls import LoanLoad, engine_id_of
+from quire.kv.peers.peer_prefixes import PeerPrefixes
+from quire.kv.peers.pulls import LoanLoad, PrefixLoad, engine_id_of
 from quire.kv.peers.running_pulls import RunningPulls
 from quire.kv.peers.transfer_params import Address
 from quire.request import Request
@@ -56,6 +60,7 @@ class PeerOptions:
 
     Attributes:
         listen_address: IPv4 address and port that peers connect to, if this engine lends; port 0: any.
+        asked_addresses: of peers whose prefix caches are searched.
         token: secret that all peers share; empty: none.
         transports: the best first.
         identity: returns what the KV is, in named parts; only peers with the same are linked.
@@ -63,6 +68,7 @@ class PeerOptions:
     """
 
     listen_address: Address | None
+    asked_addresses: Sequence[Address]
     token: bytes
     transports: Sequence[Transport]
     identity: Callable[[], Mapping[str, str]]
@@ -75,12 +81,18 @@ class PeerMetadata:
 
     num_tokens: int  # computed by the step
     completed: list[LoanStep]
-    loads: list[LoanLoad]
+    loads: list[LoanLoad | PrefixLoad]
     cancelled: list[str]
 
 
 class PeerConnector(KVConnector):
-    """Lends prompts' KV to peers, and reads it from them, as `kv_transfer_params` of requests say.
+    """Lends prompts' KV to peers, and reads it from them.
+
+    `kv_transfer_params` of a request say where its KV is, or that it is to be lent. For other requests, peers
+    are asked what of their prompts they have cached.
+
+    Attributes:
+        kv_events: is to hear of all changes of the prefix cache; None: no peer reads it.
 
     Args:
         block_size: tokens per block.
@@ -100,6 +112,9 @@ class PeerConnector(KVConnector):
         self._step_began = 0.0
         self._epoch = secrets.randbits(64)
         self._started: _Started | None = None
+        self._cached = CachedBlocks()
+        lends = options.listen_address is not None
+        self.kv_events = CachedBlockEvents(self._cached) if lends else None
 
     @property
     def address(self) -> Address | None:
@@ -123,19 +138,24 @@ class PeerConnector(KVConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        num_tokens = self._parts.borrowed.find(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        parts = self._parts
+        reader = parts.borrowed if parts.borrowed.has(request) else parts.prefixes
+        num_tokens = reader.find(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
 
     @override
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        self._parts.borrowed.begin(request, block_ids, num_external_tokens)
+        parts = self._parts
+        reader = parts.borrowed if parts.borrowed.has(request) else parts.prefixes
+        reader.begin(request, block_ids, num_external_tokens)
 
     @override
     def cancel_load(self, request_id: str) -> None:
         self._cancelled.append(request_id)
         self._parts.borrowed.cancel(request_id)
+        self._parts.prefixes.cancel(request_id)
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PeerMetadata:
@@ -143,7 +163,7 @@ class PeerConnector(KVConnector):
         return PeerMetadata(
             num_tokens=scheduler_output.total_num_scheduled_tokens,
             completed=self._parts.lent.plan(scheduler_output),
-            loads=self._parts.borrowed.plan(scheduler_output),
+            loads=[*self._parts.borrowed.plan(scheduler_output), *self._parts.prefixes.plan()],
             cancelled=cancelled,
         )
 
@@ -153,6 +173,7 @@ class PeerConnector(KVConnector):
     ) -> tuple[bool, Mapping[str, Any] | None]:
         parts = self._parts
         parts.borrowed.finish(request)
+        parts.prefixes.finish(request)
         transfer_id = parts.lent.finish(request, block_ids)
         if transfer_id is None or parts.address is None:
             return False, None
@@ -171,7 +192,8 @@ class PeerConnector(KVConnector):
     def reset(self) -> bool:
         """Nothing is stored; what is lent or being read keeps this from being done."""
         parts = self._parts
-        return parts.loans.is_empty and not parts.borrowed.begins_to_read and not len(parts.pulls)
+        begins_to_read = parts.borrowed.begins_to_read or parts.prefixes.begins_to_read
+        return parts.loans.is_empty and not begins_to_read and not len(parts.pulls)
 
     @override
     def stats(self) -> KVPeerStats:
@@ -201,7 +223,13 @@ class PeerConnector(KVConnector):
         """Begin to listen for peers."""
         self._layer_ends = kv_caches.layer_ends
         self._started = _Started(
-            self._block_size, self._options, self._epoch, kv_caches, stats=self._stats, costs=self._costs
+            self._block_size,
+            self._options,
+            self._epoch,
+            kv_caches,
+            self._cached,
+            stats=self._stats,
+            costs=self._costs,
         )
 
     @override
@@ -249,6 +277,7 @@ class _Started:
         options: PeerOptions,
         epoch: int,
         kv_caches: PagedAttentionCache,
+        cached: CachedBlocks,
         *,
         stats: KVPeerStats,
         costs: LoadCosts,
@@ -262,7 +291,7 @@ class _Started:
         self.peers = KnownPeers(self._new_peer)
         self.pulls = RunningPulls(self._block_bytes, self.peers, options.timeout, stats=stats, costs=costs)
         self.borrowed = BorrowedPrompts(block_size, self.peers, self.pulls, stats=stats, costs=costs)
-        self._lender = Lender(self.memory, self.loans, options.identity)
+        self._lender = Lender(self.memory, self.loans, cached, options.identity)
         self._no_caches: CachePool[CacheMemory] = CachePool(_no_memory, 0)
         self._service: PromptService | None = None
         self.address: Address | None = None
@@ -270,6 +299,8 @@ class _Started:
             listeners = [one.listener for one in options.transports if one.listener is not None]
             self._service = PromptService(options.listen_address, options.token, self._new_link, listeners)
             self.address = (options.listen_address[0], self._service.port)
+        others = [one for one in options.asked_addresses if one != self.address]
+        self.prefixes = PeerPrefixes(block_size, others, self.peers, self.pulls, stats=stats, costs=costs)
 
     def close(self) -> None:
         self.loans.close("the engine ends")
@@ -306,7 +337,7 @@ class _Started:
                 identity=self._options.identity(),
             )
 
-        return Peer(f"{address[0]}:{address[1]}", open_link, self.memory, self._block_bytes)
+        return Peer(address, open_link, self.memory, self._block_bytes)
 
 
 def _memory(kv_caches: PagedAttentionCache) -> CacheMemory:

@@ -6,13 +6,16 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import MAX_LOAN_NAMES
 from quire.datadist.status import LLMException
 from quire.kv.peers.links import LINK_TIMEOUT, OneLink, OpenLink, PeerLinks
+from quire.kv.peers.prefix_lookup import PrefixLookup
 from quire.kv.peers.pulls import PeerPull
+from quire.kv.peers.transfer_params import Address
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +33,15 @@ class Peer:
     """Reads the loans of one peer. Every method but `join` returns at once, and may be called by any thread.
 
     Args:
-        name: for the log.
+        address: where it listens.
         open_link: links to the peer.
         memory: this engine's KV cache.
         block_bytes: bytes of a block.
     """
 
-    def __init__(self, name: str, open_link: OpenLink, memory: CacheMemory, block_bytes: int) -> None:
-        self.name = name
+    def __init__(self, address: Address, open_link: OpenLink, memory: CacheMemory, block_bytes: int) -> None:
+        self.name = f"{address[0]}:{address[1]}"
+        self._address = address
         self.links = PeerLinks(open_link)
         self._memory = memory
         self._block_bytes = block_bytes
@@ -46,6 +50,7 @@ class Peer:
         self._offered: set[str] = set()  # of these loans, those that the peer has spoken of
         self._ended: set[str] = set()  # of these, those that it has no more
         self._released: list[str] = []
+        self._lookups: deque[PrefixLookup] = deque()  # that were not answered yet
         self._pulls: queue.Queue[PeerPull | None] = queue.Queue()
         self._num_pulls = 0  # queued or running
         self._readers: set[threading.Thread] = set()
@@ -56,7 +61,7 @@ class Peer:
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits for any of its loans, and it has no thread."""
-        return not self._waiting and not self._readers and self._messenger is None
+        return not (self._waiting or self._lookups or self._readers) and self._messenger is None
 
     def keep(self, transfer_id: str, request_id: str, *, is_offered: bool) -> None:
         """Keep a loan alive for a request until `give_back`.
@@ -70,8 +75,7 @@ class Peer:
             self._waiting.setdefault(transfer_id, set()).add(request_id)
             if is_offered:
                 self._offered.add(transfer_id)
-            if self._messenger is None:
-                self._messenger = _start_thread(self._tell_news, "kv-peer-news")
+            self._start_messenger()
         self._news.set()
 
     def give_back(self, transfer_id: str, request_id: str) -> None:
@@ -87,6 +91,16 @@ class Peer:
             self._offered.discard(transfer_id)
             self._ended.discard(transfer_id)
             self._released.append(transfer_id)
+        self._news.set()
+
+    def look_up(self, lookup: PrefixLookup) -> None:
+        """Ask the peer what it has cached, unless it is unlikely to answer soon."""
+        with self._lock:
+            is_late = bool(self._lookups) and time.monotonic() >= self._lookups[0].deadline
+            if self.links.is_down or is_late or not self._start_messenger():
+                return
+            lookup.note_asked()
+            self._lookups.append(lookup)
         self._news.set()
 
     def has_ended(self, transfer_id: str) -> bool:
@@ -173,17 +187,26 @@ class Peer:
         while not self._is_closed:
             self._news.wait(RENEW_INTERVAL)
             self._news.clear()
-            if self._tell(link):
+            num_answered = self._answer_lookups(link)
+            if self._tell(link) or num_answered:
                 idle_until = time.monotonic() + IDLE_TIMEOUT
             elif self._is_messenger_idle(idle_until):
                 break
         self._tell(link)
         link.drop()
 
+    def _start_messenger(self) -> bool:
+        """Make sure that there is one, if possible; the caller has the lock."""
+        if self._messenger is None:
+            self._messenger = _start_thread(self._tell_news, "kv-peer-news")
+        return self._messenger is not None
+
     def _is_messenger_idle(self, idle_until: float) -> bool:
         """Return whether there was no news for long; this thread is no messenger any more then."""
         with self._lock:
-            is_idle = time.monotonic() >= idle_until and not self._waiting and not self._released
+            is_idle = time.monotonic() >= idle_until and not (
+                self._waiting or self._released or self._lookups
+            )
             if is_idle:
                 self._messenger = None
         return is_idle
@@ -203,6 +226,32 @@ class Peer:
             logger.exception("peer %s could not be told which loans are needed", self.name)
             link.drop()
         return bool(waiting or released)
+
+    def _answer_lookups(self, link: OneLink) -> int:
+        """Ask the peer what the lookups ask, and return how many there were; each is answered."""
+        num_answered = 0
+        while self._lookups:
+            lookup = self._lookups[0]
+            num_found = 0
+            try:
+                if not lookup.is_over:
+                    num_found = self._find_prefix(lookup, link)
+            finally:
+                lookup.answer(self._address, num_found)
+                self._lookups.popleft()
+            num_answered += 1
+        return num_answered
+
+    def _find_prefix(self, lookup: PrefixLookup, link: OneLink) -> int:
+        deadline = time.monotonic() + LINK_TIMEOUT
+        try:
+            return link.get(deadline).find_prefix(lookup.digests(), deadline)
+        except (LLMException, OSError) as error:
+            logger.warning("peer %s could not be asked what it has cached: %s", self.name, error)
+        except Exception:
+            logger.exception("peer %s could not be asked what it has cached", self.name)
+            link.drop()
+        return 0
 
     def _exchange_news(self, link: OneLink, waiting: list[str], released: list[str]) -> None:
         deadline = time.monotonic() + LINK_TIMEOUT

@@ -13,7 +13,7 @@ from typing_extensions import override
 from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.loans import ArrivingBlocks
 from quire.datadist.memory import CacheMemory
-from quire.datadist.protocol import LoanRequest
+from quire.datadist.protocol import LoanRequest, PrefixRequest
 from quire.kv.peers.transfer_params import Address, BorrowingParams
 
 OFFER_PATIENCE = 10.0
@@ -34,6 +34,16 @@ class LoanLoad:
     def address(self) -> Address:
         """Where the peer listens."""
         return self.params.address
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class PrefixLoad:
+    """Blocks of a peer's prefix cache to read for a request, by their digests, one after another."""
+
+    request_id: str
+    address: Address
+    digests: bytes
+    block_ids: list[int]
 
 
 class PeerPull(ABC):
@@ -124,7 +134,30 @@ class LoanPull(PeerPull):
         first = load.num_blocks - len(self.block_ids)
         patience = 0 if engine_id else int(OFFER_PATIENCE * 1e3)
         request = LoanRequest(0, 0, self.transfer_id, first, load.num_blocks, load.digest, patience, 0)
-        link.pull_loan(request, memory, ArrivingBlocks(self.block_ids, first, block_bytes), self.deadline)
+        link.pull_parts(request, memory, ArrivingBlocks(self.block_ids, first, block_bytes), self.deadline)
+
+
+class PrefixPull(PeerPull):
+    """Reads blocks of a prefix cache."""
+
+    def __init__(self, load: PrefixLoad, deadline: float) -> None:
+        super().__init__(load.request_id, load.block_ids, deadline)
+        self._digests = load.digests
+
+    @property
+    @override
+    def measures_reading(self) -> bool:
+        return True
+
+    @override
+    def _read(self, link: DecoderLink, memory: CacheMemory, block_bytes: int) -> None:
+        request = PrefixRequest(0, 0, self._digests, 0)
+        link.pull_parts(request, memory, ArrivingBlocks(self.block_ids, 0, block_bytes), self.deadline)
+
+
+def pull_of(load: LoanLoad | PrefixLoad, deadline: float) -> PeerPull:
+    """Return what reads a load until `deadline`, seconds on the monotonic clock."""
+    return LoanPull(load, deadline) if isinstance(load, LoanLoad) else PrefixPull(load, deadline)
 
 
 def engine_id_of(epoch: int) -> str:

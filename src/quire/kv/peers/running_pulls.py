@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.known_peers import KnownPeers
-from quire.kv.peers.pulls import LoanLoad, LoanPull, PeerPull
+from quire.kv.peers.pulls import LoanLoad, PeerPull, PrefixLoad, pull_of
 
 
 class RunningPulls:
@@ -41,7 +41,7 @@ class RunningPulls:
         """Blocks that are being read; any thread may ask."""
         return sum(len(pull.block_ids) for pull in list(self._pulls.values()))
 
-    def begin_step(self, loads: Sequence[LoanLoad], cancelled: Sequence[str]) -> None:
+    def begin_step(self, loads: Sequence[LoanLoad | PrefixLoad], cancelled: Sequence[str]) -> None:
         """Cancel pulls by request, and begin others."""
         for request_id in cancelled:
             pull = self._pulls.pop(request_id, None)
@@ -72,8 +72,8 @@ class RunningPulls:
         for pull in self._pulls.values():
             pull.cancel()
 
-    def _begin(self, load: LoanLoad) -> PeerPull:
-        pull = LoanPull(load, time.monotonic() + self._timeout)
+    def _begin(self, load: LoanLoad | PrefixLoad) -> PeerPull:
+        pull = pull_of(load, time.monotonic() + self._timeout)
         peer = self._peers.find(load.address)
         if peer is None:
             pull.end(has_failed=True)

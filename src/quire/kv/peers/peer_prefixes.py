@@ -1,0 +1,147 @@
+"""Prompts of which a peer has the beginning in its prefix cache: it is read from there if that is cheaper."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from quire.datadist.protocol import DIGEST_BYTES
+from quire.kv.connector_stats import KVPeerStats
+from quire.kv.load_costs import LoadCosts
+from quire.kv.peers.known_peers import KnownPeers
+from quire.kv.peers.prefix_lookup import PrefixLookup
+from quire.kv.peers.pulls import PrefixLoad
+from quire.kv.peers.running_pulls import RunningPulls
+from quire.kv.peers.shared_prompt import num_shared_blocks, shared_keys
+from quire.kv.peers.transfer_params import Address
+from quire.request import Request
+
+LOOKUP_PATIENCE = 0.1
+"""Seconds that a request waits for peers' answers at most."""
+
+LEAST_COMPUTING = 0.02
+"""Seconds of computing below which no peer is asked: asking takes a few milliseconds."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Search:
+    lookup: PrefixLookup
+    num_local: int = 0  # tokens that the cache had when the request was last looked up
+    prefers_reading: bool | None = None  # None: not decided yet
+    is_over: bool = False  # it was read
+
+
+class PeerPrefixes:
+    """Asks peers for the part of a prompt that is not cached here, and reads the longest that one has.
+
+    Args:
+        block_size: tokens per block.
+        addresses: of the peers to ask.
+        peers: finds them.
+        pulls: those that run.
+        stats: of the connector.
+        costs: of loading and computing.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        addresses: Sequence[Address],
+        peers: KnownPeers,
+        pulls: RunningPulls,
+        *,
+        stats: KVPeerStats,
+        costs: LoadCosts,
+    ) -> None:
+        self._block_size = block_size
+        self._addresses = addresses
+        self._peers = peers
+        self._pulls = pulls
+        self._stats = stats
+        self._costs = costs
+        self._searches: dict[str, _Search] = {}
+        self._new_loads: list[PrefixLoad] = []
+
+    @property
+    def begins_to_read(self) -> bool:
+        """Whether the next step begins to read anything."""
+        return bool(self._new_loads)
+
+    def find(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens beyond the first `num_computed_tokens` are to be read; None: ask later."""
+        if not self._addresses or num_computed_tokens % self._block_size:
+            return 0
+        search = self._searches.get(request.request_id)
+        if search is None:
+            search = self._begin_search(request, num_computed_tokens)
+        if search is None or search.is_over:
+            return 0
+        if not search.lookup.is_over:
+            return None
+        num_blocks = _num_found(search.lookup, num_computed_tokens // self._block_size)
+        if not num_blocks or not self._prefers_reading(search, num_blocks):
+            return 0
+        search.num_local = num_computed_tokens
+        return num_blocks * self._block_size
+
+    def begin(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Read what was found into blocks with the next step."""
+        search = self._searches.get(request.request_id)
+        if search is None or search.is_over or not num_external_tokens or search.lookup.best is None:
+            return
+        search.is_over = True
+        first = search.num_local // self._block_size
+        num_blocks = num_external_tokens // self._block_size
+        start = first - search.lookup.blocks.start
+        digests = search.lookup.digests()[start * DIGEST_BYTES : (start + num_blocks) * DIGEST_BYTES]
+        targets = [int(one) for one in block_ids[first : first + num_blocks]]
+        self._new_loads.append(PrefixLoad(request.request_id, search.lookup.best[0], digests, targets))
+        self._stats.num_loads_chosen += 1
+
+    def cancel(self, request_id: str) -> None:
+        """Read nothing more for a request."""
+        self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
+
+    def plan(self) -> list[PrefixLoad]:
+        """Return the loads that begin with a step."""
+        loads, self._new_loads = self._new_loads, []
+        return loads
+
+    def finish(self, request: Request) -> None:
+        """Note that a request has ended."""
+        self._searches.pop(request.request_id, None)
+
+    def _begin_search(self, request: Request, num_computed_tokens: int) -> _Search | None:
+        """Ask all peers that are likely to answer; None: it is not worth it."""
+        blocks = range(num_computed_tokens // self._block_size, num_shared_blocks(request, self._block_size))
+        seconds_per_token = self._costs.seconds_per_token
+        seconds = len(blocks) * self._block_size * seconds_per_token
+        if not blocks or (seconds_per_token and seconds < LEAST_COMPUTING):
+            return None
+        lookup = PrefixLookup(
+            shared_keys(request, self._block_size), blocks, time.monotonic() + LOOKUP_PATIENCE
+        )
+        for address in self._addresses:
+            peer = self._peers.get(address)
+            if peer is not None:
+                peer.look_up(lookup)
+        self._stats.num_prefix_lookups += 1
+        search = self._searches[request.request_id] = _Search(lookup)
+        return search
+
+    def _prefers_reading(self, search: _Search, num_blocks: int) -> bool:
+        """Return the cheaper choice, made once for a request."""
+        if search.prefers_reading is None:
+            self._stats.num_prefixes_found += 1
+            search.prefers_reading = self._costs.prefers_loading(num_blocks, self._pulls.num_blocks)
+            self._stats.num_computations_chosen += not search.prefers_reading
+        return search.prefers_reading
+
+
+def _num_found(lookup: PrefixLookup, num_local: int) -> int:
+    """Return how many blocks behind the first `num_local` a peer has."""
+    best = lookup.best
+    if best is None or num_local < lookup.blocks.start:  # what was cached here then has gone since
+        return 0
+    return max(0, lookup.blocks.start + best[1] - num_local)

@@ -1,0 +1,89 @@
+"""Cached blocks by themselves: a reading stands only if none of its blocks was given up since it began."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.datadist.cached_blocks import PART_BLOCKS, CachedBlocks
+from quire.datadist.protocol import DIGEST_BYTES, ProtocolError, decode_digests
+from quire.datadist.status import LLMException
+from quire.kv import block_hash
+
+NAMES = st.integers(0, 4)
+EVENTS = st.one_of(
+    st.tuples(st.just("add"), NAMES),
+    st.tuples(st.just("remove"), NAMES),
+    st.tuples(st.just("open"), st.lists(NAMES, min_size=1, max_size=4, unique=True)),
+    st.just(("clear", None)),
+)
+
+
+def digest(name: int) -> bytes:
+    return bytes([name]) * DIGEST_BYTES
+
+
+def is_held(reading) -> bool:
+    try:
+        reading.require_held()
+    except LLMException:
+        return False
+    return True
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_a_reading_stands_until_one_of_its_blocks_is_given_up(events):
+    cached, places, readings = CachedBlocks(), {}, []
+    for number, (what, about) in enumerate(events):
+        if what == "add" and about not in places:
+            places[about] = number
+            cached.add(digest(about), number)
+        elif what == "remove" and about in places:
+            del places[about]
+            cached.remove(digest(about))
+            readings = [(one, names, stands and about not in names) for one, names, stands in readings]
+        elif what == "clear":
+            places = {}
+            cached.clear()
+            readings = [(one, names, False) for one, names, _ in readings]
+        elif what == "open":
+            digests = [digest(name) for name in about]
+            num_leading = next((i for i, name in enumerate(about) if name not in places), len(about))
+            assert cached.count_leading(digests) == num_leading
+            if num_leading < len(about):
+                with pytest.raises(LLMException, match=f"only the first {num_leading} are cached"):
+                    cached.open(digests, 8)
+                continue
+            reading = cached.open(digests, 8)
+            [part] = reading.parts(0.0, lambda: True)
+            assert reading.block_ids(part).tolist() == [places[name] for name in about]
+            readings.append((reading, set(about), True))
+        for reading, _, stands in readings:
+            assert is_held(reading) == stands
+
+
+def test_many_blocks_come_in_parts_and_none_after_one_was_given_up():
+    cached = CachedBlocks()
+    digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(2 * PART_BLOCKS + 1)]
+    for number, one in enumerate(digests):
+        cached.add(one, 1000 + number)
+    reading = cached.open(digests, 8)
+    parts = list(reading.parts(0.0, lambda: True))
+    ids = np.concatenate([reading.block_ids(part) for part in parts])
+    assert ids.tolist() == list(range(1000, 1000 + len(digests)))
+    assert [(part.offset, part.num_bytes) for part in parts] == [(0, 8)] * 3
+    left = reading.parts(0.0, lambda: True)
+    next(left)
+    cached.remove(digests[-1])
+    with pytest.raises(LLMException, match="given up"):
+        next(left)
+
+
+def test_digests_are_those_of_the_prefix_cache():
+    assert len(block_hash.root_digest()) == DIGEST_BYTES
+    assert decode_digests(digest(1) + digest(2)) == [digest(1), digest(2)]
+    assert decode_digests(b"") == []
+    with pytest.raises(ProtocolError, match="17 bytes"):
+        decode_digests(b"x" * 17)
