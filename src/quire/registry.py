@@ -38,6 +38,10 @@ class Registry(Generic[T]):
             return cast(T, choice)
         return self.class_of(choice)(**context)
 
+    def has(self, chosen: T) -> bool:
+        """Whether an object is of a built-in class."""
+        return type(chosen) in self.known.values()
+
     def class_of(self, choice: object) -> type[T]:
         """Return a chosen class: by known name, by dotted name, or given as such.
 

@@ -22,6 +22,7 @@ ACTIONS = {  # by name of the driver's method, how often
     "pass_time": 3,
     "compile": 6,
     "let_connector_misbehave": 5,
+    "let_policy_misbehave": 2,
     "change_memory": 1,
     "propose": 3,
     "replace_drafts": 3,

@@ -293,6 +293,10 @@ class MixedDriver:
                 connector.misbehave(what, choose)
         self.counts[f"connector: {what}"] += 1
 
+    def let_policy_misbehave(self, choose: Chooser) -> None:
+        if self.world.policies:
+            self.counts[f"policy: {self.world.spoil_a_policy(choose)}"] += 1
+
     def change_memory(self, choose: Chooser) -> None:
         """More memory for the cache, or all that was left is gone."""
         world = self.world
@@ -366,6 +370,7 @@ class MixedDriver:
             "num_timeouts",
             "num_loaded_tokens",
             "num_failed_loads",
+            "num_replaced_policies",
         ):
             value = getattr(stats, name)
             self.counts[name] += value - self._reported.get(name, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from eviction_rules import rules_of
 from fake_grammar import CompilerOnCommand, FakeGrammarBackend
 from fake_runner import FakeRunner
 from mixed_connectors import draw_connector
+from mixed_policies import NONSENSE, Fault, misbehaving_policies
 
 from quire.config import AggregationMode, CacheEvictionConfig, KVCrushConfig, SchedulerConfig
 from quire.scheduling import Scheduler
@@ -105,6 +107,8 @@ class World:
 
     def __init__(self, choose: Chooser, config: SchedulerConfig | None = None) -> None:
         self.config = config = config or draw_config(choose)
+        self.policies = misbehaving_policies(config) if choose.chance(35) else {}
+        self.may_misorder = False  # the order has failed, or has said what is not so
         self.now = 1000.0
         self.num_blocks = max(choose.integer(24, 200) // config.block_size, 2)
         self.grows = choose.chance(30)
@@ -130,11 +134,26 @@ class World:
             commit_blocks=self.commit_blocks if self.grows else None,
         )
         self.scheduler = Scheduler(
-            config, num_blocks=self.num_blocks, max_model_len=MAX_MODEL_LEN, context=context
+            dataclasses.replace(config, **self.policies),
+            num_blocks=self.num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            context=context,
         )
 
     def clock(self) -> float:
         return self.now
+
+    def spoil_a_policy(self, choose: Chooser) -> str:
+        """Let a call of a policy fail; return which."""
+        field = choose.among(sorted(self.policies))
+        policy = self.policies[field]
+        if choose.chance(50):
+            fault = Fault(choose.among(policy.asked + policy.told), ArithmeticError("no luck"))
+        else:
+            fault = Fault(choose.among(policy.asked), choose.among(NONSENSE))
+        policy.fault = fault
+        self.may_misorder |= field == "policy"
+        return f"{field}.{fault.method}"
 
     def draft_length(self, num_running: int) -> int:
         return self.most_drafts if num_running <= 3 else min(self.most_drafts, 1)

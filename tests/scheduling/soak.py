@@ -57,6 +57,7 @@ GROUPS = {  # of the summary: all counts whose name begins so
     "steps that were lost": "steps lost",
     "injected: runner errors": "runner errors armed",
     "injected: connector": "connector: ",
+    "injected: policies": "policy: ",
     "KV tiers": "tiers: ",
     "injected: failed loads": "num_failed_loads",
     "injected: memory changes": "changes of memory",

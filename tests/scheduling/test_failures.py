@@ -9,7 +9,6 @@ from fake_runner import naive_generation
 from scene import Scene
 
 from faulty_connector import FaultyConnector
-from quire.scheduling.policies.admission import AdmissionPolicy
 from quire.status import FinishReason, RequestStatus
 from quire.step import NO_TOKEN
 
@@ -172,31 +171,6 @@ def test_no_reset_while_a_peer_reads_what_was_promised():
     scene.finish_but_pins()
     assert scene.scheduler.reset_prefix_cache(reset_running_requests=True)
     scene.check_nothing_is_held()
-
-
-class FailingAdmission(AdmissionPolicy):
-    """Fails for the first request with a longer prompt."""
-
-    def admits(self, candidate, memory):
-        if candidate.num_tokens > 9:
-            raise RuntimeError("cannot decide")
-        return True
-
-
-def test_a_policy_that_raises_while_requests_start_loses_neither_requests_nor_blocks():
-    scene = Scene(connector=Failing(4), admission=FailingAdmission)
-    scene.add("before", range(9), max_tokens=2)
-    scene.finish()
-    for name, prompt in (("unsure", [1] * 9), ("cached", range(9)), ("fatal", [3] * 10)):
-        scene.add(name, prompt)
-    with pytest.raises(RuntimeError, match="cannot decide"):
-        scene.scheduler.schedule()
-    scene.scheduler.check_invariants()
-    ended = scene.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
-    assert {request.request_id for request in ended} == {"unsure", "cached", "fatal"}
-    scene.add("after", [5] * 9)
-    scene.finish()
-    assert scene.outputs["after"] == naive_generation([5] * 9, 4, set())
 
 
 def test_a_connector_that_raises_when_a_request_arrives_or_its_lease_ends_changes_nothing(caplog):

@@ -70,7 +70,12 @@ class MixedMachine(RuleBasedStateMachine):
     def go_on(self, what, seed):
         self.do(what, seed)
 
-    @rule(seed=SEEDS, what=st.sampled_from(["let_connector_misbehave", "change_memory", "pause", "reset"]))
+    @rule(
+        seed=SEEDS,
+        what=st.sampled_from(
+            ["let_connector_misbehave", "let_policy_misbehave", "change_memory", "pause", "reset"]
+        ),
+    )
     def disturb(self, what, seed):
         self.do(what, seed)
 

@@ -39,6 +39,7 @@ class BlockPool:
         retention: name of the retention policy, or the policy.
         commit: asked for so many more blocks, returns how many may be used; None: all may be at once.
         events: is told what can be found and what no longer can.
+        on_replaced_retention: called when the retention policy has failed and is replaced by the default.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class BlockPool:
         retention: object = "lru",
         commit: Callable[[int], int] | None = None,
         events: KVEventSink | None = None,
+        on_replaced_retention: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_blocks = num_blocks
         self.num_committed = num_blocks if commit is None else 0
@@ -59,7 +61,7 @@ class BlockPool:
         self._num_hits = np.zeros(num_blocks, dtype=np.int32)  # since the content was cached
         self._blank = BlankBlocks(num_blocks)
         self._blank.push(np.arange(self.num_committed, dtype=np.int32)[::-1])
-        self._idle = idle_blocks(retention, num_blocks)
+        self._idle = idle_blocks(retention, num_blocks, on_replaced_retention)
         # What cached blocks hold. Zeroed memory is committed when first written.
         self._is_cached = np.zeros(num_blocks, dtype=np.bool_)
         self._digests = np.empty(num_blocks, dtype=np.object_)  # of bytes

@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import logging
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +20,8 @@ from typing_extensions import override
 
 from quire.registry import Registry
 from quire.step import IntArray
+
+logger = logging.getLogger(__name__)
 
 _NOWHERE = -1
 
@@ -169,11 +174,18 @@ class RankedBlocks(IdleBlocks):
     """In the order of any policy; adding and removing are O(log n).
 
     A block that was taken stays in the heap until it comes to the top, or until more than half of the heap is
-    such blocks.
+    such blocks. A policy that raises, or whose ranks cannot be compared, is replaced by `LeastRecentlyUsed`.
+
+    Args:
+        policy: ranks blocks.
+        on_replaced: called when it is replaced.
     """
 
-    def __init__(self, policy: RetentionPolicy) -> None:
+    def __init__(self, policy: RetentionPolicy, on_replaced: Callable[[], None] = lambda: None) -> None:
         self._policy = policy
+        self._on_replaced = on_replaced
+        self._is_built_in = RETENTIONS.has(policy)
+        self._form: int | None = None  # of the policy's ranks, see `_form`; None: not known yet
         self._heap: list[tuple[Rank, int, int]] = []  # rank, serial number, block id
         self._serial_of: dict[int, int] = {}
         self._serials = itertools.count()
@@ -183,7 +195,7 @@ class RankedBlocks(IdleBlocks):
         each = np.broadcast_to(priorities, block_ids.shape).tolist()
         for block_id, hits, priority in zip(block_ids.tolist(), num_hits.tolist(), each, strict=True):
             serial = next(self._serials)
-            rank = self._policy.rank(IdleBlock(serial, hits, priority))
+            rank = self._rank(IdleBlock(serial, hits, priority))
             self._serial_of[block_id] = serial
             heapq.heappush(self._heap, (rank, serial, block_id))
 
@@ -218,6 +230,33 @@ class RankedBlocks(IdleBlocks):
     def __iter__(self) -> Iterator[int]:
         return iter(self._serial_of)
 
+    def _rank(self, block: IdleBlock) -> Rank:
+        """Return what the policy says, if that compares with what it has said before."""
+        if self._is_built_in:
+            return self._policy.rank(block)
+        try:
+            rank = self._policy.rank(block)
+            form = _form(rank)
+            if form != self._form:
+                if self._form is not None:
+                    raise TypeError(f"it returned {rank!r}, a rank of another form than before")
+                self._form = form
+        except Exception:
+            self._replace_policy()
+            return self._policy.rank(block)
+        return rank
+
+    def _replace_policy(self) -> None:
+        logger.exception(
+            "%s %s failed in rank(); until the engine ends, LeastRecentlyUsed takes its place",
+            RETENTIONS.field,
+            type(self._policy).__qualname__,
+        )
+        self._policy, self._is_built_in = LeastRecentlyUsed(), True
+        self._heap = [(serial, serial, block_id) for block_id, serial in self._serial_of.items()]
+        heapq.heapify(self._heap)
+        self._on_replaced()
+
 
 RETENTIONS: Registry[RetentionPolicy] = Registry(
     "SchedulerConfig.prefix_retention",
@@ -226,15 +265,30 @@ RETENTIONS: Registry[RetentionPolicy] = Registry(
 )
 
 
-def idle_blocks(retention: object, num_blocks: int) -> IdleBlocks:
+def _form(rank: object) -> int:
+    """Return what all ranks of a policy have in common: the length of a tuple, or -1 for a number.
+
+    Raises:
+        TypeError: it is neither a number nor a tuple of numbers.
+    """
+    for number in rank if isinstance(rank, tuple) else (rank,):
+        if not isinstance(number, Real) or math.isnan(number):
+            raise TypeError(f"it returned {rank!r}, which is neither a number nor a tuple of numbers")
+    return len(rank) if isinstance(rank, tuple) else -1
+
+
+def idle_blocks(
+    retention: object, num_blocks: int, on_replaced: Callable[[], None] = lambda: None
+) -> IdleBlocks:
     """Return an empty container for up to `num_blocks` blocks, numbered from 0.
 
     Args:
         retention: a retention policy: its name, its dotted name, its class or the policy itself.
         num_blocks: blocks in the pool.
+        on_replaced: called when a policy has failed and is replaced by the default.
 
     Raises:
         ConfigError: it is none of these.
     """
     policy = RETENTIONS.build(retention)
-    return LruBlocks(num_blocks) if type(policy) is LeastRecentlyUsed else RankedBlocks(policy)
+    return LruBlocks(num_blocks) if type(policy) is LeastRecentlyUsed else RankedBlocks(policy, on_replaced)

@@ -60,6 +60,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     kv_connector: KVConnectorStats | KVPeerStats | None = None  # what the KV connector counts, if anything
     num_loading: int = 0  # of those that await something: until KV has come from elsewhere
     num_evicted_blocks: int = 0  # that sequences have given back while they ran, see `CacheEvictionConfig`
+    num_replaced_policies: int = 0  # that failed, so that the default has taken their place
 
     @property
     def kv_cache_usage(self) -> float:

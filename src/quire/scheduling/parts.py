@@ -27,7 +27,7 @@ from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import SchedulerStats
-from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS
+from quire.scheduling.policies.guards import build_admission, build_order, build_victim
 from quire.scheduling.remote_loads import RemoteLoads
 from quire.scheduling.request_finisher import RequestFinisher
 from quire.scheduling.results import ResultsPhase
@@ -76,6 +76,7 @@ class SchedulerParts:
             retention=self.retention,
             commit=context.commit_blocks,
             events=context.kv_events,
+            on_replaced_retention=self._note_replaced_policy,
         )
         self.kv = KVCacheManager(
             self.pool,
@@ -91,12 +92,15 @@ class SchedulerParts:
             self.eviction = CacheEviction(lengths=lengths, running=self.running, kv=self.kv, stats=self.stats)
         self.beams = BeamGroups()
         self.grammars = GrammarManager(context.grammars, clock=context.clock, executor=context.executor)
-        self.order = ORDERS.build(config.policy, config=config, find_cached=self.kv.count_cached_tokens)
-        self.admission_policy = ADMISSIONS.build(config.admission, config=config)
-        self.victim_policy = VICTIMS.build(config.victim)
+        self.order = build_order(config, self.kv.count_cached_tokens, self._note_replaced_policy)
+        self.admission_policy = build_admission(config, self._note_replaced_policy)
+        self.victim_policy = build_victim(config, self._note_replaced_policy)
         self.step_mix = step_mix(config)
         self.sharing = StepSharing(self.kv, self.running, self.in_flight, self.eviction)
         self.clock = StepClock(context.clock)
+
+    def _note_replaced_policy(self) -> None:
+        self.stats.num_replaced_policies += 1
 
     def _build_holdings(self) -> None:
         self.loads = RemoteLoads()

@@ -42,6 +42,7 @@ class ReadyQueue:
         self._lanes_to_file: set[Hashable] = set()
         self._passed_over: list[_Place] = []
         self._serials = itertools.count()
+        self._is_resorted = False
         self.num_tokens = 0  # prompt and output tokens of all that wait
 
     def __len__(self) -> int:
@@ -61,14 +62,18 @@ class ReadyQueue:
 
     def push(self, request: Request) -> None:
         """Add a request that is not in the queue."""
-        order = self._order
-        order.queued(request)
-        lane = order.lane(request)
-        place = _Place(order.lane_key(request), next(self._serials), request, lane, request.num_tokens)
-        self._put(place)
+        self._order.queued(request)
+        self._put(self._new_place(request))
 
     def head(self) -> Request | None:
         """Return the request to serve next, or None."""
+        head = self._find_head()
+        if self._order.is_replaced and not self._is_resorted:
+            self._resort()
+            head = self._find_head()
+        return head
+
+    def _find_head(self) -> Request | None:
         lanes, changed = self._lanes, self._order.changed_lanes()
         if changed is not None:
             self._lanes_to_file.update(changed)
@@ -111,6 +116,24 @@ class ReadyQueue:
         for place in self._passed_over:
             self._put(place)
         self._passed_over.clear()
+
+    def _resort(self) -> None:
+        """Give every request a new place: the order is another one now."""
+        self._is_resorted = True
+        waiting = [place.request for place in self._places.values()]
+        for held in (self._places, self._lanes, self._lane_sizes, self._first_keys):
+            held.clear()
+        self._firsts.clear()
+        self._lanes_to_file.clear()
+        self.num_tokens = 0
+        for request in waiting:
+            self._put(self._new_place(request))
+        self._passed_over = [self._new_place(place.request) for place in self._passed_over]
+
+    def _new_place(self, request: Request) -> _Place:
+        order = self._order
+        lane = order.lane(request)
+        return _Place(order.lane_key(request), next(self._serials), request, lane, request.num_tokens)
 
     def _put(self, place: _Place) -> None:
         lane = place.lane

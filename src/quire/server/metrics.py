@@ -80,6 +80,11 @@ class EngineCollector(Collector):
                 "Number of KV blocks held by pins and transfers.",
                 stats.num_leased_blocks,
             ),
+            (
+                "quire_policies_replaced",
+                "Number of policies that have failed, so that the default has taken their place.",
+                stats.num_replaced_policies,
+            ),
         )
 
     def _counters(self) -> tuple[Row, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable
-from typing import ClassVar
 
 from typing_extensions import override
 
@@ -31,12 +30,17 @@ class QueueOrder(ABC):
         find_cached: returns how many tokens at the start of a request's prompt are in the prefix cache now.
     """
 
-    reads_priority: ClassVar[bool] = True
+    reads_priority: bool = True
     """Whether keys depend on `Request.priority`; a request is refused a priority that no policy reads."""
 
     def __init__(self, *, config: SchedulerConfig, find_cached: Callable[[Request], int]) -> None:
         self.config = config
         self.find_cached = find_cached
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another order has taken the place of this one, so that all keys have changed."""
+        return False
 
     @abstractmethod
     def key(self, request: Request) -> OrderKey:
