@@ -109,6 +109,7 @@ class MemoryConnector(KVConnector):
         capacity_bytes: maximum number of bytes to keep; the least recently used blocks are dropped.
         load_steps: steps that an asynchronous load takes, at least 1; 0 loads synchronously.
         send_steps: steps for which a finished request's blocks are held for a peer; None sends nothing.
+        keeps_tails: whether to keep all tokens of a prompt but the last, and not only full blocks.
     """
 
     def __init__(
@@ -118,11 +119,13 @@ class MemoryConnector(KVConnector):
         capacity_bytes: int = 1 << 30,
         load_steps: int = 0,
         send_steps: int | None = None,
+        keeps_tails: bool = False,
     ) -> None:
         self.store = HostBlocks(capacity_bytes)
         self._block_size = block_size
         self._load_steps = load_steps
         self._send_steps = send_steps
+        self._keeps_tails = keeps_tails
         # Scheduler side.
         self._prompts = PromptBlocks(block_size)
         self._keys: dict[str, SequenceKeys] = {}
@@ -148,12 +151,15 @@ class MemoryConnector(KVConnector):
         if num_computed_tokens % self._block_size:
             return 0, False
         keys = self._keys_of(request)
-        first = index = num_computed_tokens // self._block_size
+        index = num_computed_tokens // self._block_size
         # The last token is always computed, for its logits.
-        last = min(len(keys), (request.num_tokens - 1) // self._block_size)
+        last = min(len(keys), -(-(request.num_tokens - 1) // self._block_size))
+        if not self._keeps_tails:
+            last = min(last, (request.num_tokens - 1) // self._block_size)
         while index < last and keys[index] in self.store:
             index += 1
-        return (index - first) * self._block_size, index > first and self._load_steps > 0
+        num_found = min(index * self._block_size, keys.num_tokens) - num_computed_tokens
+        return num_found, num_found > 0 and self._load_steps > 0
 
     @override
     def update_state_after_alloc(
@@ -164,7 +170,7 @@ class MemoryConnector(KVConnector):
             return
         first = self._num_local[request_id] // self._block_size
         keys = self._keys_of(request)
-        indices = range(first, first + num_external_tokens // self._block_size)
+        indices = range(first, first + -(-num_external_tokens // self._block_size))
         blocks = [(keys[index], int(block_ids[index])) for index in indices]
         self._new_loads.append(BlockLoad(request_id, blocks, self.store.generation))
 
@@ -218,7 +224,10 @@ class MemoryConnector(KVConnector):
         if keys is None:
             root = root_digest(salt=request.cache_salt)
             keys = self._keys[request.request_id] = SequenceKeys(root, self._block_size)
-            keys.extend(request.prompt_array)
+            if self._keeps_tails:
+                keys.end_with(request.prompt_array[:-1])
+            else:
+                keys.extend(request.prompt_array)
         return keys
 
     # -- worker side ---------------------------------------------------------------------------------------

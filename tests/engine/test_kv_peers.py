@@ -120,7 +120,7 @@ def test_a_prompt_is_computed_here_and_continued_there(options):
         transfer = prefill(first)
         assert core_of(first).stats().num_leased_blocks
         assert answer(second, transfer=transfer) == expected
-        assert second.stats().num_loaded_tokens == 320
+        assert second.stats().num_loaded_tokens == 322
         assert second.stats().num_failed_loads == 0
         check_nothing_is_held(first, second)
 
@@ -135,7 +135,7 @@ def test_layers_travel_while_the_prompt_is_computed(alone):
         prefill(first, transfer_id="t")
         decoding.join(60)
         assert answers == [alone]
-        assert second.stats().num_loaded_tokens == 320
+        assert second.stats().num_loaded_tokens == 322
         check_nothing_is_held(first, second)
 
 
@@ -144,9 +144,25 @@ def test_what_is_cached_there_is_not_read_again(pair, alone):
     answer(second, PROMPT[:160])
     loaded = second.stats().num_loaded_tokens
     assert answer(second, transfer=prefill(first)) == alone
-    assert second.stats().num_loaded_tokens - loaded == 320 - 160
+    assert second.stats().num_loaded_tokens - loaded == 322 - 160
     assert answer(second, transfer=prefill(first)) == alone
-    assert second.stats().num_loaded_tokens - loaded == 320 - 160
+    assert second.stats().num_loaded_tokens - loaded == 322 - 160
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_all_tokens_but_the_last_travel_however_long_the_prompt_is(pair, max_tokens):
+    first, second = pair
+    prompts = [PROMPT[: 160 + length] for length in (0, 1, 2, 16)]
+    with engine() as llm:
+        expected = [answer(llm, prompt) for prompt in prompts]
+    for prompt, right in zip(prompts, expected, strict=True):
+        loaded = second.stats().num_loaded_tokens
+        [lent] = first.generate(
+            [prompt], params(max_tokens=max_tokens), kv_transfer_params={"do_remote_decode": True}
+        )
+        assert answer(second, prompt, transfer=lent.kv_transfer_params) == right
+        assert second.stats().num_loaded_tokens == loaded + len(prompt) - 1
+        assert second.reset_prefix_cache()
 
 
 def test_all_completions_of_a_prompt_use_it(pair):
@@ -223,7 +239,7 @@ def test_figures(pair):
     assert core_of(first).stats().kv_connector.num_lent_prompts == lent.num_lent_prompts + 1
     assert (now.num_loads_chosen, now.num_loaded_blocks) == (
         read.num_loads_chosen + 1,
-        read.num_loaded_blocks + 20,
+        read.num_loaded_blocks + 21,
     )
     assert now.loaded_bytes % now.num_loaded_blocks == 0
     assert now.load_seconds_per_block > 0 < now.compute_seconds_per_token

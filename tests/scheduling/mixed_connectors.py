@@ -257,6 +257,7 @@ def draw_connector(choose: Chooser, block_size: int) -> MixedConnector | MixedTi
             block_size,
             load_steps=choose.among([0, 1, 3]),
             send_steps=choose.among([None, 1, 4]),
+            keeps_tails=choose.chance(50),
             capacity_bytes=num_bytes * num_blocks,
         )
     min_uses = choose.among([1, 1, 2])

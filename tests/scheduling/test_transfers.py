@@ -480,3 +480,33 @@ def test_a_connector_that_cannot_be_reset_says_so():
     scene.connector.reset = lambda: False
     assert scene.scheduler.reset_prefix_cache()
     assert not scene.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+@pytest.mark.parametrize("load_steps", [0, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_load_may_end_within_a_block(load_steps, overlap):
+    settings = {"overlap_steps": overlap}
+    prompt = list(range(15))  # three full blocks, two tokens, and the one that is always computed
+    connector = Witness(4, load_steps=load_steps, keeps_tails=True)
+    scene = Scene(connector=connector, enable_prefix_caching=False, num_blocks=12, **settings)
+    scene.add("before", prompt, max_tokens=4)
+    scene.finish()
+    scene.add("a", prompt, max_tokens=6)
+    scene.finish()
+    scene.check_naive()
+    assert connector.allocated[-1] == ("a", 4, 14)
+    if load_steps:
+        assert scene.scheduler.make_stats().num_loaded_tokens == 14
+
+
+def test_a_load_that_fails_in_a_block_that_it_ends_within_costs_that_block():
+    prompt = list(range(15))
+    scene = Scene(connector=Witness(4, load_steps=2, keeps_tails=True), enable_prefix_caching=False)
+    scene.add("before", prompt, max_tokens=1)
+    scene.finish()
+    scene.connector.fail_next_loads(1, num_good_blocks=3)
+    scene.add("a", prompt)
+    scheduled = [scene.step() for _ in range(4)]
+    assert {"a": 3} in scheduled
+    scene.finish()
+    scene.check_naive()

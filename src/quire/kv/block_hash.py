@@ -7,6 +7,7 @@ so a collision costs a miss and never a wrong answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NamedTuple
@@ -21,7 +22,7 @@ BLOCKS_AHEAD = 64
 
 
 class BlockKey(NamedTuple):
-    """The content of one full block: its digest, its parent's digest, and its tokens as int32 bytes."""
+    """The content of one block: its digest, its parent's digest, and its tokens as int32 bytes."""
 
     digest: bytes
     parent: bytes
@@ -62,7 +63,12 @@ class SequenceKeys:
         self._tokens = bytearray()
 
     def __len__(self) -> int:
-        return len(self._tokens) // self._width
+        return math.ceil(len(self._tokens) / self._width)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the blocks."""
+        return len(self._tokens) // TOKEN_BYTES
 
     def __getitem__(self, index: int) -> BlockKey:
         self._hash(index + 1)
@@ -73,6 +79,10 @@ class SequenceKeys:
         """Add the keys of the full blocks of `token_ids` ([tokens]), which follow those known already."""
         tokens = token_ids.tobytes()
         self._tokens += tokens[: len(tokens) - len(tokens) % self._width]
+
+    def end_with(self, token_ids: IntArray) -> None:
+        """Add `token_ids` ([tokens]), the last ones: those behind the last full block get a key, too."""
+        self._tokens += token_ids.tobytes()
 
     def digest(self, num_blocks: int) -> bytes:
         """Return the digest of the last of the first `num_blocks` blocks; of none, it is the root."""

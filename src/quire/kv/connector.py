@@ -52,7 +52,7 @@ class KVConnector(ABC):
         never offered: it has to be computed, for its logits.
 
         Returns:
-            The number of tokens, a multiple of the block size; None: not known yet, ask in a later step. And
+            The number of tokens; they may end within a block. None: not known yet, ask in a later step. And
             whether the load would be asynchronous, False if there is nothing to load.
         """
 

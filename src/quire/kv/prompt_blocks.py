@@ -1,4 +1,4 @@
-"""Which full blocks of prompts each step completes, read off the plans alone: what a KV connector saves."""
+"""Which blocks of prompts each step completes, read off the plans alone: what a KV connector saves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.step import IntArray, SchedulerOutput
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Save:
-    """Blocks of one prompt that are full after a step, each reported once for each time the request runs.
+    """Blocks of one prompt that are complete after a step, each reported once for each time the request runs.
 
-    The first report also has those that were full before: cached or loaded ones. `first_block` is the place
-    of the first one in the prompt. The step has read the `trusted_block_ids`, from the start of the prompt,
-    and computed the others.
+    They are full, but for one that the keys end with. The first report also has those that were complete
+    before: cached or loaded ones. `first_block` is the place of the first one in the prompt. The step has
+    read the `trusted_block_ids`, from the start of the prompt, and computed the others.
     """
 
     request_id: str
@@ -55,7 +55,7 @@ class PromptBlocks:
         if not self._tables:
             return []
         self._take_new_blocks(plan)
-        return self._full_blocks(plan)
+        return self._complete_blocks(plan)
 
     def forget(self, request_id: str) -> None:
         """Stop following a request."""
@@ -79,19 +79,21 @@ class PromptBlocks:
             if table is not None:
                 table.block_ids[index : index + 1] = [block_id]
 
-    def _full_blocks(self, plan: SchedulerOutput) -> list[Save]:
+    def _complete_blocks(self, plan: SchedulerOutput) -> list[Save]:
         saves = []
         rows = (plan.request_ids, plan.num_computed_tokens.tolist(), plan.num_tokens.tolist())
         for request_id, num_computed, num_tokens in zip(*rows, strict=True):
             table = self._tables.get(request_id)
             if table is None:
                 continue
-            num_full = min(len(table.keys), (num_computed + num_tokens) // self._block_size)
-            new = range(table.num_reported, num_full)
+            num_complete = min(len(table.keys), (num_computed + num_tokens) // self._block_size)
+            if num_computed + num_tokens >= table.keys.num_tokens:
+                num_complete = len(table.keys)
+            new = range(table.num_reported, num_complete)
             blocks = [(table.keys[index], table.block_ids[index]) for index in new]
             trusted = table.block_ids[: num_computed // self._block_size]
             saves.append(Save(request_id, new.start, blocks, trusted))
-            table.num_reported = num_full
-            if num_full == len(table.keys):
+            table.num_reported = num_complete
+            if num_complete == len(table.keys):
                 self.forget(request_id)
         return saves

@@ -12,7 +12,7 @@ from quire.kv.peers.known_peers import MAX_PEERS, KnownPeers
 from quire.kv.peers.peer import Peer
 from quire.kv.peers.pulls import LoanLoad
 from quire.kv.peers.running_pulls import RunningPulls
-from quire.kv.peers.shared_prompt import num_shared_blocks, shared_keys
+from quire.kv.peers.shared_prompt import lendable_keys
 from quire.kv.peers.transfer_params import BorrowingParams, borrowing_params
 from quire.request import Request
 from quire.step import SchedulerOutput
@@ -31,7 +31,7 @@ class _Borrowed:
 
 
 class BorrowedPrompts:
-    """Reads the full blocks of prompts that a peer lends, all but that of the last token.
+    """Reads all tokens but the last of prompts that a peer lends.
 
     Args:
         block_size: tokens per block.
@@ -73,7 +73,7 @@ class BorrowedPrompts:
         if params is None:
             return
         peer = self._peers.get(params.address)
-        num_blocks = num_shared_blocks(request, self._block_size)
+        num_blocks = -(-(request.num_prompt_tokens - 1) // self._block_size)
         self._borrowed[request.request_id] = _Borrowed(params, peer, num_blocks)
         if peer is None:
             logger.warning("KV is read from %d peers already, which is the limit", MAX_PEERS)
@@ -97,10 +97,11 @@ class BorrowedPrompts:
             self._give_back(request.request_id)
             return 0
         borrowed.num_local = num_computed_tokens
-        num_blocks = borrowed.num_blocks - num_computed_tokens // self._block_size
-        if num_blocks <= 0 or not self._prefers_reading(borrowed, num_blocks):
+        num_tokens = request.num_prompt_tokens - 1 - num_computed_tokens
+        if num_tokens < self._block_size:  # to compute those takes no longer than the last token alone
             return 0
-        return num_blocks * self._block_size
+        num_blocks = borrowed.num_blocks - num_computed_tokens // self._block_size
+        return num_tokens if self._prefers_reading(borrowed, num_blocks) else 0
 
     def _prefers_reading(self, borrowed: _Borrowed, num_blocks: int) -> bool:
         """Return the cheaper choice, made once for a request.
@@ -122,7 +123,7 @@ class BorrowedPrompts:
         borrowed.is_over = True
         first = borrowed.num_local // self._block_size
         targets = [int(one) for one in block_ids[first : borrowed.num_blocks]]
-        digest = shared_keys(request, self._block_size).digest(borrowed.num_blocks)
+        digest = lendable_keys(request, self._block_size).digest(borrowed.num_blocks)
         load = LoanLoad(request.request_id, borrowed.params, borrowed.num_blocks, digest, targets)
         self._new_loads.append(load)
         self._stats.num_loads_chosen += 1

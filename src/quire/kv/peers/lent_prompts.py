@@ -10,9 +10,9 @@ from typing import Any
 from quire.datadist.loans import Loans
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys
-from quire.kv.peers.shared_prompt import num_shared_blocks, shared_keys
+from quire.kv.peers.shared_prompt import lendable_keys
 from quire.kv.peers.transfer_params import lending_params
-from quire.kv.prompt_blocks import PromptBlocks
+from quire.kv.prompt_blocks import PromptBlocks, Save
 from quire.request import Request
 from quire.status import RequestStatus
 from quire.step import SchedulerOutput
@@ -32,10 +32,12 @@ class LoanStep:
 class _Lent:
     transfer_id: str
     loan: int  # its number
+    num_blocks: int
+    keeps_last: bool  # until the request ends, which may write behind the prompt in its last block
 
 
 class LentPrompts:
-    """Lends the full blocks of prompts whose requests ask for that, all but that of the last token.
+    """Lends all tokens but the last of prompts whose requests ask for that.
 
     Args:
         block_size: tokens per block.
@@ -61,20 +63,21 @@ class LentPrompts:
             InvalidRequestError: its parameters are invalid.
         """
         params = lending_params(request.kv_transfer_params)
-        num_blocks = num_shared_blocks(request, self._block_size)
+        num_tokens = request.num_prompt_tokens - 1
         is_lent_already = request.shares_prompt_with is not None  # by the first of several completions
-        if params is None or not num_blocks or request.beam_sequence_ids or is_lent_already:
+        if params is None or num_tokens < self._block_size or request.beam_sequence_ids or is_lent_already:
             return
         transfer_id = params.transfer_id or secrets.token_hex(16)
-        keys = shared_keys(request, self._block_size)
-        loan = self._loans.offer(transfer_id, request.request_id, num_blocks, keys.digest(num_blocks))
+        keys = lendable_keys(request, self._block_size)
+        loan = self._loans.offer(transfer_id, request.request_id, len(keys), keys.digest(len(keys)))
         if loan is None:
             raise InvalidRequestError(
                 f"transfer_id {transfer_id!r} is in use by another request; each needs its own",
                 param="kv_transfer_params",
             )
         self._keys[request.request_id] = keys
-        self._lent[request.request_id] = _Lent(transfer_id, loan)
+        writes_on = request.sampling_params.max_tokens != 1 and num_tokens % self._block_size > 0
+        self._lent[request.request_id] = _Lent(transfer_id, loan, len(keys), writes_on)
 
     def plan(self, output: SchedulerOutput) -> list[LoanStep]:
         """Return what a step completes."""
@@ -83,15 +86,7 @@ class LentPrompts:
         for request_id in output.preempted_req_ids:
             if request_id in self._lent:
                 self._loans.end(self._lent[request_id].loan, "its request was preempted")
-        return [
-            LoanStep(
-                save.request_id,
-                self._lent[save.request_id].loan,
-                save.first_block,
-                [block_id for _, block_id in save.blocks],
-            )
-            for save in self._prompts.completed_by(output, self._keys)
-        ]
+        return [self._loan_step(save) for save in self._prompts.completed_by(output, self._keys)]
 
     def finish(self, request: Request, block_ids: Sequence[int]) -> str | None:
         """Note that a request has ended; return its transfer id if its blocks are to be held."""
@@ -104,8 +99,12 @@ class LentPrompts:
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        if is_complete and len(block_ids) and self._loans.is_ready(lent.loan):
-            return lent.transfer_id
+        if is_complete and len(block_ids):
+            if lent.keeps_last:
+                self._loans.begin_step(lent.loan, lent.num_blocks - 1, [block_ids[lent.num_blocks - 1]])
+                self._loans.end_step(lent.loan)
+            if self._loans.is_ready(lent.loan):
+                return lent.transfer_id
         self.end(request.request_id, "its prompt was not computed to the end")
         return None
 
@@ -114,6 +113,13 @@ class LentPrompts:
         lent = self._lent.pop(request_id, None)
         if lent is not None:
             self._loans.end(lent.loan, reason)
+
+    def _loan_step(self, save: Save) -> LoanStep:
+        lent = self._lent[save.request_id]
+        block_ids = [block_id for _, block_id in save.blocks]
+        if lent.keeps_last:
+            block_ids = block_ids[: lent.num_blocks - 1 - save.first_block]
+        return LoanStep(save.request_id, lent.loan, save.first_block, block_ids)
 
     # -- worker side ---------------------------------------------------------------------------------------
 

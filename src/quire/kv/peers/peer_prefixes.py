@@ -13,7 +13,7 @@ from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.prefix_lookup import PrefixLookup
 from quire.kv.peers.pulls import PrefixLoad
 from quire.kv.peers.running_pulls import RunningPulls
-from quire.kv.peers.shared_prompt import num_shared_blocks, shared_keys
+from quire.kv.peers.shared_prompt import cacheable_keys, num_cacheable_blocks
 from quire.kv.peers.transfer_params import Address
 from quire.request import Request
 
@@ -114,13 +114,14 @@ class PeerPrefixes:
 
     def _begin_search(self, request: Request, num_computed_tokens: int) -> _Search | None:
         """Ask all peers that are likely to answer; None: it is not worth it."""
-        blocks = range(num_computed_tokens // self._block_size, num_shared_blocks(request, self._block_size))
+        last = num_cacheable_blocks(request, self._block_size)
+        blocks = range(num_computed_tokens // self._block_size, last)
         seconds_per_token = self._costs.seconds_per_token
         seconds = len(blocks) * self._block_size * seconds_per_token
         if not blocks or (seconds_per_token and seconds < LEAST_COMPUTING):
             return None
         lookup = PrefixLookup(
-            shared_keys(request, self._block_size), blocks, time.monotonic() + LOOKUP_PATIENCE
+            cacheable_keys(request, self._block_size), blocks, time.monotonic() + LOOKUP_PATIENCE
         )
         for address in self._addresses:
             peer = self._peers.get(address)
