@@ -14,6 +14,7 @@ from quire.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each beam needs as many likeliest tokens, and one per ending token
+MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_STOP_LENGTH = 1024  # characters
 _MAX_INT64 = 2**63 - 1  # larger integers do not fit into the messages to the engine process
 
@@ -21,6 +22,7 @@ TokenId = Annotated[int, Ge(0), Le(2**31 - 1)]
 Bias = Annotated[float, Ge(-100), Le(100)]
 Probability = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-2), Le(2)]
+BadWord = Annotated[str, MinLen(1), MaxLen(MAX_BAD_WORD_LENGTH)]
 StopText = Annotated[str, MinLen(1), MaxLen(MAX_STOP_LENGTH)]
 NumSequences = Annotated[int, Ge(1), Le(128)]
 NumLogprobs = Annotated[int, Ge(0), Le(MAX_LOGPROBS)]
@@ -82,8 +84,10 @@ class SamplingParams:
     logit_bias: Mapping[TokenId, Bias] = knob(
         default_factory=dict, unit="token ids", help="Added to the logits of these token ids."
     )
-    bad_words: Annotated[tuple[Annotated[str, MinLen(1)], ...], MaxLen(256)] = knob(
-        default=(), unit="non-empty strings", help="Strings that must not occur in the output."
+    bad_words: Annotated[tuple[BadWord, ...], MaxLen(256)] = knob(
+        default=(),
+        unit=f"strings of 1 to {MAX_BAD_WORD_LENGTH} characters",
+        help="Strings that must not occur in the output.",
     )
     # Every sampled token is compared with each of them.
     bad_words_token_ids: Annotated[tuple[tuple[TokenId, ...], ...], MaxLen(1024)] = knob(

@@ -123,3 +123,34 @@ def test_the_same_request_id_never_gives_the_same_sequence_id(inputs):
         inputs.process("a", SamplingParams(), request_id="x").core_request.sequence_ids[0] for _ in range(3)
     }
     assert len(ids) == 3
+
+
+@pytest.fixture
+def refuses_to_tokenize(monkeypatch):
+    """Fails the test when anything is tokenized or put into a template."""
+    for name in ("tokenize", "apply_chat_template"):
+        monkeypatch.setattr(TOKENIZER, name, lambda *args, **kwargs: pytest.fail("too late"))
+
+
+def test_text_of_too_many_tokens_is_refused_before_it_is_tokenized(inputs, refuses_to_tokenize):
+    with pytest.raises(InvalidRequestError, match=r"4000000 characters.* more than 19 tokens.* limit is 19"):
+        inputs.process("a" * 4_000_000, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user", "content": ""}] * 20, "has 20 messages.* 19 tokens .*at most 19 messages"),
+        ([{"role": "user", "content": "a" * 10_000}] * 10, "has 100000 characters.* at most 19 tokens"),
+    ],
+)
+def test_conversations_that_cannot_fit_are_refused_before_the_template(
+    inputs, refuses_to_tokenize, messages, words
+):
+    with pytest.raises(InvalidRequestError, match=words):
+        inputs.process_chat(messages, SamplingParams())
+
+
+def test_too_many_token_ids_are_refused_before_each_is_looked_at(inputs):
+    with pytest.raises(InvalidRequestError, match="has 1000000 tokens"):
+        inputs.process([None] * 1_000_000, SamplingParams())

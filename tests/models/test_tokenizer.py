@@ -173,6 +173,15 @@ def test_lone_surrogates_are_refused(directory: Path, text: str) -> None:
         read_tokenizer(directory).encode(text)
 
 
+@pytest.mark.parametrize("length", [1999, 2000, 2001, 30_000])
+def test_long_texts_have_the_same_ids(directory: Path, length: int) -> None:
+    tokenizer = read_tokenizer(directory)
+    text = ("".join(TEXTS) * length)[:length]
+    assert tokenizer.encode(text) == tokenizer.backend.encode(text).ids
+    with pytest.raises(InvalidRequestError, match=f"U\\+D800 at character {length}"):
+        tokenizer.encode(text + "\ud800")
+
+
 def test_directory_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
         read_tokenizer(tmp_path)

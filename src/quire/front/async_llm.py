@@ -26,6 +26,7 @@ from quire.errors import EngineDeadError
 from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
 from quire.front.live_requests import LiveRequests
+from quire.front.preparation_threads import PreparationThreads, length_of
 from quire.front.process_client import SHUTDOWN_TIMEOUT, EngineProcess
 from quire.models.checkpoints.hub import resolve_model
 from quire.request_output import RequestOutput
@@ -45,9 +46,6 @@ ABORT_TIMEOUT = 1.0
 
 EXPLAIN_BATCH_SIZE = 20
 """Sequences to explain between two steps: with a long queue, each takes a millisecond or more."""
-
-THREADED_PROMPT_LENGTH = 20_000
-"""Characters from which a prompt is tokenized in a thread, so as not to block the event loop."""
 
 
 class AsyncLLM:
@@ -72,6 +70,7 @@ class AsyncLLM:
         from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
         self._requests = LiveRequests(self._process, read_tokenizer(model_path))
+        self._threads = PreparationThreads()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         self._closing = False
@@ -136,7 +135,6 @@ class AsyncLLM:
         return self._stream(
             self._requests.prepare,
             prompt,
-            len(prompt) if isinstance(prompt, str) else 0,
             sampling_params,
             request_id=request_id,
             **options,
@@ -154,7 +152,6 @@ class AsyncLLM:
         return self._stream(
             self._requests.prepare_chat,
             messages,
-            sum(len(str(message)) for message in messages),
             sampling_params,
             request_id=request_id,
             **options,
@@ -244,16 +241,13 @@ class AsyncLLM:
         self,
         prepare: Callable[..., ProcessedRequest],
         prompt: Any,
-        num_characters: int,
         params: SamplingParams | None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.wait_until_ready()
         params = SamplingParams() if params is None else params
-        if num_characters < THREADED_PROMPT_LENGTH:
-            processed = prepare(prompt, params, **options)
-        else:
-            processed = await asyncio.to_thread(prepare, prompt, params, **options)
+        length = length_of(prompt, params)
+        processed = await self._threads.run(length, functools.partial(prepare, prompt, params, **options))
         if self._closing:
             raise EngineDeadError("the engine is shutting down and accepts no new requests")
         updated = asyncio.Event()

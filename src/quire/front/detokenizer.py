@@ -73,7 +73,7 @@ class DecoderFactory:
         """Return the bytes of a token of a byte-level vocabulary."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = _byte_level_bytes(self._id_to_token(token_id) or "")
+            known = self._bytes[token_id] = byte_level_bytes(self._id_to_token(token_id) or "")
         return known
 
     def byte_token(self, token_id: int) -> bytes | None:
@@ -193,7 +193,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 _ALPHABET = _byte_level_alphabet()
 
 
-def _byte_level_bytes(token: str) -> bytes:
+def byte_level_bytes(token: str) -> bytes:
     """Return the bytes of a byte-level token; a token with other characters is plain text."""
     try:
         return bytes(_ALPHABET[character] for character in token)

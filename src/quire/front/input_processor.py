@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids
+from quire.front.token_bounds import TokenBound
 from quire.request_options import RequestOptions, require_text
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 from quire.scheduling.beam_search import num_candidates
@@ -49,6 +50,7 @@ class InputProcessor:
     def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
         self._tokenizer = tokenizer
         self._info = info
+        self._bound = TokenBound(tokenizer)
         self._serial = itertools.count()
 
     def process(
@@ -77,9 +79,7 @@ class InputProcessor:
         serial = next(self._serial)
         request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
         require_text(request_id, "request_id", allow_empty=False)
-        prompt = prompt_text_or_ids(prompt)
-        token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        self._check_prompt(token_ids if prompt else [])
+        token_ids = self._token_ids(prompt)
         params = self._resolve(params, len(token_ids))
         assert params.seed is not None
         core_request = EngineCoreRequest(
@@ -100,17 +100,75 @@ class InputProcessor:
             arrival_time=arrival_time,
         )
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty; it must have at least one token", param="prompt")
-        limit = self._info.max_model_len
-        if len(token_ids) > limit - 1:
+    def process_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **options: Any
+    ) -> ProcessedRequest:
+        """Like `process`, for a conversation, which the chat template turns into a prompt."""
+        self._check_conversation(messages)
+        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        token_ids = self._encode_prompt(text, add_special_tokens=False)
+        return self.process(token_ids, params, prompt_text=text, **options)
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Return the prompt's tokens, checked."""
+        if not isinstance(prompt, str):
+            if isinstance(prompt, Sequence):
+                self._check_length(len(prompt))
+            token_ids = prompt_text_or_ids(prompt)
+            assert isinstance(token_ids, list)
+            self._check_vocabulary(token_ids, "prompt")
+            return token_ids
+        self._check_length(len(prompt) and 1)
+        return self._encode_prompt(prompt)
+
+    def _encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a prompt; one that is much too long is refused before it is tokenized."""
+        limit = self._max_prompt_length
+        if len(text) > limit and self._bound.least_num_tokens(text, limit) > limit:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; with at least one output token, the limit is "
-                f"{limit - 1} (max_model_len is {limit})",
+                f"the prompt has {len(text)} characters, which are more than {limit} tokens; with at least "
+                f"one output token, the limit is {limit} (max_model_len is {self._info.max_model_len})",
                 param="prompt",
             )
+        encoding = self._tokenizer.tokenize(text, add_special_tokens=add_special_tokens)
+        self._check_length(len(encoding))
+        token_ids: list[int] = encoding.ids
         self._check_vocabulary(token_ids, "prompt")
+        return token_ids
+
+    def _check_conversation(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what can be no prompt before the template looks at it."""
+        limit = self._max_prompt_length
+        if len(messages) > limit:
+            raise InvalidRequestError(
+                f"the conversation has {len(messages)} messages, and its prompt may have {limit} tokens "
+                f"(max_model_len is {self._info.max_model_len}); send at most {limit} messages",
+                param="prompt",
+            )
+        length = sum(len(content) for one in messages if isinstance(content := one.get("content"), str))
+        most = self._bound.most_characters(limit) if length > limit else None
+        if most is not None and length > most:
+            raise InvalidRequestError(
+                f"the conversation has {length} characters; a prompt has at most {limit} tokens, which are "
+                f"at most {most} characters (max_model_len is {self._info.max_model_len})",
+                param="prompt",
+            )
+
+    @property
+    def _max_prompt_length(self) -> int:
+        """Tokens of a prompt that leaves room for one of output."""
+        return self._info.max_model_len - 1
+
+    def _check_length(self, num_tokens: int) -> None:
+        if not num_tokens:
+            raise InvalidRequestError("the prompt is empty; it must have at least one token", param="prompt")
+        limit = self._max_prompt_length
+        if num_tokens > limit:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens; with at least one output token, the limit is {limit} "
+                f"(max_model_len is {self._info.max_model_len})",
+                param="prompt",
+            )
 
     def _check_vocabulary(self, token_ids: Iterable[int], param: str) -> None:
         size = self._info.vocab_size

@@ -96,8 +96,9 @@ class LiveRequests:
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, **options: Any
     ) -> ProcessedRequest:
         """Like `prepare`, for a conversation, which the chat template turns into a prompt."""
-        text, token_ids = self.tokenizer.encode_chat(list(messages))
-        return self.prepare(token_ids, params, prompt_text=text, **options)
+        self.raise_failure()
+        assert self._inputs is not None, "the engine is not ready"
+        return self._inputs.process_chat(messages, params, **options)
 
     def submit(
         self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None

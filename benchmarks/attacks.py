@@ -1,0 +1,246 @@
+"""What a hostile request does to the others: steady streams and /health, before and during each attack.
+
+Starts `quire serve`, opens streams of one token at a time, and sends each attack while they run. For each it
+prints the time between two tokens of the streams (p50 and p99 in milliseconds) before and during the attack,
+the slowest answer of /health, how much more memory the server's front took, and what the attacker was
+answered.
+
+    python benchmarks/attacks.py [--attack NAME ...] [--model DIR] [--streams 16] [--python PATH] [--json]
+
+With `--python`, the interpreter of another checkout's environment serves: run both commits in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import psutil
+
+QUIET = 4.0  # seconds of the streams before each attack
+LEAST = 3.0  # seconds for which an attack is watched at least
+MOST = 60.0  # seconds after which an attack that has no answer counts as unanswered
+HEALTH_INTERVAL = 0.02
+
+
+@dataclasses.dataclass
+class Attack:
+    """Requests to one path, which are sent at once."""
+
+    path: str
+    bodies: Sequence[bytes]
+
+
+def _completion(**fields: object) -> bytes:
+    return json.dumps({"model": "mini", "max_tokens": 64, "ignore_eos": True, **fields}).encode()
+
+
+def _chat(messages: list[dict[str, str]]) -> bytes:
+    return json.dumps({"model": "mini", "max_tokens": 8, "messages": messages}).encode()
+
+
+def _nearly_matched_stop_strings() -> list[str]:
+    """Return stop strings of 32 kB altogether that begin alike, as long as the limit of them allows."""
+    return ["e" * (1000 - index) + "a" + "e" * 1000 for index in range(16)]
+
+
+SIZE = 4_000_000  # characters; requests may have 4 MiB
+
+ATTACKS: dict[str, Callable[[], Attack]] = {
+    "prompt of 4 MB, words": lambda: Attack(
+        "completions", [_completion(prompt="hello world " * (SIZE // 12))]
+    ),
+    "prompt of 4 MB, one word": lambda: Attack("completions", [_completion(prompt="a" * SIZE)]),
+    "prompt of 4 MB, line ends": lambda: Attack("completions", [_completion(prompt="\n" * (SIZE // 2))]),
+    "three prompts of 4 MB": lambda: Attack("completions", [_completion(prompt="a b 1" * (SIZE // 5))] * 3),
+    "prompt of 1.3 million ids": lambda: Attack("completions", [_completion(prompt=[12] * (SIZE // 4))]),
+    "chat of 4 MB": lambda: Attack(
+        "chat/completions", [_chat([{"role": "user", "content": "hello world " * (SIZE // 12)}])]
+    ),
+    "chat of 110,000 messages": lambda: Attack(
+        "chat/completions", [_chat([{"role": "user", "content": "a"}] * 110_000)]
+    ),
+    "stop strings of 32 kB": lambda: Attack(
+        "completions",
+        [
+            _completion(
+                prompt="e" * 64, n=16, max_tokens=256, stop=_nearly_matched_stop_strings(), seed=index
+            )
+            for index in range(8)
+        ],
+    ),
+    "bad_words of 256 x 15 kB": lambda: Attack(
+        "completions",
+        [_completion(prompt="a", bad_words=[f"{index} " + "hello " * 2500 for index in range(256)])],
+    ),
+    "1,024 prompts x n=4": lambda: Attack(
+        "completions", [_completion(prompt=[f"Tell me {index}" for index in range(1024)], n=4, max_tokens=4)]
+    ),
+}
+
+
+class Server:
+    """`quire serve` in a process of its own."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self.port = 0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Server]:
+        """Serve until the context ends."""
+        options = self._options
+        command = [options.python, "-m", "quire.cli.main", "serve", options.model, "--port", "0"]
+        command += ["--max-num-queued-reqs", "8192", *options.serve_options]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            first_line = (await process.stdout.readline()).decode()
+            self.port = int(first_line.split("://", 1)[1].split()[0].rsplit(":", 1)[1])
+            self.front = psutil.Process(process.pid)
+            yield self
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+
+    @contextlib.asynccontextmanager
+    async def sent(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
+        """Send a request; the answer is the reader's. The connection closes with the context."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        try:
+            writer.write(head.encode() + body)
+            yield reader
+        finally:
+            writer.close()
+
+
+async def steady_stream(server: Server, gaps: list[tuple[float, float]]) -> None:
+    """Stream completions one after another; add (time, seconds since the last token) of each token."""
+    while True:
+        body = _completion(prompt="Once upon a time", max_tokens=1500, stream=True)
+        async with server.sent("POST", "/v1/completions", body) as reader:
+            last = None
+            while piece := await reader.read(65536):
+                if b"data:" not in piece:
+                    continue
+                now = time.perf_counter()
+                if last is not None:
+                    gaps.append((now, now - last))
+                last = now
+
+
+async def watch_health(server: Server, answers: list[tuple[float, float]]) -> None:
+    """Ask /health again and again; add (time, seconds it took) of each answer."""
+    while True:
+        started = time.perf_counter()
+        async with server.sent("GET", "/health") as reader:
+            await reader.read()
+        answers.append((time.perf_counter(), time.perf_counter() - started))
+        await asyncio.sleep(HEALTH_INTERVAL)
+
+
+async def watch_memory(server: Server, peaks: list[int]) -> None:
+    """Keep the front's largest resident size in `peaks[0]`."""
+    while True:
+        peaks[0] = max(peaks[0], server.front.memory_info().rss)
+        await asyncio.sleep(0.02)
+
+
+async def status_of(server: Server, path: str, body: bytes) -> str:
+    """Send one of the attack's requests; return the status of the answer, once it is complete."""
+    try:
+        async with asyncio.timeout(MOST):
+            async with server.sent("POST", f"/v1/{path}", body) as reader:
+                answer = await reader.read()
+    except TimeoutError:
+        return "none"
+    except ConnectionError:
+        return "reset"
+    return answer.split(maxsplit=2)[1].decode() if answer else "closed"
+
+
+def _milliseconds(
+    samples: list[tuple[float, float]], since: float, until: float
+) -> tuple[float, float, float]:
+    """Return p50, p99 and maximum of the samples that ended in this time, in milliseconds."""
+    chosen = [seconds * 1000 for moment, seconds in samples if since <= moment <= until] or [float("nan")] * 2
+    return statistics.median(chosen), statistics.quantiles(chosen, n=100)[98], max(chosen)
+
+
+async def measure(server: Server, name: str, num_streams: int) -> dict[str, object]:
+    """Return what one attack does."""
+    attack = ATTACKS[name]()
+    gaps: list[tuple[float, float]] = []
+    health: list[tuple[float, float]] = []
+    peaks = [0]
+    watchers = [asyncio.create_task(steady_stream(server, gaps)) for _ in range(num_streams)]
+    watchers.append(asyncio.create_task(watch_health(server, health)))
+    watchers.append(asyncio.create_task(watch_memory(server, peaks)))
+    await asyncio.sleep(1)
+    started = time.perf_counter()
+    await asyncio.sleep(QUIET)
+    attacked, before_memory = time.perf_counter(), peaks[0]
+    statuses = await asyncio.gather(*(status_of(server, attack.path, body) for body in attack.bodies))
+    answered = time.perf_counter()
+    await asyncio.sleep(max(0.5, LEAST - (answered - attacked)))
+    ended = time.perf_counter()
+    for watcher in watchers:
+        watcher.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
+    before, during = _milliseconds(gaps, started, attacked), _milliseconds(gaps, attacked, ended)
+    return {
+        "attack": name,
+        "p50_before": before[0],
+        "p99_before": before[1],
+        "p50": during[0],
+        "p99": during[1],
+        "worst": during[2],
+        "health": _milliseconds(health, attacked, ended)[2],
+        "health_before": _milliseconds(health, started, attacked)[2],
+        "memory": (peaks[0] - before_memory) / 2**20,
+        "seconds": answered - attacked,
+        "status": ", ".join(f"{count} x {status}" for status, count in Counter(statuses).items()),
+    }
+
+
+async def main() -> None:
+    """Run the attacks that were asked for and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--attack", action="append", choices=list(ATTACKS), help="default: all")
+    parser.add_argument("--model", default="mini", help="a name, or a directory named mini")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--json", action="store_true", help="one object for each attack")
+    parser.add_argument("serve_options", nargs="*", help="of quire serve, after --")
+    options = parser.parse_args()
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    if not options.json:
+        print("attack | p50, p99 before | p50, p99, worst during | worst /health (ms) | MiB | s | status")
+    async with Server(options).running() as server:
+        for name in options.attack or ATTACKS:
+            row = await measure(server, name, options.streams)
+            if options.json:
+                print(json.dumps(row), flush=True)
+                continue
+            print(
+                "{attack} | {p50_before:.1f}, {p99_before:.1f} | {p50:.1f}, {p99:.1f}, {worst:.0f} | "
+                "{health:.0f} | {memory:.0f} | {seconds:.1f} | {status}".format(**row),
+                flush=True,
+            )
+            await asyncio.sleep(1)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

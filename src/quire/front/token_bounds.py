@@ -1,0 +1,178 @@
+"""A lower bound of the number of tokens of a text, found without tokenizing it.
+
+Whatever the tokenizer does, each character is covered by a token that holds it. So a character counts for at
+least 1/m tokens, where m is the length of the longest token that holds it, and the sum of these is a lower
+bound: four million letters "a" are refused at once, where tokenizing them would take seconds and hundreds of
+megabytes. A byte-level tokenizer's characters are the bytes of the text in UTF-8.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import unicodedata
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.front.detokenizer import byte_level_bytes
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+_Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+_PIECE = (
+    65_536  # characters that are counted at a time, so that a text that is too long is not read to its end
+)
+_SEAM = 16  # bytes, at most, that normalizing the whole text would have composed where two pieces meet
+_MAX_COMPOSED = 4  # characters, at most, that normalization makes one of
+_ROUNDING = 1e-6  # tokens
+_SPACE = "▁"  # as SentencePiece writes it
+
+_ADDING_NORMALIZERS = {"Prepend", "ByteLevel", *get_args(_Form)}
+_KEEPING_PRETOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts"}
+_BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+class TokenBound:
+    """Bounds for the texts of one tokenizer.
+
+    There are none if its kind can make characters disappear: by normalizing them away, or by dropping what is
+    between words. Characters that it takes for unknown do not count, since a run of them may be one token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer.backend
+
+    def least_num_tokens(self, text: str, enough: int) -> int:
+        """Return how many tokens `text` has at least; the search ends where these are more than `enough`."""
+        total = 0.0
+        if self._keeps_characters:
+            for start in range(0, len(text), _PIECE):
+                total += self._count(text[start : start + _PIECE])
+                if total > enough + 1:
+                    break
+        return math.ceil(total - _ROUNDING)
+
+    def most_characters(self, num_tokens: int) -> int | None:
+        """Return how many characters this many tokens can stand for at most; None: any number."""
+        if not self._keeps_characters or not self._shares.all():
+            return None
+        longest = round(1 / float(self._shares.min()))
+        return num_tokens * longest * (_MAX_COMPOSED if self._forms else 1)
+
+    def _count(self, piece: str) -> float:
+        seam = 0
+        if self._forms and not piece.isascii():
+            seam = _SEAM
+            for form in self._forms:
+                piece = unicodedata.normalize(form, piece)
+        if self._is_byte_level:
+            units = np.frombuffer(piece.encode("utf-8", "surrogatepass"), np.uint8)
+        else:
+            units = np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), np.uint32)
+        return max(0.0, float(self._shares[units].sum()) - seam)
+
+    @functools.cached_property
+    def _steps(self) -> list[Mapping[str, Any]]:
+        """What happens to a text before the tokens are found."""
+        backend = self._backend
+        return [
+            *_steps_of(backend.normalizer, "normalizers"),
+            *_steps_of(backend.pre_tokenizer, "pretokenizers"),
+        ]
+
+    @functools.cached_property
+    def _forms(self) -> list[_Form]:
+        """The Unicode normal forms that a text is brought into, one after another."""
+        return [step["type"] for step in self._steps if step["type"] in get_args(_Form)]
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        return any(step["type"] == "ByteLevel" for step in self._steps)
+
+    @functools.cached_property
+    def _keeps_characters(self) -> bool:
+        model = self._backend.model
+        kind = type(model).__name__
+        is_plain_bpe = kind == "BPE" and not model.continuing_subword_prefix and not model.end_of_word_suffix
+        return (is_plain_bpe or kind == "Unigram") and all(
+            step["type"] in _ADDING_NORMALIZERS
+            or (step["type"] in _KEEPING_PRETOKENIZERS and step.get("behavior") != "Removed")
+            or _writes_spaces(step)
+            for step in self._steps
+        )
+
+    @functools.cached_property
+    def _shares(self) -> npt.NDArray[np.float64]:
+        """By character or byte: how much of a token it is at least; 0 if it may disappear."""
+        longest, is_single = self._longest_tokens()
+        if not self._is_byte_level:
+            if any(_writes_spaces(step) for step in self._steps):
+                space = ord(_SPACE)
+                longest[ord(" ")] = max(longest[ord(" ")], longest[space])
+                is_single[ord(" ")] = is_single[space]
+            if self._knows_all_bytes():
+                is_single[:] = True
+        shares = np.where(is_single, 1 / np.maximum(longest, 1), 0.0)
+        added = self._backend.get_added_tokens_decoder().values()
+        if any(
+            token.lstrip or token.rstrip for token in added
+        ):  # such a token takes all whitespace beside it
+            shares[[unit for unit in range(len(shares)) if self._may_be_whitespace(unit)]] = 0.0
+        return shares
+
+    def _longest_tokens(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return by character or byte: the length of the longest token with it, and whether it is a token."""
+        kind = np.dtype(np.uint8 if self._is_byte_level else np.uint32)
+        size = 256 if self._is_byte_level else 0x110000
+        added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        tokens = [
+            self._encoded(token, is_text=token in added)
+            for token in self._backend.get_vocab(with_added_tokens=True)
+        ]
+        tokens.sort(key=len)
+        lengths = np.array([len(token) // kind.itemsize for token in tokens])
+        units = np.frombuffer(b"".join(tokens), kind)
+        lengths_of_units = np.repeat(lengths, lengths)
+        longest = np.zeros(size, np.int64)
+        longest[units] = lengths_of_units  # of several, the last counts
+        is_single = np.zeros(size, np.bool_)
+        is_single[units[lengths_of_units == 1]] = True
+        return longest, is_single
+
+    def _encoded(self, token: str, *, is_text: bool) -> bytes:
+        if not self._is_byte_level:
+            return token.encode("utf-32-le")
+        return token.encode() if is_text else byte_level_bytes(token)
+
+    def _knows_all_bytes(self) -> bool:
+        """Whether each character that is no token becomes byte tokens."""
+        is_on = bool(getattr(self._backend.model, "byte_fallback", False))
+        return is_on and all(self._backend.token_to_id(token) is not None for token in _BYTE_TOKENS)
+
+    def _may_be_whitespace(self, unit: int) -> bool:
+        return (self._is_byte_level and unit >= 0x80) or chr(unit).isspace()
+
+
+def _steps_of(component: Any, name_of_list: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the description of a tokenizer's component, of each part if it is a sequence."""
+    if component is None:
+        return
+    steps = [json.loads(component.__getstate__())]
+    while steps:
+        step = steps.pop(0)
+        if step["type"] == "Sequence":
+            steps[:0] = step[name_of_list]
+        else:
+            yield step
+
+
+def _writes_spaces(step: Mapping[str, Any]) -> bool:
+    """Whether a step only writes spaces as SentencePiece does."""
+    if step["type"] == "Metaspace":
+        return bool(step["replacement"] == _SPACE)
+    return step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": " "}, _SPACE)
