@@ -8,15 +8,30 @@ from collections.abc import Callable, Iterator
 import pytest
 import sides
 from model_pairs import Models
-from pairs import PAIRS, Pair, PairMaker
+from pairs import PAIRS, Pair, PairMaker, PromptProcess
 
 from quire.datadist import LLMDataDist, LLMRole
 
 
+@pytest.fixture(scope="module")
+def module_process() -> Iterator[PromptProcess]:
+    process = PromptProcess()
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def prompt_process(module_process: PromptProcess, request: pytest.FixtureRequest) -> Iterator[PromptProcess]:
+    num_failed = request.session.testsfailed
+    yield module_process
+    if request.session.testsfailed > num_failed:
+        module_process.end()
+
+
 @pytest.fixture(params=PAIRS)
-def make_pair(request: pytest.FixtureRequest) -> Iterator[PairMaker]:
+def make_pair(request: pytest.FixtureRequest, prompt_process: PromptProcess) -> Iterator[PairMaker]:
     with contextlib.ExitStack() as stack:
-        yield PairMaker(request.param, stack)
+        yield PairMaker(request.param, prompt_process, stack)
 
 
 @pytest.fixture

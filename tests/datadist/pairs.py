@@ -21,6 +21,8 @@ PAIRS = [f"{processes} {transport}" for processes in PROCESSES for transport in 
 CROSSED_PAIRS = [kind for kind in PAIRS if kind not in {"one-process shared_memory", "two-processes tcp"}]
 """Each way to share processes and each transport once: for what is shown of pulls with every combination."""
 
+LIMIT = 600.0  # seconds that all tests of a module may take
+
 
 def with_pairs(*wanted: str) -> pytest.MarkDecorator:
     """Run a test with the pairs only whose kind is all of this."""
@@ -71,12 +73,31 @@ class Pair:
         return overall
 
 
+class PromptProcess:
+    """The process of the PROMPTs of several tests: another one if a test has killed it, or has failed in it."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._process: RemoteProcess | None = None
+
+    def running(self) -> RemoteProcess:
+        if self._process is not None and self._process.is_killed:
+            self.end()
+        if self._process is None:
+            self._process = self._stack.enter_context(remote_process(limit=LIMIT))
+        return self._process
+
+    def end(self) -> None:
+        self._process = None
+        self._stack.close()
+
+
 class PairMaker:
     """Makes pairs, and finalizes them when the test ends."""
 
-    def __init__(self, kind: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, kind: str, prompt_process: PromptProcess, stack: contextlib.ExitStack) -> None:
         processes, self._transport = kind.split()
-        self._is_remote = processes == "two-processes"
+        self._prompt_process = prompt_process if processes == "two-processes" else None
         self._stack = stack
 
     def __call__(
@@ -92,7 +113,7 @@ class PairMaker:
         """Make a pair; `timeout` (milliseconds) is that of calls to the DECODER's manager."""
         if forwarded and self._transport == "nixl":
             pytest.skip("NIXL's data do not pass the forwarder")
-        process = self._stack.enter_context(remote_process()) if self._is_remote else None
+        process = self._prompt_process.running() if self._prompt_process else None
         call = process.call if process else lambda function, *given, **named: function(*given, **named)
         shared: dict[str, Any] = {"pool": pool, "transport": self._transport}
         prompt = call(sides.start_prompt, prompt_id, **shared)

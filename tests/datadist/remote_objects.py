@@ -73,6 +73,10 @@ class RemoteProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_killed(self) -> bool:
+        return self._is_killed
+
     def kill(self) -> None:
         """Kill it as `kill -9` does, and wait until it is gone."""
         self._is_killed = True

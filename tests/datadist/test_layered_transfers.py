@@ -25,9 +25,9 @@ from quire.datadist import (
 
 
 @pytest.fixture(params=CROSSED_PAIRS)
-def make_pair(request):
+def make_pair(request, prompt_process):
     with contextlib.ExitStack() as stack:
-        yield PairMaker(request.param, stack)
+        yield PairMaker(request.param, prompt_process, stack)
 
 
 CODES = LLMStatusCode

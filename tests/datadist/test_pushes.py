@@ -28,9 +28,9 @@ from quire.datadist.transports.interface import LinkTerms
 
 
 @pytest.fixture(params=CROSSED_PAIRS)
-def make_pair(request):
+def make_pair(request, prompt_process):
     with contextlib.ExitStack() as stack:
-        yield PairMaker(request.param, stack)
+        yield PairMaker(request.param, prompt_process, stack)
 
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
