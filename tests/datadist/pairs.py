@@ -74,7 +74,7 @@ class Pair:
 
 
 class PromptProcess:
-    """The process of the PROMPTs of several tests: another one if a test has killed it, or has failed in it."""
+    """The process of the PROMPTs of several tests: a new one after a test that killed it or failed."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
