@@ -82,7 +82,7 @@ def test_native_attention_stays_within_its_bound(
     bound = native_attention_bytes(shape, length, num_threads)
     table = np.zeros((1, -(-length // 16)), dtype=np.int32)
     batch = AttentionBatch.build(np.array([length - 1]), np.array([1]), table, 16)
-    layer = native_layer(make_cache(1, 1, num_tasks, 16, head_dim, torch.float32).views[0])
+    layer = native_layer(make_cache(1, 1, num_tasks, 16, head_dim, torch.float32).views[0]).native
     needed = native_plan(batch, window=0, group=group).scratch_bytes(layer, num_threads=num_threads)
     assert needed <= bound
     spans_are_tasks = num_tasks < 4 * num_threads and bound < bounds.MAX_SPAN_BYTES

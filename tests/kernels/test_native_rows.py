@@ -183,12 +183,13 @@ class Step:
         return kv
 
     def run(self, kernels: KernelSet, rows: slice = slice(None)) -> tuple[torch.Tensor, KVLayer]:
-        """Return the queries and the cache after the tokens in `rows`."""
+        """Return the queries and the cache after the tokens in `rows`, each as a sequence of its own."""
         kv, qkv = self.cache(), _view(self.qkv)[rows]
-        batch = AttentionBatch(
-            self.batch.positions[rows], 8, self.batch.slot_blocks[rows], self.batch.slot_offsets[rows],
-            self.batch.num_cached_tokens, self.batch.num_tokens, self.batch.block_tables,
-        )  # fmt: skip
+        positions = self.batch.positions[rows].numpy()
+        sequences = np.repeat(np.arange(len(self.batch.num_tokens)), self.batch.num_tokens)[rows]
+        batch = AttentionBatch.build(
+            positions, np.ones_like(positions), self.batch.block_tables[sequences], 8
+        )
         query = kernels.rotary_and_write_kv(
             qkv, kv, batch, heads=self.heads, q_norm=self.q_norm, k_norm=self.k_norm, eps=1e-6,
             cos=None if self.cos is None else self.cos[rows],

@@ -11,7 +11,7 @@ from typing_extensions import override
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native, threads
-from quire.kernels.cpu.layers import is_native, native_key_scores, native_layer, native_plan
+from quire.kernels.cpu.layers import attention_plan, is_native, native_key_scores, native_layer
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.rotary import rotary_layer, rotary_step
 from quire.kernels.cpu.sampling import NativeSampling
@@ -19,10 +19,12 @@ from quire.kernels.cpu.tensors import (
     address,
     check_attended,
     check_norm_weight,
+    check_sinks,
     common_type,
     float_type,
     row_stride,
     token_stride,
+    written_row_stride,
 )
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
@@ -43,9 +45,13 @@ class NativeKernels(KernelSet):
     CPU has AVX-512 BF16; everything else is float32. Heads that the kernel does not have (bounds.py) go to
     the reference.
 
+    Every call checks its arguments before the first address is followed; what depends only on the step or on
+    the layer is checked once for it.
+
     Raises:
         TypeError: a type is not as it must be.
-        ValueError: a shape or stride is not as it must be.
+        ValueError: a shape, stride or device is not as it must be.
+        IndexError: a block id, a place or a token id is out of range.
     """
 
     name = "native"
@@ -69,6 +75,7 @@ class NativeKernels(KernelSet):
     def rms_norm(
         self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
+        check_norm_weight(weight, rows.shape[-1])
         out = rows.new_empty(rows.shape) if out is None else out
         _norm(rows, None, weight, out, scale=1.0, eps=eps)
         return out
@@ -84,10 +91,14 @@ class NativeKernels(KernelSet):
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if delta.dtype is not residual.dtype:
+            raise TypeError(f"delta is {delta.dtype}; it must be {residual.dtype}, as the residual")
         if weight is None:
             out = residual
-        elif out is None:
-            out = residual.new_empty(residual.shape)
+        else:
+            check_norm_weight(weight, residual.shape[-1])
+            if out is None:
+                out = residual.new_empty(residual.shape)
         _norm(residual, delta, weight, out, scale=scale, eps=eps)
         return out
 
@@ -97,6 +108,11 @@ class NativeKernels(KernelSet):
     ) -> torch.Tensor:
         num_rows, twice = gate_up.shape
         num_features = twice // 2
+        if twice != 2 * num_features or activation not in _ACTIVATIONS:
+            raise ValueError(
+                f"gate_up has {twice} columns and the activation is {activation}; there must be as many for "
+                f"gate as for up, and the activation one of {', '.join(_ACTIVATIONS)}"
+            )
         shape = num_rows, num_features
         if out is None:
             out = gate_up.new_empty(shape)
@@ -108,7 +124,7 @@ class NativeKernels(KernelSet):
             num_rows,
             num_features,
             row_stride("gate_up", gate_up),
-            row_stride("out", out, shape),
+            written_row_stride("out", out, shape),
         )
         return out
 
@@ -130,9 +146,10 @@ class NativeKernels(KernelSet):
             return _REFERENCE.rotary_and_write_kv(
                 qkv, kv, batch, heads=heads, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, eps=eps
             )
-        step = rotary_step(batch, heads, cos, sin)
+        step = rotary_step(batch, cos, sin)
         layer = rotary_layer(kv, heads, q_norm, k_norm)
-        qkv_stride = row_stride("qkv", qkv, (step.num_rows, layer.width))
+        layer.check(step)
+        qkv_stride = written_row_stride("qkv", qkv, (step.num_rows, layer.width))
         _native.rotary_and_write_kv(
             layer.native,
             qkv.data_ptr(),
@@ -173,12 +190,16 @@ class NativeKernels(KernelSet):
                 query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
             )  # fmt: skip
         query_stride = token_stride("the query", query)
+        layer = native_layer(kv)
+        plan = attention_plan(batch, layer, query.shape, window)
+        if sinks is not None:
+            check_sinks(sinks, num_heads)
         if out is None:
             out = query.new_empty((num_tokens, num_heads, head_dim))
         else:
             check_attended(out, query)
-        native_plan(batch, window, num_heads // kv.key_pages.shape[0]).attend(
-            native_layer(kv),
+        plan.attend(
+            layer.native,
             query.data_ptr(),
             float_type("the query", query),
             query_stride,
@@ -201,10 +222,6 @@ def _norm(
     eps: float,
 ) -> None:
     shape = num_rows, num_features = rows.shape
-    if weight is not None:
-        check_norm_weight(weight, num_features)
-    if delta is not None and delta.dtype is not rows.dtype:
-        raise TypeError(f"delta is {delta.dtype}; it must be {rows.dtype}, as the residual")
     _native.norm(
         rows.data_ptr(),
         address(delta),
@@ -213,9 +230,9 @@ def _norm(
         common_type(rows, out),
         num_rows,
         num_features,
-        row_stride("rows", rows),
+        row_stride("rows", rows) if delta is None else written_row_stride("the residual", rows, shape),
         0 if delta is None else row_stride("delta", delta, shape),
-        row_stride("out", out, shape),
+        written_row_stride("out", out, shape),
         scale,
         eps,
     )

@@ -2,65 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.tensors import TYPE_NUMBERS, address
+from quire.kernels.cpu.step_bounds import StepBounds, step_bounds
+from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, check_on_cpu
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.page_quantizers import Int8PageQuantizer
 
 _NAME = "cpu"  # among a layer's handles
 _PLAN = "cpu attention"  # among a batch's plans
 _KEY_SCORES = "cpu key scores"  # likewise
+CACHE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
-def native_layer(kv: KVLayer) -> _native.KVLayer:
-    """Return the layer's native form.
+class NativeLayer:
+    """A layer's cache as the native kernels know it.
 
     Raises:
         TypeError: keys and values differ in type, or have scales but are not int8, or the reverse.
-        ValueError: the features of a head are not adjacent, or keys and values differ in shape.
+        ValueError: the features of a head are not adjacent, or keys, values or scales differ in shape.
     """
-    handle: _native.KVLayer | None = kv.handles.get(_NAME)
+
+    def __init__(self, kv: KVLayer) -> None:
+        keys, values = kv.key_pages, kv.value_pages
+        _check_pages("keys", keys, kv.key_scales, keys.dtype)
+        _check_pages("values", values, kv.value_scales, keys.dtype)
+        if keys.shape != values.shape:
+            raise ValueError(
+                f"keys are {tuple(keys.shape)} and values {tuple(values.shape)}; the native kernels need "
+                "both of one shape"
+            )
+        self.num_kv_heads, self.num_blocks, self.block_size, self.head_dim = keys.shape
+        self.native = _native.KVLayer(
+            TYPE_NUMBERS[keys.dtype],
+            self.num_kv_heads,
+            self.head_dim,
+            keys.data_ptr(),
+            _strides(keys),
+            values.data_ptr(),
+            _strides(values),
+            address(kv.key_scales),
+            _strides(kv.key_scales),
+            address(kv.value_scales),
+            _strides(kv.value_scales),
+        )
+
+    def check(self, bounds: StepBounds) -> None:
+        """Raise `IndexError` or `ValueError` if a step goes beyond the layer's pages."""
+        bounds.check_cache(self.num_blocks, self.block_size)
+
+
+def native_layer(kv: KVLayer) -> NativeLayer:
+    """Return the layer's native form, made once.
+
+    Raises:
+        TypeError, ValueError: see `NativeLayer`.
+    """
+    handle: NativeLayer | None = kv.handles.get(_NAME)
     if handle is None:
-        handle = kv.handles[_NAME] = _make(kv)
+        handle = kv.handles[_NAME] = NativeLayer(kv)
     return handle
 
 
-def _make(kv: KVLayer) -> _native.KVLayer:
-    dtype = kv.key_pages.dtype
-    for name, pages, scales in (
-        ("keys", kv.key_pages, kv.key_scales),
-        ("values", kv.value_pages, kv.value_scales),
-    ):
-        if pages.dtype != dtype or (scales is None) == (pages.dtype == torch.int8):
-            having = "without" if scales is None else "with"
-            raise TypeError(
-                f"the cache's {name} are {pages.dtype} {having} scales; keys and values must be of one "
-                "type, with scales if and only if it is int8"
-            )
-        if pages.stride(-1) != 1:
-            raise ValueError(f"the {name} have strides {pages.stride()}; a head's features must be adjacent")
-    if kv.key_pages.shape != kv.value_pages.shape:
-        raise ValueError(
-            f"keys are {tuple(kv.key_pages.shape)} and values {tuple(kv.value_pages.shape)}; the native "
-            "kernels need both of one shape"
+def _check_pages(name: str, pages: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> None:
+    if pages.dtype != dtype or dtype not in CACHE_TYPES or (scales is None) == (dtype == torch.int8):
+        having = "without" if scales is None else "with"
+        raise TypeError(
+            f"the cache's {name} are {pages.dtype} {having} scales; keys and values must be of one type of "
+            "floats, or int8 with scales"
         )
-    num_kv_heads, _, _, head_dim = kv.key_pages.shape
-    return _native.KVLayer(
-        TYPE_NUMBERS[dtype],
-        num_kv_heads,
-        head_dim,
-        kv.key_pages.data_ptr(),
-        _strides(kv.key_pages),
-        kv.value_pages.data_ptr(),
-        _strides(kv.value_pages),
-        address(kv.key_scales),
-        _strides(kv.key_scales),
-        address(kv.value_scales),
-        _strides(kv.value_scales),
-    )
+    check_on_cpu(f"the cache's {name}", pages)
+    if pages.dim() != 4 or pages.stride(-1) != 1:
+        raise ValueError(
+            f"the {name} are {list(pages.shape)} with strides {pages.stride()}; they must be [KV heads, "
+            "pages, tokens, features], and a head's features adjacent"
+        )
+    if scales is None:
+        return
+    check_on_cpu(f"the scales of {name}", scales)
+    if scales.dtype != torch.float32 or scales.shape != pages.shape[:3]:
+        raise ValueError(
+            f"the scales of {name} are {scales.dtype} {list(scales.shape)}; they must be float32 "
+            f"{list(pages.shape[:3])}"
+        )
 
 
 def _strides(pages: torch.Tensor | None) -> tuple[int, int, int]:
@@ -76,11 +104,40 @@ def is_native(kv: KVLayer) -> bool:
     return kv.quantizer is None or type(kv.quantizer) is Int8PageQuantizer
 
 
+def attention_plan(
+    batch: AttentionBatch, layer: NativeLayer, query_shape: Sequence[int], window: int
+) -> _native.AttentionPlan:
+    """Return the plan of a step for a layer, which the step and a query of this shape fit.
+
+    Raises:
+        TypeError, ValueError, IndexError: they do not, or see `native_plan`.
+    """
+    bounds = step_bounds(batch)
+    layer.check(bounds)
+    num_heads = query_shape[1]
+    group = num_heads // layer.num_kv_heads if layer.num_kv_heads else 0
+    if query_shape != (bounds.num_tokens, group * layer.num_kv_heads, layer.head_dim):
+        raise ValueError(
+            f"the query is {list(query_shape)}; it must be [{bounds.num_tokens}, a multiple of "
+            f"{layer.num_kv_heads}, {layer.head_dim}] for this step and cache"
+        )
+    return native_plan(batch, window, group)
+
+
 def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.AttentionPlan:
-    """Return the step's plan for layers of this window and group, made once."""
+    """Return the step's plan for layers of this window and group, made once.
+
+    Raises:
+        TypeError, ValueError, IndexError: window or group is out of range, or see `StepBounds`.
+    """
     key = (_PLAN, window, group)
     plan: _native.AttentionPlan | None = batch.plans.get(key)
     if plan is None:
+        if window < 0 or group < 1:
+            raise ValueError(
+                f"window is {window} and {group} query heads share a KV head; they must be at least 0 and 1"
+            )
+        step_bounds(batch)
         tables = batch.block_tables
         skipped = None if window else batch.skipped_keys
         selection = None if window else batch.key_selection

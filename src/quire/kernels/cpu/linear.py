@@ -12,19 +12,30 @@ import torch
 from typing_extensions import override
 
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, float_type, row_stride
+from quire.kernels.cpu.tensors import (
+    TYPE_NUMBERS,
+    address,
+    check_on_cpu,
+    float_type,
+    row_stride,
+    written_row_stride,
+)
 from quire.kernels.linear import Linear, quantization_of
 from quire.kernels.memory import WeightMemory
 from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize, num_rows
 
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_KINDS = ("none", "int8", "int4")
+_GROUP_MULTIPLE = 16  # of inputs that share a scale, see native/src/linear.h
 
 
 class PackedLinear(Linear):
     """A weight matrix in panels, see native/src/linear.h; the arguments are those of `KernelSet.linear`.
 
-    Calls raise TypeError unless tensors are float32, bfloat16 or float16, ValueError if a shape or stride is
-    not as it must be.
+    Raises:
+        TypeError: a type is not as it must be.
+        ValueError: a shape or a stride is not as it must be, or there are no such groups in the kernels.
     """
 
     def __init__(
@@ -37,17 +48,25 @@ class PackedLinear(Linear):
         group_size: int = 128,
         memory: WeightMemory | None = None,
     ) -> None:
+        if not parts:
+            raise ValueError("a layer has no weights")
         super().__init__(parts, bias)
-        if self.in_features > MAX_INPUTS:
+        if not 1 <= self.in_features <= MAX_INPUTS:
             raise ValueError(
-                f"a layer has {self.in_features} input features; at most {MAX_INPUTS} are supported"
+                f"a layer has {self.in_features} input features; 1 to {MAX_INPUTS} are supported"
             )
+        memory = memory or WeightMemory()
+        for part in parts:
+            _check_part(part, self.in_features, is_read=not memory.is_filled)
+        if self.bias is not None:
+            self.bias = self.bias.contiguous()
+            _check_tensor("the bias", self.bias, _FLOATS, (self.out_features,))
         kind = quantization_of(parts, quantization, group_size)
         group_size = _group_size(parts, group_size) if kind == "int4" else 0
+        _check_kind(kind, dtype, group_size, self.in_features)
         parts = [_as_source(part, kind, group_size) for part in parts]
         weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
         layout = weight_format.value, self.out_features, self.in_features, group_size
-        memory = memory or WeightMemory()
         self._panels = memory.allocate(_native.packed_bytes(*layout))
         self._weight = _native.PackedWeight(*layout, self._panels.data_ptr())
         self._bias = address(self.bias)
@@ -67,9 +86,66 @@ class PackedLinear(Linear):
             self._bias,
             out.data_ptr(),
             float_type("out", out),
-            row_stride("out", out, (count, self.out_features)),
+            written_row_stride("out", out, (count, self.out_features)),
         )
         return out
+
+
+def _check_part(part: Weight, in_features: int, *, is_read: bool) -> None:
+    """Raise unless `part` has consistent shapes and types, in memory that can be read if it will be."""
+    rows = num_rows(part)
+    tensors: list[tuple[str, torch.Tensor, tuple[torch.dtype, ...], tuple[int, ...]]]
+    if isinstance(part, torch.Tensor):
+        tensors = [("a weight", part, _FLOATS, (rows, in_features))]
+    elif isinstance(part, Int8Weight):
+        tensors = [
+            ("an int8 weight", part.values, (torch.int8,), (rows, in_features)),
+            ("an int8 weight's scales", part.scales, _FLOATS, (rows,)),
+        ]
+    else:
+        groups = part.scales.shape[-1]
+        if not groups or in_features % groups:
+            raise ValueError(
+                f"an int4 weight has {groups} groups of {in_features} inputs; they must be equal"
+            )
+        tensors = [
+            ("an int4 weight", part.values, (torch.uint8,), (rows, in_features)),
+            ("an int4 weight's scales", part.scales, _FLOATS, (rows, groups)),
+            ("an int4 weight's zeros", part.zeros, (*_FLOATS, torch.uint8), (rows, groups)),
+        ]
+    for name, tensor, types, shape in tensors:
+        _check_tensor(name, tensor, types, shape, is_read=is_read)
+
+
+def _check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    types: tuple[torch.dtype, ...],
+    shape: tuple[int, ...],
+    *,
+    is_read: bool = True,
+) -> None:
+    if tensor.dtype not in types:
+        raise TypeError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, types))}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} is {list(tensor.shape)}; it must be {list(shape)}")
+    if is_read:
+        check_on_cpu(name, tensor)
+
+
+def _check_kind(kind: str, dtype: torch.dtype, group_size: int, in_features: int) -> None:
+    if dtype not in _FLOATS or kind not in _KINDS:
+        raise TypeError(
+            f"a layer is to be {dtype} and quantized by {kind!r}; types are float32, bfloat16 and float16, "
+            f"quantizations {', '.join(_KINDS)}"
+        )
+    if kind != "int4":
+        return
+    if group_size < 1 or group_size % _GROUP_MULTIPLE or in_features % group_size:
+        raise ValueError(
+            f"{in_features} inputs are in groups of {group_size}; a group must have a multiple of "
+            f"{_GROUP_MULTIPLE}, and groups be equal"
+        )
 
 
 def _group_size(parts: Sequence[Weight], wanted: int) -> int:

@@ -78,6 +78,8 @@ def _where(logits: Float32Array, rows: Int64Array | None) -> tuple[int, int, int
     `rows` must outlive the call, which the caller's own reference sees to.
     """
     num_rows, vocab_size = logits.shape
+    if vocab_size < 1:
+        raise ValueError(f"logits are {list(logits.shape)}; there must be at least 1 token")
     row_stride, stride = logits.strides
     if logits.dtype != np.float32 or (stride != 4 and vocab_size > 1) or row_stride % 4:
         raise ValueError(
@@ -87,6 +89,8 @@ def _where(logits: Float32Array, rows: Int64Array | None) -> tuple[int, int, int
     if rows is None:
         return logits.ctypes.data, row_stride // 4, 0, num_rows, vocab_size
     rows = _numbers("rows", rows, np.int64, len(rows))
+    if rows.size and np.maximum.reduce(rows.view(np.uint64)) >= num_rows:  # negative ones are the largest
+        raise IndexError(f"rows are from {rows.min()} to {rows.max()}; logits have {num_rows} rows")
     return logits.ctypes.data, row_stride // 4, rows.ctypes.data, len(rows), vocab_size
 
 

@@ -1,0 +1,195 @@
+"""What the arrays of a step reach to: checked once for each step, before a kernel follows them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.bounds import MAX_STRIDE, TILE
+from quire.kernels.key_scores import NOWHERE, KeyScores
+from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
+
+_NAME = "cpu bounds"  # among a batch's plans
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_LARGE = 2**64 - 1  # what -1 is as an unsigned number
+_FEW = 32  # of which a list has its maximum sooner than an array
+_MAX_PLACES = 2**31 - 1  # the kernels count places in a sequence's cache in 32 bits
+
+
+class StepBounds:
+    """The number of tokens of a step, and the blocks that it reads and writes.
+
+    Raises:
+        TypeError: a block size is no integer.
+        ValueError: an array of the batch is of another type or shape than `AttentionBatch` says.
+        IndexError: a number in one is out of range.
+    """
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        _check_integer("block_size", batch.block_size, 1)
+        self.block_size = batch.block_size
+        self.num_tokens = _num_tokens(batch)
+        highest_slot_block = _highest_place("slot_blocks", batch.slot_blocks, self.num_tokens)
+        highest_offset = _highest_place("slot_offsets", batch.slot_offsets, self.num_tokens)
+        if highest_offset >= self.block_size:
+            raise IndexError(f"slot_offsets go to {highest_offset}; blocks have {self.block_size} tokens")
+        self._block_tables = batch.block_tables
+        self._num_keys = batch.num_cached_tokens + batch.num_tokens
+        self._highest_slot_block = highest_slot_block
+        # Entries that are never read are left out only if one of them is too high: most tables have 0 there.
+        self._highest_block = max(highest_slot_block, _highest(batch.block_tables))
+        self._is_exact = False
+        if batch.key_scores is not None:
+            _check_scores(batch.key_scores, batch, self.num_tokens)
+        if batch.skipped_keys is not None:
+            _check_skipped(batch.skipped_keys, batch)
+        if batch.key_selection is not None:
+            _check_selection(batch.key_selection, len(batch.num_tokens))
+
+    def check_cache(self, num_blocks: int, block_size: int) -> None:
+        """Raise unless the step stays within a cache of so many blocks of so many tokens.
+
+        Raises:
+            ValueError: blocks have another size than the batch says.
+            IndexError: a block id is out of range.
+        """
+        if block_size != self.block_size:
+            raise ValueError(
+                f"the cache has blocks of {block_size} tokens, and the batch of {self.block_size}"
+            )
+        if self._highest_block < num_blocks:
+            return
+        if not self._is_exact:
+            self._is_exact = True
+            self._highest_block = max(self._highest_slot_block, self._highest_that_is_read())
+        if self._highest_block >= num_blocks:
+            raise IndexError(f"the step names block {self._highest_block}; the cache has {num_blocks} blocks")
+
+    def _highest_that_is_read(self) -> int:
+        num_entries = -(-self._num_keys // self.block_size)
+        is_read = np.arange(self._block_tables.shape[1]) < num_entries[:, None]
+        return _highest(self._block_tables[is_read])
+
+
+def step_bounds(batch: AttentionBatch) -> StepBounds:
+    """Return the bounds of a step, found once."""
+    bounds: StepBounds | None = batch.plans.get(_NAME)
+    if bounds is None:
+        bounds = batch.plans[_NAME] = StepBounds(batch)
+    return bounds
+
+
+def _num_tokens(batch: AttentionBatch) -> int:
+    """Return the tokens of all sequences."""
+    counts, cached, tables = batch.num_tokens, batch.num_cached_tokens, batch.block_tables
+    num_sequences = len(counts)
+    _check_array("num_tokens", counts, _INT64, (num_sequences,))
+    _check_array("num_cached_tokens", cached, _INT64, (num_sequences,))
+    width = tables.shape[-1] if tables.ndim else 0
+    _check_array("block_tables", tables, _INT32, (num_sequences, width))
+    capacity = min(width * batch.block_size, _MAX_PLACES)
+    lengths, starts = counts.tolist(), cached.tolist()  # far sooner than arrays for few sequences
+    if not num_sequences:
+        return 0
+    if min(lengths) < 1 or min(starts) < 0 or max(map(operator.add, lengths, starts)) > capacity:
+        raise IndexError(
+            f"num_tokens is from {min(lengths)} to {max(lengths)}, num_cached_tokens from {min(starts)} to "
+            f"{max(starts)}; at least 1 and 0 are needed, and a sum of at most {capacity}, as tables have room"
+        )
+    return sum(lengths)
+
+
+def _check_scores(scores: KeyScores, batch: AttentionBatch, num_tokens: int) -> None:
+    """Raise unless every row and every sum lies within its tensor."""
+    for name, tensor, dtype in (("rows", scores.rows, torch.float32), ("sums", scores.sums, torch.int64)):
+        if tensor.dtype != dtype or not tensor.is_contiguous() or not tensor.is_cpu or tensor.numel() % TILE:
+            raise ValueError(
+                f"the key scores' {name} are {tensor.dtype} {list(tensor.shape)}; they must be {dtype}, "
+                f"contiguous, and a multiple of {TILE}"
+            )
+    num_keys = batch.num_cached_tokens + batch.num_tokens
+    lengths = np.repeat(-(-num_keys // TILE) * TILE, batch.num_tokens)
+    for name, starts, size in (
+        ("row_starts", scores.row_starts, scores.rows.numel()),
+        ("sum_starts", scores.sum_starts, scores.sums.numel()),
+    ):
+        _check_array(name, starts, _INT64, (num_tokens,))
+        is_outside = (starts != NOWHERE) & ((starts < 0) | (starts > size - lengths))
+        if is_outside.any():
+            first = int(is_outside.argmax())
+            raise IndexError(
+                f"{name}[{first}] is {starts[first]}; {lengths[first]} numbers follow it, of {size} in all"
+            )
+
+
+def _check_skipped(skipped: SkippedKeys, batch: AttentionBatch) -> None:
+    for name, places in (("start", skipped.start), ("end", skipped.end)):
+        _check_array(f"skipped_keys.{name}", places, _INT64, (len(batch.num_tokens),))
+    is_any = skipped.is_any
+    _check_highest("skipped_keys.start", skipped.start[is_any], _MAX_PLACES)
+    is_new = skipped.end[is_any] > batch.num_cached_tokens[is_any]
+    if is_new.any():
+        raise IndexError("skipped_keys.end goes beyond the tokens that were cached before the step")
+
+
+def _check_selection(selection: KeySelection, num_sequences: int) -> None:
+    _check_array("key_selection.end", selection.end, _INT64, (num_sequences,))
+    _check_integer("key_selection.block_size", selection.block_size, TILE)
+    _check_integer("key_selection.stride", selection.stride, 1)
+    size, stride = selection.block_size, selection.stride
+    if size % TILE or size > _MAX_PLACES or stride > MAX_STRIDE or size % stride:
+        raise ValueError(
+            f"key_selection has blocks of {size} tokens and stride {stride}; blocks must be a multiple of "
+            f"{TILE} and of the stride, which is at most {MAX_STRIDE}"
+        )
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _check_array(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} is {array.dtype} {list(array.shape)} with strides {array.strides} in bytes; it must be "
+            f"{dtype} {list(shape)} and contiguous"
+        )
+
+
+def _highest_place(name: str, places: torch.Tensor, length: int) -> int:
+    """Return the highest of `length` places; see `_highest`."""
+    is_row = places.shape == (length,) and places.is_contiguous() and places.is_cpu
+    if places.dtype is not torch.int64 or not is_row:
+        raise ValueError(
+            f"{name} is {places.dtype} {list(places.shape)} with strides {places.stride()} on "
+            f"{places.device}; it must be int64 [{length}] and contiguous, on the CPU"
+        )
+    return _highest_of(places.tolist()) if length <= _FEW else _highest(places.numpy())
+
+
+def _highest(numbers: npt.NDArray[Any]) -> int:
+    """Return the highest of integers, where negative ones count as large; -1: there are none."""
+    if numbers.size <= _FEW:
+        return _highest_of(numbers.ravel().tolist())
+    unsigned = numbers.view(np.uint64 if numbers.itemsize == 8 else np.uint32)
+    return int(np.maximum.reduce(unsigned, axis=None))
+
+
+def _highest_of(numbers: list[int]) -> int:
+    """Return what `_highest` returns, sooner for few numbers."""
+    if not numbers:
+        return -1
+    return _LARGE if min(numbers) < 0 else max(numbers)
+
+
+def _check_highest(name: str, numbers: npt.NDArray[Any], limit: int) -> None:
+    if _highest(numbers) > limit:
+        raise IndexError(f"{name} is from {numbers.min()} to {numbers.max()}; 0 to {limit} is allowed")
