@@ -76,6 +76,11 @@ def cluster_info(remote_cluster_id: int, port: int, ip: str = "127.0.0.1") -> LL
     return info
 
 
+def set_timeout(manager: KvCacheManager, timeout: int) -> None:
+    """Change the time limit of a manager's calls [milliseconds]."""
+    manager._timeout = timeout / 1000
+
+
 def byte_desc(num_slots: int = 2, slot_bytes: int = 64, num_tensors: int = 4) -> CacheDesc:
     return CacheDesc(num_tensors, [num_slots, slot_bytes], DataType.DT_UINT8)
 

@@ -30,7 +30,7 @@ INVALID = LLMStatusCode.LLM_PARAM_INVALID
 TOO_MANY = LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
 REPEAT = LLMStatusCode.LLM_REPEAT_REQUEST
 
-SHORT = 300  # milliseconds: a time limit that a test waits for
+SHORT = 100  # milliseconds: a time limit that a test waits for
 SLACK = 10.0  # seconds that a busy machine may need beyond a time limit
 
 

@@ -230,16 +230,12 @@ def test_a_push_over_a_link_that_is_in_use_is_refused_in_time(make_pair):
     register_new(pair.dm, byte_desc(), TO, seed=2)
     target = register_new(pair.dm, byte_desc(), BlocksCacheKey(2, 1), seed=2)
     source = bound_blocks(pair, byte_desc(), BlocksCacheKey(1), seed=1)
-    pair.call(set_timeout, pair.pm, 0.5)
+    pair.call(sides.set_timeout, pair.pm, 300)
     with pair.decoder._session.links.link_of(1)._busy, fails_with(TIMEOUT):
         pair.pm.push_blocks(BlocksCacheKey(2, 1), source, [0], [1])
-    pair.call(set_timeout, pair.pm, 60.0)
+    pair.call(sides.set_timeout, pair.pm, sides.PATIENT)
     pair.pm.push_blocks(BlocksCacheKey(2, 1), source, [0], [1])  # nothing broke
     assert target.cache_id == 2
-
-
-def set_timeout(manager, seconds: float) -> None:
-    manager._timeout = seconds
 
 
 @row("push_blocks")
