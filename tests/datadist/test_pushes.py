@@ -10,7 +10,7 @@ import pytest
 import sides
 from failing import fails_with
 from pair_checks import bound_blocks
-from pairs import CROSSED_PAIRS, PairMaker, in_two_processes
+from pairs import CROSSED_PAIRS, PairMaker, in_two_processes, with_pairs
 from sides import byte_desc, owned_bytes, pattern, register_new, write_new_cache
 
 from conformance import row
@@ -22,8 +22,11 @@ from quire.datadist import (
     DataType,
     LLMException,
     LLMStatusCode,
+    prompt_link,
 )
 from quire.datadist import pulls as pulls_module
+from quire.datadist.prompt_link import PromptLink
+from quire.datadist.push_sender import PushSender
 from quire.datadist.transports.interface import LinkTerms
 
 
@@ -236,6 +239,29 @@ def test_a_push_over_a_link_that_is_in_use_is_refused_in_time(make_pair):
     pair.call(sides.set_timeout, pair.pm, sides.PATIENT)
     pair.pm.push_blocks(BlocksCacheKey(2, 1), source, [0], [1])  # nothing broke
     assert target.cache_id == 2
+
+
+@row("push_blocks")
+@with_pairs("one-process", "tcp")
+def test_a_push_waits_for_the_end_of_the_registration_that_allows_it(make_pair, monkeypatch):
+    is_pushing, push = threading.Event(), PromptLink.push
+
+    class SlowSender(PushSender):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)  # the DECODER knows now
+            assert is_pushing.wait(sides.PATIENT / 1000)
+
+    def push_and_tell(link, *arguments):
+        is_pushing.set()
+        push(link, *arguments)
+
+    monkeypatch.setattr(prompt_link, "PushSender", SlowSender)
+    monkeypatch.setattr(PromptLink, "push", push_and_tell)
+    pair = make_pair()
+    target = register_new(pair.dm, byte_desc(), TO, seed=2)
+    source = bound_blocks(pair, byte_desc(), BlocksCacheKey(1), seed=1)
+    pair.pm.push_blocks(TO, source, [0], [1])
+    np.testing.assert_array_equal(owned_bytes(target)[:, 1], pattern(byte_desc(), 1)[:, 0])
 
 
 @row("push_blocks")

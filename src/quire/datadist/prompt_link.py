@@ -172,9 +172,11 @@ class PromptLink:
 
     def push(self, request: PushRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         """Have the DECODER take `spans`; raises what `PushSender.push` does, and LLM_PARAM_INVALID."""
-        if self._pushes is None:
+        with self._changing:  # the DECODER may have heard that it can be pushed to, but a moment ago
+            pushes = self._pushes
+        if pushes is None:
             raise invalid(f"{self._peer} takes no pushes: it has registered no cache")
-        self._pushes.push(request, memory, spans, deadline)
+        pushes.push(request, memory, spans, deadline)
 
     def drop(self, reason: str) -> None:
         """End the link from another thread, and tell the DECODER if that can be done at once."""
