@@ -12,7 +12,7 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling.context import SchedulerContext
-from quire.scheduling.interface import PauseState
+from quire.scheduling.interface import PauseState, StepWithdrawnError
 from quire.status import RequestStatus
 from quire.step import NO_TOKEN, DraftTokenIds, KVConnectorOutput, ModelRunnerOutput, PositionLogprobs
 from quire.structured_outputs import StructuredOutputsParams
@@ -170,7 +170,7 @@ def run(scheduler, rng: random.Random, num_steps: int, *, grammars: bool = True)
         scheduler.explain(added[-1] if added else "nobody")
         try:
             plan = scheduler.schedule(throttle_prefills=rng.random() < 0.1)
-        except ConnectionError:
+        except StepWithdrawnError:
             continue
         num_planned += 1
         with contextlib.suppress(InvalidRequestError):

@@ -348,6 +348,7 @@ class MixedDriver:
         num_there = sum(map(scheduler.has_request, self.live))
         assert scheduler.get_num_unfinished_requests() == num_there
         assert scheduler._state.pool.num_cached == len(self.world.events.digests)
+        assert not self.world.events.wrong
         check_tables(self)
 
     def _count(self, plan: SchedulerOutput) -> None:

@@ -89,14 +89,16 @@ class CacheEvents:
 
     def __init__(self) -> None:
         self.digests: dict[int, bytes] = {}
+        self.wrong: list[str] = []  # what it should not have been told
 
     def stored(self, block_id, key) -> None:
-        assert block_id not in self.digests
-        assert key.digest not in self.digests.values()
+        if block_id in self.digests or key.digest in self.digests.values():
+            self.wrong.append(f"block {block_id} stored twice")
         self.digests[block_id] = key.digest
 
     def removed(self, block_id, key) -> None:
-        assert self.digests.pop(block_id) == key.digest
+        if self.digests.pop(block_id, None) != key.digest:
+            self.wrong.append(f"block {block_id} removed, which is not stored")
 
     def cleared(self) -> None:
         self.digests.clear()

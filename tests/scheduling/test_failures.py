@@ -9,6 +9,7 @@ from fake_runner import naive_generation
 from scene import Scene
 
 from faulty_connector import FaultyConnector
+from quire.scheduling.interface import StepWithdrawnError
 from quire.status import FinishReason, RequestStatus
 from quire.step import NO_TOKEN
 
@@ -119,7 +120,7 @@ def test_a_step_without_metadata_is_taken_back_and_told_again(overlap_steps):
         scene.apply(first)
     scene.scheduler.finish_requests("0", RequestStatus.FINISHED_ABORTED)
     scene.connector.fails = {("metadata", "")}
-    with pytest.raises(RuntimeError, match="network"):
+    with pytest.raises(StepWithdrawnError, match="connector"):
         scene.scheduler.schedule()
     scene.scheduler.check_invariants()
     scene.connector.fails = set()

@@ -26,6 +26,7 @@ from quire.engine.kv_identity import kv_identity
 from quire.engine.kv_peers import lending_address
 from quire.engine.memory_plan import plan_memory
 from quire.engine.messages import EngineCoreRequest, EngineInfo
+from quire.engine.owned_requests import OwnedRequests
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
 from quire.errors import EngineDeadError, InvalidRequestError, KVFileError
 from quire.kv.connector import KVConnector
@@ -34,11 +35,17 @@ from quire.kv.events import KVEventCollector
 from quire.kv.tiers.connector import TierConnector
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request
-from quire.scheduling.interface import PauseState
+from quire.scheduling.interface import PauseState, StepWithdrawnError
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.status import FinishReason, RequestStatus
 
 logger = logging.getLogger(__name__)
+
+MOST_FAILED_STEPS = 8
+"""Steps that may fail in a row before the engine ends: it is not a request that makes them fail."""
+
+MOST_WITHDRAWN_STEPS = 3
+"""Steps that may be taken back in a row before their requests end."""
 
 
 class EngineCore:
@@ -75,6 +82,7 @@ class EngineCore:
         )
         self._stats_failure_is_logged = False
         self.scheduler = build_scheduler(config, plan, context)
+        self._requests = OwnedRequests()
         self.ranks = start_ranks(config)
         try:
             self.runner = build_runner(
@@ -126,6 +134,9 @@ class EngineCore:
         except Exception:
             self.scheduler.finish_requests(admitted, RequestStatus.FINISHED_ABORTED)
             raise
+        for request_id in admitted:
+            is_beam_search = request.sampling_params.beam_width > 0
+            self._requests.add(request_id, request.sequence_ids if is_beam_search else [request_id])
 
     def finish(
         self, sequence_ids: Sequence[str] | None, status: RequestStatus, error: str | None = None
@@ -133,6 +144,8 @@ class EngineCore:
         """End sequences (None: all) and return the terminal output of each that had not ended."""
         reason = FinishReason.of(status)
         ended = self.scheduler.finish_requests(sequence_ids, status)
+        for request in ended:
+            self._requests.forget(request.request_id)
         return [
             EngineCoreOutput(sequence_id, [], finish_reason=reason, error=error)
             for request in ended
@@ -146,21 +159,55 @@ class EngineCore:
         requests end. The engine continues.
 
         Raises:
-            EngineDeadError: a rank has failed, so the engine cannot continue.
+            EngineDeadError: the engine cannot continue: a rank has failed, steps fail again and again, or a
+                failure has left the scheduler's accounts wrong.
         """
         self._warmer.pause()
+        self.raise_rank_failure()
+        self._end_if_steps_keep_failing()
         try:
-            self.raise_rank_failure()
-            return self._stepper.step()
+            outputs, progressed = self._stepper.step()
         except EngineDeadError:
             raise
         except Exception as error:
-            logger.exception("a step could not be planned or applied; all requests end with an error")
-            return self.finish(None, RequestStatus.FINISHED_ERROR, describe_failure(error)), True
-        finally:
-            self._publish_kv_events()
-            if not self.has_unfinished_requests():
-                self._warmer.resume()
+            outputs, progressed = self._end_requests_after(error), True
+        outputs += self._requests.settle(outputs, self.scheduler)
+        self._publish_kv_events()
+        if not self.has_unfinished_requests():
+            self._resume_warming()
+        return outputs, progressed
+
+    def _end_requests_after(self, error: Exception) -> list[EngineCoreOutput]:
+        """End all requests because a step could not be planned or applied; return their terminal outputs.
+
+        A step that was taken back ends nobody, unless that has happened too often.
+
+        Raises:
+            EngineDeadError: the requests cannot be ended, or something is left of them.
+        """
+        self._stepper.num_failed_steps += 1
+        is_withdrawn = isinstance(error, StepWithdrawnError)
+        if is_withdrawn and self._stepper.num_failed_steps < MOST_WITHDRAWN_STEPS:
+            logger.error("a step was taken back; its requests go on", exc_info=error)
+            return []
+        logger.error("a step could not be planned or applied; all requests end", exc_info=error)
+        try:
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            outputs = self.finish(None, RequestStatus.FINISHED_ERROR, describe_failure(cause))
+            self.scheduler.check_invariants()
+        except Exception as consequence:
+            raise EngineDeadError(
+                f"a step failed and has left the scheduler in disorder: {type(error).__name__}: {error}; "
+                f"then {type(consequence).__name__}: {consequence}"
+            ) from error
+        return outputs
+
+    def _end_if_steps_keep_failing(self) -> None:
+        if self._stepper.num_failed_steps > MOST_FAILED_STEPS:
+            raise EngineDeadError(
+                f"{self._stepper.num_failed_steps} steps have failed in a row, and none computed anything in "
+                "between; the log has the reason of each"
+            )
 
     def raise_rank_failure(self) -> None:
         """Raise `EngineDeadError` if a rank has failed."""
@@ -169,11 +216,11 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether a step has anything to do."""
-        return self.scheduler.has_requests()
+        return self.scheduler.has_requests() or len(self._requests) > 0
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any sequence is waiting or running."""
-        return self.scheduler.has_unfinished_requests()
+        """Whether any sequence is waiting or running, or has not been told its end."""
+        return self.scheduler.has_unfinished_requests() or len(self._requests) > 0
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's state and counters, and those of the KV connector."""
@@ -240,6 +287,7 @@ class EngineCore:
         self._stepper.close()
         self._warmer.close()
         outputs = self.finish(None, RequestStatus.FINISHED_ABORTED)
+        outputs += self._requests.end_all(FinishReason.ABORT)
         self.scheduler.shutdown()
         if self._connector is not None:
             _close(self._connector)
@@ -250,7 +298,10 @@ class EngineCore:
 
     def _connector_stats(self, connector: KVConnector) -> KVConnectorStats | KVPeerStats | None:
         try:
-            return connector.stats()
+            stats = connector.stats()
+            if stats is not None and not isinstance(stats, KVConnectorStats | KVPeerStats):
+                raise TypeError(f"stats() returned {type(stats).__name__}, not KVConnectorStats")
+            return stats
         except Exception:
             if not self._stats_failure_is_logged:
                 self._stats_failure_is_logged = True
@@ -261,11 +312,20 @@ class EngineCore:
         if self.ranks is not None:
             self.ranks.close()
 
+    def _resume_warming(self) -> None:
+        try:
+            self._warmer.resume()
+        except Exception:  # no thread can be started, for one
+            logger.exception("the KV blocks that come next get no memory ahead of time")
+
     def _publish_kv_events(self) -> None:
         if self._kv_events is not None and self._publisher is not None:
             events = self._kv_events.take()
-            if events:
-                self._publisher.publish(events)
+            try:
+                if events:
+                    self._publisher.publish(events)
+            except Exception:  # a step's outputs are worth more than its events
+                logger.exception("%d KV events could not be published", len(events))
 
 
 def _close(connector: KVConnector) -> None:

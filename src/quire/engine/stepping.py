@@ -37,6 +37,8 @@ class Stepper(ABC):
     def __init__(self, scheduler: SchedulerInterface, runner: Runner) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self.num_failed_steps = 0
+        """Steps that failed since the last one that computed anything."""
 
     @abstractmethod
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
@@ -46,18 +48,28 @@ class Stepper(ABC):
     def close(self) -> None:
         """Wait for the step in flight; the stepper cannot be used afterwards."""
 
-    def _schedule(self) -> tuple[SchedulerOutput, GrammarOutput | None]:
-        scheduled = self._scheduler.schedule()
-        return scheduled, self._scheduler.get_grammar_bitmask(scheduled)
+    def _bitmask(self, scheduled: SchedulerOutput) -> GrammarOutput | Exception | None:
+        """Return the tokens that grammars allow in a step, or why that is not known."""
+        try:
+            return self._scheduler.get_grammar_bitmask(scheduled)
+        except Exception as error:
+            return error
 
-    def _execute(self, scheduled: SchedulerOutput, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def _execute(
+        self, scheduled: SchedulerOutput, grammar: GrammarOutput | Exception | None
+    ) -> ModelRunnerOutput:
         """Compute the step; if that fails, return an output in which each of its requests has the error.
 
         Raises:
             EngineDeadError: a rank has failed, and no further step can be computed.
         """
         try:
-            return self._runner.execute(scheduled, grammar)
+            if isinstance(grammar, Exception):
+                raise grammar
+            computed: object = self._runner.execute(scheduled, grammar)
+            if not isinstance(computed, ModelRunnerOutput):
+                raise TypeError(f"the model runner returned {type(computed).__name__}")
+            return computed
         except EngineDeadError:
             raise
         except Exception as error:
@@ -68,6 +80,10 @@ class Stepper(ABC):
 
     def _update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
         by_client = self._scheduler.update_from_output(scheduled, computed)
+        if not computed.is_applied:
+            self.num_failed_steps += 1
+        elif scheduled.request_ids:
+            self.num_failed_steps = 0
         return [output for outputs in by_client.values() for output in outputs.outputs]
 
 
@@ -76,8 +92,8 @@ class SerialStepper(Stepper):
 
     @override
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
-        scheduled, grammar = self._schedule()
-        computed = self._execute(scheduled, grammar)
+        scheduled = self._scheduler.schedule()
+        computed = self._execute(scheduled, self._bitmask(scheduled))
         outputs = self._update(scheduled, computed)
         return outputs, bool(outputs) or _does_something(scheduled)
 
@@ -128,8 +144,9 @@ class OverlappedStepper(Stepper):
         self._in_flight.clear()
 
     def _launch(self) -> None:
-        scheduled, grammar = self._schedule()
-        self._in_flight.append((scheduled, self._thread.submit(self._execute, scheduled, grammar)))
+        scheduled = self._scheduler.schedule()
+        future = self._thread.submit(self._execute, scheduled, self._bitmask(scheduled))
+        self._in_flight.append((scheduled, future))
 
 
 def describe_failure(error: Exception) -> str:

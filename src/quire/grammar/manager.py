@@ -99,7 +99,10 @@ class GrammarManager:
         output_token_ids = self._outputs.pop(request_id)
         if isinstance(result, str):
             return result
-        self._followed[request_id] = _Followed(result.copy())
+        try:
+            self._followed[request_id] = _Followed(result.copy())
+        except Exception as error:
+            return failure_message(error)
         if output_token_ids and not self.accept(request_id, output_token_ids):
             return self._followed.pop(request_id).error
         return None

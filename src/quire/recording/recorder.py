@@ -163,6 +163,10 @@ class RecordingScheduler(SchedulerInterface):
         )
 
     @override
+    def check_invariants(self) -> None:
+        self.scheduler.check_invariants()
+
+    @override
     def shutdown(self) -> None:
         """Closes the file."""
         self._record(calls.ShutdownCall(), self.scheduler.shutdown)

@@ -81,10 +81,11 @@ class AdmissionPhase:
         if plan.throttles_prefills or plan.admission_closed or not len(self.waiting.queue):
             return
         self.sharing.begin(plan.slots, plan.num_tokens)
+        self._num_promised = 0
         admitted: list[_Admitted] = []
         try:
             self._admit_in_order(plan, admitted)
-        finally:  # promises are kept even if a policy fails
+        finally:  # promises are kept whatever raised
             self.waiting.queue.restore()
             self._place(plan, admitted)
 
@@ -335,8 +336,8 @@ class AdmissionPhase:
 
     def _give_blocks(self, admitted: list[_Admitted]) -> None:
         """Open the block tables of all admitted requests, with one allocation for all of them."""
-        fresh = self.kv.pool.allocate(self._num_promised)
-        start = self._num_promised = 0
+        fresh = self.kv.pool.allocate(sum(one.num_new_blocks for one in admitted))
+        start = 0
         for one in admitted:
             end = start + one.num_new_blocks
             held = self._held_blocks(one.prefix)

@@ -17,6 +17,7 @@ from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.refusals import (
     refuse_beams_beside_eviction,
+    refuse_ids_out_of_range,
     refuse_if_beams_never_fit,
     refuse_if_never_fits,
     refuse_if_queue_is_full,
@@ -53,9 +54,21 @@ class Arrivals:
         self._refuse(request)
         request.arrival = next(self._numbers)
         request.arrival_time = self.read_clock()
-        self.kv.register(request.request_id, request.prompt_array, request.cache_salt)
-        self.waiting.enter(request)
-        self.timeouts.start(request)
+        try:
+            self.kv.register(request.request_id, request.prompt_array, request.cache_salt)
+            self.timeouts.start(request)
+            self.waiting.enter(request)
+        except BaseException:
+            self._take_back(request)
+            raise
+
+    def _take_back(self, request: Request) -> None:
+        """Forget a request that could not be let in to the end."""
+        request_id = request.request_id
+        self.waiting.remove(request_id)
+        self.grammars.forget(request_id)
+        self.timeouts.deadlines.forget(request_id)
+        self.kv.forget(request_id)
 
     def _refuse(self, request: Request) -> None:
         """Raise the error about a request that cannot be served, or not now."""
@@ -68,6 +81,7 @@ class Arrivals:
             )
         require_text(request.cache_salt, "cache_salt")
         require_text(request.tenant, "tenant")
+        refuse_ids_out_of_range(request)
         self.grammars.refuse_without_backend(request)
         if not self.reads_priority:
             refuse_unread_priority(request, self.config)

@@ -9,6 +9,7 @@ import numpy as np
 
 from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.connector_calls import ConnectorCalls
+from quire.scheduling.interface import StepWithdrawnError
 from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import SchedulerStats
@@ -71,9 +72,9 @@ class CommitPhase:
         """Add what the connector's worker side must know; if the connector fails, take the step back."""
         try:
             metadata = self.connector.metadata_of(output)
-        except Exception:
+        except Exception as error:
             self.lost_steps.withdraw_newest()
-            raise
+            raise StepWithdrawnError("the KV connector could not prepare the step") from error
         return output if metadata is None else dataclasses.replace(output, kv_connector_metadata=metadata)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,10 +48,11 @@ class ConnectorCalls:
             return 0, False
         try:
             count, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            count = None if count is None else operator.index(count)
         except Exception:
             logger.exception("the KV connector failed to look request %r up", request.request_id)
             return 0, False
-        return count, is_async
+        return count, bool(is_async)
 
     def begin_load(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> bool:
         """See `KVConnector.update_state_after_alloc`; False if that fails."""
@@ -80,6 +82,7 @@ class ConnectorCalls:
             return False, None
         try:
             is_read_later, params = self._connector.request_finished(request, block_ids.tolist())
+            is_read_later = bool(is_read_later)
         except Exception:
             logger.exception("the KV connector failed at the end of request %r", request.request_id)
             return False, None
@@ -102,7 +105,7 @@ class ConnectorCalls:
         if self._connector is None:
             return []
         try:
-            return sorted(self._connector.leases_renewed())
+            return sorted(map(_id, self._connector.leases_renewed()))
         except Exception:
             logger.exception("the KV connector failed to say which leases are renewed")
             return []
@@ -120,7 +123,7 @@ class ConnectorCalls:
         if self._connector is None:
             return True
         try:
-            return self._connector.reset()
+            return bool(self._connector.reset())
         except Exception:
             logger.exception("the KV connector failed to forget what it stores")
             return False
@@ -128,3 +131,9 @@ class ConnectorCalls:
     def metadata_of(self, output: SchedulerOutput) -> object | None:
         """See `KVConnector.build_connector_meta`; what that raises is raised: the step cannot be computed."""
         return None if self._connector is None else self._connector.build_connector_meta(output)
+
+
+def _id(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no request id")
+    return name

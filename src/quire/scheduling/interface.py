@@ -25,6 +25,10 @@ class PauseState(enum.Enum):
     PAUSED_ALL = enum.auto()  # nothing runs
 
 
+class StepWithdrawnError(Exception):
+    """A planned step cannot be computed and was taken back: its requests are in the queue again."""
+
+
 class SchedulerInterface(ABC):
     """Decides, step by step, how many tokens of which requests the model computes.
 
@@ -51,6 +55,9 @@ class SchedulerInterface(ABC):
 
         Each request may get all of its prompt tokens, one token, or anything between: chunked prefill,
         prefix hits and decoding are the same rule. With `throttle_prefills`, only decoding goes on.
+
+        Raises:
+            StepWithdrawnError: the step could not be planned to its end, and nothing is lost; try again.
         """
 
     @abstractmethod
@@ -175,6 +182,13 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def make_stats(self) -> SchedulerStats | None:
         """Return the present state and the counters since the start; None if none are kept."""
+
+    def check_invariants(self) -> None:  # noqa: B027, a scheduler may keep no accounts that can be checked
+        """Check that all accounts agree, which is slow.
+
+        Raises:
+            AssertionError: names what does not hold.
+        """
 
     @abstractmethod
     def shutdown(self) -> None:

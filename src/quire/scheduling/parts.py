@@ -22,6 +22,7 @@ from quire.scheduling.context import SchedulerContext
 from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.explanation import Explanation
 from quire.scheduling.fences import Fences
+from quire.scheduling.guarded_context import guarded
 from quire.scheduling.inspection import Inspection
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.lost_steps import LostSteps
@@ -51,7 +52,7 @@ class SchedulerParts:
         self, config: SchedulerConfig, *, num_blocks: int, max_model_len: int, context: SchedulerContext
     ) -> None:
         self._config = config
-        self._context = context
+        self._context = context = guarded(context)
         self._max_model_len = max_model_len
         self.stats = SchedulerStats(num_blocks=num_blocks)
         self.connector = ConnectorCalls(context.connector)

@@ -23,6 +23,22 @@ def refuse_unread_priority(request: Request, config: SchedulerConfig) -> None:
         )
 
 
+def refuse_ids_out_of_range(request: Request) -> None:
+    """Raise `InvalidRequestError` for token ids that no vocabulary has: 32 bits are kept of each."""
+    most = np.iinfo(np.int32).max
+    ids = {
+        "stop_token_ids": request.sampling_params.stop_token_ids,
+        "eos_token_ids": request.eos_token_ids,
+        "output_token_ids": request.output_token_ids,
+    }
+    for name, token_ids in ids.items():
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= most):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
+            raise InvalidRequestError(
+                f"{name} contains {wrong}, which is no token id; the limit is {most}", param=name
+            )
+
+
 def refuse_beams_beside_eviction(request: Request, config: SchedulerConfig) -> None:
     """Raise `InvalidRequestError` for a beam search if sequences evict KV."""
     if config.use_cache_eviction:

@@ -18,7 +18,7 @@ from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 from quire.scheduling.request_finisher import RequestFinisher
-from quire.scheduling.runner_faults import checked, without_past_errors
+from quire.scheduling.runner_faults import checked, valid_news, without_past_errors
 from quire.scheduling.running_slots import RunningSlots
 from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.step_sharing import StepSharing
@@ -79,7 +79,8 @@ class ResultsPhase:
         computed = checked(scheduler_output, computed, self.running)
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
-            self.transfer_phase.take(computed.kv_connector_output, scheduler_output)
+            news = valid_news(computed.kv_connector_output, self.kv.pool.num_blocks)
+            self.transfer_phase.take(news, scheduler_output)
         self._send_back_leaners(scheduler_output, computed)
         computed = without_past_errors(scheduler_output, computed, self.running)
         self.beam_phase.fail(computed.errors)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Iterable
 
 import numpy as np
 
 from quire.scheduling.running_slots import RunningSlots
-from quire.step import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from quire.step import NO_TOKEN, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 NO_SAMPLE = "the model runner returned no token for this request, although all of its tokens were computed"
 
@@ -19,6 +23,9 @@ def checked(
 
     An output whose rows are not those of the plan is that of a failed step.
     """
+    malformed = _what_is_malformed(planned, computed)
+    if malformed:
+        return ModelRunnerOutput.failed(planned, f"the model runner returned {malformed}")
     if computed.request_ids is not planned.request_ids and computed.request_ids != planned.request_ids:
         return _failed(planned, computed, f"requests {computed.request_ids}, planned {planned.request_ids}")
     if len(computed.sampled_token_ids) != len(planned.slots):
@@ -26,6 +33,25 @@ def checked(
         return _failed(planned, computed, rows)
     missing = _missing_samples(planned, computed, running) if computed.is_applied else {}
     return dataclasses.replace(computed, errors=missing | computed.errors) if missing else computed
+
+
+def _what_is_malformed(planned: SchedulerOutput, computed: object) -> str:
+    """Return what of an output is of the wrong type or shape; empty: nothing."""
+    if not isinstance(computed, ModelRunnerOutput):
+        return f"{type(computed).__name__}, not ModelRunnerOutput"
+    for name in ("sampled_token_ids", "draft_token_ids"):
+        tokens = getattr(computed, name)
+        if name == "draft_token_ids" and tokens is None:
+            continue
+        if not (isinstance(tokens, np.ndarray) and tokens.ndim == 2 and tokens.dtype.kind == "i"):
+            return f"{name} that are not an array [R, tokens] of integers: {tokens!r:.100}"
+    drafts = computed.draft_token_ids
+    if drafts is not None and len(drafts) != len(computed.sampled_token_ids):
+        return f"{len(drafts)} rows of drafts for {len(computed.sampled_token_ids)} requests"
+    for name in ("logprobs", "prompt_logprobs", "errors"):
+        if not isinstance(getattr(computed, name), dict):
+            return f"{name} that are {type(getattr(computed, name)).__name__}, not dict"
+    return ""
 
 
 def without_past_errors(
@@ -46,6 +72,28 @@ def _failed(planned: SchedulerOutput, computed: ModelRunnerOutput, what: str) ->
         planned, f"the model runner returned another step than was planned: {what}"
     )
     return dataclasses.replace(failed, kv_connector_output=computed.kv_connector_output)
+
+
+def valid_news(output: KVConnectorOutput, num_blocks: int) -> KVConnectorOutput:
+    """Return what a connector's worker side has reported, without what names no request or block."""
+    sent, received = _request_ids(output.finished_sending), _request_ids(output.finished_receiving)
+    failed = _block_ids(output.failed_block_ids, num_blocks)
+    valid = KVConnectorOutput(sent, received, failed)
+    if valid != output:
+        logger.error("the KV connector has reported what names no request or block: %.300r", output)
+    return valid
+
+
+def _request_ids(found: object) -> frozenset[str]:
+    items = found if isinstance(found, Iterable) else ()
+    return frozenset(item for item in items if isinstance(item, str))
+
+
+def _block_ids(found: object, num_blocks: int) -> frozenset[int]:
+    items = found if isinstance(found, Iterable) else ()
+    return frozenset(
+        int(item) for item in items if isinstance(item, (int, np.integer)) and 0 <= item < num_blocks
+    )
 
 
 def _missing_samples(

@@ -81,14 +81,9 @@ class RunningSlots:
         return self._keys[slot]
 
     def occupy(self, request: Request, key: OrderKey) -> int:
-        """Put a request into a free slot and return it."""
-        slot = self._free.pop()
+        """Put a request into a free slot and return it; whatever raises, the slot is still free."""
+        slot = self._free[-1]
         num_prompt, num_tokens = request.num_prompt_tokens, request.num_tokens
-        self.requests[slot] = request
-        self.request_ids[slot] = request.request_id
-        self._slots[request.request_id] = slot
-        self._keys[slot] = key
-        self.occupied[slot] = True
         self.token_ids[slot, :num_prompt] = request.prompt_array
         self.token_ids[slot, num_prompt:num_tokens] = request.output_token_ids
         self.num_prompt[slot] = num_prompt
@@ -102,6 +97,12 @@ class RunningSlots:
         self.needs_sampled_tokens[slot] = self.is_beam[slot] = False
         self._set_stop_ids(slot, request)
         bisect.insort(self._order, (key, slot))
+        self._free.pop()
+        self.requests[slot] = request
+        self.request_ids[slot] = request.request_id
+        self._slots[request.request_id] = slot
+        self._keys[slot] = key
+        self.occupied[slot] = True
         self._order_array = None
         return slot
 

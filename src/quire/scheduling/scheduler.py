@@ -246,10 +246,7 @@ class Scheduler(SchedulerInterface):
         self._holdings.end_all_leases()
         self._grammars.shutdown()
 
+    @override
     def check_invariants(self) -> None:
-        """Check invariants 1, 2, 5 and 8 as far as the scheduler can see them; for tests, it is not fast.
-
-        Raises:
-            AssertionError: names what does not hold.
-        """
+        """Check invariants 1, 2, 5 and 8 as far as the scheduler can see them."""
         self._inspection.check_invariants()

@@ -1,0 +1,74 @@
+"""The requests that the engine was given and has not ended: none is forgotten, whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from quire.scheduling.interface import SchedulerInterface
+from quire.scheduling.outputs import EngineCoreOutput
+from quire.status import FinishReason
+
+logger = logging.getLogger(__name__)
+
+LOST = (
+    "the engine lost this request after an internal error, which its log has, and has ended it; send it again"
+)
+
+
+class OwnedRequests:
+    """Ids of the requests that are still to have their terminal output.
+
+    As long as the scheduler has as many, nothing is looked at. Otherwise the outputs say who has ended; a
+    request that the scheduler does not know after two steps, and that had no terminal output, is lost.
+    """
+
+    def __init__(self) -> None:
+        self._sequence_ids: dict[str, Sequence[str]] = {}  # of each request in the scheduler, by its id
+        self._missing: set[str] = set()  # unknown to the scheduler after the last step
+
+    def __len__(self) -> int:
+        return len(self._sequence_ids)
+
+    def add(self, request_id: str, sequence_ids: Sequence[str]) -> None:
+        """Add a request that the scheduler has accepted, with the ids that its outputs have."""
+        self._sequence_ids[request_id] = sequence_ids
+
+    def forget(self, request_id: str) -> None:
+        """Let go of a request whose end has been told, or need not be."""
+        self._sequence_ids.pop(request_id, None)
+
+    def settle(
+        self, outputs: list[EngineCoreOutput], scheduler: SchedulerInterface
+    ) -> list[EngineCoreOutput]:
+        """Take note of the outputs of a step; return the terminal outputs of requests that are lost."""
+        if self._is_complete(scheduler):
+            return []
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.forget(output.request_id)
+        if self._is_complete(scheduler):
+            return []
+        missing = {request_id for request_id in self._sequence_ids if not scheduler.has_request(request_id)}
+        lost, self._missing = missing & self._missing, missing - self._missing
+        if lost:
+            logger.error("the scheduler has lost %d requests; they end with an error: %s", len(lost), lost)
+        return self._end(lost, FinishReason.ERROR, LOST)
+
+    def end_all(self, reason: FinishReason) -> list[EngineCoreOutput]:
+        """Return the terminal outputs of all requests; none is left."""
+        return self._end(set(self._sequence_ids), reason, None)
+
+    def _is_complete(self, scheduler: SchedulerInterface) -> bool:
+        """Whether the scheduler has as many requests, each of which is then one of these."""
+        is_complete = len(self._sequence_ids) == scheduler.get_num_unfinished_requests()
+        if is_complete and self._missing:
+            self._missing = set()
+        return is_complete
+
+    def _end(self, request_ids: set[str], reason: FinishReason, error: str | None) -> list[EngineCoreOutput]:
+        return [
+            EngineCoreOutput(sequence_id, [], finish_reason=reason, error=error)
+            for request_id in sorted(request_ids)
+            for sequence_id in self._sequence_ids.pop(request_id)
+        ]

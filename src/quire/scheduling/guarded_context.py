@@ -1,0 +1,70 @@
+"""The scheduler's surroundings, as calls that always answer: they are made in the middle of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+from collections.abc import Callable
+
+from quire.kv.block_hash import BlockKey
+from quire.kv.events import KVEventSink
+from quire.scheduling.context import SchedulerContext, no_drafts
+
+logger = logging.getLogger(__name__)
+
+
+def guarded(context: SchedulerContext) -> SchedulerContext:
+    """Return a context whose drafts, growth and events fail without the scheduler having to notice.
+
+    What fails is logged. There are no drafts then, no further memory, and no word of the event.
+    """
+    return dataclasses.replace(
+        context,
+        draft_length=context.draft_length
+        if context.draft_length is no_drafts
+        else _counting(context.draft_length, "draft_length"),
+        commit_blocks=context.commit_blocks and _growing(context.commit_blocks),
+        kv_events=context.kv_events and GuardedEvents(context.kv_events),
+    )
+
+
+def _counting(count: Callable[[int], int], name: str) -> Callable[[int], int]:
+    def guarded_count(number: int) -> int:
+        try:
+            return max(0, operator.index(count(number)))
+        except Exception:
+            logger.exception("%s(%d) failed and counts as 0", name, number)
+            return 0
+
+    return guarded_count
+
+
+def _growing(commit: Callable[[int], int]) -> Callable[[int], int]:
+    granted = _counting(commit, "commit_blocks")
+    return lambda count: min(count, granted(count))
+
+
+class GuardedEvents:
+    """Hands events on; what fails is logged, and that event is not known to anyone."""
+
+    def __init__(self, sink: KVEventSink) -> None:
+        self._sink = sink
+
+    def stored(self, block_id: int, key: BlockKey) -> None:
+        """See `KVEventSink.stored`."""
+        self._tell(lambda: self._sink.stored(block_id, key))
+
+    def removed(self, block_id: int, key: BlockKey) -> None:
+        """See `KVEventSink.removed`."""
+        self._tell(lambda: self._sink.removed(block_id, key))
+
+    def cleared(self) -> None:
+        """See `KVEventSink.cleared`."""
+        self._tell(self._sink.cleared)
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            logger.exception("a change of the prefix cache could not be noted")
