@@ -75,6 +75,7 @@ class RawDecoder:
             "identity": {},
             "use_checksum": False,
             "transports": [TransportOffer("tcp", TcpParameters(1).encode())],
+            "block_size": 0,
         }
         self.channel.send(LinkRequest(**(fields | changes)), soon())
 

@@ -13,12 +13,13 @@ import torch
 from raw_peers import address_of, soon, started
 
 from quire.datadist import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
+from quire.datadist.arriving_blocks import ArrivingBlocks
 from quire.datadist.cache_pool import CachePool
 from quire.datadist.cached_blocks import CachedBlocks
 from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.lending import Lender
 from quire.datadist.linking import establish_link
-from quire.datadist.loans import ArrivingBlocks, Loans
+from quire.datadist.loans import Loans
 from quire.datadist.memory import HostMemory
 from quire.datadist.prompt_link import PromptLink
 from quire.datadist.prompt_service import PromptService
@@ -56,7 +57,7 @@ class LendingSide:
         self.epoch = 77
         self.transports = open_transports([transport], listens=True, num_tcp_streams=2)
         self.cached = CachedBlocks()
-        lender = Lender(memory, self.loans, self.cached, lambda: IDENTITY)
+        lender = Lender(memory, 16, self.loans, self.cached, lambda: IDENTITY)
 
         def new_link(connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
             return PromptLink(
@@ -98,6 +99,7 @@ def linked_to(side: LendingSide, transport: str, identity=IDENTITY):
         use_checksum=True,
         deadline=soon(),
         identity=identity,
+        block_size=16,
     )
     try:
         yield link
@@ -330,7 +332,7 @@ def link_with_a_liar():
     mine, theirs = socket.socketpair()
     for one in (mine, theirs):
         one.setblocking(False)
-    offer = LinkOffer(5, 1, True, TransportOffer("tcp", b""))
+    offer = LinkOffer(5, 1, True, TransportOffer("tcp", b""), 16)
     terms = LinkTerms(1, ("127.0.0.1", 0), b"", use_checksum=True)
     link = DecoderLink(0, decoder_channel(mine), Scribbler(), offer, terms)
     try:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.datadist.loans import ArrivingBlocks, BlockPart, Loans
+from quire.datadist.arriving_blocks import ArrivingBlocks
+from quire.datadist.loans import BlockPart, Loans
+from quire.datadist.spans import ByteSpans
 from quire.datadist.status import LLMException, LLMStatusCode
 
 BLOCK_BYTES = 40
@@ -43,6 +45,14 @@ def refused(loans: Loans, *arguments, **changes) -> LLMStatusCode:
     return caught.value.status_code
 
 
+def put(target: np.ndarray, spans: ByteSpans, content: np.ndarray) -> None:
+    """Write bytes where spans of a cache are."""
+    places = [
+        np.arange(start, start + length) for start, length in zip(spans.offsets, spans.lengths, strict=True)
+    ]
+    target.reshape(-1)[np.concatenate(places)] = content.reshape(-1)
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_a_reader_gets_every_byte_once_in_any_interleaving_with_the_steps_that_compute_it(data):
@@ -63,7 +73,7 @@ def test_a_reader_gets_every_byte_once_in_any_interleaving_with_the_steps_that_c
             if part is not None:
                 columns = slice(part.offset, part.offset + part.num_bytes)
                 content = source[reading.block_ids(part), columns]
-                target[arriving.take(part), columns] = content
+                put(target, arriving.spans_for(part), content)
 
     done = 0
     for count in steps:
@@ -218,8 +228,8 @@ def test_owners_learn_who_is_renewed_read_and_released():
 def test_parts_that_do_not_continue_what_has_come_are_refused(part):
     arriving = ArrivingBlocks(np.array([5, 6, 7]), 2, BLOCK_BYTES)
     with pytest.raises(ValueError, match="BlockPart"):
-        arriving.take(part)
-    assert arriving.take(BlockPart(2, 3, 0, BLOCK_BYTES)).tolist() == [5, 6, 7]
+        arriving.spans_for(part)
+    assert arriving.spans_for(BlockPart(2, 3, 0, BLOCK_BYTES)).offsets.tolist() == [5 * BLOCK_BYTES]
     assert arriving.is_complete
     with pytest.raises(ValueError, match="BlockPart"):
-        arriving.take(BlockPart(2, 1, 0, 10))
+        arriving.spans_for(BlockPart(2, 1, 0, 10))

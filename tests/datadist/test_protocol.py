@@ -84,6 +84,7 @@ requests = st.builds(
     consume=st.booleans(),
     timeout_ms=st.integers(0, 2**31 - 1),
 )
+u32 = st.integers(0, 2**32 - 1)
 link_requests = st.builds(
     LinkRequest,
     u64,
@@ -92,8 +93,9 @@ link_requests = st.builds(
     st.dictionaries(st.text(max_size=6), st.text(max_size=6), max_size=3),
     st.booleans(),
     st.lists(offers, max_size=3),
+    u32,
 )
-u32, names = st.integers(0, 2**32 - 1), st.lists(st.text(max_size=8), max_size=3)
+names = st.lists(st.text(max_size=8), max_size=3)
 loan_messages = (
     st.builds(
         LoanRequest,
@@ -118,7 +120,7 @@ from_decoder |= (
     | st.builds(OfferDeclined, st.text(max_size=30))
 )
 from_prompt = (
-    st.builds(LinkOffer, u64, u64, st.booleans(), offers)
+    st.builds(LinkOffer, u64, u64, st.booleans(), offers, u32)
     | st.builds(PullAccepted, u64)
     | st.builds(PullRefused, u64, st.integers(0, 255), st.text(max_size=30))
     | st.builds(PullConfirmed, u64)

@@ -274,7 +274,7 @@ def test_a_request_that_never_comes_is_waited_for_only_so_long(pair, alone, monk
     [
         ("decode", {"kv_transfer_token": "guess"}, "refused this end's proof"),
         ("decode", {"kv_cache_dtype": "float32"}, "the KV differs in KV dtype"),
-        ("decode", {"block_size": 32}, "the KV differs in block size"),
+        ("decode", {"block_size": 8, "num_kv_blocks": 128}, "block_size must be a multiple of the PROMPT's"),
     ],
 )
 def test_engines_that_do_not_fit_are_not_linked(role, options, reason, caplog):
@@ -284,6 +284,38 @@ def test_engines_that_do_not_fit_are_not_linked(role, options, reason, caplog):
         assert answer(second, transfer=prefill(first)) == expected
         assert failed_loads(second)
         assert reason in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_blocks_of_another_size_are_put_together(transport, dtype):
+    options = {"kv_cache_dtype": dtype, "kv_transports": transport}
+    with engine(**options) as llm:
+        expected = [answer(llm), answer(llm, PROMPT[:201])]
+    with (
+        engine("prefill", max_num_batched_tokens=48, **options) as first,
+        engine("decode", **{**options, "block_size": 64, "num_kv_blocks": 16}) as second,
+    ):
+        assert answer(second, transfer=prefill(first)) == expected[0]
+        assert second.stats().num_loaded_tokens == 322
+        assert second.reset_prefix_cache()
+        answer(second, PROMPT[:64])
+        assert answer(second, PROMPT[:201], transfer=prefill(first, PROMPT[:201])) == expected[1]
+        assert second.stats().num_loaded_tokens == 322 + 200 - 64
+        # Layer by layer, while it is computed.
+        check_nothing_is_held(first, second)
+        assert second.reset_prefix_cache()
+        assert first.reset_prefix_cache()
+        host, port = core_of(first).info.kv_transfer_address
+        where = {"do_remote_prefill": True, "remote_host": host, "remote_port": port, "transfer_id": "t"}
+        answers = []
+        decoding = threading.Thread(target=lambda: answers.append(answer(second, transfer=where)))
+        decoding.start()
+        prefill(first, transfer_id="t")
+        decoding.join(60)
+        assert answers == [expected[0]]
+        assert second.stats().num_loaded_tokens == 322 + 200 - 64 + 322
+        check_nothing_is_held(first, second)
 
 
 @pytest.mark.parametrize("changes", [{"prompt_logprobs": 1}, {}], ids=str)

@@ -10,8 +10,10 @@ import pytest
 
 from quire.datadist.status import LLMStatusCode, failure
 from quire.kv.block_hash import SequenceKeys, root_digest
+from quire.kv.page_layout import PageLayout
 from quire.kv.peers import links
 from quire.kv.peers import peer as peer_module
+from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.links import PeerLinks
 from quire.kv.peers.peer import Peer
 from quire.kv.peers.prefix_lookup import PrefixLookup
@@ -19,6 +21,7 @@ from quire.kv.peers.pulls import LoanLoad, LoanPull
 from quire.kv.peers.transfer_params import BorrowingParams
 
 SOON = 20.0
+LAYOUTS = BlockLayouts(PageLayout(4, (), 8), lambda size: PageLayout(size, (), 8))
 
 
 class FakeLink:
@@ -26,6 +29,7 @@ class FakeLink:
 
     transport = "fake"
     epoch = 0
+    block_size = 4
 
     def __init__(self) -> None:
         self.stands = True
@@ -82,7 +86,7 @@ def make_peer():
     peers: list[Peer] = []
 
     def make(open_link) -> Peer:
-        peers.append(Peer(("127.0.0.1", 1), open_link, None, 8))
+        peers.append(Peer(("127.0.0.1", 1), open_link, None, LAYOUTS))
         return peers[-1]
 
     yield make
@@ -188,7 +192,7 @@ def test_cancelling_a_pull_does_not_drop_the_link_under_the_next():
 
     def read() -> None:
         with pytest.raises(ConnectionError):
-            pull.run(link, None, 8)
+            pull.run(link, None, LAYOUTS)
         ended.append(True)
 
     reading = threading.Thread(target=read)
@@ -265,6 +269,14 @@ def test_a_lookup_is_answered_after_any_failure(make_peer, monkeypatch, error):
     peer.look_up(after)
     wait_for(lambda: after.is_over)
     assert after.best == (("127.0.0.1", 1), 2)
+
+
+def test_digests_of_other_blocks_are_not_asked_about(make_peer):
+    opener, asked = Opener(), lookup()
+    opener.link.block_size = 2
+    make_peer(opener).look_up(asked)
+    wait_for(lambda: asked.is_over)
+    assert asked.best is None
 
 
 def test_a_peer_that_is_late_is_not_asked_again_before_it_has_answered(make_peer):

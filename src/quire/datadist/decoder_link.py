@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 
 from quire.datadist import sockets
+from quire.datadist.arriving_blocks import ArrivingBlocks
 from quire.datadist.cache_pool import CachePool
 from quire.datadist.handshake import ConnectionKind, greet, new_greeting
-from quire.datadist.loans import ArrivingBlocks, BlockPart
+from quire.datadist.loans import BlockPart
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import (
     DIGEST_BYTES,
@@ -41,7 +42,7 @@ from quire.datadist.protocol import (
     require_transfer,
 )
 from quire.datadist.push_receiver import PushReceiver
-from quire.datadist.spans import ByteSpans, part_spans
+from quire.datadist.spans import ByteSpans
 from quire.datadist.status import LLMException, LLMStatusCode, failure
 from quire.datadist.transports.interface import DestinationEnd, LinkTerms
 
@@ -62,6 +63,7 @@ class DecoderLink:
         cluster_id: of the PROMPT.
         transport: name of the transport that was chosen.
         epoch: of the PROMPT's start.
+        block_size: tokens per block of what the PROMPT lends; 0: it lends nothing.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class DecoderLink:
         self.cluster_id = cluster_id
         self.transport = offer.transport.name
         self.epoch = offer.epoch
+        self.block_size = offer.block_size
         self._channel = channel
         self._destination_end = destination_end
         self._terms = terms
@@ -291,8 +294,7 @@ class DecoderLink:
         ready = expected(PartReady, self._answer(transfer_id, deadline))
         require_transfer(ready.transfer_id, transfer_id)
         part = BlockPart(ready.first_block, ready.num_blocks, ready.offset, ready.num_bytes)
-        spans = part_spans(blocks.take(part), blocks.block_bytes, part.offset, part.num_bytes)
-        self._destination_end.receive(transfer_id, memory, spans, deadline)
+        self._destination_end.receive(transfer_id, memory, blocks.spans_for(part), deadline)
         self._channel.send(PartTaken(transfer_id), deadline)
 
     def _acknowledge(self, transfer_id: int, deadline: float) -> None:

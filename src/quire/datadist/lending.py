@@ -16,12 +16,14 @@ class Lender:
 
     Attributes:
         memory: the engine's KV cache, one tensor of all blocks.
+        block_size: tokens per block.
         loans: what of it is lent, by name.
         cached: what of it can be read without having been lent, by content.
         identity: returns what the KV is, in named parts; only peers with the same are linked.
     """
 
     memory: CacheMemory
+    block_size: int
     loans: Loans
     cached: CachedBlocks
     identity: Callable[[], Mapping[str, str]]

@@ -35,10 +35,12 @@ def establish_link(
     use_checksum: bool,
     deadline: float,
     identity: Mapping[str, str] = NO_IDENTITY,
+    block_size: int = 0,
 ) -> DecoderLink:
     """Link to a PROMPT; leaves nothing behind if that fails.
 
-    `identity` says what the KV is that this side can use, in named parts; the PROMPT must have the same.
+    `identity` says what the KV is that this side can use, in named parts; the PROMPT must have the same. What
+    it lends goes into blocks of `block_size` tokens, a multiple of its own.
 
     Raises:
         TimeoutError: the PROMPT does not answer in time.
@@ -51,11 +53,19 @@ def establish_link(
         key = greet(connection, token, new_greeting(ConnectionKind.CONTROL), deadline)
         offers = [TransportOffer(one.name, one.parameters) for one in transports]
         request = LinkRequest(
-            prompt_cluster_id, decoder_cluster_id, BYTE_ORDER, dict(identity), use_checksum, offers
+            prompt_cluster_id,
+            decoder_cluster_id,
+            BYTE_ORDER,
+            dict(identity),
+            use_checksum,
+            offers,
+            block_size,
         )
         channel.send(request, deadline)
         while destination_end is None:
             offer = channel.expect(LinkOffer, deadline)
+            if offer.block_size and block_size % offer.block_size:
+                raise ProtocolError(f"the peer offers blocks of {offer.block_size} tokens for {block_size}")
             terms = LinkTerms(offer.link_id, address, key, offer.use_checksum or use_checksum)
             try:
                 destination_end = _open_destination(transports, offer.transport, terms, deadline)

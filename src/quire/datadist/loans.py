@@ -305,42 +305,5 @@ class LoanReading:
         self._loans._end_reading(self._loan)
 
 
-class ArrivingBlocks:
-    """Blocks that are filled by parts of a loan, as a peer sends them.
-
-    Args:
-        block_ids: where block `first_block + i` of the loan goes [N].
-        first_block: in the loan.
-        block_bytes: bytes of a block.
-    """
-
-    def __init__(self, block_ids: Int64Array, first_block: int, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self._block_ids = block_ids
-        self._first_block = first_block
-        self._filled = np.zeros(len(block_ids), dtype=np.int64)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every byte of every block has come."""
-        return bool((self._filled == self.block_bytes).all())
-
-    def take(self, part: BlockPart) -> Int64Array:
-        """Return the blocks that a part goes to.
-
-        Raises:
-            ValueError: it does not continue what has come.
-        """
-        start = part.first_block - self._first_block
-        stop = start + part.num_blocks
-        if not (0 <= start < stop <= len(self._block_ids)) or part.num_bytes < 1:
-            raise ValueError(f"{part} is not among the blocks that were asked for")
-        filled = self._filled[start:stop]
-        if (filled != part.offset).any() or part.offset + part.num_bytes > self.block_bytes:
-            raise ValueError(f"{part} does not continue what has come")
-        filled += part.num_bytes
-        return self._block_ids[start:stop]
-
-
 def _not_lent(name: str, reason: str) -> LLMException:
     return failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"loan {name!r} cannot be read: {reason}")

@@ -200,6 +200,10 @@ class PromptLink:
             self.source_end.close()
 
     @property
+    def _block_size(self) -> int:
+        return 0 if self._lender is None else self._lender.block_size
+
+    @property
     def _peer(self) -> str:
         return f"DECODER {self.decoder_cluster_id}"
 
@@ -229,7 +233,8 @@ class PromptLink:
                 continue
             self.source_end = source_end
             offer = TransportOffer(transport.name, source_end.parameters)
-            self._channel.send(LinkOffer(self._epoch, self.link_id, use_checksum, offer), deadline)
+            message = LinkOffer(self._epoch, self.link_id, use_checksum, offer, self._block_size)
+            self._channel.send(message, deadline)
             answer = self._channel.receive(deadline)
             if not isinstance(answer, OfferDeclined):
                 expected(OfferAccepted, answer)
@@ -254,6 +259,11 @@ class PromptLink:
             here, there = mine.get(name, "nothing"), request.identity.get(name, "nothing")
             if here != there:
                 raise LinkRefusedError(f"the KV differs in {name}: PROMPT {here}, DECODER {there}")
+        if self._block_size and request.block_size % self._block_size:
+            raise LinkRefusedError(
+                f"blocks of {self._block_size} tokens cannot be put together to the DECODER's of "
+                f"{request.block_size}: its block_size must be a multiple of the PROMPT's"
+            )
 
     def _serve_pull(self, request: PullRequest) -> None:
         deadline = time.monotonic() + request.timeout_ms / 1e3

@@ -71,7 +71,10 @@ class TransportOffer(msgspec.Struct, array_like=True):
 
 
 class LinkRequest(Message):
-    """DECODER: link me. `identity` says what the KV is that this side can use; both must have the same."""
+    """DECODER: link me. `identity` says what the KV is that this side can use; both must have the same.
+
+    `block_size` is that of this side's blocks in tokens, if it reads lent ones; 0: it does not.
+    """
 
     prompt_cluster_id: U64
     decoder_cluster_id: U64
@@ -79,18 +82,21 @@ class LinkRequest(Message):
     identity: Identity
     use_checksum: bool
     transports: Annotated[list[TransportOffer], msgspec.Meta(max_length=16)]
+    block_size: U32
 
 
 class LinkOffer(Message):
     """PROMPT: this is how. After `OfferDeclined`, it offers another transport, or drops the link.
 
-    `epoch` is random for each start of the PROMPT; references of another epoch are void.
+    `epoch` is random for each start of the PROMPT; references of another epoch are void. `block_size` is that
+    of the blocks that it lends, in tokens; 0: it lends none.
     """
 
     epoch: U64
     link_id: U64
     use_checksum: bool
     transport: TransportOffer
+    block_size: U32
 
 
 class OfferAccepted(Message):

@@ -46,7 +46,7 @@ def build_peers(
     lends = config.role == "prefill" or config.kv_transfer_port > 0
     address = _address(config) if lends else None
     transports = _transports(config.kv_transports, listens=lends)
-    identity = _in_thread(functools.partial(kv_identity, config, model_path, model_config, plan))
+    identity = _in_thread(functools.partial(_identity, config, model_path, model_config, plan))
     return PeerConnector(
         plan.block_size,
         PeerOptions(
@@ -58,6 +58,15 @@ def build_peers(
             timeout=config.scheduler.kv_transfer_timeout,
         ),
     )
+
+
+def _identity(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> dict[str, str]:
+    """Return in what KV must agree; blocks may be of different sizes, on which links agree by themselves."""
+    identity = kv_identity(config, model_path, model_config, plan)
+    del identity["block size"]
+    return identity
 
 
 def lending_address(connector: KVConnector | None) -> tuple[str, int] | None:

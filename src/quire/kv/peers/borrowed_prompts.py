@@ -12,7 +12,7 @@ from quire.kv.peers.known_peers import MAX_PEERS, KnownPeers
 from quire.kv.peers.peer import Peer
 from quire.kv.peers.pulls import LoanLoad
 from quire.kv.peers.running_pulls import RunningPulls
-from quire.kv.peers.shared_prompt import lendable_keys
+from quire.kv.peers.shared_prompt import lendable_digest
 from quire.kv.peers.transfer_params import BorrowingParams, borrowing_params
 from quire.request import Request
 from quire.step import SchedulerOutput
@@ -123,8 +123,8 @@ class BorrowedPrompts:
         borrowed.is_over = True
         first = borrowed.num_local // self._block_size
         targets = [int(one) for one in block_ids[first : borrowed.num_blocks]]
-        digest = lendable_keys(request, self._block_size).digest(borrowed.num_blocks)
-        load = LoanLoad(request.request_id, borrowed.params, borrowed.num_blocks, digest, targets)
+        num_tokens, digest = request.num_prompt_tokens - 1, lendable_digest(request)
+        load = LoanLoad(request.request_id, borrowed.params, num_tokens, digest, targets)
         self._new_loads.append(load)
         self._stats.num_loads_chosen += 1
 

@@ -33,6 +33,8 @@ from quire.errors import EngineDeadError, InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
+from quire.kv.page_layout import PageLayout
+from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.borrowed_prompts import BorrowedPrompts
 from quire.kv.peers.cached_block_events import CachedBlockEvents
 from quire.kv.peers.known_peers import KnownPeers
@@ -284,14 +286,15 @@ class _Started:
     ) -> None:
         self._options = options
         self._epoch = epoch
-        self._block_bytes = kv_caches.bytes_per_block
+        self._layouts = _layouts(kv_caches)
+        block_bytes = self._layouts.block_bytes
         self.memory = _memory(kv_caches)
-        self.loans = Loans(self._block_bytes)
+        self.loans = Loans(block_bytes)
         self.lent = LentPrompts(block_size, self.loans)
         self.peers = KnownPeers(self._new_peer)
-        self.pulls = RunningPulls(self._block_bytes, self.peers, options.timeout, stats=stats, costs=costs)
+        self.pulls = RunningPulls(block_bytes, self.peers, options.timeout, stats=stats, costs=costs)
         self.borrowed = BorrowedPrompts(block_size, self.peers, self.pulls, stats=stats, costs=costs)
-        self._lender = Lender(self.memory, self.loans, cached, options.identity)
+        self._lender = Lender(self.memory, block_size, self.loans, cached, options.identity)
         self._no_caches: CachePool[CacheMemory] = CachePool(_no_memory, 0)
         self._service: PromptService | None = None
         self.address: Address | None = None
@@ -335,9 +338,10 @@ class _Started:
                 use_checksum=True,
                 deadline=deadline,
                 identity=self._options.identity(),
+                block_size=self._layouts.block_size,
             )
 
-        return Peer(address, open_link, self.memory, self._block_bytes)
+        return Peer(address, open_link, self.memory, self._layouts)
 
 
 def _memory(kv_caches: PagedAttentionCache) -> CacheMemory:
@@ -345,6 +349,15 @@ def _memory(kv_caches: PagedAttentionCache) -> CacheMemory:
     uint8 = kv_caches.tensor.new_empty(0).byte().dtype
     flat = kv_caches.tensor.view(-1).view(uint8)
     return memory_of_tensors(CacheDesc(1, shape, DataType.DT_INT8), [flat])
+
+
+def _layouts(kv_caches: PagedAttentionCache) -> BlockLayouts:
+    metadata = kv_caches.metadata
+
+    def layout_of(block_size: int) -> PageLayout:
+        return dataclasses.replace(metadata, page_size=block_size).page_layout()
+
+    return BlockLayouts(metadata.page_layout(), layout_of)
 
 
 def _no_memory(desc: CacheDesc) -> CacheMemory:

@@ -10,7 +10,7 @@ from typing import Any
 from quire.datadist.loans import Loans
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys
-from quire.kv.peers.shared_prompt import lendable_keys
+from quire.kv.peers.shared_prompt import lendable_digest, lendable_keys
 from quire.kv.peers.transfer_params import lending_params
 from quire.kv.prompt_blocks import PromptBlocks, Save
 from quire.request import Request
@@ -69,7 +69,8 @@ class LentPrompts:
             return
         transfer_id = params.transfer_id or secrets.token_hex(16)
         keys = lendable_keys(request, self._block_size)
-        loan = self._loans.offer(transfer_id, request.request_id, len(keys), keys.digest(len(keys)))
+        digest = lendable_digest(request)
+        loan = self._loans.offer(transfer_id, request.request_id, len(keys), digest)
         if loan is None:
             raise InvalidRequestError(
                 f"transfer_id {transfer_id!r} is in use by another request; each needs its own",

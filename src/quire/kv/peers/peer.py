@@ -12,6 +12,7 @@ from collections.abc import Callable
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import MAX_LOAN_NAMES
 from quire.datadist.status import LLMException
+from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.links import LINK_TIMEOUT, OneLink, OpenLink, PeerLinks
 from quire.kv.peers.prefix_lookup import PrefixLookup
 from quire.kv.peers.pulls import PeerPull
@@ -36,15 +37,17 @@ class Peer:
         address: where it listens.
         open_link: links to the peer.
         memory: this engine's KV cache.
-        block_bytes: bytes of a block.
+        layouts: of this engine's blocks.
     """
 
-    def __init__(self, address: Address, open_link: OpenLink, memory: CacheMemory, block_bytes: int) -> None:
+    def __init__(
+        self, address: Address, open_link: OpenLink, memory: CacheMemory, layouts: BlockLayouts
+    ) -> None:
         self.name = f"{address[0]}:{address[1]}"
         self._address = address
         self.links = PeerLinks(open_link)
         self._memory = memory
-        self._block_bytes = block_bytes
+        self._layouts = layouts
         self._lock = threading.Lock()
         self._waiting: dict[str, set[str]] = {}  # requests that wait for a loan, by its transfer id
         self._offered: set[str] = set()  # of these loans, those that the peer has spoken of
@@ -160,7 +163,7 @@ class Peer:
         has_failed = True
         try:
             if not pull.is_cancelled:
-                pull.run(link.get(pull.deadline), self._memory, self._block_bytes)
+                pull.run(link.get(pull.deadline), self._memory, self._layouts)
                 has_failed = False
         except LLMException as error:
             logger.warning("peer %s: the KV of a prompt could not be read: %s", self.name, error)
@@ -245,7 +248,10 @@ class Peer:
     def _find_prefix(self, lookup: PrefixLookup, link: OneLink) -> int:
         deadline = time.monotonic() + LINK_TIMEOUT
         try:
-            return link.get(deadline).find_prefix(lookup.digests(), deadline)
+            linked = link.get(deadline)
+            if linked.block_size != self._layouts.block_size:  # digests of other blocks
+                return 0
+            return linked.find_prefix(lookup.digests(), deadline)
         except (LLMException, OSError) as error:
             logger.warning("peer %s could not be asked what it has cached: %s", self.name, error)
         except Exception:

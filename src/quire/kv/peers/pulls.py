@@ -11,9 +11,9 @@ import numpy as np
 from typing_extensions import override
 
 from quire.datadist.decoder_link import DecoderLink
-from quire.datadist.loans import ArrivingBlocks
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import LoanRequest, PrefixRequest
+from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.transfer_params import Address, BorrowingParams
 
 OFFER_PATIENCE = 10.0
@@ -22,11 +22,11 @@ OFFER_PATIENCE = 10.0
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class LoanLoad:
-    """A loan to read for a request; its last blocks go into `block_ids`."""
+    """A loan to read for a request; its last tokens go into `block_ids`."""
 
     request_id: str
     params: BorrowingParams
-    num_blocks: int
+    num_tokens: int
     digest: bytes
     block_ids: list[int]
 
@@ -77,7 +77,7 @@ class PeerPull(ABC):
     def measures_reading(self) -> bool:
         """Whether nothing but reading takes its time."""
 
-    def run(self, link: DecoderLink, memory: CacheMemory, block_bytes: int) -> None:
+    def run(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
         """Read over a link.
 
         Raises:
@@ -90,7 +90,7 @@ class PeerPull(ABC):
             self._link = link
         began = time.monotonic()
         try:
-            self._read(link, memory, block_bytes)
+            self._read(link, memory, layouts)
         finally:
             self.seconds = time.monotonic() - began
             with self._lock:
@@ -109,7 +109,7 @@ class PeerPull(ABC):
         self.has_ended = True
 
     @abstractmethod
-    def _read(self, link: DecoderLink, memory: CacheMemory, block_bytes: int) -> None:
+    def _read(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
         """Read over a link; raises what `run` does."""
 
 
@@ -127,14 +127,17 @@ class LoanPull(PeerPull):
         return bool(self._load.params.remote_engine_id)  # else part of the time is the peer's to compute
 
     @override
-    def _read(self, link: DecoderLink, memory: CacheMemory, block_bytes: int) -> None:
+    def _read(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
         load, engine_id = self._load, self._load.params.remote_engine_id
         if engine_id and engine_id != engine_id_of(link.epoch):
             raise ConnectionError("it has been started anew since it computed the prompt")
-        first = load.num_blocks - len(self.block_ids)
+        size = link.block_size
+        first_token = _num_blocks(load.num_tokens, layouts.block_size) - len(self.block_ids)
+        first_token *= layouts.block_size
+        blocks = range(first_token // size, _num_blocks(load.num_tokens, size))
         patience = 0 if engine_id else int(OFFER_PATIENCE * 1e3)
-        request = LoanRequest(0, 0, self.transfer_id, first, load.num_blocks, load.digest, patience, 0)
-        link.pull_parts(request, memory, ArrivingBlocks(self.block_ids, first, block_bytes), self.deadline)
+        request = LoanRequest(0, 0, self.transfer_id, blocks.start, blocks.stop, load.digest, patience, 0)
+        link.pull_parts(request, memory, layouts.arriving(self.block_ids, blocks, size), self.deadline)
 
 
 class PrefixPull(PeerPull):
@@ -150,9 +153,14 @@ class PrefixPull(PeerPull):
         return True
 
     @override
-    def _read(self, link: DecoderLink, memory: CacheMemory, block_bytes: int) -> None:
-        request = PrefixRequest(0, 0, self._digests, 0)
-        link.pull_parts(request, memory, ArrivingBlocks(self.block_ids, 0, block_bytes), self.deadline)
+    def _read(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
+        request, blocks = PrefixRequest(0, 0, self._digests, 0), range(len(self.block_ids))
+        arriving = layouts.arriving(self.block_ids, blocks, layouts.block_size)
+        link.pull_parts(request, memory, arriving, self.deadline)
+
+
+def _num_blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
 
 
 def pull_of(load: LoanLoad | PrefixLoad, deadline: float) -> PeerPull:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from quire.kv.block_hash import SequenceKeys, root_digest
+from hashlib import blake2b
+
+from quire.kv.block_hash import DIGEST_BYTES, SequenceKeys, root_digest
 from quire.request import Request
 
 
@@ -16,6 +18,12 @@ def cacheable_keys(request: Request, block_size: int) -> SequenceKeys:
     keys = SequenceKeys(root_digest(salt=request.cache_salt), block_size)
     keys.extend(request.prompt_array[:-1])
     return keys
+
+
+def lendable_digest(request: Request) -> bytes:
+    """Return the digest of the tokens of a prompt but the last, and its salt: the same for any block size."""
+    tokens = request.prompt_array[:-1].tobytes()
+    return blake2b(root_digest(salt=request.cache_salt) + tokens, digest_size=DIGEST_BYTES).digest()
 
 
 def lendable_keys(request: Request, block_size: int) -> SequenceKeys:
