@@ -99,7 +99,8 @@ def _num_tokens(batch: AttentionBatch) -> int:
     if min(lengths) < 1 or min(starts) < 0 or max(map(operator.add, lengths, starts)) > capacity:
         raise IndexError(
             f"num_tokens is from {min(lengths)} to {max(lengths)}, num_cached_tokens from {min(starts)} to "
-            f"{max(starts)}; at least 1 and 0 are needed, and a sum of at most {capacity}, as tables have room"
+            f"{max(starts)}; at least 1 and 0 are needed, and a sum of at most {capacity}, which tables have "
+            "room for"
         )
     return sum(lengths)
 
