@@ -5,8 +5,9 @@ The model has Qwen3-0.6B's shape and random weights. All engines run on this mac
 - First token of a prompt that nobody has seen: one engine; the split with one call after the other; the split
   with both calls at once, where layers travel while they are computed. The engine that does both and the one
   that prefills have the same core, the one that decodes another. The answer is one token, and its
-  log-probability must be the same either way. Rounds alternate. Of 1,024 tokens, the last 16 are computed by
-  both engines, since whole blocks travel; of 1,025 only the last.
+  log-probability must be the same either way. Rounds alternate.
+- First token of a prompt that another engine has cached: two engines that do everything, one core each, and ask
+  each other. In turns, one computes a prompt and the other reads it.
 - Mixed load: some streams decode without pause while long prompts arrive one after another. Two engines with
   one core each: both take streams and prompts by turns, or one prefills and the other decodes. The figure is
   the 99th percentile of the time between two tokens of the steady streams.
@@ -23,6 +24,7 @@ import itertools
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -175,6 +177,42 @@ def measure_first_token(model: str, arguments: argparse.Namespace) -> None:
         )
 
 
+def measure_shared_prefixes(model: str, arguments: argparse.Namespace) -> None:
+    """Print the time to the first token of a prompt that an equal has cached, beside that to compute it."""
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    ports = free_ports(2)
+    peers = ",".join(f"127.0.0.1:{port}" for port in ports)
+    options = ["--served-model-name", "model", "--kv-transports", arguments.transports, "--kv-peers", peers]
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for cpu, port in zip(cpus, ports, strict=True):
+            servers.append(Server(model, [cpu], *options, "--kv-transfer-port", str(port)))
+            stack.callback(servers[-1].close)
+        times: dict[str, list[float]] = {"computed": [], "read from the equal": []}
+        for number in range(arguments.rounds + 1):
+            body = body_of(prompt_of(arguments.prompt_len, seed=5000 + number), 1) | {"logprobs": 1}
+            answers = []
+            for name, server in zip(times, servers, strict=True):
+                began = time.perf_counter()
+                answers.append(server.complete(body))
+                if number:  # the first round warms up
+                    times[name].append(time.perf_counter() - began)
+            check_equal(*answers)
+            servers.reverse()
+    computed, read = (statistics.median(values) for values in times.values())
+    print(
+        f"a prompt that an equal has cached: computed {computed:.3f} s, read {read:.3f} s (medians), ", end=""
+    )
+    print(f"{read / computed:.3f} times")
+
+
+def free_ports(count: int) -> list[int]:
+    """Return numbers of TCP ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
 def check_equal(answer: Body, expected: Body) -> None:
     """End the program if two answers differ in any bit of their log-probabilities."""
     logprobs = [one["choices"][0]["logprobs"]["token_logprobs"] for one in (answer, expected)]
@@ -257,6 +295,7 @@ def main() -> None:
     with random_model(arguments.model) as model:
         if arguments.rounds:
             measure_first_token(model, arguments)
+            measure_shared_prefixes(model, arguments)
         if arguments.seconds:
             measure_mixed_load(model, arguments)
 
