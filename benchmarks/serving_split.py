@@ -6,7 +6,7 @@ The model has Qwen3-0.6B's shape and random weights. All engines run on this mac
   with both calls at once, where layers travel while they are computed. The engine that does both and the one
   that prefills have the same core, the one that decodes another. The answer is one token, and its
   log-probability must be the same either way. Rounds alternate.
-- First token of a prompt that another engine has cached: two engines that do everything, one core each, and ask
+- First token of a prompt that another engine has cached: two engines that do everything, one core each, ask
   each other. In turns, one computes a prompt and the other reads it.
 - Mixed load: some streams decode without pause while long prompts arrive one after another. Two engines with
   one core each: both take streams and prompts by turns, or one prefills and the other decodes. The figure is
@@ -201,9 +201,9 @@ def measure_shared_prefixes(model: str, arguments: argparse.Namespace) -> None:
             servers.reverse()
     computed, read = (statistics.median(values) for values in times.values())
     print(
-        f"a prompt that an equal has cached: computed {computed:.3f} s, read {read:.3f} s (medians), ", end=""
+        f"a prompt that an equal has cached: computed {computed:.3f} s, read {read:.3f} s (medians), "
+        f"{read / computed:.3f} times"
     )
-    print(f"{read / computed:.3f} times")
 
 
 def free_ports(count: int) -> list[int]:
