@@ -4,10 +4,14 @@ import json
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from live_server import MAX_BODY_BYTES
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
+from quire.server.protocol import MAX_OBJECTS, MAX_VALUES
+from quire.server.validation import count_outside_strings
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -289,6 +293,44 @@ async def test_body_over_the_limit_undeclared_is_not_read_to_its_end(http):
     )
     refusal(response, 413)
     assert sent < MAX_BODY_BYTES + 3 * 65536
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": [1] * (MAX_VALUES + 300)}, ["65836 values", "at most 65792"]),
+        ({"prompt": [[1]] * 70_000}, ["70000 values", "at most 65792"]),
+        ({"prompt": "a", "stop": [{}] * (MAX_OBJECTS + 1)}, ["4098 objects", "at most 4096"]),
+    ],
+)
+async def test_bodies_that_take_long_to_parse(http, body, words):
+    error = refusal(await complete(http, **body), 413)
+    assert error["code"] == "body_too_large"
+    for word in words:
+        assert word in error["message"]
+
+
+async def test_values_are_not_counted_within_strings(http):
+    error = refusal(await complete(http, prompt='{"a", "b\\"}' * 40_000), 400)
+    assert "tokens" in error["message"]
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text('a{,"\\\n'),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('a{,"\\'), inner),
+    )
+)
+def test_what_is_outside_strings_equals_a_scan(value):
+    body = json.dumps(value).encode()
+    naive = {b"{": 0, b",": 0}
+    in_string = escaped = False
+    for character in body:
+        if not in_string and (mark := bytes([character])) in naive:
+            naive[mark] += 1
+        in_string ^= character == ord('"') and not escaped
+        escaped = character == ord("\\") and not escaped
+    assert count_outside_strings(body, b"{,") == naive
 
 
 def test_ten_megabytes_over_a_socket(live):

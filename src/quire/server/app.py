@@ -80,10 +80,14 @@ def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         try:
             if endpoint.body is None:
                 return await endpoint.handler(request)
-            limit = context_of(request).config.max_body_bytes
-            return await endpoint.handler(
-                request, await read_body(request, endpoint.body, max_body_bytes=limit)
+            context = context_of(request)
+            body = await read_body(
+                request,
+                endpoint.body,
+                max_body_bytes=context.config.max_body_bytes,
+                max_prompt_tokens=context.llm.info.max_model_len,
             )
+            return await endpoint.handler(request, body)
         except ClientGoneError:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         except Exception as error:  # as_api_error logs what it does not know

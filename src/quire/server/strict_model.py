@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -38,13 +39,21 @@ class StrictModel(BaseModel):
     @classmethod
     def _refuse_unknown_names(cls, values: Any) -> Any:
         """Stop at the first unknown name; pydantic's own check would describe every one of a million."""
-        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        names = _names_of(cls)
         for name in values if isinstance(values, dict) else ():
-            if name not in fields:
-                known = [key for key, field in fields.items() if field.annotation is not type(None)]
+            if name not in names:
+                known = [key for key, is_supported in names.items() if is_supported]
                 context = {"name": name, "hint": nearest_name(name, known)}
                 raise PydanticCustomError(UNKNOWN_NAME, "unknown name", context)
         return values
+
+
+@functools.cache
+def _names_of(cls: type[BaseModel]) -> Mapping[str, bool]:
+    """Return the names that a model's body may have, and which of them are supported."""
+    return {
+        field.alias or name: field.annotation is not type(None) for name, field in cls.model_fields.items()
+    }
 
 
 def optional_field(cls: type, name: str, *, alias: str | None = None) -> Any:

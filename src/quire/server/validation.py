@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
@@ -20,8 +22,16 @@ _SUBJECT = re.compile(r"^\w+(?= should)")  # pydantic begins with "Input should"
 _MAX_SHOWN_VALUE = 80  # characters
 
 
-async def read_body(request: Request, model: type[BodyT], *, max_body_bytes: int) -> BodyT:
+async def read_body(
+    request: Request, model: type[BodyT], *, max_body_bytes: int, max_prompt_tokens: int
+) -> BodyT:
     """Return the request's JSON body as `model`.
+
+    Args:
+        request: whose body it is.
+        model: what the body must be.
+        max_body_bytes: limit of its size.
+        max_prompt_tokens: it may have as many values besides `protocol.MAX_VALUES`.
 
     Raises:
         ApiError: 413 or 415.
@@ -30,6 +40,7 @@ async def read_body(request: Request, model: type[BodyT], *, max_body_bytes: int
     """
     _require_json(request)
     body = await _bounded_body(request, max_body_bytes)
+    await _require_few_values(body, protocol.MAX_VALUES + max_prompt_tokens)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -66,6 +77,29 @@ async def _bounded_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect:
         raise ClientGoneError("the client left while it sent its request") from None
     return b"".join(chunks)
+
+
+async def _require_few_values(body: bytes, max_values: int) -> None:
+    """Refuse a body that would take long to parse, however few its bytes are."""
+    limits = {b"{": (protocol.MAX_OBJECTS, "objects, such as messages"), b",": (max_values, "values")}
+    if all(body.count(mark) <= limit for mark, (limit, _) in limits.items()):
+        return  # whatever of it is in strings
+    counts = await asyncio.to_thread(count_outside_strings, body, b"".join(limits))
+    for mark, (limit, what) in limits.items():
+        if counts[mark] > limit:
+            raise ApiError(
+                413,
+                f"the body has {counts[mark]} {what}; at most {limit} are taken; "
+                "send several smaller requests",
+                code="body_too_large",
+            )
+
+
+def count_outside_strings(body: bytes, marks: bytes) -> dict[bytes, int]:
+    """Return how often each of these characters occurs in a JSON text outside its strings."""
+    text = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    is_outside = np.cumsum(text == ord('"'), dtype=np.uint8) % 2 == 0
+    return {bytes([mark]): int(np.count_nonzero((text == mark) & is_outside)) for mark in marks}
 
 
 def _require_utf8(body: bytes) -> None:
