@@ -16,6 +16,9 @@ from quire.server.metrics import Metrics, RequestTimer
 from quire.server.responses import EndReason, PromptTokensDetails, TokenUsage
 from quire.status import FinishReason
 
+STARTED_PER_TURN = 4
+"""Streams of a call that start in one turn of the event loop: each tokenizes a prompt and sends it off."""
+
 OutputStream = AsyncGenerator[RequestOutput, None]
 
 
@@ -118,22 +121,37 @@ async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, 
                 latest[index] = output
                 changed.set()
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
-    for task in tasks:
-        task.add_done_callback(lambda _: changed.set())
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        for index, stream in enumerate(streams):
+            task = asyncio.create_task(pump(index, stream))
+            task.add_done_callback(lambda _: changed.set())
+            tasks.append(task)
+            if len(tasks) % STARTED_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    starting = asyncio.create_task(start())
     try:
-        async for item in _drained(tasks, latest, changed):
+        async for item in _drained(tasks, len(streams), latest, changed):
             yield item
     finally:
+        starting.cancel()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(starting, *tasks, return_exceptions=True)
 
 
 async def _drained(
-    tasks: list[asyncio.Task[None]], latest: dict[int, RequestOutput], changed: asyncio.Event
+    tasks: Sequence[asyncio.Task[None]],
+    num_streams: int,
+    latest: dict[int, RequestOutput],
+    changed: asyncio.Event,
 ) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield what the pumps leave in `latest` until all have ended; raise the first error of any."""
+    """Yield what the pumps leave in `latest` until all have ended; raise the first error of any.
+
+    `tasks` grows until there is one for each stream.
+    """
     while True:
         await changed.wait()
         changed.clear()
@@ -142,7 +160,7 @@ async def _drained(
             yield latest.popitem()
         for task in ended:
             task.result()
-        if len(ended) == len(tasks):
+        if len(ended) == num_streams:
             return
 
 
