@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.grammar.compilation import COMPILE_TIMEOUT, MAX_CACHED_GRAMMARS, NUM_COMPILERS
+from quire.grammar.compilation import COMPILE_TIMEOUT, MAX_CACHED_GRAMMARS, MOST_SUBMITTED, NUM_COMPILERS
 from quire.grammar.manager import GrammarManager
 from quire.request import Request
 from quire.sampling_params import SamplingParams
@@ -117,9 +117,9 @@ def grammars(backend, clock):
     grammars.shutdown()
 
 
-def request(request_id: str, word: str, output: str = "") -> Request:
+def request(request_id: str, word: str, output: str = "", tenant: str = "") -> Request:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=word))
-    made = Request(request_id, [1], params)
+    made = Request(request_id, [1], params, tenant=tenant)
     made.output_token_ids = [*map(ord, output)]
     return made
 
@@ -307,7 +307,8 @@ class ByHand(Executor):
         return self.pending[-1][0]
 
     def run(self) -> None:
-        for future, function, arguments in self.pending:
+        pending, self.pending = self.pending, []
+        for future, function, arguments in pending:
             future.set_result(function(*arguments))
 
 
@@ -318,6 +319,35 @@ def test_compilations_run_where_they_are_told_to(backend, clock):
     assert grammars.take_compiled() == []
     executor.run()
     assert grammars.take_compiled() == [("a", None)]
+    grammars.shutdown()
+
+
+def test_a_compilation_that_cannot_begin_is_an_error(backend, clock):
+    executor = ByHand()
+    executor.submit = lambda *_: 1 // 0
+    grammars = GrammarManager(backend, clock=clock, executor=executor)
+    grammars.start(request("a", "word"))
+    [(request_id, error)] = grammars.take_compiled()
+    assert request_id == "a"
+    assert "ZeroDivisionError" in error
+
+
+def test_tenants_take_turns(backend, clock):
+    executor = ByHand()
+    grammars = GrammarManager(backend, clock=clock, executor=executor)
+    for number in range(40):
+        grammars.start(request(f"many{number}", f"many{number}", tenant="many"))
+    grammars.start(request("one", "one", tenant="one"))
+    grammars.start(request("shared", "many30", tenant="other"))
+    ended: list[str] = []
+    while len(ended) < 42:
+        executor.run()
+        ended += [request_id for request_id, _ in grammars.take_compiled()]
+    first = [name for name in ended if name not in {"one", "shared", "many30"}]
+    assert first == [f"many{number}" for number in range(40) if number != 30]
+    assert ended.index("one") <= MOST_SUBMITTED + 3
+    assert ended.index("shared") <= MOST_SUBMITTED + 3
+    assert ended.index("many30") <= MOST_SUBMITTED + 3
     grammars.shutdown()
 
 

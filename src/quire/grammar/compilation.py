@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
+from quire.grammar.fair_queue import FairQueue
 from quire.grammar.interface import Grammar, GrammarBackend, failure_message
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -15,6 +16,7 @@ COMPILE_TIMEOUT = 30.0
 """Seconds that a request waits for its grammar before it ends with an error."""
 
 NUM_COMPILERS = 2
+MOST_SUBMITTED = 2 * NUM_COMPILERS  # one for each compiler to go on with; the others still take turns
 COMPILER_STACK_BYTES = 64 * 2**20  # compilers recurse as deep as a grammar's rules nest
 MAX_CACHED_GRAMMARS = 64
 
@@ -29,16 +31,17 @@ class _Waiting:
 
 @dataclasses.dataclass(slots=True)
 class _Compilation:
-    """One specification being compiled, and the requests that wait for it."""
+    """One specification to be compiled, and the requests that wait for it."""
 
-    future: Future[Grammar]
-    request_ids: dict[str, None]
+    request_ids: dict[str, None] = dataclasses.field(default_factory=dict)
+    future: Future[Grammar] | None = None  # None: its turn has not come
 
 
 class GrammarCompiler:
     """Compiles the grammars of requests; all methods are called in one thread.
 
-    The last `MAX_CACHED_GRAMMARS` grammars that were used are kept.
+    Tenants take turns, so that one with many grammars, or slow ones, delays mostly its own. The last
+    `MAX_CACHED_GRAMMARS` grammars that were used are kept.
 
     Args:
         backend: does the work.
@@ -55,6 +58,8 @@ class GrammarCompiler:
         self._waiting: dict[str, _Waiting] = {}  # by deadline, since all wait equally long
         self._results: dict[str, Grammar | str] = {}  # grammars or errors, by request
         self._compilations: dict[StructuredOutputsParams, _Compilation] = {}
+        self._queue = FairQueue()
+        self._submitted: set[Future[Grammar]] = set()
         self._ended: deque[StructuredOutputsParams] = deque()  # filled by the compiling threads
         self._cache: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
 
@@ -65,17 +70,19 @@ class GrammarCompiler:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._waiting or request_id in self._results
 
-    def start(self, request_id: str, spec: StructuredOutputsParams) -> None:
-        """Begin to compile a request's grammar; `take_results` reports it."""
+    def start(self, request_id: str, spec: StructuredOutputsParams, tenant: str = "") -> None:
+        """Let a request's grammar be compiled when its tenant's turn comes; `take_results` reports it."""
         deadline = self._clock() + COMPILE_TIMEOUT
         if spec in self._cache:
             self._cache.move_to_end(spec)
             self._results[request_id] = self._cache[spec]
             return
-        if spec not in self._compilations:
-            self._compilations[spec] = _Compilation(self._submit(spec), {})
-        self._compilations[spec].request_ids[request_id] = None
+        compilation = self._compilations.setdefault(spec, _Compilation())
+        compilation.request_ids[request_id] = None
         self._waiting[request_id] = _Waiting(spec, deadline)
+        if compilation.future is None:
+            self._queue.push(tenant, spec)
+            self._submit_next()
 
     def take_results(self) -> dict[str, Grammar | str]:
         """Return by request id what ended since the last call: a grammar shared by requests, or an error."""
@@ -84,6 +91,7 @@ class GrammarCompiler:
         while self._ended:
             self._collect(self._ended.popleft())
         self._expire()
+        self._submit_next()
         results, self._results = self._results, {}
         return results
 
@@ -96,8 +104,17 @@ class GrammarCompiler:
         """Forget everything; compilations that have begun run to their end unheeded."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
-        for held in (self._waiting, self._results, self._compilations, self._ended, self._cache):
-            held.clear()
+        held = (self._waiting, self._results, self._compilations, self._queue, self._submitted)
+        for each in (*held, self._ended, self._cache):
+            each.clear()
+
+    def _submit_next(self) -> None:
+        """Hand on what is to be compiled next, as long as the compilers have little left."""
+        self._submitted = {future for future in self._submitted if not future.done()}
+        while len(self._submitted) < MOST_SUBMITTED and (spec := self._queue.pop()) is not None:
+            compilation = self._compilations[spec]
+            compilation.future = self._submit(spec)
+            self._submitted.add(compilation.future)
 
     def _submit(self, spec: StructuredOutputsParams) -> Future[Grammar]:
         if self._executor is None:
@@ -105,6 +122,9 @@ class GrammarCompiler:
         previous = threading.stack_size(COMPILER_STACK_BYTES)
         try:
             future = self._executor.submit(self._backend.compile, spec)
+        except Exception as error:  # no thread can be started, for one
+            future = Future()
+            future.set_exception(error)
         finally:
             threading.stack_size(previous)
         future.add_done_callback(lambda _: self._ended.append(spec))
@@ -113,7 +133,7 @@ class GrammarCompiler:
     def _collect(self, spec: StructuredOutputsParams) -> None:
         """Give a compiled grammar, or the error, to the requests that wait for it."""
         compilation = self._compilations.get(spec)
-        if compilation is None or not compilation.future.done():
+        if compilation is None or compilation.future is None or not compilation.future.done():
             return  # it was cancelled, and perhaps begun again
         del self._compilations[spec]
         error = compilation.future.exception()
@@ -148,5 +168,10 @@ class GrammarCompiler:
             return
         compilation = self._compilations[waiting.spec]
         del compilation.request_ids[request_id]
-        if not compilation.request_ids and compilation.future.cancel():
+        if compilation.request_ids:
+            return
+        if compilation.future is None:
+            self._queue.remove(waiting.spec)
+            del self._compilations[waiting.spec]
+        elif compilation.future.cancel():
             del self._compilations[waiting.spec]

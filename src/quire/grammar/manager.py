@@ -82,7 +82,7 @@ class GrammarManager:
         assert spec is not None
         assert self._compiler is not None
         self._outputs[request.request_id] = request.output_token_ids.copy()
-        self._compiler.start(request.request_id, spec)
+        self._compiler.start(request.request_id, spec, request.tenant)
 
     def take_compiled(self) -> list[tuple[str, str | None]]:
         """Return (request id, error if there was one) of the compilations that ended since the last call.
