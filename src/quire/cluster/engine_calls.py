@@ -50,6 +50,8 @@ class EngineCalls:
             EngineRequestError: the engine did not answer.
         """
         self.metrics.requests.labels(engine.url, purpose).inc()
+        if prompt.content:
+            self.metrics.count_prefix(self.engines.cached_prefix(prompt, engine))
         with self.engines.serving(engine, prompt, is_computed=kv is PromptKV.COMPUTED) as served:
             try:
                 async with self._upstream.answer(engine, asked) as answer:

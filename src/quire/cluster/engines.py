@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import enum
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
-from quire.cluster.prefix_memory import PrefixMemory
+from quire.cluster.cached_blocks import EngineBlocks
+from quire.cluster.prefix_memory import ChunksInFlight, PrefixMemory
 from quire.cluster.prompts import Prompt
 
 REQUEST_WEIGHT = 1024
@@ -56,6 +58,8 @@ class Engine:
         self.failure: str | None = NOT_CHECKED
         self.id = next(_ids)  # another one after each failure: what the engine had cached may be lost
         self.kv_address: tuple[str, int] | None = None  # where others read the KV that it computes
+        self.blocks: EngineBlocks | None = None  # that it has cached; None: its KV events are not followed
+        self.in_flight = ChunksInFlight()
         self.num_requests = 0
         self.num_waiting_bytes = 0  # of prompts whose answer has not begun
         self.turn = 0  # when it was last chosen
@@ -118,6 +122,20 @@ class ServedRequest:
         self._engine.num_requests -= 1
 
 
+class PrefixSource(enum.StrEnum):
+    """What says how much of a prompt an engine has cached: its KV events, or the text that it was sent."""
+
+    EVENTS = "events"
+    TEXT = "text"
+
+
+class CachedPrefix(NamedTuple):
+    """How many bytes of a prompt an engine has cached, and what says so."""
+
+    num_bytes: int
+    source: PrefixSource
+
+
 class Engines:
     """All engines by their URL.
 
@@ -148,12 +166,16 @@ class Engines:
         ]
         if not usable:
             return None
-        matched = self._memory.matched_bytes(prompt.chunk_keys, [engine.id for engine in usable])
-        return min(usable, key=lambda engine: (engine.load - matched[engine.id], engine.turn))
+        cached = self._cached_prefixes(prompt, usable)
+        return min(usable, key=lambda engine: (engine.load - cached[engine].num_bytes, engine.turn))
+
+    def cached_prefix(self, prompt: Prompt, engine: Engine) -> CachedPrefix:
+        """Return how much of a prompt an engine has cached."""
+        return self._cached_prefixes(prompt, [engine])[engine]
 
     def num_new_bytes(self, prompt: Prompt, engine: Engine) -> int:
-        """Return how many bytes of a prompt an engine has not been sent before."""
-        return len(prompt.content) - self._memory.matched_bytes(prompt.chunk_keys, [engine.id])[engine.id]
+        """Return how many bytes of a prompt an engine has not cached."""
+        return len(prompt.content) - self.cached_prefix(prompt, engine).num_bytes
 
     @contextlib.contextmanager
     def serving(self, engine: Engine, prompt: Prompt, *, is_computed: bool) -> Iterator[ServedRequest]:
@@ -167,5 +189,30 @@ class Engines:
         engine.turn = next(self._turns)
         num_bytes = self.num_new_bytes(prompt, engine) if is_computed else 0
         self._memory.note(prompt.chunk_keys, engine.id)
-        with engine.serving(num_bytes) as served:
-            yield served
+        if prompt.cached is not None and engine.blocks is not None:
+            prompt.cached.use(engine.blocks)
+        engine.in_flight.begin(prompt.chunk_keys)
+        try:
+            with engine.serving(num_bytes) as served:
+                yield served
+        finally:
+            engine.in_flight.end(prompt.chunk_keys)
+
+    def _cached_prefixes(self, prompt: Prompt, engines: Sequence[Engine]) -> dict[Engine, CachedPrefix]:
+        by_text = self._memory.matched_bytes(prompt.chunk_keys, [engine.id for engine in engines])
+        return {
+            engine: _by_events(prompt, engine) or CachedPrefix(by_text[engine.id], PrefixSource.TEXT)
+            for engine in engines
+        }
+
+
+def _by_events(prompt: Prompt, engine: Engine) -> CachedPrefix | None:
+    """Return what an engine's events say that it has cached, or what it is computing; None if they do not."""
+    if prompt.cached is None or engine.blocks is None:
+        return None
+    num_bytes = prompt.cached.num_bytes.get(engine.blocks)
+    if num_bytes is None:
+        return None
+    return CachedPrefix(
+        max(num_bytes, engine.in_flight.matched_bytes(prompt.chunk_keys)), PrefixSource.EVENTS
+    )

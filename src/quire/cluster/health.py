@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from typing import TYPE_CHECKING
 
 from quire.cluster.engines import NOT_CHECKED, Engine, Role
 from quire.cluster.upstream import Upstream
+from quire.server.responses import EngineDescription
+
+if TYPE_CHECKING:
+    from quire.cluster.kv_event_feeds import KVEventFeeds
 
 logger = logging.getLogger(__name__)
 
@@ -21,18 +26,20 @@ class HealthChecks:
     Args:
         upstream: connects to the engines.
         interval: seconds between two checks of an engine that is up.
+        feeds: follow the KV events of engines that are up; None: nothing is done with them.
     """
 
-    def __init__(self, upstream: Upstream, interval: float) -> None:
+    def __init__(self, upstream: Upstream, interval: float, feeds: KVEventFeeds | None = None) -> None:
         self._upstream = upstream
+        self._feeds = feeds
         self._interval = interval
         self._tasks: dict[Engine, asyncio.Task[None]] = {}
 
     async def check(self, engine: Engine) -> None:
         """Check an engine now."""
         failure = await self._upstream.check_health(engine)
-        if failure is None and engine.role is Role.PREFILL:
-            engine.kv_address = await self._upstream.kv_address(engine)
+        if failure is None and (engine.role is Role.PREFILL or self._feeds is not None):
+            await self._note(engine, await self._upstream.description(engine))
         before = engine.failure
         if failure is None:
             engine.mark_up()
@@ -40,6 +47,8 @@ class HealthChecks:
                 logger.info("%s is up", engine.url)
         else:
             engine.mark_down(failure)
+            if self._feeds is not None:
+                await self._feeds.unfollow(engine)
             if before in (None, NOT_CHECKED):
                 logger.warning("%s is down: %s", engine.url, failure)
 
@@ -52,11 +61,21 @@ class HealthChecks:
         task = self._tasks.pop(engine)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        if self._feeds is not None:
+            await self._feeds.unfollow(engine)
 
     async def close(self) -> None:
         """Check no engine any longer."""
         for engine in list(self._tasks):
             await self.unwatch(engine)
+        if self._feeds is not None:
+            await self._feeds.close()
+
+    async def _note(self, engine: Engine, description: EngineDescription | None) -> None:
+        address = None if description is None else description.kv_transfer
+        engine.kv_address = None if address is None else (address.host, address.port)
+        if self._feeds is not None:
+            await self._feeds.follow(engine, description)
 
     async def _watch(self, engine: Engine) -> None:
         delay = self._interval

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.cluster.engines import Engine, EngineState
+from quire.cluster.engines import CachedPrefix, Engine, EngineState
 
 
 class Purpose(enum.StrEnum):
@@ -37,12 +37,22 @@ class _EngineGauges(Collector):
             "Bytes of prompts at the engine that are new to it and not answered yet.",
             labels=labels,
         )
+        followed = GaugeMetricFamily(
+            "quire_route_engine_followed", "Whether the engine's KV events are followed.", labels=labels
+        )
+        cached = GaugeMetricFamily(
+            "quire_route_engine_cached_blocks",
+            "Number of KV blocks that the engine is known to have cached, by its KV events.",
+            labels=labels,
+        )
         for engine in self._engines:
             values = [engine.url, engine.role.value]
             up.add_metric(values, float(engine.state is EngineState.UP))
             running.add_metric(values, engine.num_requests)
             waiting.add_metric(values, engine.num_waiting_bytes)
-        yield from (up, running, waiting)
+            followed.add_metric(values, float(engine.blocks is not None))
+            cached.add_metric(values, 0 if engine.blocks is None else len(engine.blocks))
+        yield from (up, running, waiting, followed, cached)
 
 
 class RouterMetrics:
@@ -76,7 +86,26 @@ class RouterMetrics:
         self.direct = counter(
             "direct_requests", "Number of requests of which too little is new for a prefill engine."
         )
+        self._prefix_lookups = counter(
+            "prefix_lookups", "Number of prompts, by what says how much is cached of them.", "source"
+        )
+        self._prefix_hits = counter(
+            "prefix_hits", "Number of prompts of which something was cached, by what said so.", "source"
+        )
+        self._prefix_hit_bytes = counter(
+            "prefix_hit_bytes", "Number of bytes of prompts that were cached, by what said so.", "source"
+        )
+        self.not_tokenized = counter(
+            "not_tokenized", "Number of prompts that could not be tokenized, or not in time."
+        )
         self.broken = counter("broken_answers", "Number of answers that an engine did not complete.")
+
+    def count_prefix(self, prefix: CachedPrefix) -> None:
+        """Count what the engine that gets a prompt has cached of it."""
+        self._prefix_lookups.labels(prefix.source).inc()
+        if prefix.num_bytes:
+            self._prefix_hits.labels(prefix.source).inc()
+            self._prefix_hit_bytes.labels(prefix.source).inc(prefix.num_bytes)
 
     def exposition(self) -> bytes:
         """Return all of it in the Prometheus text format."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 
 CHUNK = 512
@@ -15,14 +16,16 @@ MAX_ENGINES_PER_CHUNK = 4
 """Engines that are remembered for a chunk: those that computed it last."""
 
 
-def chunk_keys(prompt: bytes) -> list[int]:
+def chunk_keys(prompt: bytes, salt: bytes = b"") -> list[int]:
     """Return a key for each full chunk of a prompt, which stands for all that comes before it too.
+
+    Prompts with different salts have different keys: engines do not share their KV.
 
     Python's hash of bytes is keyed afresh in each process, so that no client can choose prompts that collide.
     A collision costs nothing but a worse choice.
     """
     keys: list[int] = []
-    key = 0
+    key = hash(salt)
     for start in range(0, min(len(prompt), MAX_CHUNKS * CHUNK) - CHUNK + 1, CHUNK):
         key = hash((key, prompt[start : start + CHUNK]))
         keys.append(key)
@@ -67,3 +70,26 @@ class PrefixMemory:
             self._engines[key] = (engine, *others[: MAX_ENGINES_PER_CHUNK - 1])
         while len(self._engines) > self._max_chunks:
             self._engines.popitem(last=False)
+
+
+class ChunksInFlight:
+    """The chunks of the prompts that one engine is working on."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def begin(self, keys: Sequence[int]) -> None:
+        """Note that the engine has been sent a prompt with these chunks."""
+        self._counts.update(keys)
+
+    def end(self, keys: Sequence[int]) -> None:
+        """Note that the engine is done with it."""
+        for key in keys:
+            if self._counts[key] == 1:
+                del self._counts[key]
+            else:
+                self._counts[key] -= 1
+
+    def matched_bytes(self, keys: Sequence[int]) -> int:
+        """Return how many bytes of a prompt's beginning the engine is working on."""
+        return CHUNK * sum(1 for _ in itertools.takewhile(self._counts.__contains__, keys))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.cluster.prefix_memory import chunk_keys
 from quire.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from quire.cluster.prefix_lookup import CachedPrefixes
 
 Raw = msgspec.Raw
 
@@ -38,15 +42,22 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Prompt:
-    """What is known of a prompt: its content as JSON, as the client wrote it."""
+    """What is known of a prompt.
 
-    def __init__(self, content: bytes) -> None:
+    Args:
+        content: as JSON, as the client wrote it.
+        salt: the request's `cache_salt`, the same way.
+    """
+
+    def __init__(self, content: bytes, salt: bytes = b"") -> None:
         self.content = content
+        self.cached: CachedPrefixes | None = None  # by engines whose KV events are followed
+        self._salt = salt
 
     @functools.cached_property
     def chunk_keys(self) -> list[int]:
         """Keys of its chunks, see `quire.cluster.prefix_memory`."""
-        return chunk_keys(self.content)
+        return chunk_keys(self.content, self._salt)
 
 
 class OtherBody:
@@ -86,7 +97,8 @@ class GenerationBody:
             raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
         self._is_as_sent = _BETWEEN_ENGINES not in self._fields
         self._fields.pop(_BETWEEN_ENGINES, None)  # a client's are not for engines
-        self.prompt = Prompt(bytes(self._fields.get("messages", self._fields.get("prompt", b""))))
+        content = self._fields.get("messages", self._fields.get("prompt", b""))
+        self.prompt = Prompt(bytes(content), bytes(self._fields.get("cache_salt", b"")))
 
     @property
     def can_be_split(self) -> bool:

@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from aiohttp import web
@@ -27,6 +27,10 @@ from quire.config import RouterConfig
 from quire.errors import InvalidRequestError
 from quire.server.errors import SERVER_ERROR, TIMEOUT, UNAVAILABLE, ApiError
 from quire.server.live_calls import LiveCalls
+
+if TYPE_CHECKING:
+    from quire.cluster.kv_event_feeds import KVEventFeeds
+    from quire.cluster.prefix_lookup import PrefixLookup
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,8 @@ class Router:
         self.is_stopping = False
         self._upstream = Upstream(config)
         self._calls = EngineCalls(self.engines, self._upstream, self.metrics)
-        self._health = HealthChecks(self._upstream, config.health_interval)
+        self._lookup = _prefix_lookup(config)
+        self._health = HealthChecks(self._upstream, config.health_interval, _feeds(config, self._lookup))
         self._serving: set[asyncio.Task[Any]] = set()
         self._call_ids = itertools.count()
 
@@ -97,6 +102,8 @@ class Router:
         """Close all connections to engines."""
         await self._health.close()
         await self._upstream.close()
+        if self._lookup is not None:
+            self._lookup.close()
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -135,6 +142,7 @@ class Router:
         """
         generation = GenerationBody(body)
         asked = self._asked(request)
+        await self._look_up(request.path, body, generation.prompt)
         if not self._is_worth_a_prefill(generation):
             return await self._answer(request, asked, generation)
         prefills = Prefills(self._calls, self.config, asked, generation)
@@ -175,6 +183,15 @@ class Router:
             body=b"",
             timeout=self.config.first_byte_timeout,
         )
+
+    async def _look_up(self, path: str, body: bytes, prompt: Prompt) -> None:
+        """Find out what engines have cached of a prompt, as far as their KV events are followed."""
+        followed = [engine.blocks for engine in self.engines.by_url.values() if engine.blocks is not None]
+        if self._lookup is None or not followed:
+            return
+        prompt.cached = await self._lookup.find(path, body, len(prompt.content), followed)
+        if prompt.cached is None:
+            self.metrics.not_tokenized.inc()
 
     def _is_worth_a_prefill(self, generation: GenerationBody) -> bool:
         if not self.engines.of(PREFILLERS) or not generation.can_be_split:
@@ -283,6 +300,25 @@ class Router:
             code="no_engine",
             headers={"Retry-After": str(math.ceil(self.config.health_interval))},
         )
+
+
+def _prefix_lookup(config: RouterConfig) -> PrefixLookup | None:
+    if not config.tokenizer:
+        return None
+    from quire.cluster.prefix_lookup import PrefixLookup
+    from quire.models.checkpoints.hub import resolve_model
+    from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+
+    tokenizer = read_tokenizer(resolve_model(config.tokenizer, weights=False))
+    return PrefixLookup(tokenizer, config.tokenize_timeout)
+
+
+def _feeds(config: RouterConfig, lookup: PrefixLookup | None) -> KVEventFeeds | None:
+    if lookup is None:
+        return None
+    from quire.cluster.kv_event_feeds import KVEventFeeds
+
+    return KVEventFeeds(config, lookup.tokenizer.fingerprint)
 
 
 def _is_utf8(header: str) -> bool:

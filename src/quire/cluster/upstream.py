@@ -228,16 +228,13 @@ class Upstream:
             return str(error)
         return None if status == 200 else f"/health answered {status}: {body[:200].decode(errors='replace')}"
 
-    async def kv_address(self, engine: Engine) -> tuple[str, int] | None:
-        """Return where the KV that an engine computes can be read; None if it does not say."""
+    async def description(self, engine: Engine) -> EngineDescription | None:
+        """Return how an engine describes itself; None if it does not."""
         try:
             status, body = await self._get(engine, "/engine")
-            description = msgspec.json.decode(body, type=EngineDescription) if status == 200 else None
+            return msgspec.json.decode(body, type=EngineDescription) if status == 200 else None
         except (EngineRequestError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return None
-        if description is None or description.kv_transfer is None:
-            return None
-        return description.kv_transfer.host, description.kv_transfer.port
 
     async def _get(self, engine: Engine, path: str) -> tuple[int, bytes]:
         key = self._config.engine_api_key

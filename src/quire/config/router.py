@@ -55,6 +55,22 @@ class RouterConfig:
         unit="chunks of 512 bytes",
         help="How much of the prompts sent to engines is remembered, so that others that begin alike follow.",
     )
+    tokenizer: str = knob(
+        default="",
+        help="Model whose tokenizer the engines have: mini, a directory, a GGUF file, or a name on the "
+        "Hugging Face hub. With it, the KV events of engines tell which prompts they have cached. Empty: "
+        "that is guessed by the text that they were sent.",
+    )
+    tokenize_timeout: Timeout = knob(
+        default=0.2,
+        unit="seconds",
+        help="Time to find out how much of a prompt engines have cached before it is guessed by its text.",
+    )
+    max_cached_blocks: PositiveInt = knob(
+        default=1_048_576,
+        unit="KV blocks",
+        help="Number of cached blocks to know of at most, of all engines together. 140 bytes each.",
+    )
     kv_transfer: Literal["overlapped", "sequential"] = knob(
         default="overlapped",
         help="overlapped: a decode engine gets its request at once, and reads KV while the prefill engine "

@@ -95,16 +95,6 @@ class Tokenizer:
         anchor, anchor_text = self._anchor
         return self.decode([*anchor, token_id], skip_special_tokens=False)[len(anchor_text) :]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
-        """Return a conversation as text, up to where the answer starts, and the ids of its tokens.
-
-        Raises:
-            InvalidRequestError: the model has no template, its template refuses the messages, or they hold
-                half of a surrogate pair.
-        """
-        text = self.apply_chat_template(messages, add_generation_prompt=True)
-        return text, self.encode(text, add_special_tokens=False)
-
     @functools.cached_property
     def fingerprint(self) -> str:
         """Digest that two tokenizers share if they encode a sample alike and have the same chat template."""

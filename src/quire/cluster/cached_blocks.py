@@ -1,0 +1,90 @@
+"""Which blocks engines have cached, as their KV events tell."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class EngineBlocks:
+    """The blocks that one engine has cached, by their digests, the least recently used first.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def add(self, digests: Iterable[bytes]) -> None:
+        """Note that the engine has cached these blocks."""
+        for digest in digests:
+            self._digests[digest] = None
+            self._digests.move_to_end(digest)
+
+    def remove(self, digests: Iterable[bytes]) -> None:
+        """Note that the engine has these blocks no longer."""
+        for digest in digests:
+            self._digests.pop(digest, None)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._digests.clear()
+
+    def num_cached(self, digests: Sequence[bytes]) -> int:
+        """Return how many of a prompt's blocks the engine has: those up to the last that it is known to have.
+
+        Engines free the end of a prompt before its beginning. What is not known before a block was cached
+        before the engine's events were followed, or is forgotten for lack of room.
+
+        Args:
+            digests: of the prompt's full blocks, in order.
+        """
+        known = self._digests
+        for number in range(len(digests), 0, -1):
+            if digests[number - 1] in known:
+                return number
+        return 0
+
+    def use(self, digests: Sequence[bytes]) -> None:
+        """Note that a prompt with these blocks is sent to the engine: its beginning is forgotten last."""
+        for digest in reversed(digests):
+            if digest in self._digests:
+                self._digests.move_to_end(digest)
+
+    def forget_oldest(self) -> None:
+        """Forget the block that has not been used for longest."""
+        self._digests.popitem(last=False)
+
+
+class CachedBlocks:
+    """The blocks of all engines whose KV events are followed.
+
+    Args:
+        max_blocks: number of blocks to know of, those that several engines have counted for each.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._engines: list[EngineBlocks] = []
+
+    def open(self, block_size: int) -> EngineBlocks:
+        """Return an account for the blocks of one engine, with none yet."""
+        blocks = EngineBlocks(block_size)
+        self._engines.append(blocks)
+        return blocks
+
+    def close(self, blocks: EngineBlocks) -> None:
+        """Drop an engine's account."""
+        self._engines.remove(blocks)
+
+    def trim(self) -> None:
+        """Forget blocks above the limit: those of the engine of which most are known, so that none displaces
+        what is known of the others.
+        """
+        for _ in range(sum(map(len, self._engines)) - self._max_blocks):
+            max(self._engines, key=len).forget_oldest()

@@ -1,0 +1,251 @@
+"""Following the KV events of one engine: what comes is checked, bounded, and applied in small parts.
+
+As long as they are followed, they are known to be complete: whenever none has come for a while, the engine is
+asked whether any was missed. If it does not answer, nothing is known of its blocks any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quire.cluster.cached_blocks import CachedBlocks, EngineBlocks
+from quire.cluster.engines import Engine
+from quire.engine.kv_events import END_OF_REPLAY, TOPIC
+from quire.errors import QuireError
+from quire.kv.block_hash import DIGEST_BYTES
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 1 << 22
+
+MAX_QUEUED_MESSAGES = 256
+"""Live messages that wait for the router at most; those that it misses it asks for."""
+
+BLOCKS_PER_TURN = 2048
+"""Blocks that are applied before other tasks get their turn."""
+
+_NUMBER_BYTES = 8
+
+Socket = zmq.asyncio.Socket
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class _Stored(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
+    """The beginning of a `BlockStored`: its tokens are not read."""
+
+    block_hashes: list[Digest]
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
+    block_hashes: list[Digest]
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=False):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_Stored | _Removed | _Cleared]
+
+
+_decode = msgspec.msgpack.Decoder(_Batch).decode
+
+
+class EventSource(NamedTuple):
+    """Where the events of an engine come from, and since which failure of it.
+
+    Args:
+        host: of the engine's URL.
+        port, replay_port: TCP ports at which they are published and replayed.
+        block_size: tokens per block.
+        engine_id: of the engine, another one after each failure.
+    """
+
+    host: str
+    port: int
+    replay_port: int
+    block_size: int
+    engine_id: int
+
+    def address(self, port: int) -> str:
+        """Return a port's ZeroMQ address."""
+        return f"tcp://[{self.host}]:{port}" if ":" in self.host else f"tcp://{self.host}:{port}"
+
+
+class FeedError(QuireError):
+    """The events of an engine cannot be followed."""
+
+
+class KVEventFeed:
+    """Follows the KV events of one engine, whose `blocks` are not None while all is known of them.
+
+    Args:
+        engine: the engine.
+        source: of its events.
+        context: of all sockets of the router.
+        index: of the blocks of all engines.
+        interval: seconds without an event after which the engine is asked for those that were missed, and
+            after which it is tried again if it has failed.
+        timeout: seconds that the engine has to answer that.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        source: EventSource,
+        context: zmq.asyncio.Context,
+        index: CachedBlocks,
+        *,
+        interval: float,
+        timeout: float,
+    ) -> None:
+        self.source = source
+        self._engine = engine
+        self._context = context
+        self._index = index
+        self._interval = interval
+        self._timeout = timeout
+
+    async def run(self) -> None:
+        """Follow the events until cancelled; after a failure, from the start."""
+        last_failure = ""
+        while True:
+            try:
+                await self._follow()
+            except (FeedError, zmq.ZMQError) as error:
+                if str(error) != last_failure:
+                    logger.warning("the KV events of %s are not followed: %s", self._engine.url, error)
+                last_failure = str(error)
+            except Exception:
+                logger.exception("the KV events of %s cannot be followed", self._engine.url)
+            await asyncio.sleep(self._interval)
+
+    async def _follow(self) -> None:
+        """Follow the events until they fail.
+
+        Raises:
+            FeedError: a replay was not answered in time, or what came is invalid.
+            ZMQError: the host or a port is invalid.
+        """
+        blocks = self._index.open(self.source.block_size)
+        try:
+            with (
+                self._connected(zmq.SUB, self.source.port) as live,
+                self._connected(zmq.DEALER, self.source.replay_port) as replay,
+            ):
+                follower = _Follower(live, replay, blocks, self._index, self._timeout)
+                await follower.catch_up()
+                logger.info("the KV events of %s are followed", self._engine.url)
+                self._engine.blocks = blocks
+                while True:
+                    await follower.advance(self._interval)
+        finally:
+            self._engine.blocks = None
+            self._index.close(blocks)
+
+    @contextlib.contextmanager
+    def _connected(self, kind: int, port: int) -> Iterator[Socket]:
+        with self._context.socket(kind) as socket:
+            socket.linger = 0
+            socket.maxmsgsize = MAX_MESSAGE_BYTES
+            socket.rcvhwm = MAX_QUEUED_MESSAGES
+            socket.ipv6 = ":" in self.source.host
+            if kind == zmq.SUB:
+                socket.subscribe(TOPIC)
+            socket.connect(self.source.address(port))
+            yield socket
+
+
+class _Follower:
+    """Applies the events of one engine in the order of their numbers, the missed ones included."""
+
+    def __init__(
+        self, live: Socket, replay: Socket, blocks: EngineBlocks, index: CachedBlocks, timeout: float
+    ) -> None:
+        self._live = live
+        self._replay = replay
+        self._blocks = blocks
+        self._index = index
+        self._timeout = timeout
+        self._first = 0  # number of the first batch; 0: none has come
+        self._next = 0  # number that the next batch should have
+
+    async def advance(self, patience: float) -> None:
+        """Apply the next live batch; if none comes within `patience` seconds, those that were missed."""
+        if not await self._live.poll(_milliseconds(patience)):
+            await self.catch_up()
+            return
+        match await self._live.recv_multipart():
+            case [_, encoded_number, batch] if len(encoded_number) == _NUMBER_BYTES:
+                number = int.from_bytes(encoded_number)
+            case frames:
+                raise FeedError(f"an event has parts of {list(map(len, frames))} bytes")
+        if number > self._next:
+            await self.catch_up()
+        if number < self._first:
+            raise FeedError("the engine has been restarted, and its clock been set back")
+        if number >= self._next:
+            await self._apply(number, batch)
+        await asyncio.sleep(0)  # receiving what has come already does not wait
+
+    async def catch_up(self) -> None:
+        """Apply the batches that were missed and that the engine still has.
+
+        Raises:
+            FeedError: the engine did not answer in time, or what came is invalid.
+        """
+        await self._replay.send_multipart((b"", self._next.to_bytes(_NUMBER_BYTES)))
+        while True:
+            if not await self._replay.poll(_milliseconds(self._timeout)):
+                raise FeedError(f"a replay was not answered within {self._timeout:g} s")
+            match await self._replay.recv_multipart():
+                case [_, number, batch] if number == END_OF_REPLAY:
+                    return
+                case [_, number, batch] if len(number) == _NUMBER_BYTES:
+                    await self._apply(int.from_bytes(number), batch)
+                case frames:
+                    raise FeedError(f"a replay has parts of {list(map(len, frames))} bytes")
+            await asyncio.sleep(0)
+
+    async def _apply(self, number: int, encoded: bytes) -> None:
+        """Apply a batch; if others before it are missing, what they have removed is unknown: forget all."""
+        try:
+            batch = _decode(encoded)
+        except msgspec.DecodeError as error:
+            raise FeedError(f"an event is invalid: {error}") from error
+        if number != self._next:
+            self._blocks.clear()
+        self._first = self._first or number
+        self._next = number + 1
+        for event in batch.events:
+            match event:
+                case _Cleared():
+                    self._blocks.clear()
+                case _Stored(digests):
+                    await self._in_parts(digests, stored=True)
+                case _Removed(digests):
+                    await self._in_parts(digests, stored=False)
+
+    async def _in_parts(self, digests: list[bytes], *, stored: bool) -> None:
+        for start in range(0, len(digests), BLOCKS_PER_TURN):
+            if start:
+                await asyncio.sleep(0)
+            part = digests[start : start + BLOCKS_PER_TURN]
+            if stored:
+                self._blocks.add(part)
+                self._index.trim()
+            else:
+                self._blocks.remove(part)
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)

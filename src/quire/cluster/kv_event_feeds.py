@@ -1,0 +1,91 @@
+"""Which engines' KV events are followed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from urllib.parse import urlsplit
+
+import zmq.asyncio
+
+from quire.cluster.cached_blocks import CachedBlocks
+from quire.cluster.engines import Engine
+from quire.cluster.kv_event_feed import EventSource, KVEventFeed
+from quire.config import RouterConfig
+from quire.server.responses import EngineDescription
+
+logger = logging.getLogger(__name__)
+
+BLOCK_SIZES = range(1, 1 << 16)
+"""Tokens per block that an engine may have."""
+
+
+class KVEventFeeds:
+    """Follows the KV events of engines that publish them, each in a task of its own.
+
+    Args:
+        config: of the router.
+        fingerprint: of the router's tokenizer; only engines with the same one are followed.
+    """
+
+    def __init__(self, config: RouterConfig, fingerprint: str) -> None:
+        self._config = config
+        self._fingerprint = fingerprint
+        self._index = CachedBlocks(config.max_cached_blocks)
+        self._context = zmq.asyncio.Context()
+        self._feeds: dict[Engine, tuple[EventSource, asyncio.Task[None]]] = {}
+        self._refused: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+    async def follow(self, engine: Engine, description: EngineDescription | None) -> None:
+        """Follow an engine that is up, from the start if it has failed since; or not, if it is not possible.
+
+        Args:
+            engine: the engine.
+            description: its own; None: it gave none.
+        """
+        source = self._source(engine, description)
+        following = self._feeds.get(engine)
+        if following is not None and following[0] == source:
+            return
+        await self.unfollow(engine)
+        if source is not None:
+            feed = KVEventFeed(
+                engine,
+                source,
+                self._context,
+                self._index,
+                interval=self._config.health_interval,
+                timeout=self._config.connect_timeout,
+            )
+            self._feeds[engine] = source, asyncio.create_task(feed.run())
+
+    async def unfollow(self, engine: Engine) -> None:
+        """Follow an engine no longer, and forget its blocks."""
+        if (following := self._feeds.pop(engine, None)) is not None:
+            following[1].cancel()
+            await asyncio.gather(following[1], return_exceptions=True)
+
+    async def close(self) -> None:
+        """Follow no engine any longer."""
+        for engine in list(self._feeds):
+            await self.unfollow(engine)
+        self._context.destroy(linger=0)
+
+    def _source(self, engine: Engine, description: EngineDescription | None) -> EventSource | None:
+        events = None if description is None else description.kv_events
+        if description is None or events is None:
+            return None
+        if events.tokenizer != self._fingerprint or description.block_size not in BLOCK_SIZES:
+            if engine not in self._refused:
+                logger.warning(
+                    "the KV events of %s are not followed: its tokenizer is not the router's, or "
+                    "its block size of %d tokens is not valid",
+                    engine.url,
+                    description.block_size,
+                )
+            self._refused.add(engine)
+            return None
+        host = urlsplit(engine.url).hostname
+        assert host is not None  # `engine_url` has seen to that
+        return EventSource(host, events.port, events.replay_port, description.block_size, engine.id)

@@ -1,0 +1,127 @@
+"""What engines have cached of a prompt: it is split into tokens, and these into blocks, as engines do it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from pydantic import ValidationError
+
+from quire.cluster.cached_blocks import EngineBlocks
+from quire.errors import InvalidRequestError
+from quire.kv.block_hash import SequenceKeys, root_digest
+from quire.models.tokenizer import Tokenizer
+from quire.server.protocol import ChatCompletionRequest, CompletionRequest
+from quire.step import IntArray
+
+logger = logging.getLogger(__name__)
+
+MAX_CHARACTERS = 1 << 17
+"""Characters, or token ids, of a prompt that are looked at."""
+
+NUM_THREADS = 4
+
+_BODIES: Mapping[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CachedPrefixes:
+    """What each engine has cached of a prompt.
+
+    Args:
+        num_bytes: of the prompt as the client wrote it, by the engine's blocks.
+        digests: of the prompt's full blocks, in order, by block size.
+    """
+
+    num_bytes: Mapping[EngineBlocks, int]
+    digests: Mapping[int, list[bytes]]
+
+    def use(self, blocks: EngineBlocks) -> None:
+        """Note that the prompt is sent to an engine."""
+        blocks.use(self.digests.get(blocks.block_size, ()))
+
+
+class PrefixLookup:
+    """Finds out what engines have cached of prompts, in threads and within a time limit.
+
+    Args:
+        tokenizer: of the engines.
+        timeout: seconds for each prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, timeout: float) -> None:
+        self.tokenizer = tokenizer
+        self._timeout = timeout
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "quire-tokenize")
+
+    async def find(
+        self, path: str, body: bytes, num_bytes: int, engines: Collection[EngineBlocks]
+    ) -> CachedPrefixes | None:
+        """Return what engines have cached of a request's prompt.
+
+        None: the request is invalid, has several prompts, or it would take too long.
+
+        Args:
+            path: of the request.
+            body: of the request.
+            num_bytes: of the prompt in the body.
+            engines: their blocks.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await loop.run_in_executor(self._threads, self._find, path, body, num_bytes, engines)
+        except TimeoutError:
+            return None
+        except Exception:  # of a chat template, or of the tokenizer
+            logger.exception("a prompt could not be tokenized")
+            return None
+
+    def close(self) -> None:
+        """Begin no more lookups."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _find(
+        self, path: str, body: bytes, num_bytes: int, engines: Collection[EngineBlocks]
+    ) -> CachedPrefixes | None:
+        try:
+            request = _BODIES[path].model_validate_json(body)
+            length, token_ids = self._tokenized(request)
+        except (ValidationError, InvalidRequestError):  # the engine will tell the client
+            return None
+        if not token_ids:
+            return None
+        tokens = np.array(token_ids, dtype=np.int32)
+        root = root_digest(salt=request.cache_salt or "")
+        digests = {size: _digests(root, size, tokens) for size in {blocks.block_size for blocks in engines}}
+        bytes_per_token = min(1.0, MAX_CHARACTERS / length) * num_bytes / len(token_ids)
+        cached = {
+            blocks: int(blocks.num_cached(digests[blocks.block_size]) * blocks.block_size * bytes_per_token)
+            for blocks in engines
+        }
+        return CachedPrefixes(cached, digests)
+
+    def _tokenized(self, request: ChatCompletionRequest | CompletionRequest) -> tuple[int, list[int]]:
+        """Return the length of a prompt, in characters or ids, and the ids of what is looked at of it."""
+        if isinstance(request, ChatCompletionRequest):
+            messages = [message.for_template() for message in request.messages]
+            text = self.tokenizer.apply_chat_template(messages)
+            return len(text), self.tokenizer.encode(text[:MAX_CHARACTERS], add_special_tokens=False)
+        if len(request.prompts) > 1:
+            return 0, []
+        [prompt] = request.prompts
+        beginning = prompt[:MAX_CHARACTERS]
+        return len(prompt), self.tokenizer.encode(beginning) if isinstance(beginning, str) else beginning
+
+
+def _digests(root: bytes, block_size: int, tokens: IntArray) -> list[bytes]:
+    keys = SequenceKeys(root, block_size)
+    keys.extend(tokens)
+    return list(keys.digests(0, len(keys)))

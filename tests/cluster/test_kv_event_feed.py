@@ -1,0 +1,251 @@
+"""Following the events of a real publisher, and of peers that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from quire.cluster.cached_blocks import CachedBlocks
+from quire.cluster.engines import Engine, Role
+from quire.cluster.kv_event_feed import BLOCKS_PER_TURN, MAX_MESSAGE_BYTES, EventSource, KVEventFeed
+from quire.engine.kv_events import END_OF_REPLAY, TOPIC, KVEventPublisher
+from quire.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+LOCAL = "tcp://127.0.0.1:*"
+BLOCK = 4
+PATIENCE = 60.0  # seconds, for what comes at once
+SOON = 0.01  # seconds, after which what never comes is given up
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def stored(*numbers: int) -> BlockStored:
+    return BlockStored([digest(number) for number in numbers], None, [0] * BLOCK * len(numbers), BLOCK)
+
+
+def removed(*numbers: int) -> BlockRemoved:
+    return BlockRemoved([digest(number) for number in numbers])
+
+
+@contextlib.asynccontextmanager
+async def following(ports, *, max_blocks=10**6, interval=SOON, timeout=PATIENCE):
+    """Follow what is published at these ports as the events of an engine; yields the engine."""
+    engine = Engine("http://127.0.0.1:1", Role.BOTH)
+    source = EventSource("127.0.0.1", *ports, BLOCK, engine.id)
+    context = zmq.asyncio.Context()
+    index = CachedBlocks(max_blocks)
+    feed = KVEventFeed(engine, source, context, index, interval=interval, timeout=timeout)
+    task = asyncio.create_task(feed.run())
+    try:
+        yield engine
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert engine.blocks is None
+        assert not index._engines
+        context.destroy(linger=0)
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def known(engine):
+    return None if engine.blocks is None else [int.from_bytes(one, "big") for one in engine.blocks._digests]
+
+
+async def until_known(engine, *numbers):
+    await until(lambda: known(engine) == list(numbers))
+
+
+@pytest.fixture
+def publisher():
+    publisher = KVEventPublisher(LOCAL, LOCAL)
+    yield publisher
+    publisher.close()
+
+
+async def test_what_was_cached_before_and_what_comes_is_known(publisher):
+    publisher.publish([stored(1, 2), stored(3), removed(2)])
+    async with following(publisher.tcp_ports) as engine:
+        await until_known(engine, 1, 3)
+        for number in range(4, 40):
+            publisher.publish([stored(number), removed(number - 1)])
+        await until_known(engine, 1, 39)
+        publisher.publish([AllBlocksCleared(), stored(7)])
+        await until_known(engine, 7)
+
+
+async def test_a_large_event_is_applied_in_parts(publisher):
+    numbers = range(2 * BLOCKS_PER_TURN + 1)
+    publisher.publish([stored(*numbers)])
+    async with following(publisher.tcp_ports, max_blocks=100) as engine:
+        await until_known(engine, *numbers[-100:])
+        publisher.publish([removed(*numbers[:-1])])
+        await until_known(engine, numbers[-1])
+
+
+async def test_what_is_missed_and_not_kept_is_forgotten():
+    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=4)
+    publisher.publish([stored(1)])
+    async with following(publisher.tcp_ports) as engine:
+        await until_known(engine, 1)
+        publisher._next_number += 1  # a batch for which there was no room
+        publisher.publish([stored(2)])
+        await until_known(engine, 2)
+    publisher.close()
+
+
+@pytest.mark.parametrize("set_back", [False, True])
+async def test_the_blocks_of_an_engine_that_was_restarted_are_forgotten(set_back):
+    publisher = KVEventPublisher(LOCAL, LOCAL, clock=lambda: 5.0)
+    publisher.publish([stored(1)])
+    ports, endpoints = publisher.tcp_ports, (publisher.endpoint, publisher.replay_endpoint)
+    async with following(ports) as engine:
+        await until_known(engine, 1)
+        publisher.close()
+        publisher = KVEventPublisher(*endpoints, clock=lambda: 1.0 if set_back else 9.0)
+        if set_back:  # an event shows it
+            while known(engine) != [2]:
+                publisher.publish([stored(2)])
+                await asyncio.sleep(SOON)  # until it has subscribed again
+        else:
+            await until_known(engine)
+    publisher.close()
+
+
+async def test_events_that_are_cut_off_are_not_followed_until_they_are_back(caplog):
+    publisher = KVEventPublisher(LOCAL, LOCAL)
+    publisher.publish([stored(1)])
+    endpoints = publisher.endpoint, publisher.replay_endpoint
+    async with following(publisher.tcp_ports, timeout=0.5) as engine:
+        await until_known(engine, 1)
+        publisher.close()
+        await until(lambda: engine.blocks is None)
+        publisher = KVEventPublisher(*endpoints)
+        publisher.publish([stored(2)])
+        await until_known(engine, 2)
+        publisher.close()
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "the KV events of http://127.0.0.1:1 are not followed: a replay was not answered within 0.5 s"
+    ]
+
+
+class Liar:
+    """Answers replays with what it is told to."""
+
+    def __init__(self):
+        self.context = zmq.asyncio.Context()
+        self.live = self.context.socket(zmq.PUB)
+        self.replay = self.context.socket(zmq.ROUTER)
+        self.ports = tuple(one.bind_to_random_port("tcp://127.0.0.1") for one in (self.live, self.replay))
+
+    async def answer(self, *messages):
+        peer, *_ = await self.replay.recv_multipart()
+        for message in messages:
+            await self.replay.send_multipart((peer, b"", *message))
+
+    def close(self):
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def liar():
+    liar = Liar()
+    yield liar
+    liar.close()
+
+
+def encoded(*events):
+    return msgspec.msgpack.encode(KVEventBatch(0.0, list(events)))
+
+
+NUMBER = (5).to_bytes(8, "big")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ((NUMBER, b"\xc1"), "an event is invalid"),
+        ((NUMBER, encoded(BlockStored([b"short"], None, [], BLOCK))), "length >= 16"),
+        ((NUMBER, encoded(BlockRemoved([b"x" * 17]))), "length <= 16"),
+        ((NUMBER, msgspec.msgpack.encode([0.0, [["Other", 1]]])), "an event is invalid"),
+        ((b"5", encoded()), "parts of [0, 1, "),
+        ((NUMBER,), "parts of [0, 8]"),
+    ],
+)
+async def test_what_is_not_an_event_ends_the_following(liar, caplog, message, words):
+    async with following(liar.ports) as engine:
+        await liar.answer((NUMBER, encoded(stored(1))), message)
+        await until(lambda: caplog.records)
+        assert engine.blocks is None
+        [record] = caplog.records
+        assert record.levelno == logging.WARNING
+        assert words in record.message
+        await liar.answer((NUMBER, encoded(stored(2))), (END_OF_REPLAY, b""))
+        await until_known(engine, 2)
+
+
+async def test_a_live_message_that_is_no_event_ends_the_following(liar, caplog):
+    async with following(liar.ports, interval=PATIENCE) as engine:
+        await liar.answer((NUMBER, encoded(stored(1))), (END_OF_REPLAY, b""))
+        await until_known(engine, 1)
+        while engine.blocks is not None:  # until it has subscribed
+            await liar.live.send_multipart((TOPIC, b"5", b"", b"more"))
+            await asyncio.sleep(0)
+        assert "parts of [9, 1, 0, 4] bytes" in caplog.text
+
+
+async def test_what_was_missed_is_fetched_and_what_comes_twice_is_applied_once(liar):
+    def numbered(number):
+        return number.to_bytes(8, "big"), encoded(stored(number))
+
+    async with following(liar.ports, interval=PATIENCE) as engine:
+        await liar.answer(numbered(5), (END_OF_REPLAY, b""))
+        await until_known(engine, 5)
+        while not await liar.replay.poll(10):  # until it has subscribed, and noticed that 6 is missing
+            await liar.live.send_multipart((TOPIC, *numbered(7)))
+        await liar.answer(numbered(6), numbered(7), numbered(8), (END_OF_REPLAY, b""))
+        for number in (7, 8, 9):
+            await liar.live.send_multipart((TOPIC, *numbered(number)))
+        await until_known(engine, 5, 6, 7, 8, 9)
+
+
+async def test_a_message_that_is_too_large_is_not_taken(liar, caplog):
+    async with following(liar.ports, timeout=0.5) as engine:
+        await liar.answer((NUMBER, bytes(MAX_MESSAGE_BYTES + 1)), (END_OF_REPLAY, b""))
+        await until(lambda: "was not answered" in caplog.text)
+        assert engine.blocks is None
+
+
+async def test_an_endless_replay_starves_nobody(liar):
+    async with following(liar.ports) as engine:
+        await liar.answer(*[(NUMBER, encoded(stored(number))) for number in range(300)])
+        turns = 0
+        while liar.replay.get(zmq.EVENTS) & zmq.POLLIN == 0 and turns < 1000:
+            turns += 1
+            await asyncio.sleep(0)
+        assert engine.blocks is None  # it is not complete
+        assert turns == 1000
+
+
+async def test_a_port_that_cannot_be_one_is_said(caplog):
+    async with following((0x10000, -1)) as engine:
+        await until(lambda: caplog.records)
+        assert engine.blocks is None
+        assert "the KV events of http://127.0.0.1:1 are not followed" in caplog.text
+
+
+def test_addresses_name_the_host_of_the_engines_url():
+    assert EventSource("engine1", 7, 8, 16, 1).address(7) == "tcp://engine1:7"
+    assert EventSource("::1", 7, 8, 16, 1).address(8) == "tcp://[::1]:8"

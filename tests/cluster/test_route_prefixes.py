@@ -1,0 +1,349 @@
+"""Requests go where their prompts are cached: real engines, asked beside the router and through it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shutil
+from hashlib import blake2b
+
+import httpx
+import pytest
+from fake_upstream import FakeEngine
+
+import preloaded
+from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
+from quire.cluster.route import routing
+from quire.config import RouterConfig, ServerConfig
+from quire.engine.kv_events import KVEventPublisher
+from quire.kv.events import BlockStored
+from quire.models.checkpoints.hub import resolve_model
+from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.server.app import create_app
+from quire.server.listening import bound_socket, url_of
+from quire.server.serve import http_server
+
+LOCAL = "tcp://127.0.0.1:*"
+PATIENCE = 60.0  # seconds, for what comes at once
+ONE_TOKEN = SamplingParams(max_tokens=1)
+FOX = "The quick brown fox jumps over the lazy dog, and then again. " * 4
+SHIP = "A ship in harbour is safe, but that is not what ships are for. " * 4
+QUESTION = [
+    {"role": "system", "content": SHIP},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "What are "}, {"type": "text", "text": "they for?"}],
+    },
+]
+JOINED = [QUESTION[0], {"role": "user", "content": "What are they for?"}]
+
+
+def started() -> AsyncLLM:
+    config = EngineConfig(
+        num_threads=1,
+        kv_events_endpoint=LOCAL,
+        kv_events_replay_endpoint=LOCAL,
+        scheduler=SchedulerConfig(num_kv_blocks=256),
+    )
+    with preloaded.engines():
+        return AsyncLLM(config)
+
+
+@pytest.fixture(scope="module")
+def llms():
+    llms = [started(), started()]
+    yield llms
+    for llm in llms:
+        asyncio.run(llm.shutdown())
+
+
+class Cluster:
+    """Two engines behind a router, all in this event loop."""
+
+    def __init__(self, llms):
+        self.llms = llms
+        self.ports = [0, 0]
+        self._serving = [contextlib.AsyncExitStack() for _ in llms]
+
+    @property
+    def urls(self):
+        return [f"http://127.0.0.1:{port}" for port in self.ports]
+
+    async def start(self, index):
+        """Serve an engine, at the port that it had before."""
+        llm = self.llms[index]
+        await llm.wait_until_ready()
+        assert await llm.reset_prefix_cache()
+        stack = self._serving[index]
+        bound = stack.enter_context(contextlib.closing(bound_socket("127.0.0.1", self.ports[index])))
+        self.ports[index] = bound.getsockname()[1]
+        listening = asyncio.Event()
+        server = http_server(create_app(llm, ServerConfig()), listening.set)
+        task = asyncio.create_task(server.serve(sockets=[bound]))
+        stack.push_async_callback(lambda: task)
+        stack.callback(setattr, server, "should_exit", True)
+        await listening.wait()
+
+    async def stop(self, index):
+        await self._serving[index].aclose()
+
+    async def restart(self, index):
+        """Stop an engine, and serve another one in its place."""
+        await self.stop(index)
+        await self.llms[index].shutdown()
+        self.llms[index] = started()
+        await self.start(index)
+
+    @contextlib.asynccontextmanager
+    async def routed(self, **config):
+        """Serve the engines and a router for the duration of the context."""
+        settings = {"tokenizer": "mini", "tokenize_timeout": PATIENCE, "health_interval": 0.1, **config}
+        with contextlib.closing(bound_socket("127.0.0.1", 0)) as front:
+            try:
+                for index in range(len(self.llms)):
+                    await self.start(index)
+                async with (
+                    routing(RouterConfig(engine=tuple(self.urls), **settings), front) as self.router,
+                    httpx.AsyncClient(base_url=url_of("127.0.0.1", front), timeout=None) as self.http,
+                ):
+                    yield self
+            finally:
+                for index in range(len(self.llms)):
+                    await self.stop(index)
+
+    def num_known(self):
+        """Number of blocks that each engine is known to have cached."""
+        all_blocks = [self.router.engines.by_url[url].blocks for url in self.urls]
+        return [None if blocks is None else len(blocks) for blocks in all_blocks]
+
+    async def until(self, condition):
+        async with asyncio.timeout(PATIENCE):
+            while not condition(*self.num_known()):
+                await asyncio.sleep(0)
+
+    async def cache(self, index, prompt, **options):
+        """Have an engine cache a prompt behind the router's back, and wait until its events say so."""
+        before = self.num_known()[index] or 0
+        ask = self.llms[index].generate if isinstance(prompt, str) else self.llms[index].chat
+        async for _ in ask(prompt, ONE_TOKEN, **options):
+            pass
+        await self.until(lambda *known: (known[index] or 0) > before)
+
+    async def chosen(self, path="/v1/completions", **fields):
+        """Return which engine gets a request."""
+        counts = self.answers()
+        body = {"model": "mini", "max_tokens": 1, **fields}
+        answer = await self.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        [index] = [index for index, count in enumerate(self.answers()) if count != counts[index]]
+        return index
+
+    def answers(self):
+        return [self.metric(f'engine_requests_total{{engine="{url}",purpose="answer"}}') for url in self.urls]
+
+    def metric(self, name):
+        found = re.search(
+            rf"^quire_route_{re.escape(name)} (.*)$", self.router.metrics.exposition().decode(), re.MULTILINE
+        )
+        return 0.0 if found is None else float(found[1])
+
+
+@pytest.fixture
+async def cluster(llms):
+    async with Cluster(llms).routed() as cluster:
+        await cluster.until(lambda *known: None not in known)
+        yield cluster
+
+
+async def test_prompts_go_to_the_engine_that_has_cached_them(cluster):
+    await cluster.cache(0, FOX)
+    await cluster.cache(1, JOINED)
+    for _ in range(3):
+        assert await cluster.chosen(prompt=FOX + "And?") == 0
+        assert await cluster.chosen("/v1/chat/completions", messages=QUESTION) == 1
+    assert await cluster.chosen(prompt=[*cluster.llms[0].tokenizer.encode(FOX), 7]) == 0
+    assert cluster.metric('prefix_lookups_total{source="events"}') == 7
+    assert cluster.metric('prefix_hits_total{source="events"}') == 7
+    assert cluster.metric('prefix_hit_bytes_total{source="events"}') > 3 * len(FOX)
+    assert cluster.metric('prefix_lookups_total{source="text"}') == 0
+    assert cluster.metric("not_tokenized_total") == 0
+
+
+async def test_a_prompt_with_another_salt_is_another_prompt(cluster):
+    await cluster.cache(0, FOX)
+    await cluster.cache(1, FOX, cache_salt="tenant")
+    for _ in range(2):
+        assert await cluster.chosen(prompt=FOX, cache_salt="tenant") == 1
+        assert await cluster.chosen(prompt=FOX) == 0
+
+
+async def test_the_longer_cached_prefix_wins_until_it_is_cleared(cluster):
+    await cluster.cache(0, FOX)
+    await cluster.cache(1, FOX[: len(FOX) // 2])
+    assert await cluster.chosen(prompt=FOX) == 0
+    assert await cluster.llms[0].reset_prefix_cache()
+    await cluster.until(lambda first, second: first == 0)
+    assert await cluster.chosen(prompt=FOX) == 1
+
+
+async def test_a_longer_queue_outweighs_what_is_cached(cluster):
+    await cluster.cache(0, FOX)
+    engine = cluster.router.engines.by_url[cluster.urls[0]]
+    with engine.serving(len(FOX)):
+        assert await cluster.chosen(prompt=FOX) == 1
+
+
+async def test_an_engine_that_was_restarted_has_nothing_cached(cluster):
+    await cluster.cache(0, FOX)
+    await cluster.cache(1, FOX[: len(FOX) // 2])
+    assert await cluster.chosen(prompt=FOX) == 0
+    await cluster.restart(0)
+    await cluster.until(lambda first, second: first == 0)
+    assert await cluster.chosen(prompt=FOX) == 1
+
+
+async def test_what_cannot_be_tokenized_in_time_is_chosen_by_its_text(llms):
+    async with Cluster(llms).routed(tokenize_timeout=1e-9) as cluster:
+        await cluster.until(lambda *known: None not in known)
+        chosen = await cluster.chosen(prompt=FOX * 4)
+        assert [await cluster.chosen(prompt=FOX * 4) for _ in range(3)] == [chosen] * 3
+        assert cluster.metric("not_tokenized_total") == 4
+        assert cluster.metric('prefix_hits_total{source="text"}') == 3
+        assert cluster.metric('prefix_lookups_total{source="events"}') == 0
+
+
+async def test_an_engine_with_another_tokenizer_is_not_followed(llms, tmp_path, caplog):
+    for file in resolve_model("mini").glob("*.json"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    async with Cluster(llms).routed(tokenizer=str(tmp_path)) as cluster:
+        await cluster.chosen(prompt=FOX)
+        assert cluster.num_known() == [None, None]
+        assert sum("its tokenizer is not the router's" in text for text in caplog.messages) == 2
+
+
+@pytest.fixture
+def publishers():
+    """Those of two fake engines."""
+    publishers = [KVEventPublisher(LOCAL, LOCAL) for _ in range(2)]
+    yield publishers
+    for publisher in publishers:
+        publisher.close()
+
+
+def fake_engines(publishers):
+    engines = [FakeEngine() for _ in publishers]
+    fingerprint = read_tokenizer(resolve_model("mini")).fingerprint
+    for engine, publisher in zip(engines, publishers, strict=True):
+        port, replay_port = publisher.tcp_ports
+        engine.kv_events = {"port": port, "replay_port": replay_port, "tokenizer": fingerprint}
+    return engines
+
+
+def stored(prompt, *, salt=""):
+    """The event that all full blocks of a prompt have been cached, computed without the engine."""
+    tokens = read_tokenizer(resolve_model("mini")).encode(prompt)
+    digests, digest = [], blake2b(_salted(salt), digest_size=16).digest()
+    for start in range(0, len(tokens) // 16 * 16, 16):
+        block = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + 16])
+        digest = blake2b(digest + block, digest_size=16).digest()
+        digests.append(digest)
+    return BlockStored(digests, None, tokens[: 16 * len(digests)], 16)
+
+
+def _salted(salt):
+    parts = [b"salt", salt.encode()] if salt else []
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def ask(http, prompt):
+    assert (await http.post("/v1/completions", json={"model": "m", "prompt": prompt})).status_code == 200
+
+
+async def test_without_its_events_an_engine_is_known_by_the_text_that_it_was_sent(routed, publishers):
+    first, second = fake_engines(publishers)
+    publishers[1].publish([stored(FOX * 4)])
+    http, router = await routed(
+        engine=[first, second],
+        tokenizer="mini",
+        health_interval=0.05,
+        connect_timeout=0.5,
+        tokenize_timeout=PATIENCE,
+    )
+    known = [router.engines.by_url[one.url] for one in (first, second)]
+    await until(lambda: all(one.blocks is not None for one in known))
+    await ask(http, FOX * 4)
+    assert (len(first.seen), len(second.seen)) == (0, 1)
+    publishers[1].close()
+    await until(lambda: known[1].blocks is None)
+    await ask(http, FOX * 4)
+    assert (len(first.seen), len(second.seen)) == (0, 2)
+    lines = router.metrics.exposition().decode().splitlines()
+    for line in (
+        'quire_route_prefix_hits_total{source="events"} 1.0',
+        'quire_route_prefix_hits_total{source="text"} 1.0',
+        f'quire_route_engine_followed{{engine="{first.url}",role="both"}} 1.0',
+        f'quire_route_engine_followed{{engine="{second.url}",role="both"}} 0.0',
+        f'quire_route_engine_cached_blocks{{engine="{first.url}",role="both"}} 0.0',
+    ):
+        assert line in lines
+
+
+async def test_what_is_not_cached_any_more_attracts_nothing_but_what_is_being_computed_does(
+    routed, publishers
+):
+    first, second = fake_engines(publishers)
+    http, router = await routed(engine=[first, second], tokenizer="mini", tokenize_timeout=PATIENCE)
+    known = [router.engines.by_url[one.url] for one in (first, second)]
+    await until(lambda: all(one.blocks is not None for one in known))
+    for _ in range(2):  # the text that the first was sent does not count, as its events do not confirm it
+        await ask(http, FOX * 8)
+    assert (len(first.seen), len(second.seen)) == (1, 1)
+    first.fault = "waits"
+    asking = asyncio.create_task(ask(http, FOX * 8))
+    await first.got_one.wait()
+    await until(lambda: known[0].num_requests)
+    with known[1].serving(0), known[1].serving(0):
+        asking_again = asyncio.create_task(ask(http, FOX * 8 + "And?"))
+        await until(lambda: known[0].num_requests == 2)
+    first.may_go_on.set()
+    await asyncio.gather(asking, asking_again)
+    assert (len(first.seen), len(second.seen)) == (3, 1)
+    assert not known[0].in_flight._counts
+
+
+@pytest.mark.parametrize("block_size", [-1, 0, 1 << 16])
+async def test_an_engine_whose_block_size_cannot_be_is_not_followed(routed, publishers, caplog, block_size):
+    first, second = fake_engines(publishers)
+    first.block_size = block_size
+    http, router = await routed(engine=[first, second], tokenizer="mini", tokenize_timeout=PATIENCE)
+    known = [router.engines.by_url[one.url] for one in (first, second)]
+    await until(lambda: known[1].blocks is not None)
+    await ask(http, FOX)
+    assert known[0].blocks is None
+    assert f"its block size of {block_size} tokens is not valid" in caplog.text
+
+
+async def test_an_engine_that_is_removed_is_followed_no_longer(routed, publishers):
+    first, second = fake_engines(publishers)
+    http, router = await routed(engine=[first, second], tokenizer="mini")
+    known = router.engines.by_url[first.url]
+    await until(lambda: known.blocks is not None)
+    await http.delete("/route/engines", params={"url": first.url})
+    assert known.blocks is None
+    first.kv_events["port"] = 0
+    second.kv_events = None
+    await http.post("/route/engines", json={"url": first.url, "role": "both"})
+    added = router.engines.by_url[first.url]
+    await router.check(router.engines.by_url[second.url])
+    assert router.engines.by_url[second.url].blocks is None
+    first.kv_events = {**first.kv_events, "port": publishers[0].tcp_ports[0]}
+    await router.check(added)
+    await until(lambda: added.blocks is not None)
