@@ -359,5 +359,11 @@ async def test_api_key_missing_or_wrong(locked, header):
 
 async def test_api_key_right_and_open_paths(locked):
     assert (await locked.get("/v1/models", headers={"Authorization": "Bearer söcret".encode()})).is_success
+    assert (await locked.get("/v1/models", headers={"x-api-key": "söcret".encode()})).is_success
     assert (await locked.get("/health")).is_success
     assert (await locked.get("/metrics")).is_success
+
+
+@pytest.mark.parametrize("key", ["wrong", "", "Bearer söcret"])
+async def test_x_api_key_wrong(locked, key):
+    refusal(await locked.get("/v1/models", headers={"x-api-key": key.encode()}), 401)

@@ -65,8 +65,11 @@ class _Handlers:
 
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
-            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if (refusal := key_refusal(self._api_key, given)) is not None:
+            given = [
+                request.headers.get(name, "").encode("utf-8", "surrogateescape")
+                for name in ("Authorization", "X-Api-Key")
+            ]
+            if (refusal := key_refusal(self._api_key, *given)) is not None:
                 raise refusal
         return await handler(request)
 

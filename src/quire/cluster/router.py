@@ -173,8 +173,10 @@ class Router:
         headers.popall("Host", None)
         if self.config.engine_api_key:
             headers["Authorization"] = f"Bearer {self.config.engine_api_key}"
+            headers.popall("X-Api-Key", None)
         elif self.config.api_key:
             headers.popall("Authorization", None)
+            headers.popall("X-Api-Key", None)
         headers.setdefault(REQUEST_ID, uuid4().hex)
         return EngineRequest(
             method=request.method,

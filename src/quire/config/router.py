@@ -29,7 +29,9 @@ class RouterConfig:
         default=(), unit="URLs", help="Engines that continue prompts that others have computed."
     )
     engine: tuple[str, ...] = knob(default=(), unit="URLs", help="Engines that do both.")
-    api_key: str = knob(default="", help="Bearer token that clients must send. Empty: none.")
+    api_key: str = knob(
+        default="", help="Key that clients must send, as bearer token or x-api-key. Empty: none."
+    )
     engine_api_key: str = knob(
         default="",
         help="Bearer token that engines are sent. Empty: the client's, unless that is the router's api_key.",

@@ -21,7 +21,9 @@ class ServerConfig:
     served_model_name: str = knob(
         default="", help="Name of the model in requests and responses. Empty: the model's own name."
     )
-    api_key: str = knob(default="", help="Bearer token that clients must send. Empty: none.")
+    api_key: str = knob(
+        default="", help="Key that clients must send, as bearer token or x-api-key. Empty: none."
+    )
     max_body_bytes: PositiveInt = knob(
         default=4_194_304,
         unit="bytes",

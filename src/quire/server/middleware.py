@@ -22,7 +22,7 @@ class RequestEnvelope:
 
     Args:
         app: the application inside.
-        api_key: bearer token that must come with every path but `OPEN_PATHS`; empty: none.
+        api_key: that must come with every path but `OPEN_PATHS`; empty: none.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str = "") -> None:
@@ -39,7 +39,11 @@ class RequestEnvelope:
         refusal = _request_id_refusal(request_id)
         echoed = uuid.uuid4().hex if refusal else request_id
         if refusal is None and scope["path"] not in OPEN_PATHS:
-            refusal = key_refusal(self._api_key, headers.get("authorization", "").encode("latin-1"))
+            refusal = key_refusal(
+                self._api_key,
+                headers.get("authorization", "").encode("latin-1"),
+                headers.get("x-api-key", "").encode("latin-1"),
+            )
         scope.setdefault("state", {})["request_id"] = echoed
 
         async def send_with_id(message: Message) -> None:
@@ -53,23 +57,23 @@ class RequestEnvelope:
             await self._app(scope, receive, send_with_id)
 
 
-def key_refusal(api_key: bytes, authorization: bytes) -> ApiError | None:
-    """Return why a request is refused that has this Authorization header; None if it is not.
+def key_refusal(api_key: bytes, authorization: bytes, x_api_key: bytes) -> ApiError | None:
+    """Return why a request is refused that has these headers; None if it is not.
 
     Args:
         api_key: that it must have; empty: none.
-        authorization: the header; empty: there is none.
+        authorization, x_api_key: the headers of these names; empty: there is none.
     """
     if not api_key:
         return None
-    scheme, _, given = authorization.partition(b" ")
-    given = given.strip()
-    if scheme.lower() == b"bearer" and hmac.compare_digest(given, api_key):
+    scheme, _, token = authorization.partition(b" ")
+    given = [token.strip() if scheme.lower() == b"bearer" else b"", x_api_key.strip()]
+    if any([hmac.compare_digest(key, api_key) for key in given]):
         return None
-    problem = "is wrong" if given else "is missing"
+    problem = "is wrong" if token or x_api_key else "is missing"
     return ApiError(
         401,
-        f"the API key {problem}; send it as 'Authorization: Bearer KEY'",
+        f"the API key {problem}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
