@@ -18,7 +18,7 @@ _REQUEST_ID = re.compile(r"[!-~]+")  # visible ASCII
 
 
 class RequestEnvelope:
-    """ASGI middleware: gives each request an id, echoes it, and checks the API key.
+    """ASGI middleware: gives each request an id, echoes it, and checks its framing and API key.
 
     Args:
         app: the application inside.
@@ -38,6 +38,7 @@ class RequestEnvelope:
         request_id = headers.get("x-request-id", uuid.uuid4().hex)
         refusal = _request_id_refusal(request_id)
         echoed = uuid.uuid4().hex if refusal else request_id
+        refusal = refusal or _framing_refusal(headers)
         if refusal is None and scope["path"] not in OPEN_PATHS:
             refusal = key_refusal(
                 self._api_key,
@@ -76,6 +77,18 @@ def key_refusal(api_key: bytes, authorization: bytes, x_api_key: bytes) -> ApiEr
         f"the API key {problem}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _framing_refusal(headers: Headers) -> ApiError | None:
+    """Refuse what a proxy in front may divide into requests in another way, and so let others' requests in."""
+    if "transfer-encoding" not in headers or "content-length" not in headers:
+        return None
+    return ApiError(
+        400,
+        "the request has both Content-Length and Transfer-Encoding; send one of them",
+        code="ambiguous_length",
+        headers={"Connection": "close"},
     )
 
 
