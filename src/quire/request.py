@@ -30,6 +30,8 @@ class Request:
         shares_prompt_with: id of a request with the same prompt, whose computed prompt it waits for.
         kv_transfer_params: what a KV connector needs to know to find the request's KV elsewhere.
         beam_sequence_ids: with beam search, the ids under which the best hypotheses are returned.
+        output_token_ids: what it has generated in an engine that has died; it continues from there.
+        is_resumed: it was accepted by an engine that has died, and is not refused for a full queue.
 
     The scheduler numbers and dates requests as they arrive (`arrival`, `arrival_time`) and keeps the tokens
     of running ones itself: `output_token_ids` and `num_computed_tokens` are up to date whenever the request
@@ -38,7 +40,7 @@ class Request:
 
     __slots__ = (
         "arrival", "arrival_time", "beam_sequence_ids", "cache_salt", "client_index", "eos_token_ids",
-        "is_known_to_runner", "kv_load_failed", "kv_transfer_params", "num_cached_tokens",
+        "is_known_to_runner", "is_resumed", "kv_load_failed", "kv_transfer_params", "num_cached_tokens",
         "num_computed_tokens", "output_token_ids", "pin_prefix", "priority", "prompt_array",
         "queue_timeout", "request_id", "sampling_params", "shares_prompt_with", "status", "stop_reason",
         "tenant", "timeout",
@@ -61,11 +63,13 @@ class Request:
         shares_prompt_with: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         beam_sequence_ids: tuple[str, ...] = (),
+        output_token_ids: Sequence[int] = (),
+        is_resumed: bool = False,
     ) -> None:
         self.request_id = request_id
         # Not a list: the garbage collector would look at every token again and again.
         self.prompt_array = np.array(prompt_token_ids, dtype=np.int32)
-        self.output_token_ids: list[int] = []
+        self.output_token_ids = list(output_token_ids)
         self.sampling_params = sampling_params
         self.eos_token_ids = tuple(eos_token_ids)
         self.arrival = 0
@@ -80,6 +84,7 @@ class Request:
         self.kv_transfer_params = kv_transfer_params
         self.kv_load_failed = False
         self.beam_sequence_ids = beam_sequence_ids
+        self.is_resumed = is_resumed
         self.arrival_time = 0.0
         self.status = RequestStatus.WAITING
         self.is_known_to_runner = False

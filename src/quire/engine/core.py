@@ -363,6 +363,7 @@ def _refuse_if_never_queued(request: EngineCoreRequest, config: SchedulerConfig)
 def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = True) -> Request:
     sequence_id, seed = request.sequences[index]
     params, options = request.sampling_params, request.options
+    resumed = request.resumed_outputs
     is_beam_search = params.beam_width > 0
     params = dataclasses.replace(
         params,
@@ -385,4 +386,6 @@ def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = T
         kv_transfer_params=None if options.kv_transfer_params is None else dict(options.kv_transfer_params),
         shares_prompt_with=request.sequences[0][0] if index and shares_prompt else None,
         beam_sequence_ids=tuple(request.sequence_ids) if is_beam_search else (),
+        output_token_ids=() if resumed is None else resumed[index],
+        is_resumed=resumed is not None,
     )

@@ -87,6 +87,8 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
 
     `sequences` has (sequence id, seed) for each; ids are unique for the lifetime of the engine.
     `sampling_params` is resolved: `max_tokens` and the bad words' token ids are filled in.
+    `resumed_outputs` has the tokens that each sequence has generated in an engine that has died, and from
+    which it continues; None: the request is new.
     """
 
     sequences: list[tuple[str, int]]
@@ -94,6 +96,7 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     options: RequestOptions = RequestOptions()
+    resumed_outputs: list[list[int]] | None = None
 
     @property
     def sequence_ids(self) -> list[str]:

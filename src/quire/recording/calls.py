@@ -39,6 +39,7 @@ class RecordedRequest(msgspec.Struct, array_like=True):
     shares_prompt_with: str | None
     kv_transfer_params: dict[str, Any] | None
     beam_sequence_ids: tuple[str, ...]
+    is_resumed: bool = False
 
     @classmethod
     def of(cls, request: Request) -> RecordedRequest:
@@ -47,11 +48,7 @@ class RecordedRequest(msgspec.Struct, array_like=True):
 
     def to_request(self) -> Request:
         """Return a new request with these fields."""
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        output_token_ids = fields.pop("output_token_ids")
-        request = Request(**fields)
-        request.output_token_ids = output_token_ids
-        return request
+        return Request(**{name: getattr(self, name) for name in self.__struct_fields__})
 
 
 class AddRequestCall(msgspec.Struct, array_like=True, tag="add_request"):

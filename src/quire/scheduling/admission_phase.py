@@ -384,7 +384,8 @@ class AdmissionPhase:
 
     def _count_prefix_hit(self, request: Request, num_local_tokens: int) -> None:
         """Count what a request begins with; `num_local_tokens` of that are from this engine's own cache."""
-        stats, is_resumed = self.stats, request.status is RequestStatus.PREEMPTED
+        stats = self.stats
+        is_resumed = request.status is RequestStatus.PREEMPTED or bool(request.output_token_ids)
         if not is_resumed:
             request.num_cached_tokens = request.num_computed_tokens
         if not self.config.enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:

@@ -91,11 +91,12 @@ class Arrivals:
         if request.sampling_params.beam_width:
             refuse_beams_beside_eviction(request, self.config)
             refuse_if_beams_never_fit(request, self.config, **bounds)
-        refuse_if_queue_is_full(
-            request,
-            self.config,
-            num_waiting=len(self.waiting),
-            num_waiting_tokens=self.waiting.num_tokens,
-            retry_after=self.waiting.drain_rate.retry_after,
-        )
+        if not request.is_resumed:
+            refuse_if_queue_is_full(
+                request,
+                self.config,
+                num_waiting=len(self.waiting),
+                num_waiting_tokens=self.waiting.num_tokens,
+                retry_after=self.waiting.drain_rate.retry_after,
+            )
         self.connector.arrive(request)
