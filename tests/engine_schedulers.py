@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from quire.scheduling import Scheduler, SchedulerOutput
 
 
@@ -20,3 +22,11 @@ class BrokenScheduler(Scheduler):
 
     def __init__(self, *args, **kwargs) -> None:
         raise RuntimeError("this scheduler is broken")
+
+
+class HangingScheduler(Scheduler):
+    """Never finishes its first step."""
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        threading.Event().wait()
+        raise AssertionError

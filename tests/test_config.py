@@ -13,12 +13,13 @@ from quire.config import (
     SchedulerConfig,
     ServerConfig,
     SpeculationConfig,
+    SupervisionConfig,
 )
 from quire.errors import ConfigError, InvalidRequestError
 from quire.sampling_params import SamplingParams
 
 CONFIGS = [
-    EngineConfig, SchedulerConfig, SpeculationConfig, ServerConfig, SamplingParams,
+    EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ServerConfig, SamplingParams,
     CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig,
 ]  # fmt: skip
 EVICTING = SchedulerConfig(use_cache_eviction=True)

@@ -72,6 +72,14 @@ class EngineDeadError(QuireError):
     """The engine has ended; requests in flight are answered with this."""
 
 
+class CrashLoopError(EngineDeadError):
+    """Engines have died again and again, and no other is started."""
+
+
+class RequestQuarantinedError(QuireError):
+    """A request is not tried again, because engines have died while they computed it."""
+
+
 class ExchangeError(QuireError):
     """A rank of a tensor-parallel engine does not take part in an exchange with the others."""
 

@@ -23,6 +23,7 @@ from quire.config import (
     ServerConfig,
     SparseAttentionConfig,
     SpeculationConfig,
+    SupervisionConfig,
 )
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
@@ -35,7 +36,7 @@ COMMANDS = {
     "eval": (EngineConfig,),
 }
 # Each has a section of its own.
-NESTED = ("scheduler", "speculation", "cache_eviction_config", "sparse_attention_config")
+NESTED = ("scheduler", "speculation", "supervision", "cache_eviction_config", "sparse_attention_config")
 POSITIONAL_MODEL = {"serve", "chat", "plan", "eval"}
 
 
@@ -60,7 +61,8 @@ def test_every_field_is_a_flag_with_help(command: str):
 def test_fields_of_nested_configurations_are_included():
     owners = {owner for owner, _, _ in config_fields(EngineConfig)}
     of_eviction = {CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig}
-    assert owners == {EngineConfig, SchedulerConfig, SparseAttentionConfig, SpeculationConfig, *of_eviction}
+    of_engine = {EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig}
+    assert owners == {SparseAttentionConfig, *of_engine, *of_eviction}
 
 
 def test_no_two_fields_of_a_command_share_a_name():

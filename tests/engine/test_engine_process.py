@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -16,7 +17,9 @@ import pytest
 
 from engine_checks import TINY, engine_pid, is_zombie, requests_of, tiny_config, wait_for_end
 from quire import LLM, AsyncLLM, SamplingParams
+from quire.config import SpeculationConfig, SupervisionConfig
 from quire.errors import EngineDeadError
+from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import python_output, started
 
 LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
@@ -112,8 +115,9 @@ def test_ctrl_c_in_the_terminal_reaches_the_front_alone(checkpoint, sockets):
         assert front.wait() != 0
 
 
-async def test_requests_of_a_killed_engine_are_answered(checkpoint, sockets, preloaded_engines):
-    llm = AsyncLLM(tiny_config(checkpoint))
+async def test_without_recovery_requests_of_a_killed_engine_fail(checkpoint, sockets, preloaded_engines):
+    config = tiny_config(checkpoint)
+    llm = AsyncLLM(dataclasses.replace(config, supervision=SupervisionConfig(recovery="off")))
     streams = [
         llm.generate("the", LONG),
         llm.generate("a", SamplingParams(n=2, max_tokens=450, ignore_eos=True)),
@@ -136,6 +140,65 @@ async def test_requests_of_a_killed_engine_are_answered(checkpoint, sockets, pre
     with pytest.raises(EngineDeadError):
         await anext(llm.generate("the"))
     assert not is_zombie(pid)
+    await llm.shutdown()
+
+
+MIXED = [
+    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    SamplingParams(max_tokens=60, seed=1, n=3, ignore_eos=True),
+    SamplingParams(max_tokens=60, seed=2, n=2, best_of=3, repetition_penalty=1.2, ignore_eos=True),
+    SamplingParams(max_tokens=60, seed=3, structured_outputs=StructuredOutputsParams(regex="[ab]{40,50}")),
+    SamplingParams(max_tokens=30, beam_width=3, n=2, ignore_eos=True),
+]
+
+
+async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engines, capfd):
+    """Same texts, tokens and log-probabilities as without; a hang leaves stacks in the log."""
+    prompts = [f"the cache holds {name} " * 5 for name in "abcde"]
+    config = tiny_config(checkpoint, max_num_batched_tokens=48)
+    with LLM(checkpoint, **TINY) as undisturbed:
+        expected = undisturbed.generate(prompts, MIXED)
+    llm = AsyncLLM(
+        dataclasses.replace(
+            config,
+            speculation=SpeculationConfig(speculative_method="ngram"),
+            supervision=SupervisionConfig(watchdog_timeout=2.0, max_request_crashes=3),
+        )
+    )
+    await llm.wait_until_ready()
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    some_output = asyncio.Event()
+
+    async def last_of(stream):
+        async for output in stream:
+            some_output.set()
+            last = output
+        return last
+
+    async with asyncio.timeout(90):
+        tasks = [
+            asyncio.create_task(last_of(llm.generate(prompt, params)))
+            for prompt, params in zip(prompts, MIXED, strict=True)
+        ]
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            some_output.clear()
+            await some_output.wait()
+            pid = engine_pid()
+            os.kill(pid, number)
+            assert not all(task.done() for task in tasks)
+            await asyncio.to_thread(wait_for_end, pid)
+        outputs = await asyncio.gather(*tasks)
+        await llm.stats()
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert output.outputs == wanted.outputs
+        assert output.prompt_logprobs == wanted.prompt_logprobs
+    assert llm.recovery_stats.num_restarts == 2
+    assert llm.recovery_stats.num_hangs == 1
+    assert llm.recovery_stats.num_quarantined_requests == 0
+    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    llm.check_health()
+    stats = await llm.stats()
+    assert stats.num_free_blocks == stats.num_blocks
     await llm.shutdown()
 
 
@@ -164,6 +227,12 @@ def test_an_engine_process_for_batches(checkpoint, sockets, preloaded_engines):
         pid = engine_pid()
         os.kill(pid, signal.SIGTERM)  # meant for the front
         assert there.generate("the", params)[0].outputs == expected[0].outputs
+        os.kill(pid, signal.SIGKILL)
+        assert there.generate("the", params)[0].outputs == expected[0].outputs, "of another engine"
+        assert not is_zombie(pid)
+    with LLM(checkpoint, engine_process=True, recovery="off", **TINY) as there:
+        there.wait_until_ready()
+        pid = engine_pid()
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             there.generate("the", LONG)
@@ -212,3 +281,14 @@ def test_the_socket_directory_is_private_and_gone_once_connected(checkpoint, soc
     llm.wait_until_ready()
     assert list(sockets.iterdir()) == []
     llm.shutdown()
+
+
+def test_an_engine_that_hangs_leaves_its_stacks_in_the_log(checkpoint, sockets, preloaded_engines, capfd):
+    options = {"scheduler_cls": "engine_schedulers.HangingScheduler", "recovery": "off", **TINY}
+    with LLM(checkpoint, engine_process=True, watchdog_timeout=0.2, **options) as llm:
+        llm.wait_until_ready()
+        pid = engine_pid()
+        with pytest.raises(EngineDeadError, match=r"not finished a step for 0\.2 s"):
+            llm.generate("the", LONG)
+    assert not is_zombie(pid)
+    assert "engine_schedulers.py" in capfd.readouterr().err

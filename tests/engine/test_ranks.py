@@ -17,6 +17,7 @@ import torch
 import preloaded
 from engine_checks import check_after_every_step, core_of, engine_pid, is_zombie, wait_for_end
 from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
+from quire.config import SupervisionConfig
 from quire.engine.core import EngineCore
 from quire.engine.ranks import group
 from quire.engine.ranks.group import RankGroup
@@ -124,7 +125,15 @@ def test_a_rank_that_hangs_ends_the_engine(checkpoint, preloaded_engines):
 async def test_an_idle_engine_process_ends_with_a_rank(checkpoint, preloaded_engines):
     """The engine has threads by the time that it starts the rank, which is therefore a real start."""
     scheduler = SchedulerConfig(num_kv_blocks=64)
-    llm = AsyncLLM(EngineConfig(model=checkpoint, num_threads=1, tensor_parallel_size=2, scheduler=scheduler))
+    llm = AsyncLLM(
+        EngineConfig(
+            model=checkpoint,
+            num_threads=1,
+            tensor_parallel_size=2,
+            scheduler=scheduler,
+            supervision=SupervisionConfig(recovery="off"),
+        )
+    )
     await llm.wait_until_ready()
     engine = engine_pid()
     [rank] = [child.pid for child in psutil.Process(engine).children()]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from quire.config import EngineConfig
 from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, QueueFullError
+from quire.front.resumption import RecoveryStats
 from quire.request_output import CompletionOutput, Logprob, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
 from quire.status import FinishReason
@@ -200,6 +201,17 @@ class FakeLLM:
         if self.is_silent:
             await asyncio.Event().wait()
         return [[f"running: {one}"] if one in self.live else [] for one in request_ids]
+
+    @property
+    def latest_stats(self):
+        return None
+
+    @property
+    def recovery_stats(self):
+        return RecoveryStats(1, 2, 3, 4)
+
+    async def wait_for_crash_loop(self):
+        await asyncio.Event().wait()
 
     def check_health(self):
         if self.dead:

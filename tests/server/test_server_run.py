@@ -1,6 +1,7 @@
 """`serve` as a process of its own, with the real engine and the built-in model."""
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -18,12 +19,17 @@ from quire.server.listening import bound_socket
 from quire.server.serve import serve
 
 PROGRAM = """
+import json
 import sys
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SupervisionConfig
 from quire.server.serve import serve
 
 serve(
-    EngineConfig(num_threads=1, scheduler=SchedulerConfig(num_kv_blocks=256)),
+    EngineConfig(
+        num_threads=1,
+        scheduler=SchedulerConfig(num_kv_blocks=256),
+        supervision=SupervisionConfig(**json.loads(sys.argv[3])),
+    ),
     ServerConfig(port=int(sys.argv[1]), drain_timeout=float(sys.argv[2])),
 )
 print("torch" in sys.modules)
@@ -55,8 +61,9 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(*, port=0, drain_timeout=20, wait=True, preload=True, **limit):
-    command = [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout)]
+def server_process(*, port=0, drain_timeout=20, wait=True, preload=True, supervision=None, **limit):
+    supervised = json.dumps(supervision or {})
+    command = [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout), supervised]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocesses.started(command, preload=preload, **pipes, **limit) as process:
         yield ServerProcess(process, wait=wait)
@@ -170,14 +177,58 @@ def test_what_does_not_finish_in_time_is_told_so(started, patience):
     assert server.ended()[0] == 0
 
 
-def test_engine_that_dies_is_reported_and_leaves_no_orphan(started):
-    server = started()
+def engine_of(server):
+    """Return the server's engine process; waits until there is one."""
+    while not (children := psutil.Process(server.process.pid).children()):
+        pass
+    server.children += children
+    return children[0]
+
+
+def text_of(stream):
+    return "".join(chunk.choices[0].text for chunk in stream)
+
+
+def test_an_engine_that_dies_is_a_pause_and_one_that_always_dies_is_the_end(started):
+    server = started(supervision={"max_engine_crashes": 2})
+    client = server.client()
+    whole = {
+        "model": "mini",
+        "prompt": "Once",
+        "max_tokens": 300,
+        "seed": 5,
+        "extra_body": {"ignore_eos": True},
+    }
+    expected = client.completions.create(**whole).choices[0].text
+    stream = client.completions.create(**whole, stream=True)
+    start = next(stream).choices[0].text
+    engine = engine_of(server)
+    engine.kill()
+    engine.wait()
+    assert start + text_of(stream) == expected
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert "quire_engine_restarts_total 1.0" in metrics
+    assert "quire_requests_resumed_total 1.0" in metrics
+    for _ in range(2):
+        engine = engine_of(server)
+        engine.kill()
+        engine.wait()
+    status, _, err = server.ended()
+    assert status != 0
+    assert "died 2 times" in err
+    assert "max_engine_crashes 2" in err
+
+
+def test_without_recovery_an_engine_that_dies_is_reported_and_leaves_no_orphan(started):
+    server = started(supervision={"recovery": "off"})
     stream = slow_stream(server.client())
     [engine] = server.children
     engine.kill()
     with pytest.raises(openai.APIError, match="engine"):
         list(stream)
     assert httpx.get(f"{server.url}/health").status_code == 503
+    assert httpx.get(f"{server.url}/live").status_code == 200
     answer = httpx.post(f"{server.url}/v1/completions", json={"model": "mini", "prompt": "a"})
     assert answer.status_code == 503
     assert server.stop()[0] == 0

@@ -20,6 +20,7 @@ from quire.config import (
     ServerConfig,
     SparseAttentionConfig,
     SpeculationConfig,
+    SupervisionConfig,
 )
 from quire.errors import ConfigError, InvalidRequestError, QuireError
 from quire.sampling_params import SamplingParams
@@ -28,11 +29,12 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
+_NAMED_BARE = (
+    EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, SamplingParams, ServerConfig,
+    RouterConfig,
+)  # fmt: skip
 _UNMISTAKABLE = "|".join(
-    field.name
-    for cls in (EngineConfig, SchedulerConfig, SpeculationConfig, SamplingParams, ServerConfig, RouterConfig)
-    for field in dataclasses.fields(cls)
-    if "_" in field.name
+    field.name for cls in _NAMED_BARE for field in dataclasses.fields(cls) if "_" in field.name
 )
 _FIELD = re.compile(rf"\b([A-Z]\w*(?:Config|Params))\.(\w+)|(?<![\w./-])({_UNMISTAKABLE})\b")
 _PREFIXES = {  # of the flags of configurations whose fields' names say too little by themselves

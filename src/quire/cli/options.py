@@ -31,6 +31,7 @@ from quire.config import (
     ServerConfig,
     SparseAttentionConfig,
     SpeculationConfig,
+    SupervisionConfig,
 )
 from quire.errors import QuireError
 from quire.limits import Limits, limits_of
@@ -46,6 +47,7 @@ PANELS: dict[type, str] = {
     AdaptiveRKVConfig: "Cache eviction: adaptive_rkv",
     SparseAttentionConfig: "Sparse attention of prompts",
     SpeculationConfig: "Speculation",
+    SupervisionConfig: "Supervision of the engine",
     SamplingParams: "Sampling",
     RequestOptions: "Scheduling of the request",
     ServerConfig: "HTTP server",

@@ -29,6 +29,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
 from quire.config.sparse_attention import SparseAttentionConfig, SparseAttentionMode
 from quire.config.speculation import SpeculationConfig
+from quire.config.supervision import SupervisionConfig
 
 __all__ = [
     "BUILT_IN_MODEL",
@@ -46,6 +47,7 @@ __all__ = [
     "SparseAttentionConfig",
     "SparseAttentionMode",
     "SpeculationConfig",
+    "SupervisionConfig",
     "check_limits",
     "config",
     "engine_url",

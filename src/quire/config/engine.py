@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from quire.config.fields import check_limits, config, knob
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculation import SpeculationConfig
+from quire.config.supervision import SupervisionConfig
 from quire.errors import ConfigError
 from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -167,6 +168,7 @@ class EngineConfig:
     )
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
+    supervision: SupervisionConfig = dataclasses.field(default_factory=SupervisionConfig)
 
     def __post_init__(self) -> None:
         if isinstance(self.scheduler_cls, type):  # a name can be sent to the engine process

@@ -5,6 +5,7 @@ If the engine runs in the caller's process, the same messages are passed as obje
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,9 @@ from quire.limits import limits_of
 from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""Has the engine process write the stacks of its threads to its log."""
 
 
 class ErrorInfo(msgspec.Struct, array_like=True, gc=False):

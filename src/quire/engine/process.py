@@ -5,11 +5,13 @@ DIRECTORY is the private directory of the sockets.
 Standard input carries one line, the start message, and then stays open as the *lifeline*: when it closes, the
 front has ended, and this process exits immediately, even within a step. Standard output is only kept open so
 that the front notices when this process ends; anything printed goes to standard error. SIGINT and SIGTERM are
-ignored: the front receives them too, and decides between draining and stopping.
+ignored: the front receives them too, and decides between draining and stopping. `STACKS_SIGNAL`, and every
+signal that a fault of the program raises, has the stacks of all threads written to standard error.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING, NoReturn
 import zmq
 
 from quire.engine.messages import (
+    STACKS_SIGNAL,
     EngineFailed,
     EngineStart,
     ErrorInfo,
@@ -97,6 +100,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _redirect_standard_output()
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL)
     logging.basicConfig(format="%(asctime)s engine[%(process)d] %(levelname)s %(message)s")
     directory = Path(sys.argv[1])
     front = os.getppid()

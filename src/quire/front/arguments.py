@@ -6,16 +6,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
+from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig
 from quire.errors import ConfigError, InvalidRequestError, nearest_name
 
 T = TypeVar("T")
 
 TextOrTokenIds = str | Sequence[int]
 
-_PARTS: dict[str, type[SchedulerConfig] | type[SpeculationConfig]] = {  # by field of EngineConfig
+_Part = type[SchedulerConfig] | type[SpeculationConfig] | type[SupervisionConfig]
+_PARTS: dict[str, _Part] = {  # by field of EngineConfig
     "scheduler": SchedulerConfig,
     "speculation": SpeculationConfig,
+    "supervision": SupervisionConfig,
 }
 
 

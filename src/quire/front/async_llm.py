@@ -22,12 +22,14 @@ from quire.engine.messages import (
     Shutdown,
     ToEngine,
 )
-from quire.errors import EngineDeadError
+from quire.errors import CrashLoopError, EngineDeadError
 from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
 from quire.front.live_requests import LiveRequests
 from quire.front.preparation_threads import PreparationThreads, length_of
-from quire.front.process_client import SHUTDOWN_TIMEOUT, EngineProcess
+from quire.front.process_client import SHUTDOWN_TIMEOUT
+from quire.front.resumption import RecoveryStats
+from quire.front.supervision import EngineSupervisor
 from quire.models.checkpoints.hub import resolve_model
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -64,14 +66,16 @@ class AsyncLLM:
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = EngineConfig() if config is None else config
         model_path = resolve_model(self.config.model)
-        self._process = EngineProcess(self.config, model_path)
+        self._engine = EngineSupervisor(self.config, model_path)
 
         # slow: meanwhile, the engine process imports torch
         from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
-        self._requests = LiveRequests(self._process, read_tokenizer(model_path))
         self._threads = PreparationThreads()
+        self._requests = LiveRequests(self._engine, read_tokenizer(model_path), self.config)
+        self._engine.watch_for(self._requests)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._closing = False
 
@@ -90,6 +94,19 @@ class AsyncLLM:
         """Number of requests without a terminal output."""
         return len(self._requests.outputs)
 
+    @property
+    def latest_stats(self) -> SchedulerStats | None:
+        """The scheduler's state as the engine told it last, which a busy one does ten times a second."""
+        return self._requests.latest_stats
+
+    @property
+    def recovery_stats(self) -> RecoveryStats:
+        """How often engines were replaced, and what became of their requests."""
+        engine, resumption = self._engine, self._requests.resumption
+        return RecoveryStats(
+            engine.num_restarts, engine.num_hangs, resumption.num_resumed, resumption.num_quarantined
+        )
+
     async def wait_until_ready(self, on_progress: Callable[[int, int], None] | None = None) -> EngineInfo:
         """Wait until the engine accepts requests.
 
@@ -103,7 +120,7 @@ class AsyncLLM:
         self._attach()
         if on_progress is not None:
             self._requests.on_progress = on_progress
-        await self._wait_for(lambda: self._requests.is_ready or self._requests.failure is not None)
+        await self._wait_for(lambda: self._requests.has_started or self._requests.failure is not None)
         return self._requests.info
 
     def generate(
@@ -204,36 +221,51 @@ class AsyncLLM:
         return (await self._call(restore_message(path, cache_salt))).token_ids
 
     def check_health(self) -> None:
-        """Return if the engine is healthy or still starting.
+        """Return if the engine is healthy or starts for the first time. Any thread may ask.
 
         Raises:
-            EngineDeadError: the engine has ended, or has unfinished requests but has not finished a step for
-                `STEP_TIMEOUT` seconds.
+            EngineDeadError: the engine has ended, or another is being started in its place, or it has
+                unfinished requests but has not finished a step for `STEP_TIMEOUT` seconds.
         """
-        if self._requests.failure is not None or not self._process.is_alive:
-            raise EngineDeadError(str(self._requests.failure or "the engine process has ended"))
-        silence = time.monotonic() - self._requests.last_step_time
-        if self._requests.outputs and silence > STEP_TIMEOUT:
+        requests = self._requests
+        if requests.failure is not None:
+            raise EngineDeadError(str(requests.failure))
+        if requests.has_started and not requests.is_ready:
+            raise EngineDeadError("the engine has died and is being started again; live requests wait for it")
+        silence = time.monotonic() - requests.last_step_time
+        if requests.outputs and silence > STEP_TIMEOUT:
             raise EngineDeadError(
                 f"{self.num_unfinished_requests} requests are unfinished, but no step has finished in "
                 f"the last {silence:.0f} s; the limit is {STEP_TIMEOUT:.0f} s"
             )
 
-    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+    async def wait_for_crash_loop(self) -> CrashLoopError:
+        """Return when engines have died so often that no other is started, with the reason."""
+        self._attach()
+        await self._wait_for(lambda: isinstance(self._requests.failure, CrashLoopError))
+        assert isinstance(self._requests.failure, CrashLoopError)
+        return self._requests.failure
+
+    async def shutdown(self, drain_timeout: float = 0.0, end_timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Shut the engine down; new requests are rejected.
 
         Args:
             drain_timeout: seconds to let live requests finish before they are aborted.
+            end_timeout: seconds that the engine then has to abort them and to end, before it is killed.
         """
         self._closing = True
-        if self._requests.failure is None and self._requests.is_ready:
+        if self._requests.failure is None and self._requests.has_started:
             self._attach()
             await self._wait_for(self._is_idle, timeout=drain_timeout)
+            self._engine.retire()
             self._requests.abort(None)
-            await self._wait_for(self._is_idle, timeout=ABORT_TIMEOUT)
-            self._process.send(Shutdown())
-            await self._wait_for(lambda: self._requests.failure is not None, timeout=SHUTDOWN_TIMEOUT)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(end_timeout):
+                    await self._wait_for(self._is_idle, timeout=ABORT_TIMEOUT)
+                    self._engine.send(Shutdown())
+                    await self._wait_for(lambda: self._requests.failure is not None)
         self._detach()
+        self._engine.close(0)
         self._requests.close()
         self._notify_waiters()
 
@@ -252,6 +284,7 @@ class AsyncLLM:
             raise EngineDeadError("the engine is shutting down and accepts no new requests")
         updated = asyncio.Event()
         state = self._requests.submit(processed, updated.set)
+        self._set_timer()
         try:
             while True:
                 await updated.wait()
@@ -271,6 +304,7 @@ class AsyncLLM:
         await self.wait_until_ready()
         replies: list[Reply] = []
         self._requests.call(make, replies.append)
+        self._set_timer()
         await self._wait_for(lambda: bool(replies) or self._requests.failure is not None)
         self._requests.raise_failure()
         if (error := replies[0].error) is not None:
@@ -294,17 +328,19 @@ class AsyncLLM:
             return
         self._loop = loop
         self._changed = asyncio.Event()
-        loop.add_reader(self._process.message_fd, self._on_message)
-        loop.add_reader(self._process.death_fd, self._on_message)
-        loop.call_soon(self._on_message)  # messages that arrived before
+        loop.add_reader(self._engine.event_fd, self._on_event)
+        loop.call_soon(self._on_event)  # messages that arrived before
 
     def _detach(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._process.message_fd)
-            self._loop.remove_reader(self._process.death_fd)
+            self._loop.remove_reader(self._engine.event_fd)
         self._loop = None
 
-    def _on_message(self) -> None:
+    def _on_event(self) -> None:
+        """Process the messages that have arrived, and do what is due."""
         if self._loop is None:
             return
         try:
@@ -314,8 +350,23 @@ class AsyncLLM:
             self._requests.fail(EngineDeadError(f"a message of the engine could not be processed: {error!r}"))
         if self._requests.failure is not None:
             self._detach()
-            self._process.close()
+            self._engine.close()
+        self._set_timer()
         self._notify_waiters()
+
+    def _set_timer(self) -> None:
+        """Have `_on_event` called when something is due, even if no message arrives until then."""
+        due = self._requests.next_due
+        if self._loop is None or due is None:
+            return
+        if self._timer is None or due < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(due, self._on_timer)  # its clock is the monotonic one, too
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._on_event()
 
     def _notify_waiters(self) -> None:
         """Wake all tasks in `_wait_for`."""

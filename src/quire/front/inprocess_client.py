@@ -32,6 +32,11 @@ class InProcessClient:
         self._outbox.append(Ready(core.info))
 
     @property
+    def next_due(self) -> None:
+        """Never: the engine does nothing by itself."""
+        return None
+
+    @property
     def core(self) -> EngineCore:
         """The engine.
 

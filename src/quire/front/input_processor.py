@@ -44,12 +44,13 @@ class InputProcessor:
 
     Args:
         tokenizer: of the engine's model.
-        info: of the engine; requests are checked against its maximum length and vocabulary.
+        info: of the engine; requests are checked against its maximum length and vocabulary. To be replaced
+            together with the engine.
     """
 
     def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
         self._tokenizer = tokenizer
-        self._info = info
+        self.info = info
         self._bound = TokenBound(tokenizer)
         self._serial = itertools.count()
 
@@ -127,7 +128,7 @@ class InputProcessor:
         if len(text) > limit and self._bound.least_num_tokens(text, limit) > limit:
             raise InvalidRequestError(
                 f"the prompt has {len(text)} characters, which are more than {limit} tokens; with at least "
-                f"one output token, the limit is {limit} (max_model_len is {self._info.max_model_len})",
+                f"one output token, the limit is {limit} (max_model_len is {self.info.max_model_len})",
                 param="prompt",
             )
         encoding = self._tokenizer.tokenize(text, add_special_tokens=add_special_tokens)
@@ -142,7 +143,7 @@ class InputProcessor:
         if len(messages) > limit:
             raise InvalidRequestError(
                 f"the conversation has {len(messages)} messages, and its prompt may have {limit} tokens "
-                f"(max_model_len is {self._info.max_model_len}); send at most {limit} messages",
+                f"(max_model_len is {self.info.max_model_len}); send at most {limit} messages",
                 param="prompt",
             )
         length = sum(len(content) for one in messages if isinstance(content := one.get("content"), str))
@@ -150,14 +151,14 @@ class InputProcessor:
         if most is not None and length > most:
             raise InvalidRequestError(
                 f"the conversation has {length} characters; a prompt has at most {limit} tokens, which are "
-                f"at most {most} characters (max_model_len is {self._info.max_model_len})",
+                f"at most {most} characters (max_model_len is {self.info.max_model_len})",
                 param="prompt",
             )
 
     @property
     def _max_prompt_length(self) -> int:
         """Tokens of a prompt that leaves room for one of output."""
-        return self._info.max_model_len - 1
+        return self.info.max_model_len - 1
 
     def _check_length(self, num_tokens: int) -> None:
         if not num_tokens:
@@ -166,12 +167,12 @@ class InputProcessor:
         if num_tokens > limit:
             raise InvalidRequestError(
                 f"the prompt has {num_tokens} tokens; with at least one output token, the limit is {limit} "
-                f"(max_model_len is {self._info.max_model_len})",
+                f"(max_model_len is {self.info.max_model_len})",
                 param="prompt",
             )
 
     def _check_vocabulary(self, token_ids: Iterable[int], param: str) -> None:
-        size = self._info.vocab_size
+        size = self.info.vocab_size
         for token_id in token_ids:
             if not 0 <= token_id < size:
                 raise InvalidRequestError(
@@ -217,7 +218,7 @@ class InputProcessor:
                     param=name,
                 )
         needed = num_candidates(params, self._tokenizer.eos_token_ids)
-        limit = min(MAX_LOGPROBS, self._info.vocab_size)
+        limit = min(MAX_LOGPROBS, self.info.vocab_size)
         if needed > limit:
             raise InvalidRequestError(
                 f"beam_width is {params.beam_width} and {needed - params.beam_width} token ids end the "
@@ -228,7 +229,7 @@ class InputProcessor:
         return needed
 
     def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int:
-        limit = self._info.max_model_len
+        limit = self.info.max_model_len
         room = limit - prompt_length
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequestError(

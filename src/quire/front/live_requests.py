@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.config import EngineConfig
 from quire.engine.messages import (
     AbortRequests,
     EngineInfo,
+    ErrorInfo,
     FromEngine,
     LoadProgress,
     Ready,
@@ -21,23 +24,37 @@ from quire.engine.messages import (
     StopRequests,
     ToEngine,
 )
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError, RequestTimeoutError
 from quire.front.input_processor import InputProcessor, ProcessedRequest
 from quire.front.output_processor import OutputProcessor, RequestState
+from quire.front.resumption import Resumption, deadline_of, failed_outputs
+from quire.front.supervision import EngineCrashed
 from quire.sampling_params import SamplingParams
+from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
+from quire.status import FinishReason
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
 
+DEADLINE_GRACE = 1.0
+"""Seconds that the engine has to end a request that has timed out, before it is ended here."""
+
+
 class EngineClient(Protocol):
     """Sends messages to an engine and receives its messages."""
+
+    @property
+    def next_due(self) -> float | None:
+        """When, on the monotonic clock, `receive` is to be called even if nothing has come; None: never."""
 
     def send(self, message: ToEngine) -> None:
         """Send `message`; replies are received with `receive`."""
 
-    def receive(self, timeout: float | None) -> list[FromEngine]:
+    def receive(self, timeout: float | None) -> Sequence[FromEngine | EngineCrashed]:
         """Return the engine's messages, waiting at most `timeout` seconds (None: indefinitely) for the first.
+
+        If the engine has died and another is started, `EngineCrashed` tells so, and `Ready` comes again.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -50,17 +67,25 @@ class EngineClient(Protocol):
 class LiveRequests:
     """The unfinished requests of one engine: submits them, and processes their outputs.
 
+    While an engine is replaced by another, requests are kept, and continue there.
+
     Args:
         client: connects to the engine.
         tokenizer: of the engine's model.
+        config: of the engine.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer) -> None:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.outputs = OutputProcessor(tokenizer)
+        self.resumption = Resumption(self.outputs, config, client.send)
+        self.is_ready = False
+        self._default_timeout = config.scheduler.request_timeout
+        self._next_deadline = math.inf
         self.failure: QuireError | None = None
         self.last_step_time = time.monotonic()
+        self.latest_stats: SchedulerStats | None = None
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
         self._info: EngineInfo | None = None
         self._inputs: InputProcessor | None = None
@@ -68,9 +93,14 @@ class LiveRequests:
         self._calls: dict[int, Callable[[Reply], None]] = {}
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the engine accepts requests."""
+    def has_started(self) -> bool:
+        """Whether requests can be made: the first engine has been ready."""
         return self._info is not None
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when, on the monotonic clock, the engine owes a step; None: it owes none."""
+        return self.last_step_time if self.outputs or self._calls else None
 
     @property
     def info(self) -> EngineInfo:
@@ -110,11 +140,13 @@ class LiveRequests:
             EngineDeadError: the engine has ended.
         """
         self.raise_failure()
-        if not self.outputs:
-            self.last_step_time = time.monotonic()  # the engine was idle until now
+        self._note_work()
         state = self.outputs.add(processed, on_update)
+        self._next_deadline = min(self._next_deadline, self._deadline_of(state))
         try:
-            self.client.send(processed.core_request)
+            if self.is_ready:
+                state.is_sent = True
+                self.client.send(processed.core_request)
         except BaseException:  # includes Ctrl-C: the caller gets no state to discard
             self.discard(state)
             raise
@@ -123,14 +155,22 @@ class LiveRequests:
     def discard(self, state: RequestState) -> None:
         """Abort a request that has no caller any more; has no effect if it has ended."""
         live = self.outputs.remove(state)
-        if live:
+        if live and state.is_sent:
             self.client.send(AbortRequests(live))
 
     def abort(self, request_id: str | None) -> None:
         """Abort a request, or all if None; each ends with finish reason "abort"."""
-        live = self.outputs.live_sequence_ids(request_id)
-        if live:
-            self.client.send(AbortRequests(live))
+        sent: list[str] = []
+        for state in self.outputs.live_requests(request_id):
+            if state.is_sent:
+                sent += state.live_sequence_ids
+            else:
+                self.outputs.apply(
+                    EngineCoreOutput(sequence_id, [], finish_reason=FinishReason.ABORT)
+                    for sequence_id in state.live_sequence_ids
+                )
+        if sent:
+            self.client.send(AbortRequests(sent))
 
     def queued_sequence_ids(self, request_id: str) -> list[str]:
         """Return the ids of a request's sequences in the scheduler; none if it has ended."""
@@ -142,17 +182,37 @@ class LiveRequests:
         return [sequence_id for sequence_id in queued if sequence_id in live]
 
     def call(self, make: Callable[[int], ToEngine], on_reply: Callable[[Reply], None]) -> None:
-        """Send the message that `make` returns for a call id; `on_reply` is called with the reply."""
+        """Send the message that `make` returns for a call id; `on_reply` is called with the reply.
+
+        Raises:
+            EngineDeadError: the engine has ended, or another is being started.
+        """
         self.raise_failure()
+        if not self.is_ready:
+            raise EngineDeadError("the engine has died and is being started again; try again later")
+        self._note_work()
         call_id = next(self._call_ids)
         self._calls[call_id] = on_reply
         self.client.send(make(call_id))
 
+    @property
+    def next_due(self) -> float | None:
+        """When, on the monotonic clock, `receive` is to be called even if nothing has come; None: never."""
+        due = self.client.next_due
+        if self._next_deadline == math.inf:
+            return due
+        return self._next_deadline if due is None else min(due, self._next_deadline)
+
     def receive(self, timeout: float | None) -> None:
         """Process the engine's messages, waiting at most `timeout` seconds (None: indefinitely).
 
-        If the engine has ended, every live request fails and `failure` is set.
+        It also returns when `next_due` has come, and does what is due then. If the engine has ended, every
+        live request fails and `failure` is set.
         """
+        due = self.next_due
+        if due is not None and timeout != 0:
+            wait = max(0.0, due - time.monotonic())
+            timeout = wait if timeout is None else min(wait, timeout)
         try:
             messages = self.client.receive(timeout)
         except EngineDeadError as error:
@@ -160,6 +220,8 @@ class LiveRequests:
             return
         for message in messages:
             self._dispatch(message)
+        self.resumption.advance()
+        self._check_deadlines()
 
     def close(self) -> None:
         """Shut the engine down; live requests fail with `EngineDeadError`."""
@@ -171,25 +233,80 @@ class LiveRequests:
         """Record why the engine has ended (the first reason counts), and fail every live request."""
         if self.failure is None:
             self.failure = failure
+        self.is_ready = False
         self._calls.clear()
         self.outputs.fail_all(self.failure)
 
-    def _dispatch(self, message: FromEngine) -> None:
+    def _check_deadlines(self) -> None:
+        """End the requests that the engine should have ended because they have timed out."""
+        now = time.monotonic()
+        if now < self._next_deadline:
+            return
+        self._next_deadline = math.inf
+        for state in self.outputs.live_requests():
+            deadline = self._deadline_of(state)
+            if now < deadline:
+                self._next_deadline = min(self._next_deadline, deadline)
+            else:
+                self._end_timed_out(state, now)
+
+    def _end_timed_out(self, state: RequestState, now: float) -> None:
+        error = (
+            f"the request had not ended after {now - state.processed.arrival_time:.1f} s; raise its timeout "
+            "if it has one of its own, or SchedulerConfig.request_timeout"
+        )
+        sequence_ids = state.live_sequence_ids
+        self.outputs.apply(failed_outputs(state, error, RequestTimeoutError.__name__))
+        self.client.send(AbortRequests(sequence_ids))
+
+    def _deadline_of(self, state: RequestState) -> float:
+        """Return when a request ends here if the engine has not ended it; infinite: never."""
+        deadline = deadline_of(state, self._default_timeout)
+        return math.inf if deadline is None else deadline + DEADLINE_GRACE
+
+    def _note_work(self) -> None:
+        """To be called before the engine is given anything to do."""
+        if self.waiting_since is None:
+            self.last_step_time = time.monotonic()
+
+    def _note_crash(self, reason: str) -> None:
+        self.is_ready = False
+        calls, self._calls = self._calls, {}
+        error = ErrorInfo.of(EngineDeadError(reason))
+        for call_id, on_reply in calls.items():
+            on_reply(Reply(call_id, done=False, error=error))
+        self.resumption.note_crash(reason)
+
+    def _note_ready(self, info: EngineInfo) -> None:
+        self._info = info
+        if self._inputs is None:
+            self._inputs = InputProcessor(self.tokenizer, info)
+        else:
+            self._inputs.info = info
+        self.is_ready = True
+        self.last_step_time = time.monotonic()
+        self.resumption.begin()
+
+    def _dispatch(self, message: FromEngine | EngineCrashed) -> None:
         match message:
             case StepOutputs(outputs, stats):
                 if stats is not None:
                     self.last_step_time = time.monotonic()
+                    self.latest_stats = stats
                 to_stop = self.outputs.apply(outputs)
                 if to_stop:
                     self.client.send(StopRequests(to_stop))
             case RequestRefused(sequence_ids, error):
                 self.outputs.refuse(sequence_ids, error.to_exception())
             case Reply(call_id):
+                if not self.outputs:
+                    self.last_step_time = time.monotonic()
                 self._calls.pop(call_id)(message)
             case LoadProgress(done, total):
                 self.on_progress(done, total)
             case Ready(info):
-                self._info = info
-                self._inputs = InputProcessor(self.tokenizer, info)
+                self._note_ready(info)
+            case EngineCrashed(reason):
+                self._note_crash(reason)
             case StartupFailed(error):
                 self.fail(error.to_exception())

@@ -129,7 +129,16 @@ def _error_of(output: EngineCoreOutput) -> ErrorInfo | None:
 
 
 class RequestState:
-    """A live request: its parameters, its completions so far, and how to notify its caller."""
+    """A live request: its parameters, its completions so far, and how to notify its caller.
+
+    Attributes:
+        is_sent: whether the present engine has it.
+        has_new_output: whether the engine that it was sent to last has sent any output of it.
+        num_crashes: engines that died while they had it.
+        num_crashes_without_output: the last of these, in a row, that had no output of it.
+        num_repeated_prompt_logprobs: how many of its prompt's log-probabilities are known already, and will
+            come again.
+    """
 
     def __init__(
         self, processed: ProcessedRequest, completions: list[CompletionState], on_update: Callable[[], None]
@@ -145,6 +154,11 @@ class RequestState:
         self.finish_time: float | None = None
         self.failure: QuireError | None = None
         self.on_update = on_update
+        self.is_sent = False
+        self.has_new_output = False
+        self.num_crashes = 0
+        self.num_crashes_without_output = 0
+        self.num_repeated_prompt_logprobs = 0
 
     @property
     def request_id(self) -> str:
@@ -157,9 +171,21 @@ class RequestState:
         return all(completion.finish_reason is not None for completion in self.completions)
 
     @property
+    def live_completions(self) -> list[CompletionState]:
+        """The completions that have not ended."""
+        return [completion for completion in self.completions if completion.finish_reason is None]
+
+    @property
     def live_sequence_ids(self) -> list[str]:
         """Sequence ids of the completions that have not ended."""
-        return [completion.sequence_id for completion in self.completions if completion.finish_reason is None]
+        return [completion.sequence_id for completion in self.live_completions]
+
+    @property
+    def has_all_prompt_logprobs(self) -> bool:
+        """Whether no more log-probabilities of the prompt will come: the first completion asks for them."""
+        num_prompt_tokens = len(self.processed.core_request.prompt_token_ids)
+        is_complete = self.prompt_logprobs is None or len(self.prompt_logprobs) == num_prompt_tokens
+        return is_complete or self.completions[0].finish_reason is not None
 
     @property
     def error_before_output(self) -> QuireError | None:
@@ -230,6 +256,17 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def live_requests(self, request_id: str | None = None) -> list[RequestState]:
+        """Return the live request with this id, if there is one; None: all, in the order of arrival."""
+        if request_id is None:
+            return list(self._requests.values())
+        state = self._requests.get(request_id)
+        return [] if state is None else [state]
+
+    def has(self, state: RequestState) -> bool:
+        """Whether a request is live; another of the same id does not count."""
+        return self._requests.get(state.request_id) is state
+
     def get(self, request_id: str) -> RequestState | None:
         """Return the live request with this id, or None."""
         return self._requests.get(request_id)
@@ -296,20 +333,13 @@ class OutputProcessor:
 
     def remove(self, state: RequestState) -> list[str]:
         """Remove a request if it is live; return the ids of its sequences that have not ended."""
-        if self._requests.get(state.request_id) is not state:
+        if not self.has(state):
             return []
         del self._requests[state.request_id]
         live = state.live_sequence_ids
         for sequence_id in live:
             self._sequences.pop(sequence_id, None)
         return live
-
-    def live_sequence_ids(self, request_id: str | None = None) -> list[str]:
-        """Return the ids of the live sequences of a request, or of all requests if None."""
-        if request_id is None:
-            return list(self._sequences)
-        state = self._requests.get(request_id)
-        return [] if state is None else state.live_sequence_ids
 
     def _new_text(self, processed: ProcessedRequest, stop: StopStrings) -> StoppableText:
         params = processed.params
@@ -325,6 +355,7 @@ class OutputProcessor:
         logprobs: list[TokenLogprobs] = []
         if completion.logprobs is not None:
             logprobs = [self._logprobs(entry) for entry in output.logprobs or ()]
+        state.has_new_output = True
         stopped_here = completion.apply(output, logprobs)
         if completion.finish_reason is not None:
             del self._sequences[output.request_id]
@@ -334,7 +365,10 @@ class OutputProcessor:
         if output.new_token_ids and state.first_token_time is None:
             state.first_token_time = now
         if output.prompt_logprobs and state.prompt_logprobs is not None:
-            state.prompt_logprobs.extend(self._logprobs(entry) for entry in output.prompt_logprobs)
+            known = min(state.num_repeated_prompt_logprobs, len(output.prompt_logprobs))
+            state.num_repeated_prompt_logprobs -= known
+            new = output.prompt_logprobs[known:]
+            state.prompt_logprobs.extend(self._logprobs(entry) for entry in new)
         return [output.request_id] if stopped_here else []
 
     def _fail(self, state: RequestState, failure: QuireError) -> None:

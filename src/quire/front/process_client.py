@@ -19,6 +19,7 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.engine.messages import (
+    STACKS_SIGNAL,
     EngineFailed,
     EngineStart,
     FromEngine,
@@ -77,11 +78,6 @@ class EngineProcess:
         return self._process.pid
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the process is running."""
-        return self._process.poll() is None
-
-    @property
     def message_fd(self) -> int:
         """Becomes readable when messages may have arrived; drain them with `receive(0)` each time."""
         return int(self._output.getsockopt(zmq.FD))
@@ -122,6 +118,14 @@ class EngineProcess:
         if self.death_fd in ready and not messages:
             raise EngineDeadError(self._describe_exit())
         return messages
+
+    def log_stacks(self) -> None:
+        """Have the engine write the stacks of its threads to its log."""
+        self._process.send_signal(STACKS_SIGNAL)
+
+    def kill(self) -> None:
+        """End the process at once; `receive` tells when it has ended."""
+        self._process.kill()
 
     def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Tell the engine to end, kill it after `timeout` seconds, and clean up."""

@@ -10,7 +10,7 @@ from quire.engine.assembly import ProgressCallback
 from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache, ToEngine
 from quire.front.inprocess_client import InProcessClient
 from quire.front.live_requests import EngineClient, LiveRequests
-from quire.front.process_client import EngineProcess
+from quire.front.supervision import EngineSupervisor
 from quire.models.checkpoints.hub import resolve_model
 from quire.scheduling.outputs import SchedulerStats
 
@@ -38,8 +38,8 @@ class Session:
         on_progress: ProgressCallback | None = None,
     ) -> None:
         model_path = resolve_model(config.model)
-        client: EngineClient = (
-            EngineProcess(config, model_path)
+        client: EngineClient | EngineSupervisor = (
+            EngineSupervisor(config, model_path)
             if engine_process
             else InProcessClient(config, model_path, on_progress=on_progress)
         )
@@ -47,7 +47,9 @@ class Session:
         # slow: meanwhile, an engine process imports torch
         from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
-        self.requests = LiveRequests(client, read_tokenizer(model_path))
+        self.requests = LiveRequests(client, read_tokenizer(model_path), config)
+        if isinstance(client, EngineSupervisor):
+            client.watch_for(self.requests)
         if on_progress is not None:
             self.requests.on_progress = on_progress
 

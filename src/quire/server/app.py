@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from quire.config import ServerConfig
 from quire.errors import EngineDeadError, nearest_name
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
-from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, request_id_of
+from quire.server.context import STATS_TIMEOUT, ServerContext, context_of, request_id_of
 from quire.server.docs_page import docs_page
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.middleware import RequestEnvelope
@@ -150,17 +151,23 @@ async def health(request: Request) -> Response:
     return json_response(Health(status="ok"))
 
 
+async def live(request: Request) -> Response:
+    """Tell that the server is alive, whatever the engine does."""
+    return json_response(Health(status="ok"))
+
+
 async def metrics(request: Request) -> Response:
     """Return the metrics in the Prometheus text format."""
     context = context_of(request)
-    stats = None
+    llm = context.llm
+    stats, engine_up = llm.latest_stats, True
     try:
-        context.llm.check_health()
-        stats = await asyncio.wait_for(context.llm.stats(), ENGINE_TIMEOUT)
-        engine_up = True
-    except (EngineDeadError, TimeoutError):
+        llm.check_health()
+        with contextlib.suppress(TimeoutError):  # it is within a long step
+            stats = await asyncio.wait_for(llm.stats(), STATS_TIMEOUT)
+    except EngineDeadError:
         engine_up = False
-    context.metrics.engine.update(stats, engine_up=engine_up)
+    context.metrics.engine.update(stats, llm.recovery_stats, engine_up=engine_up)
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -237,6 +244,7 @@ ENDPOINTS = (
         errors={503: "The engine is not available, or the server is shutting down."},
         error_answer=Health,
     ),
+    Endpoint(method="GET", path="/live", handler=live, answer=Health),
     Endpoint(method="GET", path="/metrics", handler=metrics, answer=None),
     Endpoint(method="GET", path="/engine", handler=engine, answer=EngineDescription),
     Endpoint(method="GET", path="/version", handler=version, answer=Version),

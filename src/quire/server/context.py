@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 ENGINE_TIMEOUT = 2.0
-"""Seconds to wait for the engine's statistics and explanations, so that no query hangs when it is stuck."""
+"""Seconds to wait for the engine's explanations, so that no query hangs when it is stuck."""
+
+STATS_TIMEOUT = 0.03
+"""Seconds to wait for the engine's statistics before the last ones are used: metrics must not be late."""
 
 
 class ServerContext:

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutError
+from quire.front.resumption import RecoveryStats
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
@@ -31,16 +32,19 @@ class EngineCollector(Collector):
 
     def __init__(self) -> None:
         self._stats = SchedulerStats()
+        self._recovery = RecoveryStats()
         self._engine_up = False
 
-    def update(self, stats: SchedulerStats | None, *, engine_up: bool) -> None:
+    def update(self, stats: SchedulerStats | None, recovery: RecoveryStats, *, engine_up: bool) -> None:
         """Take new figures; None keeps the last ones."""
         self._stats = stats or self._stats
+        self._recovery = recovery
         self._engine_up = engine_up
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; called by the registry."""
         yield from _families(self._gauges(), self._counters())
+        yield from _families((), _recovery_counters(self._recovery))
         connector = self._stats.kv_connector
         if isinstance(connector, KVConnectorStats):
             yield from _families(_connector_gauges(connector), _connector_counters(connector))
@@ -141,6 +145,27 @@ class EngineCollector(Collector):
                 stats.num_failed_loads,
             ),
         )
+
+
+def _recovery_counters(stats: RecoveryStats) -> tuple[Row, ...]:
+    return (
+        ("quire_engine_restarts", "Number of engines started in place of others.", stats.num_restarts),
+        (
+            "quire_engine_hangs",
+            "Number of engines killed because they did not finish a step (watchdog_timeout).",
+            stats.num_hangs,
+        ),
+        (
+            "quire_requests_resumed",
+            "Number of requests that went on in another engine, counted once for each.",
+            stats.num_resumed_requests,
+        ),
+        (
+            "quire_requests_quarantined",
+            "Number of requests that ended because engines had died of them.",
+            stats.num_quarantined_requests,
+        ),
+    )
 
 
 def _connector_gauges(stats: KVConnectorStats) -> tuple[Row, ...]:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.errors import ApiError
 
 MAX_REQUEST_ID_LENGTH = 128  # characters
-OPEN_PATHS = frozenset({"/health", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/live", "/metrics"})
 
 _REQUEST_ID = re.compile(r"[!-~]+")  # visible ASCII
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
 _KEEP_ALIVE = 60  # seconds; longer than clients keep idle connections, so that they close them first
-_LAST_BYTES_TIMEOUT = 5  # seconds; for answers that are complete in the engine but not yet sent
+_LAST_BYTES_TIMEOUT = 1  # seconds; for answers that are complete in the engine but not yet sent
+_END_TIMEOUT = 0.8  # seconds; for the engine to end by itself after that
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
@@ -38,6 +39,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         ConfigError: the server cannot listen on the address, or the engine's configuration cannot work.
         ModelError: the model cannot be found or read.
         EngineDeadError: the engine did not start.
+        CrashLoopError: engines died again and again while the server ran.
     """
     with contextlib.closing(bound_socket(server_config.host, server_config.port)) as bound:
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
@@ -93,21 +95,25 @@ async def _serve_until_stopped(
             if await finished_unless_set(stop.graceful, llm.wait_until_ready()):
                 await _serve_engine(make_app(), bound, stop)
         finally:
-            await llm.shutdown()
+            await llm.shutdown(end_timeout=0.0 if stop.immediate.is_set() else _END_TIMEOUT)
 
 
 async def _serve_engine(app: Starlette, bound: socket.socket, stop: StopSignals) -> None:
+    """Serve until a signal stops the server, or engines die again and again."""
     context: ServerContext = app.state.context
     server = http_server(app, lambda: _announce(context, url_of(context.config.host, bound)))
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     stopping = asyncio.create_task(_stop_gracefully(context, stop))
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
+    await asyncio.wait({serving, stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
     server.force_exit = stop.immediate.is_set()
     server.should_exit = True
-    stopping.cancel()
     await serving
-    with contextlib.suppress(asyncio.CancelledError):
-        await stopping
+    for task in (stopping, crashing):
+        task.cancel()
+    await asyncio.gather(stopping, crashing, return_exceptions=True)
+    if not crashing.cancelled():
+        raise crashing.result()
 
 
 async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:

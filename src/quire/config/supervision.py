@@ -1,0 +1,45 @@
+"""What happens when an engine process dies or hangs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Gt
+
+from quire.config.fields import check_limits, config, knob
+from quire.limits import NonNegativeFloat, PositiveInt
+
+
+@config
+class SupervisionConfig:
+    """Supervision of an engine that runs in its own process."""
+
+    recovery: Literal["on", "off"] = knob(
+        default="on",
+        help="on: an engine process that dies is replaced, and live requests continue where they were. off: "
+        "live requests end with an error, and later ones are refused.",
+    )
+    watchdog_timeout: NonNegativeFloat = knob(
+        default=60.0,
+        unit="seconds",
+        help="Maximum time between two finished steps of an engine that has requests. One that takes longer "
+        "logs its stacks, is killed, and is treated as if it had died. 0: no limit.",
+    )
+    max_request_crashes: PositiveInt = knob(
+        default=2,
+        unit="crashes",
+        help="Number of engines in a row that may die before they have any output of a request; then that "
+        "request ends with an error, because it may be the cause.",
+    )
+    max_engine_crashes: PositiveInt = knob(
+        default=6,
+        unit="crashes",
+        help="Number of engines that may die within crash_window without any output in between; then none is "
+        "started any more, and a server ends with an error.",
+    )
+    crash_window: Annotated[float, Gt(0)] = knob(
+        default=300.0, unit="seconds", help="Time within which max_engine_crashes counts."
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)

@@ -1,0 +1,185 @@
+"""What becomes of live requests when their engine dies: all go on in the next, but for possible causes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from quire.config import EngineConfig
+from quire.engine.messages import EngineCoreRequest
+from quire.errors import RequestQuarantinedError
+from quire.front.output_processor import OutputProcessor, RequestState
+from quire.scheduling.outputs import EngineCoreOutput
+from quire.status import FinishReason
+
+logger = logging.getLogger(__name__)
+
+MAX_CRASHES = 10
+"""Crashes after which a request is quarantined even if each engine had some output of it."""
+
+SHORTEST_TIMEOUT = 1e-3
+"""Seconds left to a request whose time is up, so that the engine ends it; 0 would mean no limit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecoveryStats:
+    """What has become of engines and their requests since the front started."""
+
+    num_restarts: int = 0
+    """Engines started in place of others."""
+    num_hangs: int = 0
+    """Engines killed because they did not finish a step."""
+    num_resumed_requests: int = 0
+    """Requests that went on in another engine, counted once for each."""
+    num_quarantined_requests: int = 0
+    """Requests that ended because engines had died of them."""
+
+
+class Resumption:
+    """Sends the live requests to each new engine, and quarantines those that engines die of.
+
+    A request is a suspect if an engine has died that had it, but no output of it. Suspects are sent last and
+    one at a time, each when the one before has had output or has ended: so the next crash has one cause.
+
+    Args:
+        outputs: the live requests.
+        config: of the engine.
+        send: sends a request to the engine.
+
+    Attributes:
+        num_resumed: requests sent to another engine, counted once for each.
+        num_quarantined: requests that ended because engines died of them.
+    """
+
+    def __init__(
+        self, outputs: OutputProcessor, config: EngineConfig, send: Callable[[EngineCoreRequest], None]
+    ) -> None:
+        self.num_resumed = 0
+        self.num_quarantined = 0
+        self._outputs = outputs
+        self._config = config
+        self._send = send
+        self._awaited: list[RequestState] = []  # sent to the new engine, without output from it so far
+        self._suspects: deque[RequestState] = deque()  # still to be sent
+
+    def note_crash(self, reason: str) -> None:
+        """Charge the requests that the dead engine had; end those that are charged with too many crashes."""
+        self._awaited.clear()
+        self._suspects.clear()
+        for state in self._outputs.live_requests():
+            if not state.is_sent:
+                continue
+            state.is_sent = False
+            state.num_crashes += 1
+            state.num_crashes_without_output = (
+                0 if state.has_new_output else state.num_crashes_without_output + 1
+            )
+            limit = self._config.supervision.max_request_crashes
+            if state.num_crashes_without_output >= limit or state.num_crashes >= MAX_CRASHES:
+                self._quarantine(state, reason)
+
+    def begin(self) -> None:
+        """Send the live requests to a new engine, which is ready: all at once, but for the suspects."""
+        for state in self._outputs.live_requests():
+            if state.num_crashes_without_output:
+                self._suspects.append(state)
+            else:
+                self._resume(state)
+        self.advance()
+
+    def advance(self) -> None:
+        """Send the next suspect if every request that was sent before it has had output or has ended."""
+        while self._awaited or self._suspects:
+            self._awaited = [
+                state for state in self._awaited if not state.has_new_output and self._outputs.has(state)
+            ]
+            if self._awaited or not self._suspects:
+                return
+            suspect = self._suspects.popleft()
+            if self._outputs.has(suspect):
+                self._resume(suspect)
+
+    def _resume(self, state: RequestState) -> None:
+        state.is_sent, state.has_new_output = True, False
+        if not state.num_crashes:  # it came while there was no engine
+            self._send(state.processed.core_request)
+            return
+        self._awaited.append(state)
+        self.num_resumed += 1
+        request = continuation(state, self._config.scheduler.request_timeout, time.monotonic())
+        if state.prompt_logprobs is not None:
+            state.num_repeated_prompt_logprobs = len(state.prompt_logprobs) - 1
+        self._send(request)
+
+    def _quarantine(self, state: RequestState, reason: str) -> None:
+        limit = self._config.supervision.max_request_crashes
+        error = (
+            f"{state.num_crashes} engines have died while they had this request; the limit is "
+            f"max_request_crashes {limit} in a row without output of it, or {MAX_CRASHES} in all; the last "
+            f"reason: {reason}"
+        )
+        logger.error("request %r is quarantined: %s", state.request_id, error)
+        self.num_quarantined += 1
+        self._outputs.apply(failed_outputs(state, error, RequestQuarantinedError.__name__))
+
+
+def failed_outputs(state: RequestState, error: str, error_type: str) -> list[EngineCoreOutput]:
+    """Return the terminal outputs that the engine would send if a request failed in all its sequences."""
+    return [
+        EngineCoreOutput(
+            sequence_id, [], finish_reason=FinishReason.ERROR, error=error, error_type=error_type
+        )
+        for sequence_id in state.live_sequence_ids
+    ]
+
+
+def continuation(state: RequestState, default_timeout: float, now: float) -> EngineCoreRequest:
+    """Return the rest of a request: its live sequences with the tokens that they have so far.
+
+    A beam search begins anew. The log-probabilities of the prompt are asked for if any are still missing.
+
+    Args:
+        state: of the request.
+        default_timeout: seconds, for requests that do not say; 0: none.
+        now: seconds on the clock of `ProcessedRequest.arrival_time`.
+    """
+    request = state.processed.core_request
+    live = {completion.sequence_id: completion.token_ids for completion in state.live_completions}
+    sequences = [(name, seed) for name, seed in request.sequences if name in live]
+    params = request.sampling_params
+    if params.prompt_logprobs is not None and state.has_all_prompt_logprobs:
+        params = dataclasses.replace(params, prompt_logprobs=None)
+    return EngineCoreRequest(
+        sequences=sequences,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling_params=params,
+        eos_token_ids=request.eos_token_ids,
+        options=dataclasses.replace(
+            request.options,
+            timeout=_time_left(deadline_of(state, default_timeout), now),
+            queue_timeout=_queue_time_left(state, now),
+        ),
+        resumed_outputs=[live[name] for name, _ in sequences],
+    )
+
+
+def deadline_of(state: RequestState, default_timeout: float) -> float | None:
+    """Return when a request times out, on the clock of its arrival; None: never."""
+    timeout = state.processed.core_request.options.timeout
+    timeout = default_timeout if timeout is None else timeout
+    return state.processed.arrival_time + timeout if timeout else None
+
+
+def _time_left(deadline: float | None, now: float) -> float:
+    return 0.0 if deadline is None else max(deadline - now, SHORTEST_TIMEOUT)
+
+
+def _queue_time_left(state: RequestState, now: float) -> float | None:
+    """Return the `queue_timeout` of what is left: none for a request that has begun, or leaves it open."""
+    timeout = state.processed.core_request.options.queue_timeout
+    if state.first_token_time is not None:
+        return 0.0
+    return _time_left(state.processed.arrival_time + timeout, now) if timeout else timeout

@@ -1,0 +1,268 @@
+"""What becomes of live requests when their engine dies: who goes on, in which order, and who does not."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+from test_input_processor import INFO, TOKENIZER
+
+from quire import EngineConfig, SamplingParams, SchedulerConfig
+from quire.engine.messages import (
+    AbortRequests,
+    EngineCoreRequest,
+    GetStats,
+    Ready,
+    Reply,
+    StepOutputs,
+)
+from quire.errors import EngineDeadError, RequestQuarantinedError, RequestTimeoutError
+from quire.front import input_processor, live_requests, resumption
+from quire.front.live_requests import DEADLINE_GRACE, LiveRequests
+from quire.front.supervision import EngineCrashed
+from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
+from quire.status import FinishReason
+from quire.step import PositionLogprobs
+
+
+class Client:
+    """An engine that says what a test gives it, and keeps what it is told."""
+
+    next_due = None
+
+    def __init__(self):
+        self.sent = []
+        self.said = []
+        self.dead = None
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def receive(self, timeout):
+        if self.dead:
+            raise self.dead
+        said, self.said = self.said, []
+        return said
+
+
+class Scene:
+    def __init__(self, monkeypatch, **scheduler):
+        self.now = 100.0
+        clock = types.SimpleNamespace(monotonic=lambda: self.now)
+        for module in (live_requests, resumption, input_processor):
+            monkeypatch.setattr(module, "time", clock)
+        self.client = Client()
+        config = EngineConfig(scheduler=SchedulerConfig(**scheduler))
+        self.requests = LiveRequests(self.client, TOKENIZER, config)
+        self.hear(Ready(INFO))
+
+    def hear(self, *messages):
+        self.client.said += messages
+        self.requests.receive(0)
+
+    def submit(self, name, options=None, **params):
+        processed = self.requests.prepare("abc", SamplingParams(**params), request_id=name, **(options or {}))
+        return self.requests.submit(processed)
+
+    def output(self, state, *tokens, index=0, reason=None, **more):
+        name = state.processed.core_request.sequence_ids[index]
+        self.hear(StepOutputs([EngineCoreOutput(name, list(tokens), finish_reason=reason, **more)]))
+
+    def crash(self):
+        self.hear(EngineCrashed("killed by SIGKILL"))
+
+    def taken(self):
+        """Return what the engine has been sent since the last call."""
+        sent, self.client.sent = self.client.sent, []
+        return sent
+
+    def names(self):
+        """Return the requests that the engine has been sent since the last call."""
+        return [message.sequences[0][0].partition("#")[0] for message in self.taken()]
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    return Scene(monkeypatch)
+
+
+def test_each_live_sequence_goes_on_from_its_tokens(scene):
+    a = scene.submit("a", n=3, seed=7, max_tokens=9)
+    original = scene.taken()[0]
+    assert original.resumed_outputs is None
+    scene.output(a, 5, 6, index=0)
+    scene.output(a, 7, index=1, reason=FinishReason.STOP)
+    scene.crash()
+    assert not scene.requests.is_ready
+    b = scene.submit("b")
+    assert scene.taken() == [], "there is no engine"
+    scene.hear(Ready(INFO))
+    rest, new = scene.taken()
+    assert rest.sequences == [original.sequences[0], original.sequences[2]]
+    assert rest.resumed_outputs == [[5, 6], []]
+    assert rest.sampling_params == original.sampling_params
+    assert new.sequences == b.processed.core_request.sequences
+    assert new.resumed_outputs is None
+    scene.output(a, 8, index=0, reason=FinishReason.LENGTH)
+    scene.output(a, 9, index=2, reason=FinishReason.LENGTH)
+    assert [one.token_ids for one in a.snapshot().outputs] == [[5, 6, 8], [7], [9]]
+    assert scene.requests.resumption.num_resumed == 1
+
+
+def test_log_probabilities_of_the_prompt_are_not_repeated(scene):
+    known = [
+        PositionLogprobs([5], [-1.0 * number], [1]) for number in range(len(TOKENIZER.encode("abc")) - 1)
+    ]
+    partly = scene.submit("partly", prompt_logprobs=0)
+    wholly = scene.submit("wholly", prompt_logprobs=0)
+    scene.output(partly, prompt_logprobs=known[:1])
+    scene.output(wholly, 4, prompt_logprobs=known)
+    scene.taken()
+    scene.crash()
+    scene.hear(Ready(INFO))
+    again, rest = scene.taken()
+    assert again.sampling_params.prompt_logprobs == 0
+    assert rest.sampling_params.prompt_logprobs is None
+    for entry in known:
+        scene.output(partly, prompt_logprobs=[entry])
+    assert partly.snapshot().prompt_logprobs == wholly.snapshot().prompt_logprobs
+    assert len(partly.prompt_logprobs) == len(known) + 1
+
+
+def test_suspects_come_last_and_one_at_a_time(scene):
+    states = {name: scene.submit(name) for name in "pqrst"}
+    scene.output(states["q"], 1)
+    scene.output(states["s"], 1)
+    scene.taken()
+    scene.crash()
+    scene.hear(Ready(INFO))
+    assert scene.names() == ["q", "s"]
+    scene.output(states["q"], 2)
+    assert scene.names() == []
+    scene.output(states["s"], 2)
+    assert scene.names() == ["p"]
+    scene.submit("new")
+    assert scene.names() == ["new"], "nobody else waits"
+    scene.output(states["p"], 1)
+    assert scene.names() == ["r"]
+    scene.requests.discard(states["t"])
+    assert scene.names() == [], "the engine never had it"
+    scene.crash()
+    assert isinstance(states["r"].snapshot().outputs[0].error, str)
+    assert states["r"].completions[0].exception.__class__ is RequestQuarantinedError
+    assert "killed by SIGKILL" in states["r"].completions[0].error
+    assert scene.requests.resumption.num_quarantined == 1
+    scene.hear(Ready(INFO))
+    assert scene.names() == ["p", "q", "s"]
+    for name in "pqs":
+        scene.output(states[name], 3)
+    assert scene.names() == ["new"]
+
+
+def test_a_request_that_comes_far_each_time_is_quarantined_in_the_end(scene):
+    state = scene.submit("a")
+    for number in range(resumption.MAX_CRASHES):
+        assert not state.finished
+        scene.output(state, number)
+        scene.crash()
+        scene.hear(Ready(INFO))
+    assert state.finished
+    assert state.completions[0].token_ids == list(range(resumption.MAX_CRASHES))
+    assert "10 in all" in state.completions[0].error
+
+
+def test_calls_are_answered_with_the_reason(scene):
+    replies = []
+    scene.requests.call(GetStats, replies.append)
+    scene.crash()
+    [reply] = replies
+    assert "SIGKILL" in reply.error.message
+    with pytest.raises(EngineDeadError, match="started again"):
+        scene.requests.call(GetStats, replies.append)
+    scene.hear(Ready(INFO))
+    scene.requests.call(GetStats, replies.append)
+    call_id = scene.taken()[-1].call_id
+    scene.hear(Reply(call_id, stats=SchedulerStats()))
+    assert replies[-1].error is None
+
+
+def test_an_abort_ends_what_no_engine_has(scene):
+    states = [scene.submit(name, n=2) for name in "abc"]
+    scene.requests.abort("a")
+    [message] = scene.taken()[-1:]
+    assert isinstance(message, AbortRequests)
+    assert message.sequence_ids == states[0].live_sequence_ids
+    scene.crash()
+    scene.requests.abort("b")
+    assert states[1].finished
+    assert states[1].completions[1].finish_reason is FinishReason.ABORT
+    scene.requests.abort(None)
+    assert len(scene.requests.outputs) == 0
+    scene.hear(Ready(INFO))
+    assert scene.taken() == []
+
+
+def test_the_time_that_is_left_is_passed_on(monkeypatch):
+    scene = Scene(monkeypatch, request_timeout=50)
+    a = scene.submit("a", {"timeout": 30, "queue_timeout": 20})
+    b = scene.submit("b", {"timeout": 0})
+    scene.submit("c", {"queue_timeout": 5})
+    scene.output(b, 1)
+    scene.output(a, 1)
+    scene.now += 10
+    scene.taken()
+    scene.crash()
+    scene.hear(Ready(INFO))
+    scene.output(a, 1)
+    scene.output(b, 1)
+    options = [message.options for message in scene.taken() if isinstance(message, EngineCoreRequest)]
+    assert [one.timeout for one in options] == [pytest.approx(20), 0, pytest.approx(40)]
+    assert [one.queue_timeout for one in options] == [0, 0, pytest.approx(resumption.SHORTEST_TIMEOUT)]
+
+
+def test_deadlines_hold_without_an_engine(monkeypatch):
+    scene = Scene(monkeypatch, request_timeout=50)
+    a, b = scene.submit("a", {"timeout": 30}), scene.submit("b")
+    endless = scene.submit("c", {"timeout": 0})
+    scene.crash()
+    assert scene.requests.next_due == pytest.approx(130 + DEADLINE_GRACE)
+    scene.now = 130.5
+    scene.requests.receive(0)
+    assert not a.finished
+    scene.now = 131.5
+    scene.requests.receive(0)
+    assert isinstance(a.completions[0].exception, RequestTimeoutError)
+    assert "31.5 s" in a.completions[0].error
+    assert scene.requests.next_due == pytest.approx(150 + DEADLINE_GRACE)
+    scene.now = 200
+    scene.requests.receive(0)
+    assert b.finished
+    assert not endless.finished
+    assert scene.requests.next_due is None
+
+
+def test_the_engine_owes_a_step_while_it_has_anything_to_do(scene):
+    requests = scene.requests
+    assert requests.waiting_since is None
+    scene.now += 10
+    state = scene.submit("a")
+    assert requests.waiting_since == scene.now
+    scene.now += 10
+    scene.hear(StepOutputs([], SchedulerStats()))
+    scene.hear(StepOutputs([]))
+    assert requests.waiting_since == scene.now
+    scene.now += 10
+    requests.call(GetStats, lambda reply: None)
+    scene.hear(Reply(scene.taken()[-1].call_id, stats=SchedulerStats()))
+    assert requests.waiting_since == scene.now - 10, "a reply is no step"
+    scene.output(state, 1, reason=FinishReason.LENGTH)
+    assert requests.waiting_since is None
+
+
+def test_the_end_of_all_engines_ends_all_requests(scene):
+    state = scene.submit("a")
+    scene.client.dead = EngineDeadError("no more")
+    scene.requests.receive(0)
+    assert isinstance(state.failure, EngineDeadError)
+    with pytest.raises(EngineDeadError, match="no more"):
+        scene.submit("b")

@@ -1,0 +1,256 @@
+"""Supervision of engine processes that die, hang or cannot be started, on a clock that tests set."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+
+from quire import EngineConfig
+from quire.config import SupervisionConfig
+from quire.engine.messages import EngineInfo, ErrorInfo, Ready, Starting, StartupFailed, StepOutputs
+from quire.errors import CrashLoopError, EngineDeadError
+from quire.front import supervision
+from quire.front.supervision import EngineCrashed, EngineSupervisor
+from quire.scheduling.outputs import EngineCoreOutput
+
+INFO = EngineInfo("fake", 64, 100, 8, 16, 0, "float32", 0.0)
+OUTPUT = StepOutputs([EngineCoreOutput("a", [1])])
+
+
+class FakeProcess:
+    """An engine process that does what a test says."""
+
+    started: list[FakeProcess]
+    cannot_start: int
+
+    def __init__(self, config, model_path):
+        if FakeProcess.cannot_start:
+            FakeProcess.cannot_start -= 1
+            raise OSError(11, "no process for you")
+        self.config = config
+        self.pid = 100 + len(self.started)
+        self.messages = []
+        self.sent = []
+        self.done = []
+        self.death = ""
+        self.message_fd, self._message_end = os.pipe()
+        self.death_fd, self._death_end = os.pipe()
+        self.started.append(self)
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def receive(self, timeout):
+        messages, self.messages = self.messages, []
+        if not messages and self.death:
+            raise EngineDeadError(self.death)
+        return messages
+
+    def log_stacks(self):
+        self.done.append("stacks")
+
+    def kill(self):
+        self.done.append("kill")
+
+    def close(self, timeout):
+        self.done.append("close")
+        for descriptor in (self.message_fd, self._message_end, self.death_fd, self._death_end):
+            os.close(descriptor)
+
+
+class Waiting:
+    """Somebody whom the engine owes a step since a certain time."""
+
+    waiting_since = None
+
+
+class Scene:
+    def __init__(self, **fields):
+        self.now = 1000.0
+        config = EngineConfig(record_path="/calls", supervision=SupervisionConfig(**fields))
+        self.supervisor = EngineSupervisor(config, "/model", read_clock=lambda: self.now)
+        self.waiting = Waiting()
+        self.supervisor.watch_for(self.waiting)
+
+    @property
+    def process(self):
+        return FakeProcess.started[-1]
+
+    def hears(self, *messages):
+        self.process.messages += messages
+        return self.supervisor.receive(0)
+
+    def crash(self, reason="it was killed"):
+        """Let the engine die; return the seconds until the next is started."""
+        self.process.death = reason
+        assert self.supervisor.receive(0) == [EngineCrashed(reason)]
+        return self.supervisor.next_due - self.now
+
+    def pass_time(self, seconds):
+        self.now += seconds
+        return self.supervisor.receive(0)
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    monkeypatch.setattr(supervision, "EngineProcess", FakeProcess)
+    FakeProcess.started, FakeProcess.cannot_start = [], 0
+    with contextlib.ExitStack() as stack:
+
+        def make(**fields):
+            made = Scene(**fields)
+            stack.callback(made.supervisor.close)
+            return made
+
+        yield make
+
+
+def test_an_engine_that_dies_is_replaced_each_time_later(scene):
+    one = scene()
+    assert one.hears(Starting(), Ready(INFO)) == [Starting(), Ready(INFO)]
+    delays = []
+    for number in range(1, 6):
+        delays.append(one.crash())
+        assert one.process.done == ["close"]
+        one.supervisor.send("lost")
+        assert one.pass_time(delays[-1]) == []
+        assert len(FakeProcess.started) == number + 1 == one.supervisor.num_restarts + 1
+        assert one.process.config.record_path == f"/calls.{number}"
+        assert one.hears(Ready(INFO)) == [Ready(INFO)]
+    assert delays == [0, 0.25, 0.5, 1, 2]
+    one.process.death = "the last"
+    with pytest.raises(CrashLoopError, match=r"died 6 times within 300 s.*max_engine_crashes 6.*the last"):
+        one.supervisor.receive(0)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        one.supervisor.receive(0)
+    assert one.supervisor.next_due is None
+
+
+def test_output_or_time_ends_a_series_of_crashes(scene):
+    one = scene(max_engine_crashes=3, crash_window=50)
+    one.hears(Ready(INFO))
+    for _ in range(4):
+        for delay in (0, 0.25):
+            assert one.crash() == delay
+            one.pass_time(delay)
+            one.hears(Ready(INFO), StepOutputs([]))
+        one.hears(OUTPUT)
+    for _ in range(4):
+        assert one.crash() == 0
+        one.pass_time(51)
+
+
+def test_a_blocking_wait_ends_with_the_pause(scene, monkeypatch):
+    one = scene()
+    one.hears(Ready(INFO))
+    one.crash()
+    one.pass_time(0)
+    assert one.crash() == 0.25
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        one.now += seconds
+
+    monkeypatch.setattr(supervision.time, "sleep", sleep)
+    assert one.supervisor.receive(0.1) == []
+    assert one.supervisor.receive(None) == []
+    assert slept == [0.1, pytest.approx(0.15)]
+    assert len(FakeProcess.started) == 3
+
+
+@pytest.mark.parametrize("fields", [{}, {"recovery": "off"}])
+def test_an_engine_that_was_never_ready_is_not_replaced(scene, fields):
+    one = scene(**fields)
+    failed = StartupFailed(ErrorInfo("ConfigError", "no"))
+    assert one.hears(failed) == [failed]
+    one.process.death = "ended with code 1"
+    with pytest.raises(EngineDeadError, match="code 1"):
+        one.supervisor.receive(0)
+    assert len(FakeProcess.started) == 1
+
+
+def test_without_recovery_no_engine_is_replaced(scene):
+    one = scene(recovery="off")
+    one.hears(Ready(INFO))
+    one.process.death = "killed"
+    with pytest.raises(EngineDeadError, match="killed"):
+        one.supervisor.receive(0)
+
+
+def test_a_start_that_fails_is_a_crash(scene):
+    one = scene()
+    one.hears(Ready(INFO))
+    one.crash()
+    one.pass_time(0)
+    assert one.hears(StartupFailed(ErrorInfo("ModelError", "no memory"))) == [], "nobody else's business"
+    one.process.death = "ended with code 1"
+    assert one.supervisor.receive(0) == [EngineCrashed("the engine could not be built: no memory")]
+    FakeProcess.cannot_start = 2
+    for _ in range(2):
+        [crashed] = one.pass_time(10)
+        assert "no process for you" in crashed.reason
+    assert one.pass_time(10) == []
+    assert len(FakeProcess.started) == 3
+
+
+def test_an_engine_that_hangs_logs_its_stacks_and_is_killed(scene):
+    one = scene(watchdog_timeout=7)
+    one.hears(Ready(INFO))
+    assert one.supervisor.next_due is None, "it is idle"
+    one.pass_time(1000)
+    one.waiting.waiting_since = one.now
+    assert one.supervisor.next_due == one.now + 7
+    one.pass_time(6.9)
+    assert one.process.done == []
+    one.process.messages.append(OUTPUT)
+    one.pass_time(1)
+    assert one.process.done == [], "what has come is looked at first"
+    one.pass_time(0)
+    assert one.process.done == ["stacks"]
+    one.pass_time(one.supervisor.next_due - one.now)
+    assert one.process.done == ["stacks", "kill"]
+    one.process.death = "killed by SIGKILL"
+    [crashed] = one.supervisor.receive(0)
+    assert "not finished a step for 7 s (watchdog_timeout)" in crashed.reason
+    assert one.supervisor.num_hangs == 1
+
+
+def test_an_engine_that_never_gets_ready_is_killed(scene):
+    one = scene(watchdog_timeout=7)
+    one.pass_time(60)
+    one.hears(Starting())
+    one.pass_time(69)
+    assert one.process.done == []
+    one.pass_time(1)
+    one.pass_time(1)
+    assert one.process.done == ["stacks", "kill"]
+    one.process.death = "killed"
+    with pytest.raises(EngineDeadError, match="silent for 70 s"):
+        one.supervisor.receive(0)
+
+
+def test_no_watchdog(scene):
+    one = scene(watchdog_timeout=0)
+    one.hears(Ready(INFO))
+    one.waiting.waiting_since = one.now
+    one.pass_time(10**6)
+    assert one.process.done == []
+    assert one.supervisor.next_due is None
+
+
+def test_a_retired_engine_is_not_replaced(scene):
+    one = scene()
+    one.hears(Ready(INFO))
+    one.supervisor.retire()
+    one.process.death = "ended with code 0"
+    with pytest.raises(EngineDeadError, match="code 0"):
+        one.supervisor.receive(0)
+    two = scene()
+    two.hears(Ready(INFO))
+    two.crash()
+    two.supervisor.retire()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        two.pass_time(10)
