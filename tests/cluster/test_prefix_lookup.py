@@ -14,6 +14,7 @@ from quire.cluster.prefix_lookup import MAX_CHARACTERS, PrefixLookup
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.server.protocol import MAX_OBJECTS, MAX_VALUES
 
 PATIENCE = 60.0  # seconds, for what comes at once
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -95,6 +96,8 @@ async def test_prompts_are_tokenized_as_engines_do_it(lookup, tokenizer):
         (CHATS, {"messages": []}),
         (CHATS, {"messages": [{"role": "user", "content": 5}]}),
         (CHATS, {"messages": "text"}),
+        (CHATS, {"messages": [{"role": "user", "content": "a"}] * (MAX_OBJECTS + 1)}),
+        (COMPLETIONS, {"prompt": [1] * (MAX_VALUES + MAX_CHARACTERS + 9)}),
     ],
 )
 async def test_there_is_nothing_to_say_of_what_is_invalid_or_several(lookup, path, fields):
@@ -102,13 +105,13 @@ async def test_there_is_nothing_to_say_of_what_is_invalid_or_several(lookup, pat
 
 
 async def test_of_a_long_prompt_only_the_beginning_is_looked_at(lookup):
-    prompt = [5] * 2 * MAX_CHARACTERS
+    prompt = [5] * (MAX_CHARACTERS * 5 // 4)
     cached = await found(lookup, COMPLETIONS, [EngineBlocks(1 << 10)], prompt=prompt)
     [digests] = cached.digests.values()
     assert len(digests) == MAX_CHARACTERS >> 10
     engine = with_blocks(digests, 1 << 10)
     cached = await found(lookup, COMPLETIONS, [engine], prompt=prompt)
-    assert cached.num_bytes[engine] == 500
+    assert cached.num_bytes[engine] == 800
 
 
 async def test_a_tokenizer_that_fails_or_hangs_costs_no_request(lookup, tokenizer, monkeypatch, caplog):

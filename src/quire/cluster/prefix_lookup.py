@@ -15,7 +15,8 @@ from quire.cluster.cached_blocks import EngineBlocks
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.models.tokenizer import Tokenizer
-from quire.server.protocol import ChatCompletionRequest, CompletionRequest
+from quire.server.protocol import MAX_OBJECTS, MAX_VALUES, ChatCompletionRequest, CompletionRequest
+from quire.server.validation import count_outside_strings
 from quire.step import IntArray
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class PrefixLookup:
     def _find(
         self, path: str, body: bytes, num_bytes: int, engines: Collection[EngineBlocks]
     ) -> CachedPrefixes | None:
+        if _has_too_many_values(body):
+            return None
         try:
             request = _BODIES[path].model_validate_json(body)
             length, token_ids = self._tokenized(request)
@@ -119,6 +122,12 @@ class PrefixLookup:
         [prompt] = request.prompts
         beginning = prompt[:MAX_CHARACTERS]
         return len(prompt), self.tokenizer.encode(beginning) if isinstance(beginning, str) else beginning
+
+
+def _has_too_many_values(body: bytes) -> bool:
+    """Whether a body would take long to parse, which other threads would wait for."""
+    counts = count_outside_strings(body, b"{,")
+    return counts[b"{"] > MAX_OBJECTS or counts[b","] > MAX_VALUES + MAX_CHARACTERS
 
 
 def _digests(root: bytes, block_size: int, tokens: IntArray) -> list[bytes]:
