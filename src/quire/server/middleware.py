@@ -69,7 +69,7 @@ def key_refusal(api_key: bytes, authorization: bytes, x_api_key: bytes) -> ApiEr
         return None
     scheme, _, token = authorization.partition(b" ")
     given = [token.strip() if scheme.lower() == b"bearer" else b"", x_api_key.strip()]
-    if any([hmac.compare_digest(key, api_key) for key in given]):
+    if any(hmac.compare_digest(key, api_key) for key in given):
         return None
     problem = "is wrong" if token or x_api_key else "is missing"
     return ApiError(
@@ -81,7 +81,7 @@ def key_refusal(api_key: bytes, authorization: bytes, x_api_key: bytes) -> ApiEr
 
 
 def _framing_refusal(headers: Headers) -> ApiError | None:
-    """Refuse what a proxy in front may divide into requests in another way, and so let others' requests in."""
+    """Refuse what a proxy in front may divide into requests in another way."""
     if "transfer-encoding" not in headers or "content-length" not in headers:
         return None
     return ApiError(
