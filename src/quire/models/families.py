@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from quire.errors import ModelError, UnknownArchitectureError, nearest_name
 from quire.models.config import DTYPE_BYTES, NO_ROPE, ModelConfig
+from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, check_entries
 from quire.models.ropes import HFConfig, read_rope
 
 _NAMES = {
@@ -84,6 +85,7 @@ def model_config(hf: HFConfig) -> ModelConfig:
         UnknownArchitectureError: lists the architectures that Quire knows.
         ModelError: a needed entry is missing or has a value that Quire does not compute.
     """
+    check_entries(hf)
     architecture = (hf.get("architectures") or ["(none)"])[0]
     family_name = ARCHITECTURES.get(architecture)
     if family_name is None:
@@ -96,7 +98,7 @@ def model_config(hf: HFConfig) -> ModelConfig:
         config = FAMILIES[family_name].specialize(hf, _common(hf, architecture, family_name))
     except KeyError as error:
         raise ModelError(f"config.json of this {architecture} has no entry {error}") from error
-    except (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise ModelError(f"config.json of this {architecture} cannot be understood: {error}") from error
     _check(config)
     return config
@@ -111,12 +113,25 @@ def _refuse_what_is_not_computed(hf: HFConfig) -> None:
                 f"config.json names the layer type {layer_type!r}; known: {', '.join(_LAYER_TYPES)}"
             )
     for name in _COUNTS:
-        value = hf.get(name)
-        if type(value) is not int or value < 1:
-            raise ModelError(f"config.json has {name} {value!r}; it must be a whole number, at least 1")
+        if hf.get(name) is None:
+            raise ModelError(f"config.json has no {name}; it must be {RULES[name].describe()}")
 
 
 def _check(config: ModelConfig) -> None:
+    if any(config.moe_layers):
+        if config.num_layers * config.num_experts > MAX_LAYERS_TIMES_EXPERTS:
+            raise ModelError(
+                f"{config.num_layers} layers of {config.num_experts} experts are more than the "
+                f"{MAX_LAYERS_TIMES_EXPERTS} in all that Quire loads"
+            )
+        if config.num_experts_per_token > config.num_experts:
+            raise ModelError(
+                f"each token goes to {config.num_experts_per_token} experts, of which there are "
+                f"{config.num_experts}"
+            )
+    for scale in (config.attention_scale, config.embedding_scale, *(rope.factor for rope in config.ropes)):
+        if not math.isfinite(scale):
+            raise ModelError(f"config.json leads to a factor of {scale}; it must be finite")
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"{config.num_heads} attention heads cannot share {config.num_kv_heads} key-value heads evenly"

@@ -29,6 +29,11 @@ def read_rope(
     if kind not in KINDS:
         raise ModelError(f"config.json says rope type {kind!r}; {nearest_name(str(kind), KINDS)}")
     rotary_dim = int(head_dim * values.get("partial_rotary_factor", 1.0))
+    if rotary_dim < 2 or rotary_dim % 2 or (kind == "dynamic" and rotary_dim == 2):
+        raise ModelError(
+            f"config.json has heads of {head_dim} features, of which {rotary_dim} are rotated; these must be "
+            "pairs, and more than one for the rope type dynamic"
+        )
     max_len = hf["max_position_embeddings"]
     original = _original_max_len(hf, values, kind, max_len)
     factor = values.get("factor") or (max_len / original if kind in ("yarn", "longrope") else 1.0)
@@ -48,6 +53,13 @@ def read_rope(
         long_factors=tuple(values.get("long_factor") or ()),
     )
     _check_longrope(rope)
+    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise ModelError(
+            f"config.json has low_freq_factor {rope.low_freq_factor} and high_freq_factor "
+            f"{rope.high_freq_factor}; the first must be the lower one"
+        )
+    if kind == "yarn" and rope.theta <= 1:
+        raise ModelError(f"config.json has rope_theta {rope.theta}; rope type yarn needs one above 1")
     return rope
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,24 @@ def test_every_architecture_has_a_family() -> None:
         ({"num_hidden_layers": -1}, "num_hidden_layers -1"),
         ({"layer_types": ["linear_attention"] * 28}, "layer type 'linear_attention'"),
         ({"layer_types": ["full_attention"], "use_sliding_window": True}, "cannot be understood"),
-        ({"rope_scaling": ["linear"]}, "cannot be understood"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling .* must be an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, "rope_scaling.factor inf"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": math.nan}}}, "full_attention.rope_theta nan"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2}, "more than one"),
+        ({"hidden_size": 0}, "hidden_size 0; it must be an integer from 1 to 131072"),
+        ({"hidden_size": True}, "hidden_size True"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers 1099511627776"),
+        ({"num_hidden_layers": 10**4000}, "num_hidden_layers of 13288 bits"),
+        ({"vocab_size": 1e9}, "vocab_size 1000000000.0"),
+        ({"head_dim": -128}, "head_dim -128"),
+        ({"head_dim": 0}, "head_dim 0"),
+        ({"head_dim": 127}, "must be pairs"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps nan"),
+        ({"rope_theta": "1e6"}, "rope_theta '1e6'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes'; it must be true or false"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures .* must be a list"),
+        ({"layer_types": [["full_attention"]]}, "layer_types"),
+        ({"quantization_config": ["gptq"]}, "quantization_config .* must be an object"),
         ({"use_bidirectional_attention": True}, "bidirectional"),
     ],
 )

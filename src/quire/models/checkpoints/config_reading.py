@@ -30,5 +30,8 @@ def read_model_config(path: Path) -> ModelConfig:
         stored = describe_quantization(values.get("quantization_config") or {})
     else:
         values, stored = read_gguf_config(gguf)
-        config = model_config(values)
+        try:
+            config = model_config(values)
+        except ModelError as error:
+            raise ModelError(f"the metadata of {gguf}, taken as a config.json: {error}") from error
     return dataclasses.replace(config, stored_quantization=stored.kind, stored_group_size=stored.group_size)

@@ -50,6 +50,10 @@ def _describe(values: Mapping[str, Any]) -> StoredQuantization:
         )
     checks[method](values)
     bits, group_size = _main_group(values) if method == "compressed-tensors" else _bits_and_group(values)
+    if type(group_size) is not int:
+        raise ModelError(
+            f"quantization_config in config.json has group_size {group_size!r:.50}; an integer is needed"
+        )
     is_run = values.get("desc_act") is not True
     if bits == 4 and is_run:
         return StoredQuantization("int4", min(group_size if group_size > 0 else MAX_GROUP, MAX_GROUP))
