@@ -190,7 +190,7 @@ def test_a_file_cut_within_its_header_is_named(q4_file: Path, tmp_path: Path, le
 def test_a_file_cut_within_a_tensor_is_named(q4_file: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(q4_file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match=r"cut\.gguf ends within"):
+    with pytest.raises(ModelError, match=r"cut\.gguf .* ends within"):
         load_decoder(cut, read_model_config(cut))
 
 

@@ -12,14 +12,17 @@ from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
 from quire.kernels.weights import Weight
-from quire.models.checkpoints.json_files import read_json
+from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.mapped_files import drop_pages
+from quire.models.checkpoints.model_files import find_file
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What decoding can raise over parts whose shapes and types were not foreseen.
+_INCONSISTENCIES = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError)
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)  # old checkpoints hold these; they follow from the config
 
 
@@ -32,11 +35,14 @@ class SafetensorsWeights:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._formats = formats_of((read_json(path / "config.json") or {}).get("quantization_config") or {})
+        config = path / "config.json"
+        self._formats = formats_of(entry(read_json(config) or {}, "quantization_config", dict, config) or {})
         self._file_of: dict[str, Any] = {}
         with contextlib.ExitStack() as files:
             for name in weight_files(path):
                 file = files.enter_context(_open(name))
+                if twice := self._file_of.keys() & file.keys():
+                    raise ModelError(f"{name} holds {min(twice)}, which another file of the model holds too")
                 self._file_of.update(dict.fromkeys(file.keys(), file))
             self._files = files.pop_all()
 
@@ -75,7 +81,7 @@ class SafetensorsWeights:
         wanted = (*form.needed, *(part for part in form.optional if f"{stem}.{part}" in self._file_of))
         try:
             return form.decode({part: self._tensor(f"{stem}.{part}") for part in wanted}, shape)
-        except ValueError as error:
+        except _INCONSISTENCIES as error:
             raise ModelError(
                 f"{stem} in {self._path}, a quantized matrix, cannot be read: {error}"
             ) from error
@@ -99,7 +105,10 @@ class SafetensorsWeights:
         return tensor
 
     def _tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        try:
+            tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(f"{name} in {self._path} cannot be read: {error}") from error
         return tensor
 
     def _format(self, name: str) -> MatrixFormat | None:
@@ -112,10 +121,11 @@ def weight_files(path: Path) -> Iterator[Path]:
     """Yield the safetensors files of the model in directory `path`.
 
     Raises:
-        ModelError: there are none.
+        ModelError: there are none, or see `find_file`.
     """
-    if (path / SINGLE_FILE).is_file():
-        yield path / SINGLE_FILE
+    single = find_file(path, SINGLE_FILE)
+    if single is not None:
+        yield single
         return
     index = read_json(path / INDEX_FILE)
     if index is None:
@@ -123,7 +133,15 @@ def weight_files(path: Path) -> Iterator[Path]:
             f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}, nor a GGUF file; Quire reads no other "
             "weights"
         )
-    yield from (path / name for name in sorted(set(index.get("weight_map", {}).values())))
+    names = (entry(index, "weight_map", dict, path / INDEX_FILE) or {}).values()
+    for name in names:
+        if not isinstance(name, str):
+            raise ModelError(f"{path / INDEX_FILE}: weight_map has {name!r:.100}; it must name files")
+    for name in sorted(set(names)):
+        shard = find_file(path, name)
+        if shard is None:
+            raise ModelError(f"{path / name}, which {INDEX_FILE} names, does not exist")
+        yield shard
 
 
 def _stem(name: str) -> str:

@@ -13,10 +13,13 @@ from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.tokenizer import read_gguf_tokenizer
 from quire.models.checkpoints.json_files import read_json
+from quire.models.checkpoints.model_files import find_file, read_text
 from quire.models.checkpoints.special_ids import special_ids
 from quire.models.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+MAX_TEMPLATE_BYTES = 256 << 10  # the longest published ones have some 30 kB
+_MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
 
 _GGUF_TOKENS = ("bos", "eos", "eot", "eom", "unk", "pad")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -38,13 +41,14 @@ def read_tokenizer_json(path: Path) -> str:
     """Return the text of a model's `tokenizer.json`; for a GGUF file without one, its tokenizer as such text.
 
     Raises:
-        ModelError: the GGUF file's tokenizer cannot be read.
-        OSError: the file cannot be read.
+        ModelError: there is no tokenizer, or it cannot be read.
     """
     gguf = find_gguf(path)
-    file = (path if gguf is None else gguf.parent) / TOKENIZER_FILE
-    if gguf is None or file.is_file():
-        return file.read_text(encoding="utf-8")
+    file = find_file(path if gguf is None else gguf.parent, TOKENIZER_FILE)
+    if file is not None:
+        return read_text(file, _MAX_TOKENIZER_BYTES)
+    if gguf is None:
+        raise _no_tokenizer(path)
     text: str = read_gguf_tokenizer(GGUFFile(gguf)).to_str()
     return text
 
@@ -79,8 +83,8 @@ def _from_directory(path: Path) -> Tokenizer:
 def _from_gguf(path: Path) -> Tokenizer:
     file = GGUFFile(path)
     metadata = file.metadata
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    has_json = (path.parent / TOKENIZER_FILE).is_file()
+    tokens = file.entries("tokenizer.ggml.tokens", str)
+    has_json = find_file(path.parent, TOKENIZER_FILE) is not None
     backend = _read_backend(path.parent) if has_json else read_gguf_tokenizer(file)
     vocab_size = max(_num_ids(backend), len(tokens))
     ids = {
@@ -96,29 +100,50 @@ def _from_gguf(path: Path) -> Tokenizer:
         },
         eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"]])),
         bos_token_id=next(iter(ids["bos"]), None),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=_checked_template(metadata.get("tokenizer.chat_template"), path),
     )
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    file = path / TOKENIZER_FILE
-    if not file.is_file():
-        raise ModelError(f"{path} holds no tokenizer.json, the only tokenizer format that Quire reads")
+    file = find_file(path, TOKENIZER_FILE)
+    if file is None:
+        raise _no_tokenizer(path)
+    text = read_text(file, _MAX_TOKENIZER_BYTES)
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
+        return tokenizers.Tokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception; its panics are not even that
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 
+def _no_tokenizer(path: Path) -> ModelError:
+    return ModelError(f"{path} holds no tokenizer.json, the only tokenizer format that Quire reads")
+
+
 def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if template is None:
-        template = (read_json(path / "chat_template.json") or {}).get("chat_template")
+    file = find_file(path, "chat_template.jinja")
+    if file is not None:
+        return read_text(file, MAX_TEMPLATE_BYTES)
+    for name, values in (
+        ("tokenizer_config.json", settings),
+        ("chat_template.json", read_json(path / "chat_template.json") or {}),
+    ):
+        if values.get("chat_template") is not None:
+            return _checked_template(values["chat_template"], path / name)
+    return None
+
+
+def _checked_template(template: Any, file: Path) -> str | None:
+    """Return the text in an entry that holds one, or several by name."""
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    if template is not None and not (isinstance(template, str) and len(template) <= MAX_TEMPLATE_BYTES):
+        raise ModelError(
+            f"{file}: chat_template is {template!r:.100}; it must be a text of at most {MAX_TEMPLATE_BYTES} "
+            "characters"
+        )
     return template
 
 

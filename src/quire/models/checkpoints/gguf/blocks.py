@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from quire.kernels.weights import INT4_ZERO, Int4Weight, Weight
+from quire.models.checkpoints.gguf.file import BLOCKS
 
 _Decode = Callable[[torch.Tensor], Weight]
 
@@ -73,11 +74,11 @@ def _q6_k(octets: torch.Tensor) -> Weight:
 
 
 KINDS: dict[int, Kind] = {  # by ggml's number
-    0: Kind("F32", 1, 4, _as_type(torch.float32)),
-    1: Kind("F16", 1, 2, _as_type(torch.float16)),
-    2: Kind("Q4_0", 32, 18, _q4_0),
-    3: Kind("Q4_1", 32, 20, _q4_1),
-    8: Kind("Q8_0", 32, 34, _q8_0),
-    14: Kind("Q6_K", 256, 210, _q6_k),
-    30: Kind("BF16", 1, 2, _as_type(torch.bfloat16)),
+    0: Kind("F32", *BLOCKS[0], _as_type(torch.float32)),
+    1: Kind("F16", *BLOCKS[1], _as_type(torch.float16)),
+    2: Kind("Q4_0", *BLOCKS[2], _q4_0),
+    3: Kind("Q4_1", *BLOCKS[3], _q4_1),
+    8: Kind("Q8_0", *BLOCKS[8], _q8_0),
+    14: Kind("Q6_K", *BLOCKS[14], _q6_k),
+    30: Kind("BF16", *BLOCKS[30], _as_type(torch.bfloat16)),
 }

@@ -10,6 +10,7 @@ import numpy as np
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.quantized.description import StoredQuantization
+from quire.models.config_entries import RULES, check_entry
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -45,7 +46,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
         ModelError: the file cannot be read, or the architecture is not one that Quire reads from GGUF.
     """
     file = GGUFFile(path)
-    architecture = file.metadata.get("general.architecture")
+    architecture = str(file.entry("general.architecture", str))
     if architecture not in _ARCHITECTURES:
         raise ModelError(
             f"{path} holds the architecture {architecture}; Quire reads {', '.join(_ARCHITECTURES)} from "
@@ -55,11 +56,11 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
         raise ModelError(
             f"{path} lacks token_embd.weight; is it a language model, and all of it in one file?"
         )
-    values = {
-        name: file.metadata[f"{architecture}.{key}"]
-        for name, key in _KEYS.items()
-        if f"{architecture}.{key}" in file.metadata
-    }
+    values = {}
+    for name, key in _KEYS.items():
+        if f"{architecture}.{key}" in file.metadata:
+            value = values[name] = file.metadata[f"{architecture}.{key}"]
+            check_entry(f"{path}: {architecture}.{key} is", value, RULES[name])
     layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if values.get("num_hidden_layers") != len(layers):
         raise ModelError(
@@ -67,7 +68,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
             f"{len(layers)}"
         )
     values["architectures"] = [_ARCHITECTURES[architecture]]
-    values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    values["vocab_size"] = next(iter(file.tensors["token_embd.weight"].shape), 0)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     values["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
@@ -78,7 +79,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
         values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
     try:
         values |= _rope(file, architecture, values)
-    except (KeyError, TypeError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"the metadata of {path} cannot be understood: {error!r}") from error
     return values, StoredQuantization("int4", 32) if kind == _Q4_0 else StoredQuantization()
 

@@ -7,6 +7,7 @@ package reads the same, but makes an array of every string of a vocabulary, whic
 from __future__ import annotations
 
 import dataclasses
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -33,9 +34,20 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+# The largest vocabularies have about 300,000 tokens and as many merges, which take some 15 MB.
+_MAX_ENTRIES = 1 << 16
+_MAX_TENSORS = 1 << 18
+_MAX_HEADER_BYTES = 256 << 20
+_MAX_ARRAY_VALUES = 1 << 23  # of all arrays together; each is a Python object
+_MAX_ARRAY_DEPTH = 4
+_MAX_ALIGNMENT = 1 << 16  # bytes
 _ALIGNMENT = 32  # bytes, where a file does not say
 # What reading damaged bytes can raise.
 _FAULTS = (OSError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError, struct.error)
+
+
+# (numbers, bytes) of a block of the kinds of tensors that Quire reads, by ggml's number.
+BLOCKS = {0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 8: (32, 34), 14: (256, 210), 30: (1, 2)}
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -65,6 +77,7 @@ class GGUFFile:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # pages change in no file
             self._place = 0
+            self._num_values = 0  # in arrays, so far
             self._read()
         except _FAULTS as error:
             raise ModelError(f"{path} cannot be read as a GGUF file: {error}") from error
@@ -77,17 +90,48 @@ class GGUFFile:
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}; 2 and 3, little-endian, are supported")
         num_tensors, num_entries = self._number("<Q"), self._number("<Q")
+        if num_tensors > _MAX_TENSORS or num_entries > _MAX_ENTRIES:
+            raise ValueError(
+                f"it promises {num_tensors} tensors and {num_entries} entries; at most {_MAX_TENSORS} and "
+                f"{_MAX_ENTRIES} are read"
+            )
         for _ in range(num_entries):
             key = self._string()
             self.metadata[key] = self._value(self._number("<I"))
         infos = [self._tensor_info() for _ in range(num_tensors)]
-        alignment = self.metadata.get("general.alignment", _ALIGNMENT)
-        if alignment % 8 or any(info.start % alignment for _, info in infos):
-            raise ValueError(f"its tensors do not begin at multiples of {alignment} bytes, and these of 8")
-        data_start = -(-self._place // alignment) * alignment
+        data_start = self._data_start(infos)
         self.tensors = {
             name: dataclasses.replace(info, start=data_start + info.start) for name, info in infos
         }
+        if len(self.tensors) < num_tensors:
+            raise ValueError("two of its tensors have the same name")
+        self._check_places()
+
+    def _data_start(self, infos: list[tuple[str, TensorInfo]]) -> int:
+        """Return where the tensors' data begins, in bytes."""
+        alignment = self.metadata.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment % 8:
+            raise ValueError(
+                f"general.alignment is {alignment!r:.50}; it must be a multiple of 8 up to {_MAX_ALIGNMENT}"
+            )
+        for name, info in infos:
+            if info.start % alignment:
+                raise ValueError(f"tensor {name} begins at byte {info.start}, no multiple of {alignment}")
+        return -(-self._place // alignment) * alignment
+
+    def _check_places(self) -> None:
+        """Raise ValueError unless all tensors of known kinds lie in the file, one after the other."""
+        end, last = 0, ""
+        for name, info in sorted(self.tensors.items(), key=lambda item: item[1].start):
+            if info.start < end:
+                raise ValueError(
+                    f"tensor {name} begins at byte {info.start}, within {last}, which ends at {end}"
+                )
+            if info.kind in BLOCKS:
+                block_size, block_bytes = BLOCKS[info.kind]
+                end, last = info.start + math.prod(info.shape) // block_size * block_bytes, name
+            if max(end, info.start) > len(self.data):
+                raise ValueError(f"it ends within {name}; it was cut short")
 
     def _tensor_info(self) -> tuple[str, TensorInfo]:
         name = self._string()
@@ -97,16 +141,22 @@ class GGUFFile:
         shape = tuple(self._number("<Q") for _ in range(num_dims))[::-1]
         return name, TensorInfo(shape, self._number("<I"), self._number("<Q"))
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
             return self._numbers(kind, 1)[0].item()
         inner, count = self._number("<I"), self._number("<Q")
+        self._num_values += count
+        if self._num_values > _MAX_ARRAY_VALUES or depth == _MAX_ARRAY_DEPTH:
+            raise ValueError(
+                f"an array at byte {self._place} has {count} values; {_MAX_ARRAY_VALUES} are read of all, "
+                f"and {_MAX_ARRAY_DEPTH} arrays within each other"
+            )
         if inner == _STRING:
             return [self._string() for _ in range(count)]
         if inner == _ARRAY:
-            return [self._value(_ARRAY) for _ in range(count)]
+            return [self._value(_ARRAY, depth + 1) for _ in range(count)]
         return self._numbers(inner, count).tolist()
 
     def _numbers(self, kind: int, count: int) -> np.ndarray[Any, Any]:
@@ -117,17 +167,45 @@ class GGUFFile:
             dtype=_SCALARS[kind],
             count=count,
         )
-        self._place += numbers.nbytes
+        self._advance(numbers.nbytes)
         return numbers
 
     def _number(self, form: str) -> int:
-        (number,) = struct.unpack_from(form, self.data, self._place)
-        self._place += struct.calcsize(form)
+        start = self._place
+        self._advance(struct.calcsize(form))
+        (number,) = struct.unpack_from(form, self.data, start)
         return int(number)
+
+    def _advance(self, num_bytes: int) -> None:
+        limit = min(len(self.data), _MAX_HEADER_BYTES)
+        if num_bytes > limit - self._place:
+            raise ValueError(f"{num_bytes} bytes at byte {self._place} go beyond {limit}, where it must end")
+        self._place += num_bytes
 
     def _string(self) -> str:
         length = self._number("<Q")
-        start, self._place = self._place, self._place + length
-        if self._place > len(self.data):
-            raise ValueError(f"a text of {length} bytes at byte {start} goes beyond its end")
+        start = self._place
+        self._advance(length)
         return self.data[start : self._place].decode("utf-8", "replace")
+
+    def entry(self, key: str, kind: type) -> Any:
+        """Return a value of the metadata, None if it is missing.
+
+        Raises:
+            ModelError: it is of another type than `kind`.
+        """
+        value = self.metadata.get(key)
+        if value is not None and type(value) is not kind:
+            raise ModelError(f"{self.path}: {key} is of the type {type(value).__name__}, not {kind.__name__}")
+        return value
+
+    def entries(self, key: str, kind: type) -> list[Any]:
+        """Return a list in the metadata, an empty one if it is missing.
+
+        Raises:
+            ModelError: it is no list, or one of another type than `kind`.
+        """
+        values: list[Any] = self.entry(key, list) or []
+        if not all(type(value) is kind for value in values):
+            raise ModelError(f"{self.path}: {key} has values of another type than {kind.__name__}")
+        return values

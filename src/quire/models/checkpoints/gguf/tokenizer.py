@@ -6,8 +6,6 @@ tokenizers' own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -25,6 +23,8 @@ _SPLITS = {  # by tokenizer.ggml.pre; None: GPT-2's
     "llama-bpe": _WORDS.format(digits=r"\p{N}{1,3}"),
 }
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
+_PREFIX = "tokenizer.ggml."
+_MAX_CUTS = 1 << 28  # squared lengths of all tokens: how often one is cut in two, times what a cut copies
 _SPACE = "\u2581"  # stands for a space in SentencePiece's vocabularies
 
 
@@ -35,20 +35,29 @@ def read_gguf_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
         ModelError: there is none, or it is of a kind that Quire does not build; put a tokenizer.json beside
             the file.
     """
-    kind = _entry(file, "model")
+    try:
+        return _build(file)
+    except (ModelError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception; its panics are not even that
+        raise ModelError(f"the tokenizer in {file.path} cannot be built: {error}") from error
+
+
+def _build(file: GGUFFile) -> tokenizers.Tokenizer:
+    kind = _text(file, "model")
     if kind == "gpt2":
         backend = _byte_level(file)
     elif kind == "llama":
         backend = _sentence_piece(file)
     else:
         raise _refusal(file, f"of the model {kind}", "gpt2 and llama")
-    tokens, types = _entry(file, "tokens"), _entry(file, "token_type") or []
+    tokens, types = _texts(file, "tokens"), file.entries(f"{_PREFIX}token_type", int)
     for is_special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
         added = [token for token, found in zip(tokens, types, strict=False) if found == wanted]
         backend.add_tokens([AddedToken(token, special=is_special, normalized=False) for token in added])
     source = f"{file.path}: tokenizer.ggml.bos_token_id"
-    bos_ids = special_ids(_entry(file, "bos_token_id"), source=source, vocab_size=len(tokens))
-    adds_bos = _entry(file, "add_bos_token")
+    bos_ids = special_ids(file.metadata.get(f"{_PREFIX}bos_token_id"), source=source, vocab_size=len(tokens))
+    adds_bos = file.entry(f"{_PREFIX}add_bos_token", bool)
     if bos_ids and (kind == "llama" if adds_bos is None else adds_bos):
         bos = bos_ids[0]
         backend.post_processor = processors.TemplateProcessing(
@@ -58,10 +67,10 @@ def read_gguf_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
 
 
 def _byte_level(file: GGUFFile) -> tokenizers.Tokenizer:
-    rules = _entry(file, "pre") or "gpt-2"
+    rules = _text(file, "pre") or "gpt-2"
     if rules not in _SPLITS:
         raise _refusal(file, f"with the pre-tokenizer {rules}", ", ".join(_SPLITS))
-    merges = [tuple(merge.split(" ", 1)) for merge in _entry(file, "merges") or []]
+    merges = [(left, right) for left, _, right in (text.partition(" ") for text in _texts(file, "merges"))]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=_vocabulary(file), merges=merges, ignore_merges=rules == "llama-bpe")
     )
@@ -83,9 +92,11 @@ def _byte_level(file: GGUFFile) -> tokenizers.Tokenizer:
 
 def _sentence_piece(file: GGUFFile) -> tokenizers.Tokenizer:
     """SentencePiece's BPE: the pair whose token has the best score is joined first."""
-    tokens, scores = _entry(file, "tokens"), _entry(file, "scores") or []
+    tokens, scores = _texts(file, "tokens"), file.entries(f"{_PREFIX}scores", float)
     vocabulary = _vocabulary(file)
-    types = _entry(file, "token_type") or []
+    types = file.entries(f"{_PREFIX}token_type", int)
+    if (cost := sum(len(token) ** 2 for token in tokens)) > _MAX_CUTS:
+        raise _refusal(file, f"whose tokens are too long ({cost} characters squared)", f"up to {_MAX_CUTS}")
     ranked = []
     for token, score in zip(tokens, scores, strict=False):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -103,7 +114,7 @@ def _sentence_piece(file: GGUFFile) -> tokenizers.Tokenizer:
             byte_fallback=True,
         )
     )
-    has_prefix = _entry(file, "add_space_prefix") is not False
+    has_prefix = file.entry(f"{_PREFIX}add_space_prefix", bool) is not False
     steps = [normalizers.Prepend(_SPACE)] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     ends = [decoders.Strip(content=" ", left=1)] if has_prefix else []
@@ -114,14 +125,19 @@ def _sentence_piece(file: GGUFFile) -> tokenizers.Tokenizer:
 
 
 def _vocabulary(file: GGUFFile) -> dict[str, int]:
-    tokens = _entry(file, "tokens")
+    tokens = _texts(file, "tokens")
     if not tokens:
         raise _refusal(file, "without tokens", "a vocabulary in tokenizer.ggml.tokens")
     return {token: number for number, token in enumerate(tokens)}
 
 
-def _entry(file: GGUFFile, name: str) -> Any:
-    return file.metadata.get(f"tokenizer.ggml.{name}")
+def _text(file: GGUFFile, name: str) -> str | None:
+    text: str | None = file.entry(f"{_PREFIX}{name}", str)
+    return text
+
+
+def _texts(file: GGUFFile, name: str) -> list[str]:
+    return file.entries(f"{_PREFIX}{name}", str)
 
 
 def _refusal(file: GGUFFile, what: str, known: str) -> ModelError:

@@ -31,7 +31,7 @@ class GGUFWeights:
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
         self._octets = torch.frombuffer(self._file.data, dtype=torch.uint8)
-        self._architecture: str = self._file.metadata.get("general.architecture", "")
+        self._architecture: str = self._file.entry("general.architecture", str) or ""
 
     def close(self) -> None:
         """See `WeightStore`. The mapping goes with the last tensor over it."""
@@ -58,7 +58,7 @@ class GGUFWeights:
                 f"{list(shape)}"
             )
         kind = self._kind(stored, info)
-        octets = self._bytes(stored, info, kind).view(math.prod(shape[:-1]), -1, kind.block_bytes)
+        octets = self._bytes(info, kind).view(math.prod(shape[:-1]), -1, kind.block_bytes)
         weight = kind.decode(octets)
         if isinstance(weight, torch.Tensor):
             weight = weight.view(shape)
@@ -68,7 +68,7 @@ class GGUFWeights:
         """See `WeightStore`."""
         stored = gguf_name(name)
         info = self._file.tensors[stored]
-        drop_pages(self._bytes(stored, info, self._kind(stored, info)))
+        drop_pages(self._bytes(info, self._kind(stored, info)))
 
     def _kind(self, name: str, info: TensorInfo) -> Kind:
         kind = KINDS.get(info.kind)
@@ -82,11 +82,8 @@ class GGUFWeights:
             )
         return kind
 
-    def _bytes(self, name: str, info: TensorInfo, kind: Kind) -> torch.Tensor:
-        octets = self._octets[info.start :][: math.prod(info.shape) // kind.block_size * kind.block_bytes]
-        if len(octets) * kind.block_size != math.prod(info.shape) * kind.block_bytes:
-            raise ModelError(f"{self._file.path} ends within {name}; it was cut short")
-        return octets
+    def _bytes(self, info: TensorInfo, kind: Kind) -> torch.Tensor:
+        return self._octets[info.start :][: math.prod(info.shape) // kind.block_size * kind.block_bytes]
 
     def _as_published(self, name: str, weight: Weight) -> Weight:
         """Undo what llama.cpp's conversion changes in some architectures."""

@@ -41,8 +41,8 @@ def _decode_packed(parts: Parts, shape: Shape) -> Weight:
     """Unsigned numbers in int32 [out, words], the lowest bits first; zeros are packed along the outputs."""
     rows, inputs = shape
     packed = parts["weight_packed"]
-    if parts["weight_shape"].tolist() != list(shape):
-        raise ValueError(f"its weight_shape is {parts['weight_shape'].tolist()}; {list(shape)} is needed")
+    if parts["weight_shape"].numel() != 2 or parts["weight_shape"].tolist() != list(shape):
+        raise ValueError(f"its weight_shape is {parts['weight_shape'][:4]}; {list(shape)} is needed")
     if len(packed) != rows:
         raise ValueError(f"its weight_packed has {len(packed)} rows; {rows} are needed")
     bits = packed_bits(packed.shape[1], inputs)

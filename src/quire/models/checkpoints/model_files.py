@@ -1,0 +1,56 @@
+"""The files of a model directory: only regular ones, and only inside of it, since others name them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path, PurePath
+
+from quire.errors import ModelError
+
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # of a model in the hub's cache: links, and what they lead to
+
+
+def find_file(directory: Path, name: str) -> Path | None:
+    """Return a file of the model in `directory`; None if there is none of that name.
+
+    Args:
+        directory: of the model; itself it may be a link.
+        name: of the file, relative to `directory`.
+
+    Raises:
+        ModelError: the name or a link leads out of the directory, or to something that is no regular file.
+            Links into the blobs of the hub's cache are as good as files.
+    """
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise ModelError(f"{directory} refers to {name!r}; a model's files must be in its directory")
+    file = directory / name
+    try:
+        root, real = directory.resolve(), file.resolve()
+        state = file.stat()
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name that no file can have
+        raise ModelError(f"{directory} refers to {name!r}, which cannot be read: {error}") from error
+    roots = [root, root.parent.parent / _BLOBS] if root.parent.name == _SNAPSHOTS else [root]
+    if not any(real.is_relative_to(allowed) for allowed in roots):
+        raise ModelError(f"{file} leads to {real}, outside of the model's directory; copy that file into it")
+    if not stat.S_ISREG(state.st_mode):
+        raise ModelError(f"{file} is no regular file")
+    return file
+
+
+def read_text(file: Path, max_bytes: int) -> str:
+    """Return the text of a file that `find_file` has found.
+
+    Raises:
+        ModelError: it cannot be read, is no UTF-8, or is longer than `max_bytes`.
+    """
+    try:
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size > max_bytes:
+                raise ModelError(f"{file} has {size} bytes; at most {max_bytes} are read of such a file")
+            return opened.read(size).decode()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
