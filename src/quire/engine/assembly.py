@@ -15,6 +15,7 @@ from quire.engine.kv_tier import build_tier
 from quire.engine.ranks.group import RankGroup
 from quire.engine.ranks.starting import load_with_ranks, threads_of_rank
 from quire.grammar.llguidance_backend import LLGuidanceBackend
+from quire.grammar.trials import TriedGrammars
 from quire.kv.connector import KVConnector
 from quire.kv.events import KVEventCollector, KVEventFanOut
 from quire.registry import Registry
@@ -57,7 +58,7 @@ def build_context(
     )
 
 
-def _grammar_backend(model_path: Path, model_config: ModelConfig) -> LLGuidanceBackend:
+def _grammar_backend(model_path: Path, model_config: ModelConfig) -> TriedGrammars:
     def tokenizer() -> str:
         # slow, and rarely needed
         from quire.models.checkpoints.tokenizer_reading import read_tokenizer_json
@@ -69,7 +70,7 @@ def _grammar_backend(model_path: Path, model_config: ModelConfig) -> LLGuidanceB
 
         return read_tokenizer(model_path).eos_token_ids
 
-    return LLGuidanceBackend(tokenizer, model_config.vocab_size, eos_token_ids)
+    return TriedGrammars(LLGuidanceBackend(tokenizer, model_config.vocab_size, eos_token_ids))
 
 
 def _connector(

@@ -29,6 +29,7 @@ from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.owned_requests import OwnedRequests
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
 from quire.errors import EngineDeadError, InvalidRequestError, KVFileError
+from quire.grammar.trials import TriedGrammars
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.kv.events import KVEventCollector
@@ -77,6 +78,7 @@ class EngineCore:
         self._publisher = _publisher(config)
         context = build_context(config, model_path, model_config, plan, self._kv_events)
         self._connector = context.connector
+        self._grammars = context.grammars
         self._kv_identity = functools.cache(
             functools.partial(kv_identity, config, model_path, model_config, plan)
         )
@@ -289,6 +291,8 @@ class EngineCore:
         outputs = self.finish(None, RequestStatus.FINISHED_ABORTED)
         outputs += self._requests.end_all(FinishReason.ABORT)
         self.scheduler.shutdown()
+        if isinstance(self._grammars, TriedGrammars):
+            self._grammars.close()
         if self._connector is not None:
             _close(self._connector)
         if self._publisher is not None:

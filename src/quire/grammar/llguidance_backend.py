@@ -66,6 +66,16 @@ class LLGuidanceBackend:
             raise _refusal(spec, str(error)) from error
         return grammar
 
+    def tokens(self) -> tuple[str, Sequence[int]]:
+        """Return the text of the model's `tokenizer.json` and the ids that end a sequence, having read both.
+
+        Raises:
+            InvalidRequestError: as `compile` does about the tokenizer.
+        """
+        with self._reading:
+            _, eos_token_ids = self._tokenizer
+            return self._read_tokenizer(), sorted(eos_token_ids)
+
     @functools.cached_property
     def _tokenizer(self) -> tuple[LLTokenizer, frozenset[int]]:
         """The tokens' bytes, and the ids that end a sequence."""

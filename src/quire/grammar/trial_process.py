@@ -1,0 +1,127 @@
+"""The process that tries grammars out: `python -m quire.grammar.trial_process`, see `quire.grammar.trials`.
+
+Standard input has a `TrialStart` and then specifications, one JSON document on each line. Standard output
+has an answer to each, the error as a JSON string or null; to the start when the tokenizer has been read.
+Each specification is compiled in a fork of this process, which may take so much time and memory and no more.
+When standard input closes, the process and its fork end.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from quire.grammar.compilation import COMPILER_STACK_BYTES
+from quire.grammar.interface import GrammarBackend, failure_message
+from quire.grammar.llguidance_backend import LLGuidanceBackend
+from quire.structured_outputs import StructuredOutputsParams
+
+LONGEST_ERROR = 1000  # characters
+LONGEST_ANSWER = 12 * LONGEST_ERROR  # bytes; fits into a pipe
+
+
+class TrialStart(msgspec.Struct):
+    """What a trial process must know: the model's tokens, and how much one grammar may cost."""
+
+    tokenizer: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    cpu_seconds: float
+    wall_seconds: float
+    memory_bytes: int
+
+
+def main() -> None:
+    """Try out what standard input asks for, until it closes."""
+    os.nice(19)
+    start = msgspec.json.decode(_read_line(), type=TrialStart)
+    backend = LLGuidanceBackend(lambda: start.tokenizer, start.vocab_size, lambda: start.eos_token_ids)
+    backend.tokens()
+    os.write(1, b"null\n")
+    while line := _read_line():
+        fields = msgspec.json.decode(line, type=dict[str, str | list[str] | None])
+        answer = _tried(backend, StructuredOutputsParams(**fields), start)  # type: ignore[arg-type]
+        os.write(1, msgspec.json.encode(answer) + b"\n")
+
+
+def _read_line() -> bytes:
+    """Return a line of standard input, empty at its end; nothing is read ahead, so that `select` sees all."""
+    parts = []
+    while part := os.read(0, 65536):
+        parts.append(part)
+        if part.endswith(b"\n"):
+            return b"".join(parts)
+    return b""
+
+
+def _tried(backend: GrammarBackend, spec: StructuredOutputsParams, start: TrialStart) -> str | None:
+    """Compile a specification in a fork; return what is wrong with it."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        _compile_and_exit(backend, spec, start, write_end)
+    os.close(write_end)
+    readable, _, _ = select.select([read_end, 0], [], [], start.wall_seconds)
+    answer = os.read(read_end, LONGEST_ANSWER) if read_end in readable else b""
+    os.close(read_end)
+    if not answer:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if 0 in readable and not answer:
+        sys.exit()  # nobody waits for the answer any more
+    if answer:
+        error: str | None = msgspec.json.decode(answer)
+        return error
+    return _limit(os.waitstatus_to_exitcode(status), start)
+
+
+def _compile_and_exit(
+    backend: GrammarBackend, spec: StructuredOutputsParams, start: TrialStart, write_end: int
+) -> None:
+    try:
+        most = _num_bytes_mapped() + COMPILER_STACK_BYTES + start.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.setitimer(signal.ITIMER_PROF, start.cpu_seconds)  # its signal ends the process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when it has no memory
+        previous = threading.stack_size(COMPILER_STACK_BYTES)
+        thread = threading.Thread(target=_compile, args=(backend, spec, write_end))
+        thread.start()
+        threading.stack_size(previous)
+        thread.join()
+    finally:
+        os._exit(0)
+
+
+def _compile(backend: GrammarBackend, spec: StructuredOutputsParams, write_end: int) -> None:
+    error = None
+    try:
+        backend.compile(spec)
+    except BaseException as raised:
+        error = failure_message(raised)
+    os.write(write_end, msgspec.json.encode(error and error[:LONGEST_ERROR]))
+
+
+def _num_bytes_mapped() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return pages * resource.getpagesize()
+
+
+def _limit(exit_code: int, start: TrialStart) -> str:
+    """Return why a fork has ended without an answer."""
+    if exit_code in (-signal.SIGPROF, -signal.SIGKILL):
+        what = f"took more than {start.cpu_seconds:g} s of computing time"
+    else:
+        what = f"took more than {start.memory_bytes >> 20} MiB, or ended the compiler (exit code {exit_code})"
+    return f"structured_outputs cannot be used: compiling it {what}; make it simpler"
+
+
+if __name__ == "__main__":
+    main()
