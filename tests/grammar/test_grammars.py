@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.grammar.compilation import COMPILE_TIMEOUT, MAX_CACHED_GRAMMARS, MOST_SUBMITTED, NUM_COMPILERS
+from quire.grammar.compilation import COMPILE_TIMEOUT, MAX_CACHED_GRAMMARS, NUM_COMPILERS
 from quire.grammar.manager import GrammarManager
 from quire.request import Request
 from quire.sampling_params import SamplingParams
@@ -345,9 +345,9 @@ def test_tenants_take_turns(backend, clock):
         ended += [request_id for request_id, _ in grammars.take_compiled()]
     first = [name for name in ended if name not in {"one", "shared", "many30"}]
     assert first == [f"many{number}" for number in range(40) if number != 30]
-    assert ended.index("one") <= MOST_SUBMITTED + 3
-    assert ended.index("shared") <= MOST_SUBMITTED + 3
-    assert ended.index("many30") <= MOST_SUBMITTED + 3
+    assert ended.index("one") <= NUM_COMPILERS + 3
+    assert ended.index("shared") <= NUM_COMPILERS + 3
+    assert ended.index("many30") <= NUM_COMPILERS + 3
     grammars.shutdown()
 
 

@@ -16,7 +16,6 @@ COMPILE_TIMEOUT = 30.0
 """Seconds that a request waits for its grammar before it ends with an error."""
 
 NUM_COMPILERS = 2
-MOST_SUBMITTED = 2 * NUM_COMPILERS  # one for each compiler to go on with; the others still take turns
 COMPILER_STACK_BYTES = 64 * 2**20  # compilers recurse as deep as a grammar's rules nest
 MAX_CACHED_GRAMMARS = 64
 
@@ -109,9 +108,9 @@ class GrammarCompiler:
             each.clear()
 
     def _submit_next(self) -> None:
-        """Hand on what is to be compiled next, as long as the compilers have little left."""
+        """Hand on what is to be compiled next, as long as a compiler has nothing to do."""
         self._submitted = {future for future in self._submitted if not future.done()}
-        while len(self._submitted) < MOST_SUBMITTED and (spec := self._queue.pop()) is not None:
+        while len(self._submitted) < NUM_COMPILERS and (spec := self._queue.pop()) is not None:
             compilation = self._compilations[spec]
             compilation.future = self._submit(spec)
             self._submitted.add(compilation.future)

@@ -21,7 +21,7 @@ from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trial_process import TrialStart
 from quire.structured_outputs import StructuredOutputsParams
 
-CPU_SECONDS = 0.8  # that compiling one grammar may take
+CPU_SECONDS = 0.5  # that compiling one grammar may take
 WALL_SECONDS = 20.0  # on a busy machine: trials have the lowest priority
 MEMORY_BYTES = 256 * 2**20
 
