@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast test-nixl mutants soak soak-tiers soak-datadist soak-split sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
+.PHONY: help setup demo serve test test-fast test-nixl mutants soak soak-tiers soak-datadist soak-split chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -141,11 +141,16 @@ KILLS := 200
 soak-tiers: $(READY)  ## Kill 200 engines while they write a KV tier, and compare every answer (a quarter of an hour)
 	@PYTHONPATH=tests $(BIN)/python tests/kv/tier_soak.py --kills $(KILLS)
 
+CHAOS_FAULTS := 100
 FAULTS := 200
 TRANSPORT := tcp
 soak-datadist: $(READY)  ## Let 200 faults of networks and machines strike KV transfers, as root (ten minutes)
 	@PYTHONPATH=tests:tests/datadist $(BIN)/python tests/datadist/fault_soak.py \
 		--faults $(FAULTS) --seed $(SEED) --transport $(TRANSPORT)
+
+# SEED begins with other moments and other signals.
+chaos: $(READY)  ## Kill, abort and stop 100 engines under mixed streams, and compare every answer (ten minutes)
+	@PYTHONPATH=tests $(BIN)/python tests/engine/chaos.py --faults $(CHAOS_FAULTS) --seed $(SEED)
 
 soak-split: $(READY)  ## Let 200 faults strike prefill and decode engines behind a router, as root (an hour)
 	@PYTHONPATH=tests:tests/datadist:tests/cluster $(BIN)/python tests/cluster/split_soak.py \

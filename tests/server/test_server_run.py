@@ -234,6 +234,17 @@ def test_without_recovery_an_engine_that_dies_is_reported_and_leaves_no_orphan(s
     assert server.stop()[0] == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_ends_although_its_engine_does_not(started, number):
+    server = started(drain_timeout=0.1)
+    stream = slow_stream(server.client())
+    engine_of(server).suspend()
+    server.process.send_signal(number)
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
+        list(stream)
+    assert server.ended()[0] == 0
+
+
 def test_a_port_that_is_taken(started):
     first = started()
     port = first.url.rsplit(":", 1)[1]

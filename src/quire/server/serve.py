@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _KEEP_ALIVE = 60  # seconds; longer than clients keep idle connections, so that they close them first
 _LAST_BYTES_TIMEOUT = 1  # seconds; for answers that are complete in the engine but not yet sent
-_END_TIMEOUT = 0.8  # seconds; for the engine to end by itself after that
+_END_TIMEOUT = 0.5  # seconds; for the engine to end by itself after that
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
