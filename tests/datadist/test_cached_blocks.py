@@ -76,9 +76,30 @@ def test_many_blocks_come_in_parts_and_none_after_one_was_given_up():
     assert [(part.offset, part.num_bytes) for part in parts] == [(0, 8)] * 3
     left = reading.parts(0.0, lambda: True)
     next(left)
-    cached.remove(digests[-1])
+    cached.remove(digests[PART_BLOCKS])
     with pytest.raises(LLMException, match="given up"):
         next(left)
+
+
+def test_to_read_a_long_prompt_each_block_is_looked_at_once_before_it_is_sent_and_once_at_the_end():
+    num_looks = 0
+
+    class Counting(dict):
+        def get(self, key):
+            nonlocal num_looks
+            num_looks += 1
+            return super().get(key)
+
+    cached = CachedBlocks()
+    cached._entries = Counting()
+    digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(10 * PART_BLOCKS)]
+    for number, one in enumerate(digests):
+        cached.add(one, number)
+    reading = cached.open(digests, 8)
+    num_looks = 0
+    assert len(list(reading.parts(0.0, lambda: True))) == 10
+    reading.require_held()
+    assert num_looks == 2 * len(digests)
 
 
 def test_digests_are_those_of_the_prefix_cache():

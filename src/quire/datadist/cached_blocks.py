@@ -86,11 +86,11 @@ class CachedReading:
         """Yield what is to be read; all of it is there, so that nothing is waited for.
 
         Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST (a block has been given up).
+            LLMException: LLM_KV_CACHE_NOT_EXIST (a block of the next part has been given up).
         """
         for first in range(0, len(self._found), PART_BLOCKS):
-            self.require_held()
             num_blocks = min(PART_BLOCKS, len(self._found) - first)
+            self._require_held(slice(first, first + num_blocks))  # to look at all each time takes seconds
             yield BlockPart(first, num_blocks, 0, self._block_bytes)
 
     def block_ids(self, part: BlockPart) -> Int64Array:
@@ -100,10 +100,14 @@ class CachedReading:
 
     def require_held(self) -> None:
         """Raise `LLMException` (LLM_KV_CACHE_NOT_EXIST) if one of the blocks has been given up."""
-        if not self._cached._holds(self._digests, self._found):
-            raise failure(
-                LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "a cached block was given up before it was read"
-            )
+        self._require_held(slice(None))
 
     def close(self) -> None:
         """End the reading; nothing was kept for it."""
+
+    def _require_held(self, blocks: slice) -> None:
+        """Do as `require_held` says, for some of the blocks."""
+        if not self._cached._holds(self._digests[blocks], self._found[blocks]):
+            raise failure(
+                LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "a cached block was given up before it was read"
+            )
