@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -299,6 +300,57 @@ def test_a_peer_that_is_late_is_not_asked_again_before_it_has_answered(make_peer
     peer.look_up(again := lookup())
     wait_for(lambda: again.is_over)
     assert again.best == (("127.0.0.1", 1), 2)
+
+
+def test_what_a_lookup_has_found_can_be_seen_while_its_digests_are_computed():
+    seen: list[object] = []
+
+    class Keys:
+        def digests(self, start: int, end: int):
+            looking = threading.Thread(target=lambda: seen.append(asked.best), daemon=True)
+            looking.start()
+            looking.join(1.0)
+            assert not looking.is_alive()
+            return [bytes(16)] * (end - start)
+
+    asked = PrefixLookup(Keys(), range(2), time.monotonic() + SOON)
+    assert asked.digests() == bytes(32)
+    assert seen == [None]
+
+
+def test_heartbeats_go_on_however_many_lookups_come(make_peer):
+    opener = Opener()
+    peer = make_peer(opener)
+
+    def finds_and_is_asked_more(digests, deadline) -> int:
+        if not opener.link.was_told.is_set():
+            peer.look_up(lookup())
+        return 2
+
+    opener.link.find_prefix = finds_and_is_asked_more
+    peer.look_up(lookup())
+    peer.keep("t", "r", is_offered=True)
+    assert opener.link.was_told.wait(SOON)
+
+
+class GuardedLookups(deque):
+    """Lookups that may be taken away only under a lock."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__()
+        self._lock = lock
+
+    def popleft(self) -> PrefixLookup:
+        assert self._lock.locked()
+        return super().popleft()
+
+
+def test_a_lookup_is_not_taken_away_while_its_deadline_is_looked_at(make_peer):
+    peer, asked = make_peer(Opener()), lookup()
+    peer._lookups = GuardedLookups(peer._lock)
+    peer.look_up(asked)
+    wait_for(lambda: asked.is_over)
+    wait_for(lambda: not peer._lookups)
 
 
 def test_a_pull_that_is_too_late_says_nothing_about_the_peer():

@@ -231,9 +231,12 @@ class Peer:
         return bool(waiting or released)
 
     def _answer_lookups(self, link: OneLink) -> int:
-        """Ask the peer what the lookups ask, and return how many there were; each is answered."""
-        num_answered = 0
-        while self._lookups:
+        """Ask the peer what the lookups ask, and return how many there were; each is answered.
+
+        Lookups that come meanwhile are for the next time: heartbeats are due, however many come.
+        """
+        num_lookups = len(self._lookups)
+        for _ in range(num_lookups):
             lookup = self._lookups[0]
             num_found = 0
             try:
@@ -241,9 +244,9 @@ class Peer:
                     num_found = self._find_prefix(lookup, link)
             finally:
                 lookup.answer(self._address, num_found)
-                self._lookups.popleft()
-            num_answered += 1
-        return num_answered
+                with self._lock:  # `look_up` looks at the first one
+                    self._lookups.popleft()
+        return num_lookups
 
     def _find_prefix(self, lookup: PrefixLookup, link: OneLink) -> int:
         deadline = time.monotonic() + LINK_TIMEOUT

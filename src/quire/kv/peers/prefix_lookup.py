@@ -16,7 +16,7 @@ class PrefixLookup:
     Args:
         keys: of the prompt's blocks; nobody else uses them any more.
         blocks: those that are missing.
-        deadline: seconds on the monotonic clock; later answers do not count.
+        deadline: seconds on the monotonic clock, after which answers are not waited for.
     """
 
     def __init__(self, keys: SequenceKeys, blocks: range, deadline: float) -> None:
@@ -24,6 +24,7 @@ class PrefixLookup:
         self.deadline = deadline
         self._keys = keys
         self._digests: bytes | None = None
+        self._hashing = threading.Lock()  # its own: the step loop must not wait for that
         self._lock = threading.Lock()
         self._num_asked = 0
         self._num_answers = 0
@@ -43,7 +44,7 @@ class PrefixLookup:
 
     def digests(self) -> bytes:
         """Return the digests of the missing blocks, one after another; the first call computes them."""
-        with self._lock:
+        with self._hashing:
             if self._digests is None:
                 self._digests = b"".join(self._keys.digests(self.blocks.start, self.blocks.stop))
             return self._digests
