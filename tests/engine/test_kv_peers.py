@@ -74,6 +74,7 @@ def check_nothing_is_held(*engines: LLM) -> None:
         assert parts.loans.is_empty
         assert not len(parts.pulls)
         assert not parts.borrowed._borrowed
+        assert not parts.prefixes._searches
         assert not parts.lent._lent
 
 
