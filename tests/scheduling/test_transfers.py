@@ -389,6 +389,23 @@ def test_what_the_connector_refuses_is_never_queued():
     scene.check_naive()
 
 
+def test_a_connector_hears_of_the_end_of_a_request_that_cannot_be_queued(monkeypatch):
+    scene = scene_with_stored_prompt()
+
+    def fails(request):
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(scene.scheduler._arrivals.waiting, "enter", fails)
+        with pytest.raises(MemoryError):
+            scene.add("a", PROMPT)
+    [(request_id, _, _, num_blocks)] = scene.connector.ended
+    assert (request_id, num_blocks) == ("a", 0)
+    scene.add("b", PROMPT)
+    scene.finish()
+    scene.check_naive()
+
+
 def test_a_heartbeat_renews_a_lease():
     scene = sending_scene(send_steps=1000)
     scene.step()

@@ -36,7 +36,7 @@ class KVConnector(ABC):
     # -- scheduler side ------------------------------------------------------------------------------------
 
     def request_arrived(self, request: Request) -> None:  # noqa: B027 - most have nothing to do yet
-        """Note that a request is about to be queued; `request_finished` follows if it is.
+        """Note that a request is about to be queued; `request_finished` follows, also if that fails.
 
         Raises:
             InvalidRequestError: its `kv_transfer_params` are invalid; it is refused.

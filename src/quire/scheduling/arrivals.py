@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from quire.config import SchedulerConfig
 from quire.errors import DuplicateRequestError
 from quire.grammar.manager import GrammarManager
-from quire.kv.manager import KVCacheManager
+from quire.kv.manager import NO_PREFIX, KVCacheManager
 from quire.request import Request
 from quire.request_options import require_text
 from quire.scheduling.cache_eviction import CacheEviction
@@ -69,6 +69,7 @@ class Arrivals:
         self.grammars.forget(request_id)
         self.timeouts.deadlines.forget(request_id)
         self.kv.forget(request_id)
+        self.connector.finish(request, NO_PREFIX.block_ids)
 
     def _refuse(self, request: Request) -> None:
         """Raise the error about a request that cannot be served, or not now."""
