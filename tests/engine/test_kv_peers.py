@@ -16,6 +16,7 @@ from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
+from quire.kv.events import KVEventCollector
 from quire.kv.peers import known_peers, peer_prefixes, pulls
 from quire.request_options import RequestOptions
 from quire.status import RequestStatus
@@ -492,6 +493,18 @@ def test_what_an_equal_gives_up_while_it_is_read_is_computed(alone, monkeypatch)
         assert answer(second) == alone
         assert second.stats().num_loaded_tokens == 0
         assert second.stats().num_failed_loads == 1
+
+
+def test_what_is_given_up_is_not_read_even_if_it_cannot_be_published(monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(KVEventCollector, "removed", fails)
+    with engine(kv_transfer_port=free_port(), kv_events_endpoint="tcp://127.0.0.1:*") as llm:
+        for first in range(5, 9):  # prompts that do not fit into the cache together
+            answer(llm, [first, *PROMPT[1:]])
+        pool = core_of(llm).scheduler._state.pool
+        assert core_of(llm)._connector._cached._entries.keys() == pool._by_digest.keys()
 
 
 def test_equals_that_are_gone_or_silent_cost_a_moment(alone, monkeypatch):

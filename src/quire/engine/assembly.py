@@ -48,7 +48,8 @@ def build_context(
 ) -> SchedulerContext:
     """Return the context of the engine's scheduler: grammars, KV connector, KV events, cache growth."""
     connector = _connector(config, model_path, model_config, plan)
-    sinks = [sink for sink in (kv_events, cached_block_events(connector)) if sink is not None]
+    # What peers read comes first: a removal that it missed because another sink raised would be wrong text.
+    sinks = [sink for sink in (cached_block_events(connector), kv_events) if sink is not None]
     return SchedulerContext(
         grammars=_grammar_backend(model_path, model_config),
         connector=connector,
