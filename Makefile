@@ -43,10 +43,11 @@ demo: $(READY)  ## Serve the built-in model, ask it several things at once, show
 serve: $(READY)  ## Serve the built-in model on 127.0.0.1:8000 until Ctrl-C
 	@$(BIN)/quire serve
 
-TEST_PROCESSES := 2
+# One more than cores: a third of the time, a test waits for a process or a clock.
+TEST_PROCESSES := 3
 # Many tests start processes; without kept bytecode each of them compiles every module again.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
-test: $(READY)  ## Run all tests, two beside each other
+test: $(READY)  ## Run all tests, three beside each other
 	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 # Plugins that this test does without take longer to load than it runs.

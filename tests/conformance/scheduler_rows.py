@@ -27,6 +27,7 @@ ROWS: dict[str, list[str]] = {
         "get_kv_cache_usage",
         "next_blocks",
         "make_stats",
+        "check_invariants",
         "shutdown",
         "scheduler_cls by class or by dotted name",
     ],

@@ -340,6 +340,17 @@ def test_stats_count_what_has_happened():
     assert (stats.num_finished, stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (2, 18, 8)
 
 
+@row("check_invariants")
+def test_accounts_that_do_not_agree_are_found():
+    scene = Scene()
+    scene.add("a", range(9))
+    scene.step()
+    scene.scheduler.check_invariants()
+    scene.scheduler._state.pool.allocate(1)  # nobody holds it
+    with pytest.raises(AssertionError, match="invariant 2"):
+        scene.scheduler.check_invariants()
+
+
 @row("shutdown")
 def test_shutdown_lets_go_of_everything():
     connector = MemoryConnector(4, send_steps=100)
