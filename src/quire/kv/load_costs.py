@@ -42,11 +42,15 @@ class LoadCosts:
                 self.seconds_per_block, seconds / num_blocks, num_blocks / _MEMORY_BLOCKS
             )
 
+    def seconds_to_compute(self, num_blocks: int) -> float:
+        """Return how long `num_blocks` take to compute; 0: unknown."""
+        return num_blocks * self._block_size * self.seconds_per_token
+
     def prefers_loading(self, num_blocks: int, num_queued: int) -> bool:
         """Return whether to load `num_blocks`, which `num_queued` blocks of other loads precede."""
         with self._lock:
             load = (num_blocks + num_queued) * self.seconds_per_block
-            compute = num_blocks * self._block_size * self.seconds_per_token
+            compute = self.seconds_to_compute(num_blocks)
             if not load or not compute or load <= compute:
                 return True
             self._num_refused = (self._num_refused + 1) % _TRIAL_INTERVAL

@@ -116,9 +116,8 @@ class PeerPrefixes:
         """Ask all peers that are likely to answer; None: it is not worth it."""
         last = num_cacheable_blocks(request, self._block_size)
         blocks = range(num_computed_tokens // self._block_size, last)
-        seconds_per_token = self._costs.seconds_per_token
-        seconds = len(blocks) * self._block_size * seconds_per_token
-        if not blocks or (seconds_per_token and seconds < LEAST_COMPUTING):
+        seconds = self._costs.seconds_to_compute(len(blocks))
+        if not blocks or 0 < seconds < LEAST_COMPUTING:
             return None
         lookup = PrefixLookup(
             cacheable_keys(request, self._block_size), blocks, time.monotonic() + LOOKUP_PATIENCE

@@ -10,6 +10,11 @@ from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.pulls import LoanLoad, PeerPull, PrefixLoad, pull_of
 
+PREFIX_GRACE = 1.0
+"""Seconds for a cached prefix to come, besides `PREFIX_PATIENCE` times as long as it takes to compute."""
+
+PREFIX_PATIENCE = 2.0
+
 
 class RunningPulls:
     """Begins and cancels pulls, and reports how they have ended.
@@ -73,13 +78,20 @@ class RunningPulls:
             pull.cancel()
 
     def _begin(self, load: LoanLoad | PrefixLoad) -> PeerPull:
-        pull = pull_of(load, time.monotonic() + self._timeout)
+        pull = pull_of(load, time.monotonic() + self._patience(load))
         peer = self._peers.find(load.address)
         if peer is None:
             pull.end(has_failed=True)
         else:
             peer.pull(pull)
         return pull
+
+    def _patience(self, load: LoanLoad | PrefixLoad) -> float:
+        """Return the seconds for a load to come: less for what was only to be quicker than computing."""
+        computing = self._costs.seconds_to_compute(len(load.block_ids))
+        if isinstance(load, LoanLoad) or not computing:
+            return self._timeout
+        return min(self._timeout, PREFIX_GRACE + PREFIX_PATIENCE * computing)
 
     def _note_read(self, pull: PeerPull) -> None:
         num_blocks = len(pull.block_ids)
