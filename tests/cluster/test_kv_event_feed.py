@@ -11,7 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from quire.cluster.cached_blocks import CachedBlocks
+from quire.cluster.block_index import BlockIndex
 from quire.cluster.engines import Engine, Role
 from quire.cluster.kv_event_feed import BLOCKS_PER_TURN, MAX_MESSAGE_BYTES, EventSource, KVEventFeed
 from quire.engine.kv_events import END_OF_REPLAY, TOPIC, KVEventPublisher
@@ -41,7 +41,7 @@ async def following(ports, *, max_blocks=10**6, interval=SOON, timeout=PATIENCE)
     engine = Engine("http://127.0.0.1:1", Role.BOTH)
     source = EventSource("127.0.0.1", *ports, BLOCK, engine.id)
     context = zmq.asyncio.Context()
-    index = CachedBlocks(max_blocks)
+    index = BlockIndex(max_blocks)
     feed = KVEventFeed(engine, source, context, index, interval=interval, timeout=timeout)
     task = asyncio.create_task(feed.run())
     try:

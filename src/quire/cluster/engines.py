@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.cluster.cached_blocks import EngineBlocks
+from quire.cluster.block_index import EngineBlocks
 from quire.cluster.prefix_memory import ChunksInFlight, PrefixMemory
 from quire.cluster.prompts import Prompt
 

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from quire.cluster.cached_blocks import CachedBlocks, EngineBlocks
+from quire.cluster.block_index import BlockIndex, EngineBlocks
 from quire.cluster.engines import Engine
 from quire.engine.kv_events import END_OF_REPLAY, TOPIC
 from quire.errors import QuireError
@@ -103,7 +103,7 @@ class KVEventFeed:
         engine: Engine,
         source: EventSource,
         context: zmq.asyncio.Context,
-        index: CachedBlocks,
+        index: BlockIndex,
         *,
         interval: float,
         timeout: float,
@@ -169,7 +169,7 @@ class _Follower:
     """Applies the events of one engine in the order of their numbers, the missed ones included."""
 
     def __init__(
-        self, live: Socket, replay: Socket, blocks: EngineBlocks, index: CachedBlocks, timeout: float
+        self, live: Socket, replay: Socket, blocks: EngineBlocks, index: BlockIndex, timeout: float
     ) -> None:
         self._live = live
         self._replay = replay

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import zmq.asyncio
 
-from quire.cluster.cached_blocks import CachedBlocks
+from quire.cluster.block_index import BlockIndex
 from quire.cluster.engines import Engine
 from quire.cluster.kv_event_feed import EventSource, KVEventFeed
 from quire.config import RouterConfig
@@ -32,7 +32,7 @@ class KVEventFeeds:
     def __init__(self, config: RouterConfig, fingerprint: str) -> None:
         self._config = config
         self._fingerprint = fingerprint
-        self._index = CachedBlocks(config.max_cached_blocks)
+        self._index = BlockIndex(config.max_cached_blocks)
         self._context = zmq.asyncio.Context()
         self._feeds: dict[Engine, tuple[EventSource, asyncio.Task[None]]] = {}
         self._refused: weakref.WeakSet[Engine] = weakref.WeakSet()

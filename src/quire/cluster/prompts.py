@@ -12,7 +12,7 @@ from quire.cluster.prefix_memory import chunk_keys
 from quire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from quire.cluster.prefix_lookup import CachedPrefixes
+    from quire.cluster.prefix_finder import CachedPrefixes
 
 Raw = msgspec.Raw
 

@@ -30,7 +30,7 @@ from quire.server.live_calls import LiveCalls
 
 if TYPE_CHECKING:
     from quire.cluster.kv_event_feeds import KVEventFeeds
-    from quire.cluster.prefix_lookup import PrefixLookup
+    from quire.cluster.prefix_finder import PrefixFinder
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Router:
         self.is_stopping = False
         self._upstream = Upstream(config)
         self._calls = EngineCalls(self.engines, self._upstream, self.metrics)
-        self._lookup = _prefix_lookup(config)
+        self._lookup = _prefix_finder(config)
         self._health = HealthChecks(self._upstream, config.health_interval, _feeds(config, self._lookup))
         self._serving: set[asyncio.Task[Any]] = set()
         self._call_ids = itertools.count()
@@ -304,18 +304,18 @@ class Router:
         )
 
 
-def _prefix_lookup(config: RouterConfig) -> PrefixLookup | None:
+def _prefix_finder(config: RouterConfig) -> PrefixFinder | None:
     if not config.tokenizer:
         return None
-    from quire.cluster.prefix_lookup import PrefixLookup
+    from quire.cluster.prefix_finder import PrefixFinder
     from quire.models.checkpoints.hub import resolve_model
     from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
     tokenizer = read_tokenizer(resolve_model(config.tokenizer, weights=False))
-    return PrefixLookup(tokenizer, config.tokenize_timeout)
+    return PrefixFinder(tokenizer, config.tokenize_timeout)
 
 
-def _feeds(config: RouterConfig, lookup: PrefixLookup | None) -> KVEventFeeds | None:
+def _feeds(config: RouterConfig, lookup: PrefixFinder | None) -> KVEventFeeds | None:
     if lookup is None:
         return None
     from quire.cluster.kv_event_feeds import KVEventFeeds

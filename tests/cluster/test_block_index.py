@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.cluster.cached_blocks import CachedBlocks
+from quire.cluster.block_index import BlockIndex
 
 DIGESTS = st.integers(0, 7).map(lambda number: bytes([number]) * 16)
 RUNS = st.lists(DIGESTS, max_size=6)
@@ -16,7 +16,7 @@ LIMIT = 9
 class KnownBlocks(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.index = CachedBlocks(LIMIT)
+        self.index = BlockIndex(LIMIT)
         self.engines = []  # what is tested, and beside it the naive list, the least recently used first
 
     @precondition(lambda self: len(self.engines) < 3)

@@ -61,7 +61,7 @@ class EngineBlocks:
         self._digests.popitem(last=False)
 
 
-class CachedBlocks:
+class BlockIndex:
     """The blocks of all engines whose KV events are followed.
 
     Args:

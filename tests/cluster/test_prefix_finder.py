@@ -9,8 +9,8 @@ import threading
 import numpy as np
 import pytest
 
-from quire.cluster.cached_blocks import EngineBlocks
-from quire.cluster.prefix_lookup import MAX_CHARACTERS, PrefixLookup
+from quire.cluster.block_index import EngineBlocks
+from quire.cluster.prefix_finder import MAX_CHARACTERS, PrefixFinder
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
@@ -28,7 +28,7 @@ def tokenizer():
 
 @pytest.fixture
 def lookup(tokenizer):
-    lookup = PrefixLookup(tokenizer, PATIENCE)
+    lookup = PrefixFinder(tokenizer, PATIENCE)
     yield lookup
     lookup.close()
 

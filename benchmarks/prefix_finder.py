@@ -3,7 +3,7 @@
 A prompt is looked up for engines that have cached none of it, which takes longest. Printed are the time until
 the answer, the CPU time of the process, and the longest time for which the event loop did nothing else.
 
-    python benchmarks/prefix_lookup.py [--model mini] [--engines 4] [--rounds 50]
+    python benchmarks/prefix_finder.py [--model mini] [--engines 4] [--rounds 50]
 """
 
 import argparse
@@ -14,8 +14,8 @@ import statistics
 import time
 import tracemalloc
 
-from quire.cluster.cached_blocks import EngineBlocks
-from quire.cluster.prefix_lookup import PrefixLookup
+from quire.cluster.block_index import EngineBlocks
+from quire.cluster.prefix_finder import PrefixFinder
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
@@ -37,7 +37,7 @@ async def longest_pause(until: asyncio.Event) -> float:
 
 async def measure_prompts(model: str, num_engines: int, rounds: int) -> None:
     """Print a line for each length of a prompt."""
-    lookup = PrefixLookup(read_tokenizer(resolve_model(model, weights=False)), 60.0)
+    lookup = PrefixFinder(read_tokenizer(resolve_model(model, weights=False)), 60.0)
     engines = [EngineBlocks(16) for _ in range(num_engines)]
     for size in SIZES:
         prompt = (TEXT * (size // len(TEXT) + 1))[:size]

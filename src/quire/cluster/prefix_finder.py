@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from pydantic import ValidationError
 
-from quire.cluster.cached_blocks import EngineBlocks
+from quire.cluster.block_index import EngineBlocks
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.models.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class CachedPrefixes:
         blocks.use(self.digests.get(blocks.block_size, ()))
 
 
-class PrefixLookup:
+class PrefixFinder:
     """Finds out what engines have cached of prompts, in threads and within a time limit.
 
     Args:
