@@ -51,9 +51,12 @@ class Prefill:
     def ending(self, waiting: asyncio.Timeout) -> Iterator[None]:
         """Have a timeout expire as soon as it is certain that the prompt will not be computed."""
 
+        is_over = False
+
         def note_end(computing: asyncio.Task[bool]) -> None:
-            if not waiting.expired() and not computing.cancelled() and not computing.result():
-                waiting.reschedule(asyncio.get_running_loop().time())
+            if is_over or waiting.expired() or computing.cancelled() or computing.result():
+                return
+            waiting.reschedule(asyncio.get_running_loop().time())
 
         if self.computing is None:
             yield
@@ -62,6 +65,7 @@ class Prefill:
         try:
             yield
         finally:
+            is_over = True  # a call that the loop has queued already cannot be taken back
             self.computing.remove_done_callback(note_end)
 
 
