@@ -22,7 +22,7 @@ from quire.server.completions import create_completion
 from quire.server.context import STATS_TIMEOUT, ServerContext, context_of, request_id_of
 from quire.server.docs_page import docs_page
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
-from quire.server.middleware import RequestEnvelope
+from quire.server.middleware import KeyCheck, RequestEnvelope
 from quire.server.openapi import GENERATION_ERRORS, Endpoint, openapi_document
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.requests import get_request, list_requests
@@ -66,7 +66,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
             _constant("/openapi.json", Response(encode(document), media_type="application/json")),
             _constant("/docs", HTMLResponse(docs_page(document))),
         ],
-        middleware=[Middleware(RequestEnvelope, api_key=config.api_key)],
+        middleware=[Middleware(RequestEnvelope), Middleware(KeyCheck, api_key=config.api_key)],
         exception_handlers={HTTPException: _answer_unrouted},
     )
     app.router.redirect_slashes = False

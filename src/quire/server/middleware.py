@@ -1,4 +1,4 @@
-"""What surrounds every request: its X-Request-Id, and who may send it."""
+"""What surrounds every request: its X-Request-Id, its framing, and who may send it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ _REQUEST_ID = re.compile(r"[!-~]+")  # visible ASCII
 
 
 class RequestEnvelope:
-    """ASGI middleware: gives each request an id, echoes it, and checks its framing and API key.
+    """ASGI middleware: gives each request an id, echoes it, and checks its framing.
 
     Args:
         app: the application inside.
-        api_key: that must come with every path but `OPEN_PATHS`; empty: none.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str = "") -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._api_key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -39,12 +37,6 @@ class RequestEnvelope:
         refusal = _request_id_refusal(request_id)
         echoed = uuid.uuid4().hex if refusal else request_id
         refusal = refusal or _framing_refusal(headers)
-        if refusal is None and scope["path"] not in OPEN_PATHS:
-            refusal = key_refusal(
-                self._api_key,
-                headers.get("authorization", "").encode("latin-1"),
-                headers.get("x-api-key", "").encode("latin-1"),
-            )
         scope.setdefault("state", {})["request_id"] = echoed
 
         async def send_with_id(message: Message) -> None:
@@ -56,6 +48,31 @@ class RequestEnvelope:
             await refusal.response()(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
+
+
+class KeyCheck:
+    """ASGI middleware: refuses requests without an API key, except for `OPEN_PATHS`.
+
+    Args:
+        app: the application inside.
+        api_key: that must come with a request; empty: none.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._api_key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        refusal = None
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            headers = Headers(scope=scope)
+            refusal = key_refusal(
+                self._api_key,
+                headers.get("authorization", "").encode("latin-1"),
+                headers.get("x-api-key", "").encode("latin-1"),
+            )
+        await (refusal.response() if refusal else self._app)(scope, receive, send)
 
 
 def key_refusal(api_key: bytes, authorization: bytes, x_api_key: bytes) -> ApiError | None:
