@@ -8,6 +8,7 @@ from quire.config import (
     AdaptiveRKVConfig,
     AggregationMode,
     CacheEvictionConfig,
+    EdgeConfig,
     EngineConfig,
     KVCrushConfig,
     SchedulerConfig,
@@ -20,7 +21,7 @@ from quire.sampling_params import SamplingParams
 
 CONFIGS = [
     EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ServerConfig, SamplingParams,
-    CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig,
+    CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig, EdgeConfig,
 ]  # fmt: skip
 EVICTING = SchedulerConfig(use_cache_eviction=True)
 ROTATING = SchedulerConfig(

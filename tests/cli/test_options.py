@@ -36,7 +36,14 @@ COMMANDS = {
     "eval": (EngineConfig,),
 }
 # Each has a section of its own.
-NESTED = ("scheduler", "speculation", "supervision", "cache_eviction_config", "sparse_attention_config")
+NESTED = (
+    "edge",
+    "scheduler",
+    "speculation",
+    "supervision",
+    "cache_eviction_config",
+    "sparse_attention_config",
+)
 POSITIONAL_MODEL = {"serve", "chat", "plan", "eval"}
 
 

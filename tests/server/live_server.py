@@ -4,24 +4,27 @@ import asyncio
 import contextlib
 import threading
 
-from quire.server.listening import bound_socket
+from quire.config import EdgeConfig
+from quire.server.listening import listener
 from quire.server.serve import http_server
 
 MAX_BODY_BYTES = 1_000_000
 
 
 @contextlib.contextmanager
-def served(app):
-    """Serve `app` with the real HTTP server in a thread; yields its URL."""
+def served(app, listens=None):
+    """Serve `app` with the real HTTP server in a thread, on a free port if none is given; yields its URL."""
     listening = threading.Event()
-    server = http_server(app, listening.set)
-    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        if listens is None:
+            listens = stack.enter_context(listener("127.0.0.1", 0, EdgeConfig()))
+        server = http_server(app, listening.set, listens.tls)
+        bound = listens.socket
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
         thread.start()
         try:
             assert listening.wait(60)
-            yield f"http://127.0.0.1:{port}"
+            yield listens.url
         finally:
             server.should_exit = True
             thread.join(60)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import subprocesses
-from quire.config import EngineConfig, ServerConfig
+from quire.config import EdgeConfig, EngineConfig, ServerConfig
 from quire.errors import ConfigError, ModelNotFoundError
 from quire.server.listening import bound_socket
 from quire.server.serve import serve
@@ -21,7 +21,7 @@ from quire.server.serve import serve
 PROGRAM = """
 import json
 import sys
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig, SupervisionConfig
+from quire.config import EdgeConfig, EngineConfig, SchedulerConfig, ServerConfig, SupervisionConfig
 from quire.server.serve import serve
 
 serve(
@@ -30,7 +30,9 @@ serve(
         scheduler=SchedulerConfig(num_kv_blocks=256),
         supervision=SupervisionConfig(**json.loads(sys.argv[3])),
     ),
-    ServerConfig(port=int(sys.argv[1]), drain_timeout=float(sys.argv[2])),
+    ServerConfig(
+        port=int(sys.argv[1]), drain_timeout=float(sys.argv[2]), edge=EdgeConfig(**json.loads(sys.argv[4]))
+    ),
 )
 print("torch" in sys.modules)
 """
@@ -61,9 +63,11 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(*, port=0, drain_timeout=20, wait=True, preload=True, supervision=None, **limit):
-    supervised = json.dumps(supervision or {})
-    command = [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout), supervised]
+def server_process(
+    *, port=0, drain_timeout=20, wait=True, preload=True, supervision=None, edge=None, **limit
+):
+    parts = [json.dumps(supervision or {}), json.dumps(edge or {})]
+    command = [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout), *parts]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocesses.started(command, preload=preload, **pipes, **limit) as process:
         yield ServerProcess(process, wait=wait)
@@ -245,6 +249,21 @@ def test_a_server_ends_although_its_engine_does_not(started, number):
     assert server.ended()[0] == 0
 
 
+def test_a_unix_socket_is_there_while_the_server_is(started, tmp_path):
+    path = str(tmp_path / "quire.sock")
+    server = started(edge={"uds": path})
+    assert server.url == f"unix:{path}"
+    assert f"curl --unix-socket {path} http://localhost/v1/chat/completions" in server.try_line
+    with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://any.name") as http:
+        second = started(edge={"uds": path}, wait=False)
+        assert "another server listens" in second.process.communicate()[1]
+        body = {"model": "mini", "prompt": "Once", "max_tokens": 3, "ignore_eos": True}
+        answer = http.post("/v1/completions", json=body)
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert server.stop()[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_port_that_is_taken(started):
     first = started()
     port = first.url.rsplit(":", 1)[1]
@@ -270,6 +289,12 @@ def test_sigterm_while_loading(started):
 def test_a_model_that_does_not_exist():
     with pytest.raises(ModelNotFoundError):
         serve(EngineConfig(model="./nowhere"), ServerConfig(port=0))
+
+
+def test_a_certificate_is_checked_before_anything_is_loaded(tmp_path):
+    edge = EdgeConfig(ssl_certfile=str(tmp_path / "none.pem"))
+    with pytest.raises(ConfigError, match=r"ssl_certfile '.*none\.pem' cannot be read: No such file"):
+        serve(EngineConfig(model="./nowhere"), ServerConfig(port=0, edge=edge))
 
 
 def test_clients_that_leave_free_their_blocks(shared):

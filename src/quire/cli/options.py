@@ -24,6 +24,7 @@ from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_na
 from quire.config import (
     AdaptiveRKVConfig,
     CacheEvictionConfig,
+    EdgeConfig,
     EngineConfig,
     KVCrushConfig,
     RouterConfig,
@@ -52,6 +53,7 @@ PANELS: dict[type, str] = {
     RequestOptions: "Scheduling of the request",
     ServerConfig: "HTTP server",
     RouterConfig: "Router",
+    EdgeConfig: "How clients reach the server",
     WorkloadConfig: "Workload",
     ArrivalConfig: "Arrivals",
     TargetConfig: "Server to measure",

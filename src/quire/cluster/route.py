@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator
 
@@ -15,7 +16,7 @@ from quire.cluster.app import create_app
 from quire.cluster.engines import EngineState
 from quire.cluster.router import Router
 from quire.config import RouterConfig
-from quire.server.listening import bound_socket, url_of
+from quire.server.listening import Listener, listener
 from quire.server.stopping import StopSignals, finished_unless_set
 
 _KEEP_ALIVE = 60  # seconds; longer than clients keep idle connections, so that they close them first
@@ -32,20 +33,23 @@ def route(config: RouterConfig) -> None:
         config: of the router.
 
     Raises:
-        ConfigError: the router cannot listen on the address.
+        ConfigError: the router cannot listen there, or its certificate cannot be used.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
-    with contextlib.closing(bound_socket(config.host, config.port)) as bound:
-        asyncio.run(_route_until_stopped(config, bound))
+    with listener(config.host, config.port, config.edge) as listening:
+        asyncio.run(_route_until_stopped(config, listening))
 
 
 @contextlib.asynccontextmanager
-async def routing(config: RouterConfig, bound: socket.socket) -> AsyncIterator[Router]:
+async def routing(
+    config: RouterConfig, bound: socket.socket, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Router]:
     """Serve a router on a socket for the duration of the context; yields it once it accepts connections.
 
     Args:
         config: of the router.
         bound: socket to listen on.
+        tls: with which clients' connections are encrypted; None: they are not.
     """
     router = Router(config)
     runner = web.AppRunner(
@@ -60,7 +64,7 @@ async def routing(config: RouterConfig, bound: socket.socket) -> AsyncIterator[R
     try:
         await router.start()
         await runner.setup()
-        await web.SockSite(runner, bound).start()
+        await web.SockSite(runner, bound, ssl_context=tls).start()
         yield router
     finally:
         router.stop_serving()
@@ -68,11 +72,14 @@ async def routing(config: RouterConfig, bound: socket.socket) -> AsyncIterator[R
         await router.close()
 
 
-async def _route_until_stopped(config: RouterConfig, bound: socket.socket) -> None:
+async def _route_until_stopped(config: RouterConfig, listening: Listener) -> None:
     stop = StopSignals()
     with stop.installed():
-        async with routing(config, bound) as router:
-            _announce(router, url_of(config.host, bound))
+        async with (
+            listening.with_current_certificate(),
+            routing(config, listening.socket, listening.tls) as router,
+        ):
+            _announce(router, listening.url)
             await stop.graceful.wait()
             router.calls.begin_drain()
             num_running = router.num_serving

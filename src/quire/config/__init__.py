@@ -15,6 +15,7 @@ from quire.config.cache_eviction import (
     KVCrushConfig,
     ScorePooling,
 )
+from quire.config.edge import EdgeConfig
 from quire.config.engine import BUILT_IN_MODEL, EngineConfig, EngineRole
 from quire.config.fields import (
     check_limits,
@@ -36,6 +37,7 @@ __all__ = [
     "AdaptiveRKVConfig",
     "AggregationMode",
     "CacheEvictionConfig",
+    "EdgeConfig",
     "EngineConfig",
     "EngineRole",
     "KVCrushAnchorPointMode",

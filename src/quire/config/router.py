@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
+from quire.config.edge import EdgeConfig
 from quire.config.fields import check_limits, config, knob
 from quire.errors import ConfigError
 from quire.limits import NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -107,6 +109,7 @@ class RouterConfig:
         unit="seconds",
         help="Time that running requests have to finish after SIGTERM or Ctrl-C before they are aborted.",
     )
+    edge: EdgeConfig = dataclasses.field(default_factory=EdgeConfig)
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from quire.config.edge import EdgeConfig
 from quire.config.fields import check_limits, config, knob
 from quire.limits import NonNegativeFloat, PositiveInt
 
@@ -34,6 +36,7 @@ class ServerConfig:
         unit="seconds",
         help="Time that running requests have to finish after SIGTERM or Ctrl-C before they are aborted.",
     )
+    edge: EdgeConfig = dataclasses.field(default_factory=EdgeConfig)
 
     def __post_init__(self) -> None:
         check_limits(self)

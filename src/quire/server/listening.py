@@ -1,10 +1,82 @@
-"""Where a server listens: its socket, and the URL that clients use."""
+"""Where a server listens: its socket, its certificate, and the URL that clients use."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import shlex
 import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
 
+from quire.config import EdgeConfig
 from quire.errors import ConfigError
+from quire.server.stopping import cancelled_at_end
+from quire.server.tls import ServerCertificate
+from quire.server.unix_socket import unix_socket
+
+
+@dataclasses.dataclass(frozen=True)
+class Listener:
+    """What a server listens with.
+
+    Args:
+        socket: bound, not yet listening.
+        host: that was asked for.
+        certificate: with which the server speaks TLS; None: it does not.
+    """
+
+    socket: socket.socket
+    host: str
+    certificate: ServerCertificate | None
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """The TLS context of connections; None without TLS."""
+        return None if self.certificate is None else self.certificate.context
+
+    @property
+    def url(self) -> str:
+        """The URL that clients on this machine can use; of a Unix socket, `unix:` and its path."""
+        if self.socket.family == socket.AF_UNIX:
+            return f"unix:{self.socket.getsockname()}"
+        return url_of(self.host, self.socket, scheme="http" if self.certificate is None else "https")
+
+    @property
+    def curl(self) -> str:
+        """The words with which curl is told the server; the path follows without a space."""
+        if self.socket.family == socket.AF_UNIX:
+            scheme = "http" if self.certificate is None else "https"
+            return f"--unix-socket {shlex.quote(self.socket.getsockname())} {scheme}://localhost"
+        return self.url
+
+    @contextlib.asynccontextmanager
+    async def with_current_certificate(self) -> AsyncIterator[None]:
+        """For the duration of the context, read the certificate again whenever it changes."""
+        if self.certificate is None:
+            yield
+            return
+        async with cancelled_at_end(self.certificate.watch()):
+            yield
+
+
+@contextlib.contextmanager
+def listener(host: str, port: int, edge: EdgeConfig) -> Iterator[Listener]:
+    """Have what a server listens with for the duration of the context.
+
+    Args:
+        host, port: TCP address.
+        edge: may name a Unix socket instead, and a certificate.
+
+    Raises:
+        ConfigError: the server cannot listen there, or the certificate cannot be used.
+    """
+    certificate = ServerCertificate(edge) if edge.ssl_certfile else None
+    place = (
+        unix_socket(edge.uds, edge.uds_access) if edge.uds else contextlib.closing(bound_socket(host, port))
+    )
+    with place as bound:
+        yield Listener(bound, host, certificate)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -29,8 +101,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(host: str, bound: socket.socket) -> str:
-    """Return the URL that clients on this machine can use."""
+def url_of(host: str, bound: socket.socket, *, scheme: str = "http") -> str:
+    """Return the URL of a TCP socket that clients on this machine can use."""
     address, port = bound.getsockname()[:2]
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, host or address)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    name = f"[{reachable}]" if ":" in reachable else reachable
+    return f"{scheme}://{name}:{port}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
 from quire.front.async_llm import AsyncLLM
-from quire.server.listening import bound_socket, url_of
+from quire.server.listening import Listener, listener
 from quire.server.stopping import StopSignals, finished_unless_set
 
 if TYPE_CHECKING:
@@ -36,12 +37,13 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         server_config: of the HTTP server.
 
     Raises:
-        ConfigError: the server cannot listen on the address, or the engine's configuration cannot work.
+        ConfigError: the server cannot listen there, its certificate cannot be used, or the engine's
+            configuration cannot work.
         ModelError: the model cannot be found or read.
         EngineDeadError: the engine did not start.
         CrashLoopError: engines died again and again while the server ran.
     """
-    with contextlib.closing(bound_socket(server_config.host, server_config.port)) as bound:
+    with listener(server_config.host, server_config.port, server_config.edge) as listening:
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
         llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
 
@@ -50,15 +52,18 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         def make_app() -> Starlette:
             return create_app(llm, server_config)
 
-        asyncio.run(_serve_until_stopped(llm, make_app, bound))
+        asyncio.run(_serve_until_stopped(llm, make_app, listening))
 
 
-def http_server(app: ASGIApp, on_listening: Callable[[], None]) -> uvicorn.Server:
+def http_server(
+    app: ASGIApp, on_listening: Callable[[], None], tls: ssl.SSLContext | None = None
+) -> uvicorn.Server:
     """Return uvicorn for `app`, without its signal handling and its log lines.
 
     Args:
         app: the application to serve.
         on_listening: called once, when connections are accepted.
+        tls: with which connections are encrypted; None: they are not.
     """
     import uvicorn  # slow: `serve` starts the engine process before
 
@@ -81,28 +86,28 @@ def http_server(app: ASGIApp, on_listening: Callable[[], None]) -> uvicorn.Serve
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT,
+            ssl_context_factory=None if tls is None else lambda *_: tls,
         )
     )
 
 
-async def _serve_until_stopped(
-    llm: AsyncLLM, make_app: Callable[[], Starlette], bound: socket.socket
-) -> None:
-    """Wait for the engine, serve it on `bound` until a stop signal, let requests finish, shut it down."""
+async def _serve_until_stopped(llm: AsyncLLM, make_app: Callable[[], Starlette], listening: Listener) -> None:
+    """Wait for the engine, serve it until a stop signal, let requests finish, shut it down."""
     stop = StopSignals()
     with stop.installed():
         try:
             if await finished_unless_set(stop.graceful, llm.wait_until_ready()):
-                await _serve_engine(make_app(), bound, stop)
+                async with listening.with_current_certificate():
+                    await _serve_engine(make_app(), listening, stop)
         finally:
             await llm.shutdown(end_timeout=0.0 if stop.immediate.is_set() else _END_TIMEOUT)
 
 
-async def _serve_engine(app: Starlette, bound: socket.socket, stop: StopSignals) -> None:
+async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
     """Serve until a signal stops the server, or engines die again and again."""
     context: ServerContext = app.state.context
-    server = http_server(app, lambda: _announce(context, url_of(context.config.host, bound)))
-    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    server = http_server(app, lambda: _announce(context, listening), listening.tls)
+    serving = asyncio.create_task(server.serve(sockets=[listening.socket]))
     stopping = asyncio.create_task(_stop_gracefully(context, stop))
     crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
     await asyncio.wait({serving, stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
@@ -133,13 +138,14 @@ async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
         context.llm.abort(request_id)
 
 
-def _announce(context: ServerContext, url: str) -> None:
+def _announce(context: ServerContext, listening: Listener) -> None:
     """Print that the server is ready, where, and a command to try."""
     info = context.llm.info
     key = " -H 'Authorization: Bearer '$QUIRE_API_KEY" if context.config.api_key else ""
     question = f'{{"model": "{context.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    url = f"{listening.curl}/v1/chat/completions"
     print(
-        f"Ready: {url} ({context.model_name}, {info.dtype}, loaded in {info.load_seconds:.1f} s)\n"
-        f"Try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'",
+        f"Ready: {listening.url} ({context.model_name}, {info.dtype}, loaded in {info.load_seconds:.1f} s)\n"
+        f"Try: curl {url}{key} -H 'Content-Type: application/json' -d '{question}'",
         flush=True,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -50,3 +50,14 @@ async def finished_unless_set(event: asyncio.Event, work: Coroutine[Any, Any, ob
         for pending in (task, waiting):
             pending.cancel()
         await asyncio.gather(task, waiting, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def cancelled_at_end(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run `work`, which never ends by itself, for the duration of the context."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,111 @@
+"""A Unix socket to listen on: it belongs to one server at a time, and goes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+
+from quire.errors import ConfigError
+
+MODES: Mapping[str, int] = {"owner": 0o600, "group": 0o660, "all": 0o666}
+MAX_PATH_LENGTH = 107  # bytes; Linux's limit
+
+_PROBE_TIMEOUT = 1.0  # seconds
+
+
+@contextlib.contextmanager
+def unix_socket(path: str, access: str) -> Iterator[socket.socket]:
+    """Have a Unix socket, bound but not yet listening, for the duration of the context; then remove it.
+
+    A file beside it, with `.lock` at its end, is locked meanwhile: whether another server is about to listen
+    cannot be seen from the socket.
+
+    Args:
+        path: of the socket.
+        access: which users may connect, a key of `MODES`.
+
+    Raises:
+        ConfigError: another server has the socket, the path is another file's, or it is not permitted.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            _require_short(path)
+            stack.enter_context(_locked(f"{path}.lock", path))
+            _remove_stale(path)
+            bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            bound.bind(path)
+            stack.callback(_remove_own, path, os.lstat(path))
+            os.chmod(path, MODES[access])
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on the Unix socket {path!r} ({error}); choose another EdgeConfig.uds"
+            ) from None
+        yield bound
+
+
+def _require_short(path: str) -> None:
+    length = len(os.fsencode(path))
+    if length > MAX_PATH_LENGTH:
+        raise ConfigError(
+            f"EdgeConfig.uds has {length} bytes, {path!r:.200}; the path of a Unix socket has at most "
+            f"{MAX_PATH_LENGTH}"
+        )
+
+
+@contextlib.contextmanager
+def _locked(lock_path: str, path: str) -> Iterator[None]:
+    """Hold the lock of a socket's path; raise `ConfigError` if another process does."""
+    while True:
+        with open(os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use(path) from None
+            if not _is_same_file(lock_path, os.fstat(lock.fileno())):
+                continue  # its last owner removed it just before
+            try:
+                yield
+            finally:
+                os.unlink(lock_path)
+            return
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a server that is dead; raise `ConfigError` for anything else at its path."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"EdgeConfig.uds is {path!r}, which is there and no socket; choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_TIMEOUT)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except (BlockingIOError, TimeoutError):  # as many clients wait for it as may
+            raise _in_use(path) from None
+        else:
+            raise _in_use(path)
+
+
+def _remove_own(path: str, own: os.stat_result) -> None:
+    """Remove the socket unless somebody has put another file in its place."""
+    if _is_same_file(path, own):
+        os.unlink(path)
+
+
+def _is_same_file(path: str, known: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), known)
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(path: str) -> ConfigError:
+    return ConfigError(f"another server listens on EdgeConfig.uds {path!r}; stop it, or choose another path")
