@@ -7,7 +7,8 @@ answered.
 
     python benchmarks/attacks.py [--attack NAME ...] [--model DIR] [--streams 16] [--python PATH] [--json]
 
-With `--python`, the interpreter of another checkout's environment serves: run both commits in turns.
+With `--monitoring`, the slowest answer of the server's monitoring port follows that of /health. With
+`--python`, the interpreter of another checkout's environment serves: run both commits in turns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import statistics
 import sys
 import time
@@ -88,12 +90,18 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
 }
 
 
+def _free_port() -> int:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as bound:
+        return int(bound.getsockname()[1])
+
+
 class Server:
     """`quire serve` in a process of its own."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self.port = 0
+        self.monitoring_port = _free_port() if options.monitoring else 0
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Server]:
@@ -101,6 +109,8 @@ class Server:
         options = self._options
         command = [options.python, "-m", "quire.cli.main", "serve", options.model, "--port", "0"]
         command += ["--max-num-queued-reqs", "8192", *options.serve_options]
+        if self.monitoring_port:
+            command += ["--monitoring-port", str(self.monitoring_port)]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         try:
             assert process.stdout is not None
@@ -114,9 +124,11 @@ class Server:
             await process.wait()
 
     @contextlib.asynccontextmanager
-    async def sent(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
+    async def sent(
+        self, method: str, path: str, body: bytes = b"", *, port: int = 0
+    ) -> AsyncIterator[asyncio.StreamReader]:
         """Send a request; the answer is the reader's. The connection closes with the context."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port or self.port)
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         try:
@@ -141,11 +153,11 @@ async def steady_stream(server: Server, gaps: list[tuple[float, float]]) -> None
                 last = now
 
 
-async def watch_health(server: Server, answers: list[tuple[float, float]]) -> None:
-    """Ask /health again and again; add (time, seconds it took) of each answer."""
+async def watch_health(server: Server, port: int, answers: list[tuple[float, float]]) -> None:
+    """Ask /health of a port again and again; add (time, seconds it took) of each answer."""
     while True:
         started = time.perf_counter()
-        async with server.sent("GET", "/health") as reader:
+        async with server.sent("GET", "/health", port=port) as reader:
             await reader.read()
         answers.append((time.perf_counter(), time.perf_counter() - started))
         await asyncio.sleep(HEALTH_INTERVAL)
@@ -184,9 +196,12 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
     attack = ATTACKS[name]()
     gaps: list[tuple[float, float]] = []
     health: list[tuple[float, float]] = []
+    monitoring: list[tuple[float, float]] = []
     peaks = [0]
     watchers = [asyncio.create_task(steady_stream(server, gaps)) for _ in range(num_streams)]
-    watchers.append(asyncio.create_task(watch_health(server, health)))
+    watchers.append(asyncio.create_task(watch_health(server, server.port, health)))
+    if server.monitoring_port:
+        watchers.append(asyncio.create_task(watch_health(server, server.monitoring_port, monitoring)))
     watchers.append(asyncio.create_task(watch_memory(server, peaks)))
     await asyncio.sleep(1)
     started = time.perf_counter()
@@ -208,6 +223,7 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
         "p99": during[1],
         "worst": during[2],
         "health": _milliseconds(health, attacked, ended)[2],
+        "monitoring": _milliseconds(monitoring, attacked, ended)[2],
         "health_before": _milliseconds(health, started, attacked)[2],
         "memory": (peaks[0] - before_memory) / 2**20,
         "seconds": answered - attacked,
@@ -222,12 +238,14 @@ async def main() -> None:
     parser.add_argument("--model", default="mini", help="a name, or a directory named mini")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--monitoring", action="store_true", help="also ask the monitoring port")
     parser.add_argument("--json", action="store_true", help="one object for each attack")
     parser.add_argument("serve_options", nargs="*", help="of quire serve, after --")
     options = parser.parse_args()
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     if not options.json:
-        print("attack | p50, p99 before | p50, p99, worst during | worst /health (ms) | MiB | s | status")
+        print("attack | p50, p99 before | p50, p99, worst during | ", end="")
+        print("worst /health, monitoring port (ms) | MiB | s | status")
     async with Server(options).running() as server:
         for name in options.attack or ATTACKS:
             row = await measure(server, name, options.streams)
@@ -236,7 +254,7 @@ async def main() -> None:
                 continue
             print(
                 "{attack} | {p50_before:.1f}, {p99_before:.1f} | {p50:.1f}, {p99:.1f}, {worst:.0f} | "
-                "{health:.0f} | {memory:.0f} | {seconds:.1f} | {status}".format(**row),
+                "{health:.0f}, {monitoring:.0f} | {memory:.0f} | {seconds:.1f} | {status}".format(**row),
                 flush=True,
             )
             await asyncio.sleep(1)

@@ -298,9 +298,11 @@ class LiveRequests:
                     self.client.send(StopRequests(to_stop))
             case RequestRefused(sequence_ids, error):
                 self.outputs.refuse(sequence_ids, error.to_exception())
-            case Reply(call_id):
+            case Reply(call_id, stats):
                 if not self.outputs:
                     self.last_step_time = time.monotonic()
+                if stats is not None:
+                    self.latest_stats = stats
                 self._calls.pop(call_id)(message)
             case LoadProgress(done, total):
                 self.on_progress(done, total)

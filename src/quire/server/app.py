@@ -24,6 +24,7 @@ from quire.server.docs_page import docs_page
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.middleware import KeyCheck, RequestEnvelope
 from quire.server.openapi import GENERATION_ERRORS, Endpoint, openapi_document
+from quire.server.probes import health_of
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.requests import get_request, list_requests
 from quire.server.responses import (
@@ -141,14 +142,8 @@ async def get_model(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """Tell whether requests can be served: 200, or 503 with the reason."""
-    context = context_of(request)
-    if context.calls.draining:
-        return json_response(Health(status="draining", reason="the server is shutting down"), 503)
-    try:
-        context.llm.check_health()
-    except EngineDeadError as error:
-        return json_response(Health(status="unavailable", reason=str(error)), 503)
-    return json_response(Health(status="ok"))
+    health = health_of(context_of(request))
+    return json_response(health, 200 if health.status == "ok" else 503)
 
 
 async def live(request: Request) -> Response:

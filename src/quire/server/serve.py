@@ -7,12 +7,13 @@ import contextlib
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
 from quire.front.async_llm import AsyncLLM
 from quire.server.listening import Listener, listener
+from quire.server.monitoring import monitored, monitoring_socket
 from quire.server.stopping import StopSignals, finished_unless_set
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         EngineDeadError: the engine did not start.
         CrashLoopError: engines died again and again while the server ran.
     """
-    with listener(server_config.host, server_config.port, server_config.edge) as listening:
+    with (
+        listener(server_config.host, server_config.port, server_config.edge) as listening,
+        monitoring_socket(server_config.host, server_config.monitoring_port) as monitoring,
+    ):
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
         llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
 
@@ -52,7 +56,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         def make_app() -> Starlette:
             return create_app(llm, server_config)
 
-        asyncio.run(_serve_until_stopped(llm, make_app, listening))
+        asyncio.run(_serve_until_stopped(llm, make_app, listening, monitoring))
 
 
 def http_server(
@@ -91,16 +95,37 @@ def http_server(
     )
 
 
-async def _serve_until_stopped(llm: AsyncLLM, make_app: Callable[[], Starlette], listening: Listener) -> None:
+async def _serve_until_stopped(
+    llm: AsyncLLM,
+    make_app: Callable[[], Starlette],
+    listening: Listener,
+    monitoring: socket.socket | None,
+) -> None:
     """Wait for the engine, serve it until a stop signal, let requests finish, shut it down."""
     stop = StopSignals()
     with stop.installed():
         try:
             if await finished_unless_set(stop.graceful, llm.wait_until_ready()):
-                async with listening.with_current_certificate():
-                    await _serve_engine(make_app(), listening, stop)
+                app = make_app()
+                async with listening.with_current_certificate(), _monitored(app.state.context, monitoring):
+                    await _serve_engine(app, listening, stop)
         finally:
             await llm.shutdown(end_timeout=0.0 if stop.immediate.is_set() else _END_TIMEOUT)
+
+
+@contextlib.asynccontextmanager
+async def _monitored(context: ServerContext, bound: socket.socket | None) -> AsyncIterator[None]:
+    """Answer on the monitoring port, if there is one, while the context lasts."""
+    if bound is None:
+        yield
+        return
+    from quire.server.probes import MonitoredServer
+
+    server = MonitoredServer(context)
+    answers = {"/health": server.health, "/live": server.live, "/metrics": server.metrics}
+    async with server.kept_current():
+        with monitored(bound, answers):
+            yield
 
 
 async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
