@@ -73,7 +73,7 @@ async def routing(
 
 
 async def _route_until_stopped(config: RouterConfig, listening: Listener) -> None:
-    stop = StopSignals()
+    stop = StopSignals(config.drain_timeout)
     with stop.installed():
         async with (
             listening.with_current_certificate(),

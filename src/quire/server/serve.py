@@ -56,7 +56,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         def make_app() -> Starlette:
             return create_app(llm, server_config)
 
-        asyncio.run(_serve_until_stopped(llm, make_app, listening, monitoring))
+        stop = StopSignals(server_config.drain_timeout)
+        asyncio.run(_serve_until_stopped(llm, make_app, listening, monitoring, stop))
 
 
 def http_server(
@@ -100,9 +101,9 @@ async def _serve_until_stopped(
     make_app: Callable[[], Starlette],
     listening: Listener,
     monitoring: socket.socket | None,
+    stop: StopSignals,
 ) -> None:
     """Wait for the engine, serve it until a stop signal, let requests finish, shut it down."""
-    stop = StopSignals()
     with stop.installed():
         try:
             if await finished_unless_set(stop.graceful, llm.wait_until_ready()):

@@ -1,39 +1,91 @@
-"""Stopping a server by signals: gracefully at first, then at once."""
+"""Stopping a server by signals: gracefully at first, then at once, and also if the event loop is blocked."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+STOP_GRACE = 1.8
+"""Seconds after the drain time, when the process ends itself if it has not ended."""
+
+IMMEDIATE_GRACE = 1.0
+"""Seconds after the second signal."""
+
+_STANDARD_ERROR = 2
+
 
 class StopSignals:
-    """Counts SIGTERM and Ctrl-C: the first asks for a graceful stop, the second for an immediate one."""
+    """Counts SIGTERM and Ctrl-C: the first asks for a graceful stop, the second for an immediate one.
 
-    def __init__(self) -> None:
+    If the event loop does not stop in time, the stacks of all threads are written to standard error, and the
+    process ends with status 1.
+
+    Args:
+        drain_timeout: seconds that a graceful stop may wait for what runs.
+    """
+
+    def __init__(self, drain_timeout: float) -> None:
         self.graceful = asyncio.Event()
         self.immediate = asyncio.Event()
-
-    def _received(self) -> None:
-        if self.graceful.is_set():
-            self.immediate.set()
-        self.graceful.set()
+        self._drain_timeout = drain_timeout
+        self._num_received = 0
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals for the duration of the context, in the running event loop."""
+        """Handle the signals for the duration of the context, in the main thread's running event loop."""
         loop = asyncio.get_running_loop()
-        for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, self._received)
-        try:
-            yield
-        finally:
-            for number in _STOP_SIGNALS:
-                loop.remove_signal_handler(number)
+        with _in_thread(lambda: self._received(loop)):
+            try:
+                yield
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _received(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Set the time at which the process ends whatever the event loop does, and tell the event loop."""
+        self._num_received += 1
+        is_first = self._num_received == 1
+        limit = self._drain_timeout + STOP_GRACE if is_first else IMMEDIATE_GRACE
+        if self._num_received <= 2:
+            faulthandler.dump_traceback_later(limit, exit=True, file=_STANDARD_ERROR)
+        loop.call_soon_threadsafe((self.graceful if is_first else self.immediate).set)
+
+
+@contextlib.contextmanager
+def _in_thread(on_signal: Callable[[], None]) -> Iterator[None]:
+    """Call `on_signal` in a thread for each stop signal: the main thread may be blocked.
+
+    The interpreter's C handler writes each signal's number to a socket at once, in whatever thread it runs.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while numbers := reader.recv(64):
+            for number in numbers:
+                if number in _STOP_SIGNALS:
+                    on_signal()
+
+    thread = threading.Thread(target=watch, name="stop-signals", daemon=True)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in _STOP_SIGNALS}
+    descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
 async def finished_unless_set(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
