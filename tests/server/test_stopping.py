@@ -94,6 +94,7 @@ async def main():
         print("graceful", flush=True)
         await stop.immediate.wait()
         print("immediate", flush=True)
+    print("done", flush=True)
     sys.stdin.read()
 
 asyncio.run(main())
@@ -130,6 +131,7 @@ def test_signals_are_as_before_afterwards():
         for number, word in ((signal.SIGTERM, "graceful"), (signal.SIGTERM, "immediate")):
             process.send_signal(number)
             assert process.stdout.readline() == f"{word}\n"
+        assert process.stdout.readline() == "done\n"
         process.send_signal(signal.SIGTERM)
         process.communicate()
         assert process.returncode == -signal.SIGTERM

@@ -13,6 +13,7 @@ from quire.errors import EngineDeadError
 from quire.server.context import ServerContext
 from quire.server.monitoring import Answer
 from quire.server.responses import Health, encode
+from quire.server.stopping import cancelled_at_end
 
 TURN_INTERVAL = 0.25
 """Seconds between notes that the event loop turns."""
@@ -58,13 +59,8 @@ class MonitoredServer:
     @contextlib.asynccontextmanager
     async def kept_current(self) -> AsyncIterator[None]:
         """Note that the event loop turns, and have the engine's figures at hand, while the context lasts."""
-        tasks = [asyncio.create_task(self._note_turns()), asyncio.create_task(self._ask_for_stats())]
-        try:
+        async with cancelled_at_end(self._note_turns()), cancelled_at_end(self._ask_for_stats()):
             yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def health(self) -> Answer:
         """Tell whether requests can be served: 200, or 503 with the reason."""
