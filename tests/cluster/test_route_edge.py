@@ -25,3 +25,49 @@ async def test_over_tls_and_a_unix_socket(tmp_path, monkeypatch):
                 httpx.AsyncClient(transport=transport) as http,
             ):
                 assert (await http.get(f"{url}/health")).json()["status"] == "unavailable"
+
+
+async def test_only_its_own_pages_change_a_router(routed, engine):
+    http, router = await routed(edge=EdgeConfig(cors_origins=("*",)), engine=[engine])
+    body = b'{"url": "http://evil.example", "role": "both"}'
+    evil = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    refused = await http.post("/route/engines", content=body, headers=evil)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "cross_site_request")
+    for method in ("POST", "DELETE"):
+        asked = await http.options("/route/engines", headers=preflight(method))
+        assert asked.status_code == 405
+    assert list(router.engines.by_url) == [engine.url]
+    own = {"Origin": str(http.base_url).rstrip("/"), "Content-Type": "text/plain"}
+    assert (await http.post("/route/engines", content=body, headers=own)).status_code == 200
+
+
+async def test_a_router_is_called_by_its_own_names(routed, engine):
+    http, _ = await routed(engine=[engine])
+    rebound = await http.get("/route/engines", headers={"Host": "evil.example"})
+    assert (rebound.status_code, rebound.json()["error"]["code"]) == (421, "host_not_allowed")
+
+
+async def test_pages_read_a_routers_answers_where_that_is_allowed(routed, engine):
+    body = {"model": "m", "prompt": "Hi"}
+    page = {"Origin": "https://chat.example.com"}
+    http, _ = await routed(edge=EdgeConfig(cors_origins=(page["Origin"],)), engine=[engine], api_key="secret")
+    asked = await http.options("/v1/completions", headers=preflight("POST"))
+    assert asked.status_code == 200
+    assert asked.headers["Access-Control-Allow-Headers"] == "authorization"
+    for key, status in [("secret", 200), ("wrong", 401)]:
+        for stream in (False, True):
+            sent = {**page, "x-api-key": key}
+            answer = await http.post("/v1/completions", json={**body, "stream": stream}, headers=sent)
+            assert answer.status_code == status
+            assert answer.headers.get_list("Access-Control-Allow-Origin") == [page["Origin"]]
+    other = {"Origin": "https://evil.example", "x-api-key": "secret"}
+    answer = await http.post("/v1/completions", json=body, headers=other)
+    assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+def preflight(method):
+    return {
+        "Origin": "https://chat.example.com",
+        "Access-Control-Request-Method": method,
+        "Access-Control-Request-Headers": "authorization",
+    }

@@ -41,7 +41,7 @@ async def test_what_is_refused_says_why(routed, engine):
 async def test_a_client_that_never_sends_its_body_is_answered(routed, engine, clock):
     http, router = await routed(engine=[engine], idle_timeout=TIMEOUT)
     reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
     while not router.num_serving:
         await asyncio.sleep(0)
     clock.skip()
@@ -244,7 +244,7 @@ async def test_headers_that_are_too_long_are_refused(routed, engine):
 async def test_a_target_with_a_host_of_its_own_goes_to_an_engine_all_the_same(routed, engine):
     http, _ = await routed(engine=[engine])
     reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
-    writer.write(b"GET http://elsewhere:9/v1/models?a=b%20c HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET http://elsewhere:9/v1/models?a=b%20c HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     writer.close()
     assert [one.path for one in engine.seen] == ["/v1/models?a=b%20c"]

@@ -45,14 +45,14 @@ def app(llm):
 async def http(app):
     """An httpx client that calls the application in this event loop, without a socket."""
     transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 
 @pytest.fixture
 async def client(http):
     """The asynchronous openai client over `http`."""
-    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
+    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def engine_of_one():
 
 def client_of(llm: AsyncLLM, **config) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=create_app(llm, ServerConfig(**config)))
-    return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def http_of_one(engine_of_one):
 
 @pytest.fixture
 def client(http):
-    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
+    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
 
 
 async def complete(http, **fields) -> httpx.Response:

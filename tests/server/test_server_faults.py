@@ -139,7 +139,7 @@ async def test_openai_timeout_aborts_in_the_engine(live, llm):
 def test_client_that_leaves_while_it_sends_its_body(live, llm):
     with socket.create_connection(("127.0.0.1", int(live.rsplit(":", 1)[1]))) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 1000\r\n\r\n{"
         )
     assert httpx.get(f"{live}/health").status_code == 200

@@ -345,7 +345,9 @@ def test_ten_megabytes_over_a_socket(live):
 @pytest.fixture
 async def locked(llm):
     app = create_app(llm, ServerConfig(api_key="söcret"))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://localhost"
+    ) as client:
         yield client
 
 
@@ -373,9 +375,9 @@ async def test_x_api_key_wrong(locked, key):
 def test_a_body_of_two_lengths_is_refused_and_nothing_after_it_is_read(live):
     body = b'{"model": "fake", "prompt": "a"}'
     request = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
-        b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" % (len(body), len(body), body)
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" % (len(body), len(body), body)
     )
     url = httpx.URL(live)
     with socket.create_connection((url.host, url.port), timeout=60) as connection:

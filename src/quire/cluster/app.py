@@ -9,14 +9,17 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from quire.cluster.cors import CORS
 from quire.cluster.engines import DECODERS, EngineState
 from quire.cluster.engines_endpoint import change_engine, list_engines, remove_engine
 from quire.cluster.relay import STOPPING
 from quire.cluster.router import Router
+from quire.server.browsers import CallerRules
 from quire.server.errors import TIMEOUT, ApiError, as_api_error
 from quire.server.middleware import OPEN_PATHS, key_refusal
 from quire.server.responses import Health
 
+ENGINES_PATH = "/route/engines"
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -31,11 +34,13 @@ def create_app(router: Router) -> web.Application:
     )
     for path in GENERATION_PATHS:
         app.router.add_post(path, handlers.generate)
+    if handlers.cors is not None:
+        app.on_response_prepare.append(handlers.cors.add_headers)
     app.router.add_get("/health", handlers.health)
     app.router.add_get("/metrics", handlers.metrics)
-    app.router.add_get("/route/engines", handlers.list_engines)
-    app.router.add_post("/route/engines", handlers.change_engine)
-    app.router.add_delete("/route/engines", handlers.remove_engine)
+    app.router.add_get(ENGINES_PATH, handlers.list_engines)
+    app.router.add_post(ENGINES_PATH, handlers.change_engine)
+    app.router.add_delete(ENGINES_PATH, handlers.remove_engine)
     app.router.add_route("*", "/v1/{rest:.+}", handlers.pass_on)
     return app
 
@@ -43,11 +48,14 @@ def create_app(router: Router) -> web.Application:
 class _Handlers:
     def __init__(self, router: Router) -> None:
         self._router = router
+        edge = router.config.edge
+        self._rules = CallerRules(edge, router.config.host)
+        self.cors = CORS(edge) if edge.cors_origins else None
         self._api_key = router.config.api_key.encode()
 
     @web.middleware
     async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the API key, and turn everything that is raised into an answer in OpenAI's shape."""
+        """Check who calls, and turn everything that is raised into an answer in OpenAI's shape."""
         try:
             response = await self._checked(request, handler)
         except asyncio.CancelledError:
@@ -64,6 +72,21 @@ class _Handlers:
         return response
 
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_administration = request.path.startswith(ENGINES_PATH)
+        refusal = self._rules.refusal(
+            method=request.method,
+            http_version=f"{request.version.major}.{request.version.minor}",
+            hosts=request.headers.getall("Host", []),
+            origin=request.headers.get("Origin", ""),
+            content_type=request.headers.get("Content-Type", ""),
+            is_administration=is_administration,
+        )
+        if refusal is not None:
+            raise refusal
+        if self.cors is not None and not is_administration:
+            preflight = self.cors.preflight_answer(request)
+            if preflight is not None:
+                return preflight
         if request.path not in OPEN_PATHS:
             given = [
                 request.headers.get(name, "").encode("utf-8", "surrogateescape")

@@ -15,7 +15,7 @@ from quire.config.cache_eviction import (
     KVCrushConfig,
     ScorePooling,
 )
-from quire.config.edge import EdgeConfig
+from quire.config.edge import EdgeConfig, host_name
 from quire.config.engine import BUILT_IN_MODEL, EngineConfig, EngineRole
 from quire.config.fields import (
     check_limits,
@@ -53,6 +53,7 @@ __all__ = [
     "check_limits",
     "config",
     "engine_url",
+    "host_name",
     "knob",
     "refuse_unknown_names",
     "settable_config",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from typing import Literal
+from urllib.parse import urlsplit
 
 from quire.config.fields import check_limits, config, knob
 from quire.errors import ConfigError
+
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^\[\]:/@]*)(?::[0-9]*)?")
 
 
 @config
@@ -34,9 +39,63 @@ class EdgeConfig:
         help="File with certificates, as PEM, one of which must have signed the certificate that each client "
         "has to present. Empty: clients need none.",
     )
+    allowed_hosts: tuple[str, ...] = knob(
+        default=(),
+        unit="names",
+        help="Names and addresses that clients may call the server by, in the Host header, besides those of "
+        "this machine itself: api.example.com, or *.example.com for all below it. *: any. None: any, but on "
+        "a loopback address only names of this machine, so that no web page can pass for the server.",
+    )
+    cors_origins: tuple[str, ...] = knob(
+        default=(),
+        unit="origins",
+        help="Web pages that may call the server from a browser, by origin: https://chat.example.com, or * "
+        "for all. None: no pages but the server's own.",
+    )
 
     def __post_init__(self) -> None:
         check_limits(self)
+        for given in self.allowed_hosts:
+            if not host_name(given):
+                raise ConfigError(
+                    f"EdgeConfig.allowed_hosts has {given!r:.200}; it must be a name or an address, as in "
+                    "api.example.com"
+                )
+        for given in self.cors_origins:
+            if not _is_origin(given):
+                raise ConfigError(
+                    f"EdgeConfig.cors_origins has {given!r:.200}; it must be * or an origin, which ends "
+                    "with its host or port, as in https://chat.example.com"
+                )
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(self, name) and not self.ssl_certfile:
                 raise ConfigError(f"EdgeConfig.{name} is given without EdgeConfig.ssl_certfile; give both")
+
+
+def host_name(authority: str) -> str:
+    """Return the host of a Host header in its one spelling, without its port; empty if there is none.
+
+    Args:
+        authority: such as `Example.com:8000` or `[::1]`.
+    """
+    match = _HOST.fullmatch(authority)
+    if match is None:
+        return ""
+    name = match[1].lower().removesuffix(".")
+    if not name.startswith("["):
+        return name
+    try:
+        return str(ipaddress.IPv6Address(name[1:-1]))
+    except ValueError:
+        return ""
+
+
+def _is_origin(text: str) -> bool:
+    if text == "*":
+        return True
+    try:
+        parts = urlsplit(text)
+        is_whole = parts.hostname is not None and f"{parts.scheme}://{parts.netloc}" == text
+        return is_whole and parts.username is None and parts.port != 0 and text == text.lower()
+    except ValueError:
+        return False

@@ -11,12 +11,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from quire.config import ServerConfig
 from quire.errors import EngineDeadError, nearest_name
+from quire.server.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
 from quire.server.context import STATS_TIMEOUT, ServerContext, context_of, request_id_of
@@ -67,12 +69,23 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
             _constant("/openapi.json", Response(encode(document), media_type="application/json")),
             _constant("/docs", HTMLResponse(docs_page(document))),
         ],
-        middleware=[Middleware(RequestEnvelope), Middleware(KeyCheck, api_key=config.api_key)],
+        middleware=_middleware(config),
         exception_handlers={HTTPException: _answer_unrouted},
     )
     app.router.redirect_slashes = False
     app.state.context = context
     return app
+
+
+def _middleware(config: ServerConfig) -> list[Middleware]:
+    """Return what surrounds the routes, the outermost first."""
+    edge = config.edge
+    return [
+        Middleware(RequestEnvelope),
+        Middleware(CallerCheck, rules=CallerRules(edge, config.host)),
+        *([Middleware(CORSMiddleware, **cors_options(edge))] if edge.cors_origins else []),
+        Middleware(KeyCheck, api_key=config.api_key),
+    ]
 
 
 def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:

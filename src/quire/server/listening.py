@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import shlex
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 from quire.config import EdgeConfig
 from quire.errors import ConfigError
 from quire.server.stopping import cancelled_at_end
 from quire.server.tls import ServerCertificate
 from quire.server.unix_socket import unix_socket
+
+_AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +83,24 @@ def listener(host: str, port: int, edge: EdgeConfig) -> Iterator[Listener]:
         yield Listener(bound, host, certificate)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether what listens on `host` can be reached from this machine only; no host means all addresses.
+
+    Raises:
+        ConfigError: there is no such address.
+    """
+    *_, address = _address_info(host, 0)
+    return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+
+
 def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address, not yet listening.
 
     Raises:
         ConfigError: the address does not exist, is in use, or is not permitted.
     """
+    family, kind, protocol, _, address = _address_info(host, port)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -97,8 +109,19 @@ def bound_socket(host: str, port: int) -> socket.socket:
             bound.close()
             raise
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another host or port") from None
+        raise _unusable(host, port, error) from None
     return bound
+
+
+def _address_info(host: str, port: int) -> _AddressInfo:
+    try:
+        return socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise _unusable(host, port, error) from None
+
+
+def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {host}:{port} ({error}); choose another host or port")
 
 
 def url_of(host: str, bound: socket.socket, *, scheme: str = "http") -> str:
