@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated
 
 from annotated_types import Ge, Le
 
 from quire.config.edge import EdgeConfig
 from quire.config.fields import check_limits, config, knob
+from quire.errors import ConfigError
 from quire.limits import NonNegativeFloat, PositiveInt
+
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
 @config
@@ -41,7 +45,17 @@ class ServerConfig:
         unit="seconds",
         help="Time that running requests have to finish after SIGTERM or Ctrl-C before they are aborted.",
     )
+    root_path: str = knob(
+        default="",
+        help="Path that all paths begin with for clients, as in /llm, if a proxy serves others beside it. "
+        "The proxy may take it off. Empty: none.",
+    )
     edge: EdgeConfig = dataclasses.field(default_factory=EdgeConfig)
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"ServerConfig.root_path is {self.root_path!r:.200}; it must be like /llm: begin with a "
+                "slash, not end with one, and need no escapes in a URL"
+            )

@@ -45,6 +45,7 @@ from quire.server.responses import (
     encode,
     json_response,
 )
+from quire.server.root_path import RootPath
 from quire.server.validation import read_body
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     The server's state is at `app.state.context` (`ServerContext`).
     """
     context = ServerContext(llm, config)
-    document = openapi_document(ENDPOINTS, context.version)
+    document = openapi_document(ENDPOINTS, context.version, config.root_path)
     routes = [
         Route(endpoint.route_path, _answering(endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS
     ]
@@ -81,6 +82,7 @@ def _middleware(config: ServerConfig) -> list[Middleware]:
     """Return what surrounds the routes, the outermost first."""
     edge = config.edge
     return [
+        *([Middleware(RootPath, prefix=config.root_path)] if config.root_path else []),
         Middleware(RequestEnvelope),
         Middleware(CallerCheck, rules=CallerRules(edge, config.host)),
         *([Middleware(CORSMiddleware, **cors_options(edge))] if edge.cors_origins else []),

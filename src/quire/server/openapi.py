@@ -55,14 +55,15 @@ class Endpoint:
         return _PARAMETER.sub(r"{\1:path}", self.path)
 
 
-def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of a server that has these routes."""
+def openapi_document(endpoints: Sequence[Endpoint], version: str, root_path: str = "") -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of a server that has these routes, below `root_path`."""
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": version},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": _schemas(endpoints),
