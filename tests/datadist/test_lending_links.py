@@ -38,6 +38,7 @@ from quire.datadist.protocol import (
     prompt_channel,
 )
 from quire.datadist.registered_memory import memory_of_tensors
+from quire.datadist.spans import part_spans
 from quire.datadist.transports.interface import DestinationEnd, LinkTerms
 from quire.datadist.transports.opening import open_transports
 
@@ -57,7 +58,15 @@ class LendingSide:
         self.epoch = 77
         self.transports = open_transports([transport], listens=True, num_tcp_streams=2)
         self.cached = CachedBlocks()
-        lender = Lender(memory, 16, self.loans, self.cached, lambda: IDENTITY)
+        lender = Lender(
+            memory=memory,
+            block_size=16,
+            spans_of=lambda block_ids, *part: part_spans(block_ids, BLOCK_BYTES, *part),
+            max_sent_blocks=3,
+            loans=self.loans,
+            cached=self.cached,
+            identity=lambda: IDENTITY,
+        )
 
         def new_link(connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
             return PromptLink(

@@ -54,16 +54,17 @@ class ArrivingBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class BlockConversion:
-    """How several small blocks make up a large one: which bytes of each go where.
+    """How several small blocks make up a large one: which bytes of each are where.
 
-    A small block is cut into pieces, one after another without gaps.
+    A small block is cut into pieces, one after another without gaps. A large block may lie in several places,
+    of which each has the same part of all blocks.
 
     Attributes:
         ratio: small blocks in a large one.
         small_bytes: of a small block.
-        large_bytes: of a large block.
+        large_bytes: from a large block to the next one, in each place.
         lengths: of the pieces, in bytes [P].
-        offsets: in the large block, of the pieces of its first small one [P].
+        offsets: from the first large block, in its first place, to the pieces of its first small block [P].
         strides: from there to those of the next small one [P].
     """
 
@@ -74,9 +75,27 @@ class BlockConversion:
     offsets: Int64Array
     strides: Int64Array
 
+    def spans(self, large: Int64Array, small: Int64Array, offset: int, num_bytes: int) -> ByteSpans:
+        """Return where a part of each of some small blocks is, in their order.
+
+        Args:
+            large: the large blocks that they are in [N].
+            small: which of the small blocks of these they are [N].
+            offset: of the part, in the small block.
+            num_bytes: of the part.
+        """
+        ends = np.cumsum(self.lengths)
+        starts = ends - self.lengths
+        first = np.maximum(starts, offset)
+        lengths = np.minimum(ends, offset + num_bytes) - first
+        pieces = np.flatnonzero(lengths > 0)
+        in_large = (self.offsets + first - starts)[pieces] + small[:, None] * self.strides[pieces]
+        offsets = large[:, None] * self.large_bytes + in_large
+        return ByteSpans(range(1), offsets.ravel(), np.tile(lengths[pieces], len(large)))
+
 
 class ConvertedBlocks(ArrivingBlocks):
-    """Blocks that are filled by a peer's smaller ones.
+    """Blocks that are filled by a peer's smaller ones, or that lie in several places.
 
     Args:
         block_ids: the blocks to fill, one after another [N].
@@ -92,12 +111,5 @@ class ConvertedBlocks(ArrivingBlocks):
     @override
     def spans_for(self, part: BlockPart) -> ByteSpans:
         taken, how = self._take(part), self._conversion
-        ends = np.cumsum(how.lengths)
-        starts = ends - how.lengths
-        first = np.maximum(starts, part.offset)
-        lengths = np.minimum(ends, part.offset + part.num_bytes) - first
-        pieces = np.flatnonzero(lengths > 0)
-        in_large = (how.offsets + first - starts)[pieces]
-        number = np.arange(taken.start, taken.stop)[:, None] % how.ratio
-        offsets = self._block_ids[taken][:, None] * how.large_bytes + in_large + number * how.strides[pieces]
-        return ByteSpans(range(1), offsets.ravel(), np.tile(lengths[pieces], taken.stop - taken.start))
+        number = np.arange(taken.start, taken.stop) % how.ratio
+        return how.spans(self._block_ids[taken], number, part.offset, part.num_bytes)

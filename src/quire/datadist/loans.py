@@ -31,6 +31,12 @@ class BlockPart:
     offset: int
     num_bytes: int
 
+    def split(self, max_blocks: int) -> Iterator[BlockPart]:
+        """Yield the same part of at most so many blocks at a time."""
+        for done in range(0, self.num_blocks, max_blocks):
+            num_blocks = min(max_blocks, self.num_blocks - done)
+            yield BlockPart(self.first_block + done, num_blocks, self.offset, self.num_bytes)
+
 
 @dataclasses.dataclass(slots=True)
 class _Loan:

@@ -53,7 +53,7 @@ from quire.datadist.push_protocol import (
     PushRequest,
 )
 from quire.datadist.push_sender import PushSender
-from quire.datadist.spans import ByteSpans, part_spans
+from quire.datadist.spans import ByteSpans
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 from quire.datadist.transports.interface import SourceEnd, Transport
 
@@ -313,14 +313,15 @@ class PromptLink:
     ) -> None:
         assert self.source_end is not None
         assert self._lender is not None
-        memory, block_bytes = self._lender.memory, self._lender.loans.block_bytes
-        for part in reading.parts(deadline, self._awaits_answer):
-            fields = (part.first_block, part.num_blocks, part.offset, part.num_bytes)
-            self._channel.send(PartReady(transfer_id, *fields), deadline)
-            spans = part_spans(reading.block_ids(part), block_bytes, part.offset, part.num_bytes)
-            self._send(transfer_id, memory, spans, deadline)
-            taken = self._channel.expect(PartTaken, deadline + FRAME_LIMIT)
-            require_transfer(taken.transfer_id, transfer_id)
+        lender = self._lender
+        for ready in reading.parts(deadline, self._awaits_answer):
+            for part in ready.split(lender.max_sent_blocks):
+                fields = (part.first_block, part.num_blocks, part.offset, part.num_bytes)
+                self._channel.send(PartReady(transfer_id, *fields), deadline)
+                spans = lender.spans_of(reading.block_ids(part), part.offset, part.num_bytes)
+                self._send(transfer_id, lender.memory, spans, deadline)
+                taken = self._channel.expect(PartTaken, deadline + FRAME_LIMIT)
+                require_transfer(taken.transfer_id, transfer_id)
 
     def _awaits_answer(self) -> bool:
         """Whether the DECODER waits: it has neither gone nor sent anything."""

@@ -46,6 +46,17 @@ def map_large_pages(num_bytes: int) -> torch.Tensor:
     return whole[skipped : skipped + size]
 
 
+def map_file(descriptor: int, num_bytes: int) -> torch.Tensor:
+    """Return the first `num_bytes` of a file, shared with everyone who maps it; the descriptor may be closed.
+
+    In large pages where the system has them for shared memory, too (`shmem_enabled` of Linux).
+    """
+    memory = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
+
+
 def populate(address: int, num_bytes: int) -> bool:
     """Have the system provide the pages of memory now rather than when they are written; contents stay.
 

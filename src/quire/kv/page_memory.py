@@ -21,17 +21,24 @@ class PageMemory:
     Args:
         metadata: of the cache.
         quantizer: makes the pages' numbers; None: keys and values are rounded to `metadata.dtype`.
+        memory: bytes that there are already [N], at least those of all pages; None: memory of its own.
 
     Raises:
         ValueError: what the quantizer makes cannot be held in pages; says why.
     """
 
-    def __init__(self, metadata: PagedAttentionCacheMetaData, quantizer: PageQuantizer | None) -> None:
+    def __init__(
+        self,
+        metadata: PagedAttentionCacheMetaData,
+        quantizer: PageQuantizer | None,
+        memory: torch.Tensor | None = None,
+    ) -> None:
         has_own_format = quantizer is not None and type(quantizer) is not Int8PageQuantizer
         self.layout = layout_of(metadata, quantizer)
         self._num_pages = metadata.num_pages_per_layer
         num_bytes = self._num_pages * self.layout.bytes_per_page
-        self._bytes = map_large_pages(num_bytes)[:num_bytes]  # takes up memory as it is written to
+        mapped = map_large_pages(num_bytes) if memory is None else memory  # taken up as it is written to
+        self._bytes = mapped[:num_bytes]
         first = self.layout.layers[0]
         if first is not None and not has_own_format and metadata.has_equal_layers:
             self.tensor = self._by_layer(first.keys)

@@ -27,6 +27,9 @@ from quire.kv.saved_tensors import TensorData, load_tensors, save_tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from quire.kernels.page_quantizers import PageQuantizer
+    from quire.kv.shard_memory import ShardMemory
+
 
 class PagedAttentionCache(TensorData):
     """Keys and values of all layers, block after block; a block is a page with its part of every layer.
@@ -74,11 +77,20 @@ class PagedAttentionCache(TensorData):
         """
         metadata = metadata.sharded_over(mesh, kv_pages_sharding)
         own = page_quantizer(metadata.dtype, quantizer)
-        memory = PageMemory(metadata, own)
-        views = [
-            PagedAttentionCacheView.over(memory, metadata, index, own)
-            for index in range(metadata.num_hidden_layers)
-        ]
+        return cls._over(PageMemory(metadata, own), metadata, own)
+
+    @classmethod
+    def over(cls, metadata: PagedAttentionCacheMetaData, memory: torch.Tensor) -> Self:
+        """Return a cache over bytes that there are already, at least those of all blocks, which it keeps."""
+        own = page_quantizer(metadata.dtype, None)
+        return cls._over(PageMemory(metadata, own, memory.view(-1)), metadata, own)
+
+    @classmethod
+    def _over(
+        cls, memory: PageMemory, metadata: PagedAttentionCacheMetaData, quantizer: PageQuantizer | None
+    ) -> Self:
+        layers = range(metadata.num_hidden_layers)
+        views = [PagedAttentionCacheView.over(memory, metadata, index, quantizer) for index in layers]
         return cls(views, memory)
 
     @classmethod
@@ -126,9 +138,9 @@ class PagedAttentionCache(TensorData):
         return self._pages.layout.bytes_per_page
 
     @property
-    def layer_ends(self) -> tuple[int, ...]:
-        """Bytes from a block's start to the end of each layer."""
-        return self._pages.layout.layer_ends
+    def shards(self) -> ShardMemory | None:
+        """Memory of the blocks of all ranks, this one's too; None: no other rank's is in this process."""
+        return None
 
     @property
     def nbytes(self) -> int:

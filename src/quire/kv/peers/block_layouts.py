@@ -1,29 +1,79 @@
-"""How blocks of peers go into this engine's, which may be larger."""
+"""How blocks travel between engines: how the blocks of peers go into this engine's, and these to peers.
+
+A block travels with all its KV heads in order, as it lies in the cache of an engine that is one process. So
+neither side knows among how many ranks the other divides its heads.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import numpy as np
 
 from quire.datadist.arriving_blocks import ArrivingBlocks, BlockConversion, ConvertedBlocks
-from quire.datadist.spans import Int64Array
+from quire.datadist.spans import ByteSpans, Int64Array, part_spans
 from quire.kv.page_layout import HeadsLayout, PageLayout
+
+MAX_SENT_SPANS = 1 << 16
+"""Spans of bytes that are sent at a time: transports tell them in one message."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardLayout:
+    """Where ranks, which divide the KV heads evenly, have their parts of blocks.
+
+    Attributes:
+        layout: of a rank's part of a block.
+        num_shards: number of ranks.
+        stride: bytes from a rank's part of a block to that of the next rank.
+    """
+
+    layout: PageLayout
+    num_shards: int
+    stride: int
 
 
 class BlockLayouts:
     """This engine's blocks, and how those of its peers go into them.
 
     Args:
-        layout: of this engine's blocks.
+        layout: of this engine's blocks as they travel.
         layout_of: returns that of blocks of another size.
+        shards: where the ranks of this engine have them; None: there is one process, whose blocks are laid
+            out as they travel.
+
+    Attributes:
+        block_size: tokens of a block.
+        block_bytes: bytes of a block, of all ranks together.
+        layer_ends: bytes from a block's start to the end of each layer, likewise.
+
+    Raises:
+        ValueError: the ranks' parts do not make up the blocks.
     """
 
-    def __init__(self, layout: PageLayout, layout_of: Callable[[int], PageLayout]) -> None:
+    def __init__(
+        self, layout: PageLayout, layout_of: Callable[[int], PageLayout], shards: ShardLayout | None = None
+    ) -> None:
         self.block_size = layout.page_size
         self.block_bytes = layout.bytes_per_page
-        self._conversion_from = functools.cache(lambda size: conversion(layout_of(size), layout))
+        self.layer_ends = layout.layer_ends
+        target = ShardLayout(layout, 1, 0) if shards is None else shards
+        self._conversion_from = functools.cache(lambda size: conversion(layout_of(size), target))
+        self._divided = None if shards is None else conversion(layout, shards)
+
+    @property
+    def max_sent_blocks(self) -> int:
+        """Blocks that can be sent at a time."""
+        num_spans = 1 if self._divided is None else len(self._divided.lengths)
+        return max(1, MAX_SENT_SPANS // num_spans)
+
+    def spans_of(self, block_ids: Int64Array, offset: int, num_bytes: int) -> ByteSpans:
+        """Return where the bytes from `offset` on, so many of each, of some of this engine's blocks are."""
+        if self._divided is None:
+            return part_spans(block_ids, self.block_bytes, offset, num_bytes)
+        return self._divided.spans(block_ids, np.zeros_like(block_ids), offset, num_bytes)
 
     def arriving(self, block_ids: Int64Array, blocks: range, block_size: int) -> ArrivingBlocks:
         """Return blocks that a peer's blocks fill, from the start of the first one on.
@@ -36,45 +86,58 @@ class BlockLayouts:
         Raises:
             ValueError: they do not fit together.
         """
-        if block_size == self.block_size:
+        if block_size != self.block_size:
+            return ConvertedBlocks(block_ids, blocks, self._conversion_from(block_size))
+        if self._divided is None:
             return ArrivingBlocks(block_ids, blocks.start, self.block_bytes)
-        return ConvertedBlocks(block_ids, blocks, self._conversion_from(block_size))
+        return ConvertedBlocks(block_ids, blocks, self._divided)
 
 
-def conversion(small: PageLayout, large: PageLayout) -> BlockConversion:
-    """Return how blocks of one layout make up those of another one, which has more tokens.
+def conversion(small: PageLayout, shards: ShardLayout) -> BlockConversion:
+    """Return how blocks of one layout make up those of another one, which has more tokens, or is divided.
 
     Raises:
-        ValueError: their tokens or their bytes do not fit together.
+        ValueError: their tokens, their heads or their bytes do not fit together.
     """
+    large = shards.layout
     if not small.page_size or large.page_size % small.page_size:
         raise ValueError(f"{large.page_size} tokens are no multiple of {small.page_size}")
-    rows: list[tuple[int, int, int]] = []
+    pieces: list[_Piece] = []
     for one, other in zip(small.layers, large.layers, strict=True):
         if one is not None and other is not None:
-            rows += _rows(one.keys, other.keys, small.page_size)
-            rows += _rows(one.values, other.values, small.page_size)
-    starts, lengths, offsets = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+            pieces += _pieces(one.keys, other.keys, small.page_size, shards)
+            pieces += _pieces(one.values, other.values, small.page_size, shards)
+    starts, lengths, offsets = (np.array(column, dtype=np.int64) for column in zip(*pieces, strict=True))
     ends = np.cumsum(lengths)
     if ends[-1] != small.bytes_per_page or (starts != ends - lengths).any():
         raise ValueError(f"blocks of {small.page_size} tokens have gaps between heads")
+    is_first = np.append(True, offsets[1:] != (offsets + lengths)[:-1])  # what adjoins is one piece
+    lengths = np.add.reduceat(lengths, np.flatnonzero(is_first))
     return BlockConversion(
         ratio=large.page_size // small.page_size,
         small_bytes=small.bytes_per_page,
         large_bytes=large.bytes_per_page,
         lengths=lengths,
-        offsets=offsets,
+        offsets=offsets[is_first],
         strides=lengths,  # a head's tokens follow each other
     )
 
 
-def _rows(small: HeadsLayout, large: HeadsLayout, num_tokens: int) -> list[tuple[int, int, int]]:
-    """Return where the numbers and the scales of each head begin, how long they are, and where they go."""
-    rows = []
+_Piece = tuple[int, int, int]
+"""Start in the small block, length, and where it goes; in bytes."""
+
+
+def _pieces(small: HeadsLayout, large: HeadsLayout, num_tokens: int, shards: ShardLayout) -> list[_Piece]:
+    """Return the numbers and the scales of each head."""
+    if small.num_heads != large.num_heads * shards.num_shards:
+        raise ValueError(f"{small.num_heads} heads are not {large.num_heads} on each of {shards.num_shards}")
+    pieces = []
     for head in range(small.num_heads):
-        start, target = small.offset + head * small.head_bytes, large.offset + head * large.head_bytes
-        rows.append((start, num_tokens * small.format.number_bytes, target))
+        shard, own_head = divmod(head, large.num_heads)
+        start = small.offset + head * small.head_bytes
+        target = shard * shards.stride + large.offset + own_head * large.head_bytes
+        pieces.append((start, num_tokens * small.format.number_bytes, target))
         if small.format.scale_bytes:
             length = num_tokens * small.format.scale_bytes
-            rows.append((start + small.scales_offset, length, target + large.scales_offset))
-    return rows
+            pieces.append((start + small.scales_offset, length, target + large.scales_offset))
+    return pieces

@@ -20,21 +20,18 @@ from quire.datadist.cache_desc import CacheDesc
 from quire.datadist.cache_pool import CachePool
 from quire.datadist.cached_blocks import CachedBlocks
 from quire.datadist.decoder_link import DecoderLink
-from quire.datadist.enums import DataType
 from quire.datadist.lending import Lender
 from quire.datadist.linking import establish_link
 from quire.datadist.loans import Loans
 from quire.datadist.memory import CacheMemory
 from quire.datadist.prompt_link import PromptLink
 from quire.datadist.prompt_service import PromptService
-from quire.datadist.registered_memory import memory_of_tensors
 from quire.datadist.transports.interface import Transport
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
-from quire.kv.page_layout import PageLayout
-from quire.kv.peers.block_layouts import BlockLayouts
+from quire.kv.peers.block_memory import layouts_of, memory_of
 from quire.kv.peers.borrowed_prompts import BorrowedPrompts
 from quire.kv.peers.cached_block_events import CachedBlockEvents
 from quire.kv.peers.known_peers import KnownPeers
@@ -223,7 +220,6 @@ class PeerConnector(KVConnector):
     @override
     def register_kv_caches(self, kv_caches: PagedAttentionCache) -> None:
         """Begin to listen for peers."""
-        self._layer_ends = kv_caches.layer_ends
         self._started = _Started(
             self._block_size,
             self._options,
@@ -254,7 +250,7 @@ class PeerConnector(KVConnector):
 
     @override
     def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._parts.lent.advance(self._layer_ends[layer])
+        self._parts.lent.advance(self._parts.layouts.layer_ends[layer])
 
     @override
     def wait_for_save(self, failed_ids: frozenset[str]) -> None:
@@ -286,15 +282,23 @@ class _Started:
     ) -> None:
         self._options = options
         self._epoch = epoch
-        self._layouts = _layouts(kv_caches)
-        block_bytes = self._layouts.block_bytes
-        self.memory = _memory(kv_caches)
+        self.layouts = layouts_of(kv_caches)
+        block_bytes = self.layouts.block_bytes
+        self.memory = memory_of(kv_caches)
         self.loans = Loans(block_bytes)
         self.lent = LentPrompts(block_size, self.loans)
         self.peers = KnownPeers(self._new_peer)
         self.pulls = RunningPulls(block_bytes, self.peers, options.timeout, stats=stats, costs=costs)
         self.borrowed = BorrowedPrompts(block_size, self.peers, self.pulls, stats=stats, costs=costs)
-        self._lender = Lender(self.memory, block_size, self.loans, cached, options.identity)
+        self._lender = Lender(
+            memory=self.memory,
+            block_size=block_size,
+            spans_of=self.layouts.spans_of,
+            max_sent_blocks=self.layouts.max_sent_blocks,
+            loans=self.loans,
+            cached=cached,
+            identity=options.identity,
+        )
         self._no_caches: CachePool[CacheMemory] = CachePool(_no_memory, 0)
         self._service: PromptService | None = None
         self.address: Address | None = None
@@ -338,26 +342,10 @@ class _Started:
                 use_checksum=True,
                 deadline=deadline,
                 identity=self._options.identity(),
-                block_size=self._layouts.block_size,
+                block_size=self.layouts.block_size,
             )
 
-        return Peer(address, open_link, self.memory, self._layouts)
-
-
-def _memory(kv_caches: PagedAttentionCache) -> CacheMemory:
-    shape = [kv_caches.num_blocks, kv_caches.bytes_per_block]
-    uint8 = kv_caches.tensor.new_empty(0).byte().dtype
-    flat = kv_caches.tensor.view(-1).view(uint8)
-    return memory_of_tensors(CacheDesc(1, shape, DataType.DT_INT8), [flat])
-
-
-def _layouts(kv_caches: PagedAttentionCache) -> BlockLayouts:
-    metadata = kv_caches.metadata
-
-    def layout_of(block_size: int) -> PageLayout:
-        return dataclasses.replace(metadata, page_size=block_size).page_layout()
-
-    return BlockLayouts(metadata.page_layout(), layout_of)
+        return Peer(address, open_link, self.memory, self.layouts)
 
 
 def _no_memory(desc: CacheDesc) -> CacheMemory:

@@ -1,0 +1,37 @@
+"""The blocks of an engine's KV cache as peers read and fill them: of all its ranks, if there are several."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.enums import DataType
+from quire.datadist.memory import CacheMemory
+from quire.datadist.registered_memory import memory_of_tensors
+from quire.kv.page_layout import PageLayout
+from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout
+
+
+def memory_of(kv_caches: PagedAttentionCache) -> CacheMemory:
+    """Return the memory of the blocks, of all ranks if there are several."""
+    shards = kv_caches.shards
+    tensor = kv_caches.tensor if shards is None else shards.tensor
+    uint8 = tensor.new_empty(0).byte().dtype
+    flat = tensor.view(-1).view(uint8)
+    shape = [len(tensor), len(flat) // len(tensor)]
+    return memory_of_tensors(CacheDesc(1, shape, DataType.DT_INT8), [flat])
+
+
+def layouts_of(kv_caches: PagedAttentionCache) -> BlockLayouts:
+    """Return how the blocks lie in this memory, and how those of peers go into them."""
+    metadata, shards = kv_caches.metadata, kv_caches.shards
+    as_sent = metadata if shards is None else metadata.replace(kv_head_shards=1)
+
+    def layout_of(block_size: int) -> PageLayout:
+        return dataclasses.replace(as_sent, page_size=block_size).page_layout()
+
+    held = None
+    if shards is not None:
+        held = ShardLayout(metadata.page_layout(), shards.num_shards, shards.stride)
+    return BlockLayouts(as_sent.page_layout(), layout_of, held)
