@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -96,7 +97,13 @@ def test_plan_of_a_part_of_a_split():
     options = ["plan", "--role", "decode", "--kv-transports", "tcp"]
     plan = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)
     assert (plan["role"], plan["kv_transports"]) == ("decode", "tcp")
-    assert "Role decode: reads the KV of prompts from peers" in CliRunner().invoke(app, options).stdout
+    shown = CliRunner().invoke(app, options).stdout
+    assert "Role decode: reads the KV of prompts from peers" in shown
+    of_ranks = CliRunner().invoke(app, [*options, "--tensor-parallel-size", "2"]).stdout
+    assert re.findall(r"[\d.]+ MB for 1,000 tokens", of_ranks) == re.findall(
+        r"[\d.]+ MB for 1,000 tokens", shown
+    )
+    assert "of all 2 ranks" in of_ranks.replace("\n", " ")
 
 
 @pytest.mark.parametrize("memory", ["nan", "inf", "0", "-3"])

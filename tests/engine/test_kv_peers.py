@@ -418,7 +418,6 @@ def test_a_transfer_id_is_used_once(pair):
     ("options", "message"),
     [
         ({"kv_tier": "memory"}, "kv_tier is 'memory' and role is 'decode'"),
-        ({"tensor_parallel_size": 2}, "role is 'decode', which moves the KV of one process"),
         ({"use_cache_eviction": True}, "role is 'decode', but"),
         ({"kv_transports": "pigeon"}, "kv_transports is 'pigeon'"),
         ({"role": "prefill", "kv_transfer_host": "0.0.0.0"}, "cannot connect to"),

@@ -153,7 +153,11 @@ class Answers:
 
 @pytest.fixture(scope="module")
 def alone() -> list[tuple]:
-    with LLM("mini", num_threads=1, num_kv_blocks=26) as llm:
+    return answers_alone()
+
+
+def answers_alone(**options) -> list[tuple]:
+    with LLM("mini", num_threads=1, num_kv_blocks=26, **options) as llm:
         answers = Answers(llm)
         for number, prompt in enumerate(PROMPTS):
             answers.add(str(number), prompt, None)
@@ -279,6 +283,15 @@ def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkey
     ids=str,
 )
 def test_no_fault_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed, options):
+    serve_with_faults(alone, monkeypatch, seed, options)
+
+
+def test_no_fault_changes_an_answer_of_several_ranks(monkeypatch, preloaded_engines):
+    options = {"tensor_parallel_size": 2}
+    serve_with_faults(answers_alone(**options), monkeypatch, 5, options)
+
+
+def serve_with_faults(right: list[tuple], monkeypatch, seed: int, options: dict) -> None:
     monkeypatch.setattr(links, "DOWN_SECONDS", 0.05)
     monkeypatch.setattr(pulls, "OFFER_PATIENCE", TIMEOUT)
     monkeypatch.setattr(peer_module, "RENEW_INTERVAL", TIMEOUT / 5)
@@ -294,7 +307,7 @@ def test_no_fault_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed,
             check_after_every_step(one.core)
             one.core._connector._costs.prefers_loading = lambda *_: True
         for name, prompt in serve(first, second, seed, num_requests=10).items():
-            assert second.of(name) == alone[prompt], name
+            assert second.of(name) == right[prompt], name
         drain(first, second)
         faults.rate = 0.0
         assert faults.num_faults

@@ -91,8 +91,11 @@ def transfer_line(engine: EngineConfig, plan: MemoryPlan) -> str:
         "both": "shares the KV of cached prompts with peers",
     }[engine.role]
     transports = engine.kv_transports.replace(",", ", ")
-    size = format_bytes(plan.kv_bytes_per_token * 1000)
-    return f"Role {engine.role}: {what}, {size} for 1,000 tokens, by the first that works of {transports}"
+    size = format_bytes(plan.kv_bytes_per_token * 1000 * plan.num_ranks)
+    ranks = "" if plan.num_ranks == 1 else f" of all {plan.num_ranks} ranks"
+    return (
+        f"Role {engine.role}: {what}, {size} for 1,000 tokens{ranks}, by the first that works of {transports}"
+    )
 
 
 def shown_lengths(plan: MemoryPlan) -> list[int]:

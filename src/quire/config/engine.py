@@ -212,7 +212,7 @@ class EngineConfig:
             raise ConfigError(
                 f"EngineConfig.{given}; an engine moves KV in one way only: leave the others at their default"
             )
-        if names and self.tensor_parallel_size > 1:
+        if names and self.tensor_parallel_size > 1 and not self.shares_kv:
             raise ConfigError(
                 f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size} and {names[0]} is "
                 f"{getattr(self, names[0])!r}, which moves the KV of one process only; set one of them to "

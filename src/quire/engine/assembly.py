@@ -116,7 +116,11 @@ def start_ranks(config: EngineConfig) -> RankGroup | None:
     _limit_spinning()
     if config.tensor_parallel_size == 1:
         return None
-    return RankGroup(config.tensor_parallel_size, timeout=config.tensor_parallel_timeout)
+    return RankGroup(
+        config.tensor_parallel_size,
+        timeout=config.tensor_parallel_timeout,
+        shares_kv=config.shares_kv,
+    )
 
 
 def _limit_spinning() -> None:

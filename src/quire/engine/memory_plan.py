@@ -17,7 +17,7 @@ from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.memory_limits import available_memory
 from quire.kv.page_layout import SCALE_BYTES, KVLayerSpec
-from quire.models.shard import Shard, check_divisible
+from quire.models.shard import Shard, check_divisible, check_kv_divisible
 from quire.models.weights import count_parameters, held_quantization, weight_bytes
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ def plan_memory(
     """
     size = config.tensor_parallel_size
     check_divisible(model, size)
+    if config.shares_kv:
+        check_kv_divisible(model, size)
     available = (available_memory() if available_bytes is None else available_bytes) // size
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:

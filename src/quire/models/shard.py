@@ -89,3 +89,20 @@ def check_divisible(config: ModelConfig, size: int) -> None:
             f"EngineConfig.tensor_parallel_size is {size}, more than the {smallest} features or tokens that "
             "the smallest matrix of this model has; lower it to that"
         )
+
+
+def check_kv_divisible(config: ModelConfig, size: int) -> None:
+    """Check that each KV head of a model is on one of `size` ranks only: so it can be shared with others.
+
+    Raises:
+        ConfigError: it is not; the message has the sizes that are possible.
+    """
+    counts = {spec.num_kv_heads for spec in config.kv_layers}
+    odd = sorted(count for count in counts if count % size)
+    if odd:
+        possible = [str(n) for n in range(1, min(counts) + 1) if not any(count % n for count in counts)]
+        raise ConfigError(
+            f"EngineConfig.tensor_parallel_size is {size}, among which the {odd[0]} KV heads of this model "
+            "cannot be divided evenly, as they must be to share KV with other engines (EngineConfig.role, "
+            f"kv_peers, kv_transfer_port); set it to {', '.join(possible)}"
+        )

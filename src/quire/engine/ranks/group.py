@@ -29,17 +29,30 @@ class RankGroup:
     Args:
         size: number of ranks, this one included.
         timeout: seconds after which a rank that does not react has failed.
+        shares_kv: whether this process is to reach the KV of all ranks.
+
+    Attributes:
+        kv_file: descriptor, the same number in all processes, of a file in memory for the KV of all ranks;
+            None: each has its own.
     """
 
-    def __init__(self, size: int, *, timeout: float) -> None:
+    def __init__(self, size: int, *, timeout: float, shares_kv: bool = False) -> None:
         self.size = size
         self.timeout = timeout
+        self.kv_file = os.memfd_create("quire-kv") if shares_kv else None
         self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))  # mode 0700
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._watch = RankWatch(self._processes, self._channels, timeout)
         self._finalizer = weakref.finalize(
-            self, _end, os.getpid(), self._processes, self._channels, self._watch, self._directory
+            self,
+            _end,
+            os.getpid(),
+            self._processes,
+            self._channels,
+            self._watch,
+            self._directory,
+            kv_file=self.kv_file,
         )
         for _ in range(1, size):
             self._start_process()
@@ -115,7 +128,8 @@ class RankGroup:
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-P", "-m", "quire.engine.ranks.process", str(number)]
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number]))
+            passed = [number] if self.kv_file is None else [number, self.kv_file]
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed))
 
 
 def _end(
@@ -124,6 +138,8 @@ def _end(
     channels: list[Channel],
     watch: RankWatch,
     directory: Path,
+    *,
+    kv_file: int | None,
 ) -> None:
     """Kill and reap the processes, and remove what they shared with this one."""
     if os.getpid() != owner:
@@ -139,3 +155,5 @@ def _end(
     for channel in channels:
         channel.close()
     shutil.rmtree(directory, ignore_errors=True)
+    if kv_file is not None:
+        os.close(kv_file)

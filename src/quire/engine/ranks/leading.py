@@ -18,6 +18,7 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.shard_memory import ShardMemory
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, LayerHook
 
@@ -100,3 +101,44 @@ class LeadingCache(PagedAttentionCache):
         if len(copies):
             self._ranks.send(CopyBlocks(copies))
         super().copy_blocks(copies)
+
+
+class SharedCache(PagedAttentionCache):
+    """Rank 0's KV cache where this process can reach that of all ranks: it copies blocks for them, too.
+
+    So a copy has been made on all ranks before anything else is written to its source. No other rank uses KV
+    between two forward passes: when one ends here, all ranks have given their part of its last layer.
+    """
+
+    _shards: ShardMemory
+
+    @classmethod
+    def sharing(cls, metadata: PagedAttentionCacheMetaData, shards: ShardMemory) -> Self:
+        """Return a cache in the memory that all ranks share."""
+        cache = cls.over(metadata, shards.of_rank(0))
+        cache._shards = shards
+        return cache
+
+    @property
+    @override
+    def shards(self) -> ShardMemory:
+        return self._shards
+
+    @override
+    def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
+        if len(copies):
+            source, target = torch.from_numpy(copies.astype(np.int64)).unbind(1)
+            for rank in range(self._shards.num_shards):
+                blocks = self._shards.of_rank(rank)
+                blocks[target] = blocks[source]
+
+
+def leading_cache(metadata: PagedAttentionCacheMetaData, ranks: RankGroup) -> LeadingCache | SharedCache:
+    """Return rank 0's KV cache.
+
+    Raises:
+        OSError: there is no room for that of all ranks in memory that they share.
+    """
+    if ranks.kv_file is None:
+        return LeadingCache.leading(metadata, ranks)
+    return SharedCache.sharing(metadata, ShardMemory(ranks.kv_file, metadata))

@@ -39,6 +39,7 @@ class RankStart:
     weights: WeightOptions
     num_threads: int
     kv_cache: PagedAttentionCacheMetaData
+    kv_file: int | None  # with the KV of all ranks, a descriptor that the process has; None: each has its own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from quire.engine.ranks.messages import CopyBlocks, Forward, Logits, RankStart, 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.dispatch import kernel_set
 from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.shard_memory import ShardMemory
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.parallel import TensorParallel
 from quire.models.shard import Shard
@@ -40,7 +42,7 @@ class ShardRunner:
             options=start.weights,
             parallel=TensorParallel(shard, communicator),
         )
-        self._kv_cache = PagedAttentionCache.init_cache(None, start.kv_cache)
+        self._kv_cache = _kv_cache(start)
 
     @torch.inference_mode()
     def run(self, message: ToRank) -> None:
@@ -57,6 +59,14 @@ class ShardRunner:
                 self._decoder.output(rows)
             case CopyBlocks(copies):
                 self._kv_cache.copy_blocks(copies)
+
+
+def _kv_cache(start: RankStart) -> PagedAttentionCache:
+    if start.kv_file is None:
+        return PagedAttentionCache.init_cache(None, start.kv_cache)
+    shards = ShardMemory(start.kv_file, start.kv_cache)
+    os.close(start.kv_file)
+    return PagedAttentionCache.over(start.kv_cache, shards.of_rank(start.rank))
 
 
 def _batch(message: Forward) -> AttentionBatch:

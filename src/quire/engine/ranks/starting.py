@@ -14,7 +14,7 @@ from quire.models.shard import Shard
 if TYPE_CHECKING:
     from quire.engine.memory_plan import MemoryPlan
     from quire.engine.ranks.group import RankGroup
-    from quire.engine.ranks.leading import LeadingCache, LeadingDecoder
+    from quire.engine.ranks.leading import LeadingCache, LeadingDecoder, SharedCache
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.config import ModelConfig
 
@@ -35,7 +35,7 @@ def load_with_ranks(
     options: WeightOptions,
     num_threads: int,
     on_progress: Callable[[int, int], None] | None,
-) -> tuple[LeadingDecoder, LeadingCache]:
+) -> tuple[LeadingDecoder, LeadingCache | SharedCache]:
     """Let all ranks load their shards of a model; return this rank's model and KV cache, which lead.
 
     Args:
@@ -52,7 +52,7 @@ def load_with_ranks(
         QuireError: this rank's shard cannot be loaded.
     """
     from quire.engine.ranks.gloo import GlooCommunicator
-    from quire.engine.ranks.leading import LeadingCache, LeadingDecoder
+    from quire.engine.ranks.leading import LeadingDecoder, leading_cache
     from quire.models.checkpoints.loading import load_decoder
     from quire.models.parallel import TensorParallel
 
@@ -69,6 +69,7 @@ def load_with_ranks(
             weights=options,
             num_threads=num_threads,
             kv_cache=plan.kv_caches[0],
+            kv_file=ranks.kv_file,
         )
 
     def check_and_report(done: int, total: int) -> None:
@@ -90,7 +91,7 @@ def load_with_ranks(
         on_progress=check_and_report,
     )
     ranks.wait_until_ready()
-    return LeadingDecoder(decoder, ranks), LeadingCache.leading(plan.kv_caches[0], ranks)
+    return LeadingDecoder(decoder, ranks), leading_cache(plan.kv_caches[0], ranks)
 
 
 def _warn_of_shared_kv_heads(config: ModelConfig, size: int) -> None:
