@@ -228,7 +228,8 @@ class ModelRunnerOutput:
     drafts and one more. A prefill chunk that does not reach the end of its prompt has none.
     `draft_token_ids` proposes what may follow them, padded likewise; None proposes nothing. `errors` names
     requests whose own data made their computation fail; they end, others continue. If the whole step failed,
-    `is_applied` is False: the runner may not have taken note of what the plan said of any request.
+    `failure` says why: the scheduler tries its requests again, to find the one at fault. Then `is_applied` is
+    False: the runner may not have taken note of what the plan said of any request.
     """
 
     request_ids: list[str]
@@ -239,14 +240,15 @@ class ModelRunnerOutput:
     draft_token_ids: IntArray | None = None  # [R, K]
     kv_connector_output: KVConnectorOutput | None = None
     is_applied: bool = True
+    failure: str = ""
 
     @classmethod
     def failed(cls, planned: SchedulerOutput, error: str) -> ModelRunnerOutput:
-        """Return the output of a step that failed as a whole: each of its requests has the error."""
+        """Return the output of a step that failed as a whole, by whichever of its requests."""
         request_ids = list(planned.request_ids)
         return cls(
             request_ids,
             np.full((len(request_ids), 1), NO_TOKEN, dtype=np.int32),
-            errors=dict.fromkeys(request_ids, error),
             is_applied=False,
+            failure=error,
         )

@@ -77,7 +77,7 @@ def engine(checkpoint, request) -> Engine:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_fault_while_computing_ends_the_requests_of_that_step_only(engine, monkeypatch, caplog, when):
+def test_a_fault_while_computing_ends_the_request_at_fault_only(engine, monkeypatch, caplog, when):
     execute = engine.core.runner.execute
 
     def faulty(scheduled, grammar=None):
@@ -95,7 +95,7 @@ def test_a_fault_while_computing_ends_the_requests_of_that_step_only(engine, mon
     engine.loop.step_and_send()
     engine.loop.handle(request("later"))
     engine.run()
-    assert engine.reasons == {"early": "length", "bad": "error", "with it": "error", "later": "length"}
+    assert engine.reasons == {"early": "length", "bad": "error", "with it": "length", "later": "length"}
     assert "ZeroDivisionError: no luck" in engine.terminal["bad"][0].error
     assert "Traceback" in caplog.text
     engine.assert_empty()
@@ -124,10 +124,9 @@ def test_a_fault_does_not_reach_what_was_planned_before_it_was_known(checkpoint,
         engine.loop.handle(one)
         engine.loop.step_and_send()
     engine.run()
-    assert {name for name, reason in engine.reasons.items() if reason == "error"} == set(at_fault)
-    survivors = set(engine.reasons) - set(at_fault)
-    assert len(survivors) >= 4
-    assert all(engine.tokens(name) == undisturbed.tokens(name) for name in survivors)
+    assert len(at_fault) > 1
+    assert set(engine.reasons.values()) == {"length"}
+    assert all(engine.tokens(name) == undisturbed.tokens(name) for name in engine.reasons)
     engine.assert_empty()
 
 

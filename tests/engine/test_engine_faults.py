@@ -152,7 +152,7 @@ def test_steps_that_fail_again_and_again_end_the_engine(engine, monkeypatch, met
         engine.loop.handle(request(f"{number}"))
         engine.run()
 
-    with pytest.raises(EngineDeadError, match="steps have failed in a row"):
+    with pytest.raises(EngineDeadError, match=r"failed in a row|even a step of one token: .* no luck"):
         any(map(serve, range(2 * MOST_FAILED_STEPS)))
     assert set(engine.reasons.values()) <= {"error"}
 
@@ -251,3 +251,48 @@ def test_what_comes_after_a_step_cannot_lose_its_outputs(engine, monkeypatch, ca
     engine.run()
     assert engine.reasons == {"a": "length"}
     assert "1 KV events could not be published" in caplog.text
+
+
+def test_one_client_cannot_end_the_engine_and_nobody_else_notices(engine, checkpoint, monkeypatch):
+    good = [request(f"good {number}", length=20 + number, max_tokens=9) for number in range(5)]
+    undisturbed = Engine(checkpoint)
+    for one in good:
+        undisturbed.loop.handle(one)
+    undisturbed.run()
+    execute = engine.core.runner.execute
+
+    def faulty(scheduled, grammar=None):
+        if any(name.startswith("bad") for name in scheduled.request_ids):
+            raise ZeroDivisionError("no luck")
+        return execute(scheduled, grammar)
+
+    monkeypatch.setattr(engine.core.runner, "execute", faulty)
+    for number, one in enumerate(good):
+        engine.loop.handle(one)
+        for name in range(4):
+            engine.loop.handle(request(f"bad {number} {name}"))
+        engine.loop.step_and_send()
+    engine.run()
+    assert {name for name, reason in engine.reasons.items() if reason == "error"} == {
+        f"bad {number} {name}" for number in range(5) for name in range(4)
+    }
+    for one in good:
+        [name] = one.sequence_ids
+        assert engine.reasons[name] == "length"
+        assert engine.tokens(name) == undisturbed.tokens(name)
+    engine.assert_empty()
+
+
+def test_a_search_that_makes_steps_fail_ends_once_for_each_sequence(engine, monkeypatch):
+    execute = engine.core.runner.execute
+
+    def faulty(scheduled, grammar=None):
+        if "a" in scheduled.request_ids:
+            raise ZeroDivisionError("no luck")
+        return execute(scheduled, grammar)
+
+    monkeypatch.setattr(engine.core.runner, "execute", faulty)
+    engine.loop.handle(request("a", "b", beam_width=2, n=2, logprobs=4))
+    engine.loop.handle(request("c", "d", beam_width=2, n=2, logprobs=4))
+    engine.run()
+    assert engine.reasons == {"a": "error", "b": "error", "c": "length", "d": "length"}

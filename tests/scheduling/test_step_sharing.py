@@ -201,7 +201,7 @@ def test_a_lost_plan_takes_all_who_leaned_back():
 def test_a_step_that_fails_leaves_nothing_to_be_found():
     scene = burst()
     plan = scene.plan()
-    failed = dataclasses.replace(ModelRunnerOutput.failed(plan, "broken"), errors={"r0": "broken"})
+    failed = dataclasses.replace(ModelRunnerOutput.failed(plan, ""), errors={"r0": "broken"})
     scene.apply(plan, failed)
     assert scene.step() == {"r1": 12, "r2": 4}
     scene.finish()

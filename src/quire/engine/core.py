@@ -36,8 +36,10 @@ from quire.kv.events import KVEventCollector
 from quire.kv.tiers.connector import TierConnector
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request
+from quire.sampling_params import SamplingParams
 from quire.scheduling.interface import PauseState, StepWithdrawnError
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
+from quire.scheduling.suspects import PROBE_ID
 from quire.status import FinishReason, RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class EngineCore:
             functools.partial(kv_identity, config, model_path, model_config, plan)
         )
         self._stats_failure_is_logged = False
+        self._probes = False  # after a failed step
         self.scheduler = build_scheduler(config, plan, context)
         self._requests = OwnedRequests()
         self.ranks = start_ranks(config)
@@ -157,27 +160,50 @@ class EngineCore:
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
         """Run one step; return its outputs, and whether anything was done.
 
-        If computing the step fails, its requests end; if planning it or applying its results fails, all
-        requests end. The engine continues.
+        If computing the step fails, its requests are computed again in other steps, and the one at fault
+        ends. If planning it or applying its results fails, all requests end. The engine continues.
 
         Raises:
-            EngineDeadError: the engine cannot continue: a rank has failed, steps fail again and again, or a
-                failure has left the scheduler's accounts wrong.
+            EngineDeadError: the engine cannot continue: a rank has failed, steps fail again and again, even
+                of one token, or a failure has left the scheduler's accounts wrong.
         """
         self._warmer.pause()
         self.raise_rank_failure()
         self._end_if_steps_keep_failing()
+        num_failed = self._stepper.num_failed_steps
         try:
             outputs, progressed = self._stepper.step()
+            is_failed = self._stepper.num_failed_steps > num_failed
         except EngineDeadError:
             raise
         except Exception as error:
-            outputs, progressed = self._end_requests_after(error), True
+            outputs, progressed, is_failed = self._end_requests_after(error), True, False
         outputs += self._requests.settle(outputs, self.scheduler)
+        if self._probes:
+            outputs = self._without_probe(outputs)
+        if is_failed and self.has_unfinished_requests():
+            self._add_probe()
         self._publish_kv_events()
         if not self.has_unfinished_requests():
             self._resume_warming()
         return outputs, progressed
+
+    def _add_probe(self) -> None:
+        """Queue a request of one token: if that fails, too, it is not a request that makes steps fail."""
+        if self._probes:
+            return
+        self._probes = True
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+        self.scheduler.add_request(Request(PROBE_ID, [0], params, is_resumed=True))
+        self._requests.add(PROBE_ID, [PROBE_ID])
+
+    def _without_probe(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """Raise `EngineDeadError` if the probe has failed; return all other outputs."""
+        self._probes = self.scheduler.has_request(PROBE_ID)
+        for output in outputs:
+            if output.request_id == PROBE_ID and output.finish_reason is FinishReason.ERROR:
+                raise EngineDeadError(f"a step failed, and then even a step of one token: {output.error}")
+        return [output for output in outputs if output.request_id != PROBE_ID]
 
     def _end_requests_after(self, error: Exception) -> list[EngineCoreOutput]:
         """End all requests because a step could not be planned or applied; return their terminal outputs.

@@ -58,7 +58,7 @@ class Stepper(ABC):
     def _execute(
         self, scheduled: SchedulerOutput, grammar: GrammarOutput | Exception | None
     ) -> ModelRunnerOutput:
-        """Compute the step; if that fails, return an output in which each of its requests has the error.
+        """Compute the step; if that fails, return the output of a failed step.
 
         Raises:
             EngineDeadError: a rank has failed, and no further step can be computed.
@@ -74,7 +74,8 @@ class Stepper(ABC):
             raise
         except Exception as error:
             logger.exception(
-                "computing a step failed; its %d requests end with an error", len(scheduled.request_ids)
+                "computing a step failed; its %d requests are tried again, in parts",
+                len(scheduled.request_ids),
             )
             return ModelRunnerOutput.failed(scheduled, describe_failure(error))
 
@@ -134,7 +135,7 @@ class OverlappedStepper(Stepper):
             scheduled, future = self._in_flight.popleft()
             computed = future.result()
             if not computed.is_applied:
-                computed = dataclasses.replace(computed, errors={})
+                computed = dataclasses.replace(computed, errors={}, failure="")
             outputs += self._update(scheduled, computed)
         return outputs
 

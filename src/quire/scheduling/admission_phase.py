@@ -25,6 +25,7 @@ from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.step_mix import StepMix
 from quire.scheduling.step_sharing import StepSharing
 from quire.scheduling.steps_in_flight import StepsInFlight
+from quire.scheduling.suspects import Suspects
 from quire.scheduling.transfers import TransferPhase
 from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
@@ -70,6 +71,7 @@ class AdmissionPhase:
     policy: AdmissionPolicy
     step_mix: StepMix
     sharing: StepSharing
+    suspects: Suspects
     stats: SchedulerStats
     eviction: CacheEviction | None
     _num_promised: int = dataclasses.field(default=0, init=False)  # blocks to be given out in this step
@@ -93,7 +95,11 @@ class AdmissionPhase:
         """Admit from the head of the queue until one does not fit."""
         queue = self.waiting.queue
         memory = self._memory_view()
+        may_start = self.suspects.may_start(self._is_live)
         while plan.budget > 0 and (request := queue.head()) is not None:
+            if may_start is not None and request.request_id not in may_start:
+                queue.pass_over(request.request_id)
+                continue
             if not self._has_slots(request):
                 break
             prefix = self._find_prefix(request)
@@ -121,6 +127,9 @@ class AdmissionPhase:
                 self.waiting.admit(request)
                 admitted.append(self._admit(request, prefix, num_external, chunk))
                 plan.budget -= chunk
+
+    def _is_live(self, request_id: str) -> bool:
+        return self.running.slot_of(request_id) is not None or request_id in self.waiting
 
     def _num_wanted(self, request: Request, num_computed: int) -> int:
         """Return how many tokens a request could start with after `num_computed` that are there."""

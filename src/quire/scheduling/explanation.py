@@ -13,6 +13,7 @@ from quire.scheduling.interface import PauseState
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.remote_loads import RemoteLoads
 from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.suspects import Suspects
 from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
 
@@ -28,6 +29,7 @@ class Explanation:
     waiting: WaitingRequests
     loads: RemoteLoads
     holdings: KVHoldings
+    suspects: Suspects
     eviction: CacheEviction | None
 
     def explain(self, request_id: str, pause_state: PauseState) -> str:
@@ -82,6 +84,8 @@ class Explanation:
     def _what_keeps(self, request: Request, pause_state: PauseState) -> str:
         if pause_state is not PauseState.UNPAUSED:
             return "the engine is paused and admits nothing"
+        if request.request_id in self.suspects:
+            return "a step that computed it has failed; its requests are tried again in turns"
         head = self.waiting.queue.head()
         if head is not None and head is not request:
             num_before = self.waiting.queue.num_before(request)

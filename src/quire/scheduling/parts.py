@@ -40,6 +40,7 @@ from quire.scheduling.step_clock import StepClock
 from quire.scheduling.step_mix import step_mix
 from quire.scheduling.step_sharing import StepSharing
 from quire.scheduling.steps_in_flight import StepsInFlight
+from quire.scheduling.suspects import Suspects
 from quire.scheduling.timeouts import TimeoutPhase
 from quire.scheduling.transfers import TransferPhase
 from quire.scheduling.waiting import WaitingRequests
@@ -97,6 +98,7 @@ class SchedulerParts:
         self.admission_policy = build_admission(config, self._note_replaced_policy)
         self.victim_policy = build_victim(config, self._note_replaced_policy)
         self.step_mix = step_mix(config)
+        self.suspects = Suspects()
         self.sharing = StepSharing(self.kv, self.running, self.in_flight, self.eviction)
         self.clock = StepClock(context.clock)
 
@@ -236,6 +238,7 @@ class SchedulerParts:
             policy=self.admission_policy,
             step_mix=self.step_mix,
             sharing=self.sharing,
+            suspects=self.suspects,
             stats=self.stats,
             eviction=self.eviction,
         )
@@ -259,6 +262,7 @@ class SchedulerParts:
             transfer_phase=self.transfer_phase,
             lost_steps=self.lost_steps,
             sharing=self.sharing,
+            suspects=self.suspects,
             slots=self.slots,
             finisher=self.finisher,
             fences=self.fences,
@@ -277,6 +281,7 @@ class SchedulerParts:
             waiting=self.waiting,
             loads=self.loads,
             holdings=self.holdings,
+            suspects=self.suspects,
             eviction=self.eviction,
         )
         self.inspection = Inspection(

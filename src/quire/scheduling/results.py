@@ -22,6 +22,7 @@ from quire.scheduling.runner_faults import checked, valid_news, without_past_err
 from quire.scheduling.running_slots import RunningSlots
 from quire.scheduling.slot_manager import SlotManager
 from quire.scheduling.step_sharing import StepSharing
+from quire.scheduling.suspects import Suspects
 from quire.scheduling.transfers import TransferPhase
 from quire.status import FinishReason, RequestStatus
 from quire.step import (
@@ -64,6 +65,7 @@ class ResultsPhase:
     transfer_phase: TransferPhase
     lost_steps: LostSteps
     sharing: StepSharing
+    suspects: Suspects
     slots: SlotManager
     finisher: RequestFinisher
     fences: Fences
@@ -77,6 +79,7 @@ class ResultsPhase:
     ) -> dict[int, EngineCoreOutputs]:
         """Apply one step and return its outputs by client; requests that have ended are skipped."""
         computed = checked(scheduler_output, computed, self.running)
+        computed = self._judged(scheduler_output, computed)
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
             news = valid_news(computed.kv_connector_output, self.kv.pool.num_blocks)
@@ -123,6 +126,31 @@ class ResultsPhase:
             self.stats.num_scheduled_tokens -= num_fewer
 
     # -- counts and tokens ---------------------------------------------------------------------------------
+
+    def _judged(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Give the error of a step that failed to the request at fault; all others are computed again."""
+        if not computed.failure:
+            if computed.is_applied and len(self.suspects):
+                self.suspects.clear(self._live_request_ids(scheduler_output))
+            return computed
+        request_ids = self._live_request_ids(scheduler_output)
+        if not request_ids:  # a step before this one has failed, and all have gone back
+            return computed
+        at_fault = self.suspects.judge(request_ids)
+        for slot in self.running.in_order()[::-1].tolist():
+            if self.running.occupied[slot] and self._request_id_at(slot) != at_fault:
+                self.slots.preempt_if_running(slot)
+        errors = {} if at_fault is None else {at_fault: computed.failure}
+        return dataclasses.replace(computed, errors=errors)
+
+    def _live_request_ids(self, scheduler_output: SchedulerOutput) -> list[str]:
+        """Return the requests of a step that still run; a beam search counts once."""
+        slots = scheduler_output.slots[self.running.occupied[scheduler_output.slots]]
+        return list(dict.fromkeys(map(self._request_id_at, slots.tolist())))
+
+    def _request_id_at(self, slot: int) -> str:
+        group = self.beams.at(slot)
+        return (self.running.request_at(slot) if group is None else group.request).request_id
 
     def _note_what_the_runner_knows(
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
