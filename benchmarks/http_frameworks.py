@@ -24,7 +24,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.config import EngineConfig, ServerConfig
+from quire.config import ConnectionConfig, EngineConfig, ServerConfig
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.app import create_app
 from quire.server.completions import create_completion
@@ -102,7 +102,7 @@ def serve(name: str) -> None:
     """Serve one of the applications until this process is killed; print the port first."""
     with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
-        server = http_server(APPS[name](InstantEngine()), lambda: print(port, flush=True))
+        server = http_server(APPS[name](InstantEngine()), lambda: print(port, flush=True), ConnectionConfig())
         asyncio.run(server.serve(sockets=[bound]))
 
 

@@ -8,6 +8,7 @@ from quire.config import (
     AdaptiveRKVConfig,
     AggregationMode,
     CacheEvictionConfig,
+    ConnectionConfig,
     EdgeConfig,
     EngineConfig,
     KVCrushConfig,
@@ -21,7 +22,7 @@ from quire.sampling_params import SamplingParams
 
 CONFIGS = [
     EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ServerConfig, SamplingParams,
-    CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig, EdgeConfig,
+    CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig, EdgeConfig, ConnectionConfig,
 ]  # fmt: skip
 EVICTING = SchedulerConfig(use_cache_eviction=True)
 ROTATING = SchedulerConfig(

@@ -30,8 +30,8 @@ line. `SchedulerConfig(max_num_seqs=8)` is `--max-num-seqs 8`. An unknown name i
 nearest known name. Quire has no environment variables.
 
 - `LLM(model, **options)` and `AsyncLLM(EngineConfig(...))` take the fields of `EngineConfig` and its parts.
-- Every command that runs a model has these as flags. `quire serve` adds those of `ServerConfig` and
-  `EdgeConfig`;
+- Every command that runs a model has these as flags. `quire serve` adds those of `ServerConfig`,
+  `ConnectionConfig` and `EdgeConfig`;
   `quire generate` and `quire chat` add those of `SamplingParams`, with a default temperature of 0.
 - `quire route` has those of `RouterConfig` and `EdgeConfig` only ([serving-split.md](serving-split.md)).
 - `WorkloadConfig`, `ArrivalConfig`, `TargetConfig` and `LatencyConfig` are for `quire bench`

@@ -27,6 +27,8 @@ from quire.errors import nearest_name
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
+Timeout = Annotated[float, Gt(0), Le(10**6)]
+"""Seconds."""
 
 _BOUNDS: Mapping[type, str] = {  # markers, and what msgspec calls them
     Ge: "ge",

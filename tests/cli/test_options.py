@@ -38,6 +38,7 @@ COMMANDS = {
 # Each has a section of its own.
 NESTED = (
     "edge",
+    "connections",
     "scheduler",
     "speculation",
     "supervision",

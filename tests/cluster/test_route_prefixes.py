@@ -15,7 +15,7 @@ from fake_upstream import FakeEngine
 import preloaded
 from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.cluster.route import routing
-from quire.config import RouterConfig, ServerConfig
+from quire.config import ConnectionConfig, RouterConfig, ServerConfig
 from quire.engine.kv_events import KVEventPublisher
 from quire.kv.events import BlockStored
 from quire.models.checkpoints.hub import resolve_model
@@ -79,7 +79,7 @@ class Cluster:
         bound = stack.enter_context(contextlib.closing(bound_socket("127.0.0.1", self.ports[index])))
         self.ports[index] = bound.getsockname()[1]
         listening = asyncio.Event()
-        server = http_server(create_app(llm, ServerConfig()), listening.set)
+        server = http_server(create_app(llm, ServerConfig()), listening.set, ConnectionConfig())
         task = asyncio.create_task(server.serve(sockets=[bound]))
         stack.push_async_callback(lambda: task)
         stack.callback(setattr, server, "should_exit", True)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 
-from quire.config import EdgeConfig
+from quire.config import ConnectionConfig, EdgeConfig
 from quire.server.listening import listener
 from quire.server.serve import http_server
 
@@ -12,13 +12,16 @@ MAX_BODY_BYTES = 1_000_000
 
 
 @contextlib.contextmanager
-def served(app, listens=None):
-    """Serve `app` with the real HTTP server in a thread, on a free port if none is given; yields its URL."""
+def served(app, listens=None, **limits):
+    """Serve `app` with the real HTTP server in a thread, on a free port if none is given; yields its URL.
+
+    `limits` are those of connections.
+    """
     listening = threading.Event()
     with contextlib.ExitStack() as stack:
         if listens is None:
             listens = stack.enter_context(listener("127.0.0.1", 0, EdgeConfig()))
-        server = http_server(app, listening.set, listens.tls)
+        server = http_server(app, listening.set, ConnectionConfig(**limits), listens.tls)
         bound = listens.socket
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
         thread.start()

@@ -1,7 +1,6 @@
 """Every request that cannot be served gets its status, OpenAI's error shape, and a message to act on."""
 
 import json
-import socket
 
 import httpx
 import pytest
@@ -370,19 +369,3 @@ async def test_api_key_right_and_open_paths(locked):
 @pytest.mark.parametrize("key", ["wrong", "", "Bearer söcret"])
 async def test_x_api_key_wrong(locked, key):
     refusal(await locked.get("/v1/models", headers={"x-api-key": key.encode()}), 401)
-
-
-def test_a_body_of_two_lengths_is_refused_and_nothing_after_it_is_read(live):
-    body = b'{"model": "fake", "prompt": "a"}'
-    request = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" % (len(body), len(body), body)
-    )
-    url = httpx.URL(live)
-    with socket.create_connection((url.host, url.port), timeout=60) as connection:
-        connection.sendall(request)
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"ambiguous_length" in answer
-    assert answer.count(b"HTTP/1.1") == 1

@@ -13,6 +13,7 @@ import typer
 from quire.config import (
     AdaptiveRKVConfig,
     CacheEvictionConfig,
+    ConnectionConfig,
     EdgeConfig,
     EngineConfig,
     KVCrushConfig,
@@ -32,7 +33,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 _NAMED_BARE = (
     EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, SamplingParams, ServerConfig,
-    RouterConfig, EdgeConfig,
+    RouterConfig, EdgeConfig, ConnectionConfig,
 )  # fmt: skip
 _UNMISTAKABLE = "|".join(
     field.name for cls in _NAMED_BARE for field in dataclasses.fields(cls) if "_" in field.name

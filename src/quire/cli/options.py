@@ -24,6 +24,7 @@ from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_na
 from quire.config import (
     AdaptiveRKVConfig,
     CacheEvictionConfig,
+    ConnectionConfig,
     EdgeConfig,
     EngineConfig,
     KVCrushConfig,
@@ -54,6 +55,7 @@ PANELS: dict[type, str] = {
     ServerConfig: "HTTP server",
     RouterConfig: "Router",
     EdgeConfig: "How clients reach the server",
+    ConnectionConfig: "Connections",
     WorkloadConfig: "Workload",
     ArrivalConfig: "Arrivals",
     TargetConfig: "Server to measure",

@@ -15,6 +15,7 @@ from quire.config.cache_eviction import (
     KVCrushConfig,
     ScorePooling,
 )
+from quire.config.connections import ConnectionConfig
 from quire.config.edge import EdgeConfig, host_name
 from quire.config.engine import BUILT_IN_MODEL, EngineConfig, EngineRole
 from quire.config.fields import (
@@ -37,6 +38,7 @@ __all__ = [
     "AdaptiveRKVConfig",
     "AggregationMode",
     "CacheEvictionConfig",
+    "ConnectionConfig",
     "EdgeConfig",
     "EngineConfig",
     "EngineRole",

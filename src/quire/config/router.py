@@ -6,14 +6,12 @@ import dataclasses
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from quire.config.edge import EdgeConfig
 from quire.config.fields import check_limits, config, knob
 from quire.errors import ConfigError
-from quire.limits import NonNegativeFloat, NonNegativeInt, PositiveInt
-
-Timeout = Annotated[float, Gt(0), Le(10**6)]
+from quire.limits import NonNegativeFloat, NonNegativeInt, PositiveInt, Timeout
 
 
 @config

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from quire.config.connections import ConnectionConfig
 from quire.config.edge import EdgeConfig
 from quire.config.fields import check_limits, config, knob
 from quire.errors import ConfigError
@@ -51,6 +52,7 @@ class ServerConfig:
         "The proxy may take it off. Empty: none.",
     )
     edge: EdgeConfig = dataclasses.field(default_factory=EdgeConfig)
+    connections: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)
 
     def __post_init__(self) -> None:
         check_limits(self)

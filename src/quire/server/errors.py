@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -64,6 +65,19 @@ class ApiError(Exception):
     def response(self) -> Response:
         """Return the whole HTTP response."""
         return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+    def closing_response(self) -> bytes:
+        """Return the whole HTTP response as it is sent, for a connection that closes after it."""
+        body = self.body()
+        fields = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            **self.headers,
+        }
+        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in fields.items()]
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 class ClientGoneError(Exception):

@@ -1,4 +1,4 @@
-"""What surrounds every request: its X-Request-Id, its framing, and who may send it."""
+"""What surrounds every request: its X-Request-Id, and who may send it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REQUEST_ID = re.compile(r"[!-~]+")  # visible ASCII
 
 
 class RequestEnvelope:
-    """ASGI middleware: gives each request an id, echoes it, and checks its framing.
+    """ASGI middleware: gives each request an id and echoes it.
 
     Args:
         app: the application inside.
@@ -36,7 +36,6 @@ class RequestEnvelope:
         request_id = headers.get("x-request-id", uuid.uuid4().hex)
         refusal = _request_id_refusal(request_id)
         echoed = uuid.uuid4().hex if refusal else request_id
-        refusal = refusal or _framing_refusal(headers)
         scope.setdefault("state", {})["request_id"] = echoed
 
         async def send_with_id(message: Message) -> None:
@@ -94,18 +93,6 @@ def key_refusal(api_key: bytes, authorization: bytes, x_api_key: bytes) -> ApiEr
         f"the API key {problem}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
-    )
-
-
-def _framing_refusal(headers: Headers) -> ApiError | None:
-    """Refuse what a proxy in front may divide into requests in another way."""
-    if "transfer-encoding" not in headers or "content-length" not in headers:
-        return None
-    return ApiError(
-        400,
-        "the request has both Content-Length and Transfer-Encoding; send one of them",
-        code="ambiguous_length",
-        headers={"Connection": "close"},
     )
 
 

@@ -7,23 +7,23 @@ import contextlib
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from quire.config import EngineConfig, ServerConfig
+from quire.config import ConnectionConfig, EngineConfig, ServerConfig
 from quire.front.async_llm import AsyncLLM
+from quire.server.connections import raise_descriptor_limit
 from quire.server.listening import Listener, listener
 from quire.server.monitoring import monitored, monitoring_socket
 from quire.server.stopping import StopSignals, finished_unless_set
 
 if TYPE_CHECKING:
-    import uvicorn
     from starlette.applications import Starlette
     from starlette.types import ASGIApp
 
     from quire.server.context import ServerContext
+    from quire.server.http_server import HttpServer
 
-_KEEP_ALIVE = 60  # seconds; longer than clients keep idle connections, so that they close them first
 _LAST_BYTES_TIMEOUT = 1  # seconds; for answers that are complete in the engine but not yet sent
 _END_TIMEOUT = 0.5  # seconds; for the engine to end by itself after that
 
@@ -44,6 +44,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         EngineDeadError: the engine did not start.
         CrashLoopError: engines died again and again while the server ran.
     """
+    raise_descriptor_limit()  # before the engine process starts: it inherits the limit
     with (
         listener(server_config.host, server_config.port, server_config.edge) as listening,
         monitoring_socket(server_config.host, server_config.monitoring_port) as monitoring,
@@ -61,39 +62,35 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
 
 def http_server(
-    app: ASGIApp, on_listening: Callable[[], None], tls: ssl.SSLContext | None = None
-) -> uvicorn.Server:
-    """Return uvicorn for `app`, without its signal handling and its log lines.
+    app: ASGIApp,
+    on_listening: Callable[[], None],
+    limits: ConnectionConfig,
+    tls: ssl.SSLContext | None = None,
+) -> HttpServer:
+    """Return uvicorn for `app`, with limits on connections, without its signal handling and its log lines.
 
     Args:
         app: the application to serve.
         on_listening: called once, when connections are accepted.
+        limits: what connections may take.
         tls: with which connections are encrypted; None: they are not.
     """
     import uvicorn  # slow: `serve` starts the engine process before
 
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
+    from quire.server.http_server import HttpServer
 
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=sockets)
-            on_listening()
-
-    return Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT,
-            ssl_context_factory=None if tls is None else lambda *_: tls,
-        )
+    uvicorn_config = uvicorn.Config(
+        app,
+        http="httptools",
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
     )
+    return HttpServer(uvicorn_config, limits, on_listening)
 
 
 async def _serve_until_stopped(
@@ -132,7 +129,9 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
 async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
     """Serve until a signal stops the server, or engines die again and again."""
     context: ServerContext = app.state.context
-    server = http_server(app, lambda: _announce(context, listening), listening.tls)
+    server = http_server(
+        app, lambda: _announce(context, listening), context.config.connections, listening.tls
+    )
     serving = asyncio.create_task(server.serve(sockets=[listening.socket]))
     stopping = asyncio.create_task(_stop_gracefully(context, stop))
     crashing = asyncio.create_task(context.llm.wait_for_crash_loop())

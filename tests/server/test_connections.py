@@ -1,0 +1,381 @@
+"""What a connection may take: time, memory, turns and a place, over real sockets."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import resource
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from live_server import served
+from raw_http import COMPLETION, RawConnection, chunked, completion_head, request
+from starlette.responses import Response
+
+from quire.config import ServerConfig
+from quire.server import acceptor, http_protocol, request_head
+from quire.server.app import create_app
+from quire.server.connections import Connections, default_limit
+from quire.server.deadline import Deadline
+from quire.server.streaming import event_stream
+
+SHORT = 0.05  # seconds
+HEAD_OF_COMPLETION = completion_head(f"Content-Length: {len(COMPLETION)}")
+HOLD = request("/v1/completions", method="POST", body=b'{"model": "fake", "prompt": "hold"}')
+
+
+@pytest.fixture
+def serving(llm):
+    """Serve `llm`, or another application, with limits; returns a function that makes connections."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(app=None, **limits):
+            url = stack.enter_context(served(app or create_app(llm, ServerConfig()), **limits))
+
+            def new(**options):
+                return stack.enter_context(contextlib.closing(RawConnection(url, **options)))
+
+            return new
+
+        yield serve
+
+
+@pytest.mark.parametrize(
+    "sent", [b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n\r", request() + b"\r\nGET"]
+)
+def test_a_header_that_is_not_completed(serving, sent):
+    connection = serving(header_timeout=SHORT)().connect()
+    connection.send(sent)
+    if sent.startswith(request()):
+        assert connection.answer().status == 200
+    answer = connection.answer()
+    assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+    assert "header_timeout" in answer.error["message"]
+    assert connection.is_closed()
+
+
+def test_connections_that_send_nothing_are_closed_without_an_answer(serving):
+    new = serving(header_timeout=SHORT)
+    for connection in [new().connect() for _ in range(20)]:
+        assert connection.is_closed()
+
+
+@pytest.mark.parametrize("limit", ["body_timeout", "body_idle_timeout"])
+@pytest.mark.parametrize("sent", [HEAD_OF_COMPLETION + b"{", completion_head("Transfer-Encoding: chunked")])
+def test_a_body_that_is_not_completed(serving, llm, limit, sent):
+    connection = serving(**{limit: SHORT})().connect()
+    connection.send(sent)
+    answer = connection.answer()
+    assert answer.status == 408
+    assert limit in answer.error["message"]
+    assert connection.is_closed()
+    assert not llm.seen
+
+
+def test_a_trickle_does_not_prolong_the_time_for_a_body(serving):
+    connection = serving(body_timeout=4 * SHORT)().connect()
+    connection.send(completion_head("Content-Length: 1000000"))
+    connection.socket.settimeout(SHORT / 10)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(1_000_000):
+            with contextlib.suppress(TimeoutError):
+                assert connection.socket.recv(1) == b"H"
+                break
+            connection.socket.sendall(b" ")
+        else:
+            pytest.fail("everything was read")
+
+
+def test_an_idle_connection_is_closed_and_one_whose_request_runs_is_not(serving, llm):
+    new = serving(keep_alive_timeout=SHORT, header_timeout=SHORT, body_timeout=SHORT)
+    held, idle = new().connect(), new().connect()
+    held.send(HOLD)
+    assert llm.held_seen.wait(60)
+    idle.send(request())
+    assert idle.answer().status == 200
+    assert idle.is_closed()
+    held.socket.settimeout(2 * SHORT)
+    with pytest.raises(TimeoutError):
+        held.reader.readline()
+
+
+def test_a_client_that_does_not_read_is_disconnected_and_its_request_ended(serving):
+    ended = threading.Event()
+    num_sent = 0
+
+    async def events():
+        nonlocal num_sent
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield b"x" * 10_000
+                num_sent += 10_000
+        finally:
+            ended.set()
+
+    async def app(scope, receive, send):
+        await (await event_stream(receive, events(), request_id="1"))(scope, receive, send)
+
+    connection = serving(app, write_timeout=SHORT)(receive_buffer=4096).connect()
+    connection.send(request())
+    assert ended.wait(60)
+    assert num_sent < 20_000_000  # the system's buffers, for the most part
+
+
+def test_when_there_is_no_room_the_connection_that_waited_longest_is_closed(serving, llm):
+    new = serving(max_connections=4)
+    held = new().connect()
+    held.send(HOLD)
+    assert llm.held_seen.wait(60)
+    waiting = [new().connect() for _ in range(3)]
+    for connection in waiting:
+        connection.send(request())
+        assert connection.answer().status == 200
+    waiting[1].send(HEAD_OF_COMPLETION)  # begins a request: now the others have waited longer
+    waiting[2].send(request())
+    assert waiting[2].answer().status == 200
+    assert new_answer(new).status == 200
+    assert waiting[0].is_closed()
+    waiting[1].send(COMPLETION)
+    assert waiting[1].answer().status == 200
+
+
+def new_answer(new):
+    """Return the answer to a request on a connection of its own."""
+    connection = new().connect()
+    connection.send(request())
+    return connection.answer()
+
+
+def test_when_all_connections_are_busy_others_are_refused_until_one_is_not(serving, llm, caplog):
+    new = serving(max_connections=1)
+    held = new().connect()
+    held.send(HOLD)
+    assert llm.held_seen.wait(60)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(10):
+            answer = new_answer(new)
+            assert answer.status == 503
+            assert "max_connections" in answer.error["message"]
+    assert len(caplog.records) == 1
+    held.close()
+    while (answer := new_answer(new)).status == 503:
+        pass
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", HEAD_OF_COMPLETION + b"{"])
+def test_slow_clients_take_no_place_from_others(serving, sent):
+    new = serving(max_connections=8)
+    for _ in range(40):
+        new().connect().send(sent)
+    for _ in range(10):
+        assert new_answer(new).status == 200
+
+
+@contextlib.contextmanager
+def no_descriptors():
+    """Let this process open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                stack.callback(os.close, os.dup(0))
+        yield
+
+
+def test_without_descriptors_accepting_pauses_with_one_line_in_the_log(serving, caplog, monkeypatch):
+    monkeypatch.setattr(acceptor, "RETRY_INTERVAL", 0.01)
+    attempts, several = itertools.count(1), threading.Event()
+    pause = acceptor.Acceptor._pause
+
+    def counted(self, error):
+        pause(self, error)
+        if next(attempts) == 5:
+            several.set()
+
+    monkeypatch.setattr(acceptor.Acceptor, "_pause", counted)
+    connection = serving()()
+    with caplog.at_level(logging.WARNING), no_descriptors():
+        connection.connect()
+        connection.send(request())
+        assert several.wait(60)
+        assert len(caplog.records) == 1
+        assert "Too many open files" in caplog.text
+    assert connection.answer().status == 200
+
+
+def test_pipelined_requests_take_turns_with_others(serving):
+    served_paths, first, other_sent = [], asyncio.Event(), threading.Event()
+
+    async def app(scope, receive, send):
+        served_paths.append(scope["path"])
+        if scope["path"] == "/pipelined" and not first.is_set():
+            first.set()
+            await asyncio.to_thread(other_sent.wait, 60)
+        await Response(b"a")(scope, receive, send)
+
+    new = serving(app)
+    other, pipelining = new().connect(), new().connect()
+    other.send(request("/first"))
+    assert other.answer().status == 200
+    sender = threading.Thread(target=pipelining.send, args=[request("/pipelined") * 5000])
+    sender.start()
+    while "/pipelined" not in served_paths:
+        pass
+    other.send(request("/other"))
+    other_sent.set()
+    assert other.answer().status == 200
+    assert [pipelining.answer().body for _ in range(5000)] == [b"a"] * 5000
+    sender.join()
+    assert served_paths.index("/other") < 1000
+
+
+def test_pipelined_requests_are_not_read_while_the_first_one_runs(serving, llm):
+    new = serving()
+    pipelining, other = new().connect(), new().connect()
+    pipelining.send(HOLD)
+    assert llm.held_seen.wait(60)
+    pipelining.socket.setblocking(False)
+    num_sent, num_full = 0, 0
+    while num_full < 20:
+        try:
+            num_sent += pipelining.socket.send(request() * 1000)
+            assert num_sent < 50_000_000
+        except BlockingIOError:
+            num_full += 1
+            other.send(request())
+            assert other.answer().status == 200
+
+
+@pytest.mark.parametrize("size", [http_protocol.BYTES_PER_TURN // 2, 10 * http_protocol.BYTES_PER_TURN])
+def test_a_turn_parses_no_more_than_its_bytes(serving, llm, monkeypatch, size):
+    turns = []
+    take_turn, feed = http_protocol.HttpProtocol._take_turn, http_protocol.HttpProtocol._feed
+
+    def counted_turn(self):
+        turns.append(0)
+        take_turn(self)
+
+    def counted_feed(self, piece):
+        if turns:
+            turns[-1] += len(piece)
+        feed(self, piece)
+
+    monkeypatch.setattr(http_protocol.HttpProtocol, "_take_turn", counted_turn)
+    monkeypatch.setattr(http_protocol.HttpProtocol, "_feed", counted_feed)
+    body = COMPLETION + b" " * size
+    connection = serving()().connect()
+    connection.send(completion_head("Transfer-Encoding: chunked") + chunked(body, 1))
+    assert connection.answer().status == 200
+    assert len(turns) > 1
+    assert max(turns) <= http_protocol.BYTES_PER_TURN + 2 * len(request_head.END)
+
+
+class Clock:
+    """An event loop with nothing but its clock and timers."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.timers = []
+
+    def time(self):
+        return self.now
+
+    def call_at(self, when, function):
+        timer = Timer(when, function)
+        self.timers.append(timer)
+        return timer
+
+    def run_until(self, when):
+        while due := [timer for timer in self.timers if timer.when <= when]:
+            first = min(due, key=lambda timer: timer.when)
+            self.timers.remove(first)
+            self.now = max(self.now, first.when)
+            if not first.is_cancelled:
+                first.function()
+        self.now = when
+
+
+class Timer:
+    def __init__(self, when, function):
+        self.when = when
+        self.function = function
+        self.is_cancelled = False
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["clear", "close", 0, 1, 3, 10]))))
+def test_a_deadline_passes_when_it_was_set_to_last(steps):
+    clock, passed, expected, due = Clock(), [], [], None
+    deadline = Deadline(clock, lambda: passed.append(clock.now))
+    for wait, action in [*steps, (20, "close")]:
+        until = clock.now + wait
+        if due is not None and due <= until:
+            expected.append(due)
+            due = None
+        clock.run_until(until)
+        if action in ("clear", "close"):
+            getattr(deadline, action)()
+            due = None
+        else:
+            deadline.set(action)
+            due = until + action
+    assert passed == expected
+    assert not any(not timer.is_cancelled for timer in clock.timers)
+
+
+class Dropped(list):
+    def connection(self):
+        return Droppable(self)
+
+
+class Droppable:
+    def __init__(self, dropped):
+        self.drop = lambda: dropped.append(self)
+
+
+def test_connections_make_room_in_the_order_in_which_they_began_to_wait():
+    dropped = Dropped()
+    connections = Connections(3)
+    a, b, c = (dropped.connection() for _ in range(3))
+    for one in (a, b, c):
+        assert connections.make_room()
+        connections.add(one)
+    connections.serves(a)
+    connections.waits(b)
+    connections.serves(c)
+    connections.waits(c)
+    assert connections.make_room()
+    assert dropped == [b]
+    assert len(connections) == 2
+    connections.waits(b)  # it is gone
+    connections.add(d := dropped.connection())
+    connections.serves(c)
+    connections.replace(d, e := dropped.connection())
+    assert connections.make_room()
+    assert dropped == [b, e]
+    connections.add(dropped.connection())
+    connections.serves(a)
+    assert connections.make_room()
+    assert not connections.drop_longest_waiting()
+
+
+def test_the_default_limit_leaves_room_for_other_descriptors(monkeypatch):
+    num_open = len(os.listdir("/proc/self/fd"))
+    for soft, least, most in [
+        (256, 192 - num_open - 4, 192 - num_open + 4),
+        (20_000, 16_384, 16_384),
+        (resource.RLIM_INFINITY, 16_384, 16_384),
+        (8, 1, 1),
+    ]:
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert least <= default_limit() <= most
