@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import uvloop
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -103,7 +104,7 @@ def serve(name: str) -> None:
     with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
         server = http_server(APPS[name](InstantEngine()), lambda: print(port, flush=True), ConnectionConfig())
-        asyncio.run(server.serve(sockets=[bound]))
+        uvloop.run(server.serve(sockets=[bound]))
 
 
 async def requests_per_second(port: int, num_connections: int, num_requests: int) -> float:

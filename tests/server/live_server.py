@@ -1,8 +1,9 @@
 """The real HTTP server in a thread."""
 
-import asyncio
 import contextlib
 import threading
+
+import uvloop
 
 from quire.config import ConnectionConfig, EdgeConfig
 from quire.server.listening import listener
@@ -23,7 +24,7 @@ def served(app, listens=None, **limits):
             listens = stack.enter_context(listener("127.0.0.1", 0, EdgeConfig()))
         server = http_server(app, listening.set, ConnectionConfig(**limits), listens.tls)
         bound = listens.socket
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
+        thread = threading.Thread(target=lambda: uvloop.run(server.serve(sockets=[bound])))
         thread.start()
         try:
             assert listening.wait(60)

@@ -57,8 +57,10 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         def make_app() -> Starlette:
             return create_app(llm, server_config)
 
+        import uvloop
+
         stop = StopSignals(server_config.drain_timeout)
-        asyncio.run(_serve_until_stopped(llm, make_app, listening, monitoring, stop))
+        uvloop.run(_serve_until_stopped(llm, make_app, listening, monitoring, stop))
 
 
 def http_server(
