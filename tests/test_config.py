@@ -8,6 +8,7 @@ from quire.config import (
     AdaptiveRKVConfig,
     AggregationMode,
     CacheEvictionConfig,
+    ChatTemplateConfig,
     ConnectionConfig,
     EdgeConfig,
     EngineConfig,
@@ -22,7 +23,7 @@ from quire.sampling_params import SamplingParams
 
 CONFIGS = [
     EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ServerConfig, SamplingParams,
-    CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig, EdgeConfig, ConnectionConfig,
+    CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig, EdgeConfig, ConnectionConfig, ChatTemplateConfig,
 ]  # fmt: skip
 EVICTING = SchedulerConfig(use_cache_eviction=True)
 ROTATING = SchedulerConfig(

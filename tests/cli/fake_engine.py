@@ -42,6 +42,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(range(len(text.split())))
 
+    def check_chat_template(self) -> None:
+        """Find nothing wrong."""
+
 
 class FakeAsyncLLM:
     """Answers with the prompt's words, one output per word, in upper case for a chat.

@@ -17,6 +17,7 @@ from quire.cli.options import FLAG_TYPES, config_fields, config_options
 from quire.config import (
     AdaptiveRKVConfig,
     CacheEvictionConfig,
+    ChatTemplateConfig,
     EngineConfig,
     KVCrushConfig,
     SchedulerConfig,
@@ -42,6 +43,7 @@ NESTED = (
     "scheduler",
     "speculation",
     "supervision",
+    "chat_template",
     "cache_eviction_config",
     "sparse_attention_config",
 )
@@ -69,7 +71,9 @@ def test_every_field_is_a_flag_with_help(command: str):
 def test_fields_of_nested_configurations_are_included():
     owners = {owner for owner, _, _ in config_fields(EngineConfig)}
     of_eviction = {CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig}
-    of_engine = {EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig}
+    of_engine = {
+        EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ChatTemplateConfig,
+    }  # fmt: skip
     assert owners == {SparseAttentionConfig, *of_engine, *of_eviction}
 
 

@@ -123,3 +123,13 @@ def test_length(prompt, at_least, at_most):
 def test_bad_words_count():
     assert length_of("a", SamplingParams(bad_words=("b" * 200, "c" * 200))) == 401
     assert length_of("a", "no parameters") == 1
+
+
+async def test_a_short_conversation_waits_in_a_thread_of_its_own(gate):
+    threads = PreparationThreads()
+    medium = asyncio.create_task(threads.run(MEDIUM_LENGTH, lambda: gate.wait(LIMIT)))
+    await asyncio.sleep(0)
+    assert await threads.run(INLINE_LENGTH, threading.get_ident, may_wait=True) != threading.get_ident()
+    assert not medium.done()
+    gate.set()
+    assert await medium

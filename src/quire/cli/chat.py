@@ -61,6 +61,7 @@ async def _started(engine_class: type[AsyncLLM], config: EngineConfig) -> AsyncL
     try:
         with LoadingBar(config.model) as on_progress:
             await llm.wait_until_ready(on_progress)
+        await asyncio.to_thread(llm.tokenizer.check_chat_template)
     except BaseException:
         await llm.shutdown()
         raise

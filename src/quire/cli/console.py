@@ -13,6 +13,7 @@ import typer
 from quire.config import (
     AdaptiveRKVConfig,
     CacheEvictionConfig,
+    ChatTemplateConfig,
     ConnectionConfig,
     EdgeConfig,
     EngineConfig,
@@ -32,8 +33,8 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 _NAMED_BARE = (
-    EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, SamplingParams, ServerConfig,
-    RouterConfig, EdgeConfig, ConnectionConfig,
+    EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ChatTemplateConfig, SamplingParams,
+    ServerConfig, RouterConfig, EdgeConfig, ConnectionConfig,
 )  # fmt: skip
 _UNMISTAKABLE = "|".join(
     field.name for cls in _NAMED_BARE for field in dataclasses.fields(cls) if "_" in field.name

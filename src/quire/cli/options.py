@@ -24,6 +24,7 @@ from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_na
 from quire.config import (
     AdaptiveRKVConfig,
     CacheEvictionConfig,
+    ChatTemplateConfig,
     ConnectionConfig,
     EdgeConfig,
     EngineConfig,
@@ -50,6 +51,7 @@ PANELS: dict[type, str] = {
     SparseAttentionConfig: "Sparse attention of prompts",
     SpeculationConfig: "Speculation",
     SupervisionConfig: "Supervision of the engine",
+    ChatTemplateConfig: "Chat template",
     SamplingParams: "Sampling",
     RequestOptions: "Scheduling of the request",
     ServerConfig: "HTTP server",

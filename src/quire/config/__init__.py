@@ -15,6 +15,7 @@ from quire.config.cache_eviction import (
     KVCrushConfig,
     ScorePooling,
 )
+from quire.config.chat_template import ChatTemplateConfig
 from quire.config.connections import ConnectionConfig
 from quire.config.edge import EdgeConfig, host_name
 from quire.config.engine import BUILT_IN_MODEL, EngineConfig, EngineRole
@@ -38,6 +39,7 @@ __all__ = [
     "AdaptiveRKVConfig",
     "AggregationMode",
     "CacheEvictionConfig",
+    "ChatTemplateConfig",
     "ConnectionConfig",
     "EdgeConfig",
     "EngineConfig",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from quire.config.chat_template import ChatTemplateConfig
 from quire.config.fields import check_limits, config, knob
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculation import SpeculationConfig
@@ -169,6 +170,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
     supervision: SupervisionConfig = dataclasses.field(default_factory=SupervisionConfig)
+    chat_template: ChatTemplateConfig = dataclasses.field(default_factory=ChatTemplateConfig)
 
     def __post_init__(self) -> None:
         if isinstance(self.scheduler_cls, type):  # a name can be sent to the engine process

@@ -6,18 +6,25 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig
+from quire.config import (
+    ChatTemplateConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    SupervisionConfig,
+)
 from quire.errors import ConfigError, InvalidRequestError, nearest_name
 
 T = TypeVar("T")
 
 TextOrTokenIds = str | Sequence[int]
 
-_Part = type[SchedulerConfig] | type[SpeculationConfig] | type[SupervisionConfig]
+_Part = type[SchedulerConfig] | type[SpeculationConfig] | type[SupervisionConfig] | type[ChatTemplateConfig]
 _PARTS: dict[str, _Part] = {  # by field of EngineConfig
     "scheduler": SchedulerConfig,
     "speculation": SpeculationConfig,
     "supervision": SupervisionConfig,
+    "chat_template": ChatTemplateConfig,
 }
 
 

@@ -72,7 +72,8 @@ class AsyncLLM:
         from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
         self._threads = PreparationThreads()
-        self._requests = LiveRequests(self._engine, read_tokenizer(model_path), self.config)
+        tokenizer = read_tokenizer(model_path, self.config.chat_template)
+        self._requests = LiveRequests(self._engine, tokenizer, self.config)
         self._engine.watch_for(self._requests)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -170,6 +171,7 @@ class AsyncLLM:
             self._requests.prepare_chat,
             messages,
             sampling_params,
+            may_wait=True,
             request_id=request_id,
             **options,
         )
@@ -274,12 +276,15 @@ class AsyncLLM:
         prepare: Callable[..., ProcessedRequest],
         prompt: Any,
         params: SamplingParams | None,
+        *,
+        may_wait: bool = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.wait_until_ready()
         params = SamplingParams() if params is None else params
         length = length_of(prompt, params)
-        processed = await self._threads.run(length, functools.partial(prepare, prompt, params, **options))
+        call = functools.partial(prepare, prompt, params, **options)
+        processed = await self._threads.run(length, call, may_wait=may_wait)
         if self._closing:
             raise EngineDeadError("the engine is shutting down and accepts no new requests")
         updated = asyncio.Event()

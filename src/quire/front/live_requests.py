@@ -226,6 +226,7 @@ class LiveRequests:
     def close(self) -> None:
         """Shut the engine down; live requests fail with `EngineDeadError`."""
         self.client.close()
+        self.tokenizer.close()
         self.failure = None
         self.fail(EngineDeadError("the engine has been shut down"))
 

@@ -1,4 +1,7 @@
-"""Threads in which long texts are tokenized, so that neither the event loop nor short texts wait for them."""
+"""Threads in which long texts are tokenized, so that neither the event loop nor short texts wait for them.
+
+Conversations are always prepared in threads, because another process renders their template.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def _length_of_message(message: Any) -> int:
 
 
 class PreparationThreads:
-    """Calls that prepare requests, each in the event loop or one of two threads, by the length of its text.
+    """Calls that prepare requests, each in the event loop or one of three threads, by the length of its text.
 
     The tokenizer lets other threads run meanwhile. There is one thread for each class of lengths, so that the
     memory of one long text is in use at a time, and a text waits for others of its class only. Threads end
@@ -61,21 +64,26 @@ class PreparationThreads:
     """
 
     def __init__(self) -> None:
+        self._short = _Worker()
         self._medium = _Worker()
         self._long = _Worker()
 
-    async def run(self, length: int, call: Callable[[], T]) -> T:
+    async def run(self, length: int, call: Callable[[], T], *, may_wait: bool = False) -> T:
         """Return what `call` returns, for a request with a text of this length.
+
+        Args:
+            length: characters.
+            call: returns the prepared request.
+            may_wait: the call may wait for another process, which the event loop must not.
 
         Raises:
             QueueFullError: too many texts wait already.
             RequestTimeoutError: it took too long.
             Exception: whatever `call` raises.
         """
-        if length <= INLINE_LENGTH:
+        if length <= INLINE_LENGTH and not may_wait:
             return call()
-        worker = self._medium if length < LONG_LENGTH else self._long
-        job = worker.submit(call)
+        job = self._worker(length).submit(call)
         try:
             async with asyncio.timeout(TIMEOUT):
                 return await asyncio.wrap_future(job)
@@ -84,6 +92,11 @@ class PreparationThreads:
                 f"the request's text of {length} characters was not tokenized within {TIMEOUT:g} s; "
                 "try again later, or send less text"
             ) from None
+
+    def _worker(self, length: int) -> _Worker:
+        if length <= INLINE_LENGTH:
+            return self._short
+        return self._medium if length < LONG_LENGTH else self._long
 
 
 class _Job(concurrent.futures.Future[T], Generic[T]):

@@ -47,7 +47,8 @@ class Session:
         # slow: meanwhile, an engine process imports torch
         from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 
-        self.requests = LiveRequests(client, read_tokenizer(model_path), config)
+        tokenizer = read_tokenizer(model_path, config.chat_template)
+        self.requests = LiveRequests(client, tokenizer, config)
         if isinstance(client, EngineSupervisor):
             client.watch_for(self.requests)
         if on_progress is not None:

@@ -1,5 +1,7 @@
 """Chat templates: a conversation to the text that the model was trained on, in a sandbox.
 
+Only `quire.models.template_process` renders: the sandbox does not limit time or memory.
+
 Templates are jinja2 with Hugging Face's additions: `raise_exception`, `strftime_now`, `tojson` without HTML
 escapes, loop controls, and `{% generation %}` blocks.
 """
@@ -20,7 +22,15 @@ import jinja2.sandbox
 from quire.errors import InvalidRequestError
 
 # What a template can raise over messages that it was not written for.
-_TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,  # too deep a recursion
+)
 
 
 class ChatTemplate:
@@ -37,7 +47,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except _TEMPLATE_FAULTS as error:
             raise InvalidRequestError(
                 f"the model's chat template is not valid jinja2: {error}; send a plain prompt instead",
                 param="messages",

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from quire.models.chat_template import ChatTemplate
+    from quire.models.template_renderer import TemplateRenderer
 
 _SAMPLE = (
     "The quick brown fox jumps over 13 lazy dogs, doesn't it?  Unbelievably, 3.14159 > 2,718 -- e.g. #42!\n\n"
@@ -28,6 +29,9 @@ _SHORT_TEXT = 2_000
 the library's threads, which may all be busy with long texts."""
 
 
+DEFAULT_LIMITS = ChatTemplateConfig()
+
+
 class Tokenizer:
     """A model's tokenizer.
 
@@ -37,6 +41,7 @@ class Tokenizer:
         eos_token_ids: ids that end a sequence.
         bos_token_id: id that starts one, if the model has it.
         chat_template: jinja2 text, if the model has a template.
+        template_limits: of the template.
     """
 
     def __init__(
@@ -47,12 +52,14 @@ class Tokenizer:
         eos_token_ids: Sequence[int],
         bos_token_id: int | None,
         chat_template: str | None,
+        template_limits: ChatTemplateConfig = DEFAULT_LIMITS,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self._chat_template_source = chat_template
+        self._template_limits = template_limits
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = bos_token_id
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -117,22 +124,39 @@ class Tokenizer:
     ) -> str:
         """Return a conversation as the text that the model was trained on.
 
-        Encode it with `add_special_tokens=False`: the template has put them in.
+        Encode it with `add_special_tokens=False`: the template has put them in. The call waits for another
+        process, which renders it.
 
         Raises:
-            InvalidRequestError: the model has no template, or its template refuses the messages.
+            InvalidRequestError: the model has no template, or its template refuses the messages or takes too
+                much time or memory for them.
+            RequestTimeoutError: the machine is too busy.
+            QueueFullError: no process can be started.
         """
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template_renderer.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def check_chat_template(self) -> None:
+        """Render a small conversation, so that later ones find a process.
+
+        Raises:
+            InvalidRequestError: as `apply_chat_template` does.
+        """
+        self.apply_chat_template([{"role": "user", "content": "Hello"}])
+
+    def close(self) -> None:
+        """End the processes that render the chat template; another conversation starts them again."""
+        if self._chat_template_source is not None:
+            self._template_renderer.close()
 
     @functools.cached_property
-    def _chat_template(self) -> ChatTemplate:
-        from quire.models.chat_template import ChatTemplate
+    def _template_renderer(self) -> TemplateRenderer:
+        from quire.models.template_renderer import TemplateRenderer
 
         if self._chat_template_source is None:
             raise InvalidRequestError(
                 "the model has no chat template; send a plain prompt instead", param="messages"
             )
-        return ChatTemplate(self._chat_template_source, self._special_tokens)
+        return TemplateRenderer(self._chat_template_source, self._special_tokens, self._template_limits)
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], str]:

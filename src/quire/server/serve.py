@@ -7,10 +7,12 @@ import contextlib
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from quire.config import ConnectionConfig, EngineConfig, ServerConfig
+from quire.errors import QuireError
 from quire.front.async_llm import AsyncLLM
 from quire.server.connections import raise_descriptor_limit
 from quire.server.listening import Listener, listener
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.types import ASGIApp
 
+    from quire.models.tokenizer import Tokenizer
     from quire.server.context import ServerContext
     from quire.server.http_server import HttpServer
 
@@ -51,6 +54,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     ):
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
         llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
+        threading.Thread(target=_try_chat_template, args=(llm.tokenizer,), daemon=True).start()
 
         from quire.server.app import create_app  # slow: meanwhile the engine process loads
 
@@ -61,6 +65,16 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
         stop = StopSignals(server_config.drain_timeout)
         uvloop.run(_serve_until_stopped(llm, make_app, listening, monitoring, stop))
+
+
+def _try_chat_template(tokenizer: Tokenizer) -> None:
+    """Start what renders the chat template, if the model has one; say so if that cannot be used."""
+    if not tokenizer.has_chat_template:
+        return
+    try:
+        tokenizer.check_chat_template()
+    except QuireError as error:
+        print(f"Warning: chat requests will be refused: {error}", file=sys.stderr, flush=True)
 
 
 def http_server(

@@ -8,6 +8,7 @@ from typing import Any
 
 import tokenizers
 
+from quire.config import ChatTemplateConfig
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.gguf.location import find_gguf
@@ -15,7 +16,7 @@ from quire.models.checkpoints.gguf.tokenizer import read_gguf_tokenizer
 from quire.models.checkpoints.json_files import read_json
 from quire.models.checkpoints.model_files import find_file, read_text
 from quire.models.checkpoints.special_ids import special_ids
-from quire.models.tokenizer import Tokenizer
+from quire.models.tokenizer import DEFAULT_LIMITS, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TEMPLATE_BYTES = 256 << 10  # the longest published ones have some 30 kB
@@ -25,16 +26,20 @@ _GGUF_TOKENS = ("bos", "eos", "eot", "eom", "unk", "pad")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path, template_limits: ChatTemplateConfig = DEFAULT_LIMITS) -> Tokenizer:
     """Read the `tokenizer.json` of a model directory, or of a GGUF file, and the settings that go with it.
 
     A GGUF file's own tokenizer is read only if there is no `tokenizer.json` beside it.
+
+    Args:
+        path: of the directory or the file.
+        template_limits: of the chat template.
 
     Raises:
         ModelError: there is no tokenizer, or it cannot be read.
     """
     gguf = find_gguf(path)
-    return _from_directory(path) if gguf is None else _from_gguf(gguf)
+    return _from_directory(path, template_limits) if gguf is None else _from_gguf(gguf, template_limits)
 
 
 def read_tokenizer_json(path: Path) -> str:
@@ -53,7 +58,7 @@ def read_tokenizer_json(path: Path) -> str:
     return text
 
 
-def _from_directory(path: Path) -> Tokenizer:
+def _from_directory(path: Path, template_limits: ChatTemplateConfig) -> Tokenizer:
     backend = _read_backend(path)
     settings = read_json(path / "tokenizer_config.json") or {}
     model_config = read_json(path / "config.json") or {}
@@ -77,10 +82,11 @@ def _from_directory(path: Path) -> Tokenizer:
         eos_token_ids=tuple(dict.fromkeys(eos_ids)),
         bos_token_id=next(iter(bos_ids), None),
         chat_template=_template_source(path, settings),
+        template_limits=template_limits,
     )
 
 
-def _from_gguf(path: Path) -> Tokenizer:
+def _from_gguf(path: Path, template_limits: ChatTemplateConfig) -> Tokenizer:
     file = GGUFFile(path)
     metadata = file.metadata
     tokens = file.entries("tokenizer.ggml.tokens", str)
@@ -101,6 +107,7 @@ def _from_gguf(path: Path) -> Tokenizer:
         eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"]])),
         bos_token_id=next(iter(ids["bos"]), None),
         chat_template=_checked_template(metadata.get("tokenizer.chat_template"), path),
+        template_limits=template_limits,
     )
 
 

@@ -1,0 +1,29 @@
+"""What a chat template may take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+
+from quire.config.fields import check_limits, config, knob
+
+
+@config
+class ChatTemplateConfig:
+    """Limits of the chat template, a program that comes with the model and runs in a process of its own."""
+
+    chat_template_timeout: Annotated[float, Gt(0), Le(3600)] = knob(
+        default=2.0,
+        unit="seconds",
+        help="Maximum computing time of the chat template for one conversation; one that takes longer is "
+        "refused.",
+    )
+    chat_template_memory: Annotated[int, Ge(16), Le(65536)] = knob(
+        default=256,
+        unit="MB",
+        help="Maximum memory, in MB (10^6 bytes), that the chat template may take for one conversation.",
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)

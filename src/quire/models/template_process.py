@@ -1,0 +1,71 @@
+"""The process that renders chat templates: `python -m quire.models.template_process`.
+
+Its parent is a `quire.models.template_renderer.TemplateRenderer`. Standard input has a `TemplateStart` and
+then conversations, one JSON document on each line. Standard output has a pair for each: the text, and what is
+wrong, one of them null. A conversation that takes too much time ends the process, and so may one that takes
+too much memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.errors import InvalidRequestError
+from quire.models.chat_template import ChatTemplate
+from quire.models.template_messages import MAX_ANSWER_BYTES, Conversation, TemplateStart
+
+
+def main() -> None:
+    """Render what standard input asks for, until it closes."""
+    start: TemplateStart = json.loads(sys.stdin.buffer.readline())
+    most = _num_bytes_mapped() + start["memory_bytes"]
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    templates: list[ChatTemplate] = []
+
+    def compile_template() -> str:
+        templates.append(ChatTemplate(start["source"], start["special_tokens"]))
+        return ""
+
+    _answer(compile_template, start)
+    while line := sys.stdin.buffer.readline():
+        _answer(lambda line=line: _rendered(templates[0], line), start)  # type: ignore[misc]
+
+
+def _rendered(template: ChatTemplate, line: bytes) -> str:
+    conversation: Conversation = json.loads(line)
+    return template.render(
+        conversation["messages"], add_generation_prompt=conversation["add_generation_prompt"]
+    )
+
+
+def _answer(call: Callable[[], str], start: TemplateStart) -> None:
+    """Write what a call returns or what is wrong, unless it takes too much; end if it took all memory."""
+    signal.setitimer(signal.ITIMER_PROF, start["cpu_seconds"])
+    try:
+        answer = json.dumps([call(), None]).encode()
+        if len(answer) >= MAX_ANSWER_BYTES:
+            too_long = f"its text has {len(answer)} bytes as JSON; the limit is {MAX_ANSWER_BYTES}"
+            answer = json.dumps([None, f"the model's chat template cannot be used: {too_long}"]).encode()
+    except InvalidRequestError as error:
+        answer = json.dumps([None, str(error)[:1000]]).encode()
+    except MemoryError:
+        os._exit(1)  # the parent knows what that means
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    sys.stdout.buffer.write(answer + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _num_bytes_mapped() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return pages * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
