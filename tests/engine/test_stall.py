@@ -14,7 +14,7 @@ from faulty_connector import FaultyConnector
 from quire.engine import loop as engine_loop
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
-from quire.engine.messages import EngineCoreRequest, Explain, Reply, StepOutputs
+from quire.engine.messages import EngineCoreRequest, Explain, Reply, Shutdown, StepOutputs
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.sampling_params import SamplingParams
 from quire.scheduling.admission_phase import AdmissionPhase
@@ -170,3 +170,33 @@ def test_each_sequence_is_explained_in_order(engine):
     assert isinstance(reply, Reply)
     assert reply.call_id == 7
     assert [text.split()[0] for text in reply.texts] == ["waiting", "not", "running:"]
+
+
+class SlowFront:
+    """A front that reads for a while, is behind for a while, and then ends the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.has_room = True
+        self.sent_before = 0
+        self.waits: list[int | None] = []
+        self._engine = engine
+        self._turns = iter([True, True, False, False, False, True])
+
+    def deliver(self, handle, *, wait) -> None:
+        self.waits.append(wait)
+        if not self.has_room:
+            assert wait is None, "it sleeps until the front has read"
+            assert len(self._engine.messages) == self.sent_before, "no step while the front is behind"
+        self.sent_before = len(self._engine.messages)
+        self.has_room = next(self._turns, None)
+        if self.has_room is None:
+            handle(Shutdown())
+
+
+def test_no_step_begins_while_the_front_is_behind(engine):
+    engine.add("a", max_tokens=50, ignore_eos=True)
+    front = SlowFront(engine)
+    engine.loop.run(front)
+    num_steps = sum(len(message.outputs) for message in engine.messages)
+    assert num_steps == 3 + 1, "a token for each turn with room, and the end"
+    assert len(front.waits) == 7

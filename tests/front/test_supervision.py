@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 
 import pytest
@@ -12,7 +13,7 @@ from quire.config import SupervisionConfig
 from quire.engine.messages import EngineInfo, ErrorInfo, Ready, Starting, StartupFailed, StepOutputs
 from quire.errors import CrashLoopError, EngineDeadError
 from quire.front import supervision
-from quire.front.supervision import EngineCrashed, EngineSupervisor
+from quire.front.supervision import LATE, EngineCrashed, EngineSupervisor
 from quire.scheduling.outputs import EngineCoreOutput
 
 INFO = EngineInfo("fake", 64, 100, 8, 16, 0, "float32", 0.0)
@@ -35,6 +36,8 @@ class FakeProcess:
         self.sent = []
         self.done = []
         self.death = ""
+        self.has_more = False
+        self.acknowledged_at = -math.inf
         self.message_fd, self._message_end = os.pipe()
         self.death_fd, self._death_end = os.pipe()
         self.started.append(self)
@@ -216,6 +219,39 @@ def test_an_engine_that_hangs_logs_its_stacks_and_is_killed(scene):
     [crashed] = one.supervisor.receive(0)
     assert "not finished a step for 7 s (watchdog_timeout)" in crashed.reason
     assert one.supervisor.num_hangs == 1
+
+
+def test_a_front_that_was_held_up_gives_the_engine_its_time_once_more(scene):
+    one = scene(watchdog_timeout=7)
+    one.hears(Ready(INFO))
+    one.waiting.waiting_since = one.now
+    one.pass_time(7 + LATE + 0.1)
+    assert one.process.done == [], "messages may still be on their way"
+    assert one.supervisor.next_due == one.now + 7
+    one.pass_time(6.9)
+    assert one.process.done == []
+    one.pass_time(LATE + 5)
+    assert one.process.done == ["stacks"], "a front that is always late notices it all the same"
+
+
+def test_after_each_sign_of_life_the_front_may_be_held_up_again(scene):
+    one = scene(watchdog_timeout=7)
+    one.hears(Ready(INFO))
+    for _ in range(3):
+        one.waiting.waiting_since = one.now
+        one.pass_time(100)
+        assert one.process.done == []
+
+
+def test_an_engine_that_had_to_wait_for_the_front_has_its_time_from_then_on(scene):
+    one = scene(watchdog_timeout=7)
+    one.hears(Ready(INFO))
+    one.waiting.waiting_since = one.now
+    one.process.acknowledged_at = one.now + 5
+    one.pass_time(7.5)
+    assert one.process.done == []
+    one.pass_time(4.5)
+    assert one.process.done == ["stacks"]
 
 
 def test_an_engine_that_never_gets_ready_is_killed(scene):

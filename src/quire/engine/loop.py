@@ -56,6 +56,10 @@ STALL_NOTICE = 1.0
 class MessageSource(Protocol):
     """Source of messages from the front."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the front keeps up with what is sent to it; if not, it sends a message when it has."""
+
     def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
         """Handle all messages that have arrived, waiting at most `wait` milliseconds for the first."""
 
@@ -88,7 +92,9 @@ class EngineLoop:
         self._stall_is_logged = False
 
     def run(self, messages: MessageSource) -> None:
-        """Handle messages and run steps until `Shutdown`; block only if there is nothing to do.
+        """Handle messages and run steps until `Shutdown`.
+
+        Blocks only if there is nothing to do, or until a front that is behind has caught up.
 
         Raises:
             EngineDeadError: a rank has failed.
@@ -98,7 +104,7 @@ class EngineLoop:
             messages.deliver(self.handle, wait=wait)
             self.core.raise_rank_failure()
             wait = None
-            if not self.stopped and self.has_work():
+            if not self.stopped and self.has_work() and messages.has_room:
                 wait = 0 if self.step_and_send() else math.ceil(self.stall_wait * 1000)
 
     def has_work(self) -> bool:

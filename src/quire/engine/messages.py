@@ -169,6 +169,12 @@ class RestoreKV(msgspec.Struct, tag=9, array_like=True, gc=False):
     cache_salt: str = ""
 
 
+class Acknowledge(msgspec.Struct, tag=10, array_like=True, gc=False):
+    """The front has processed messages of so many bytes, see `OutputWindow`."""
+
+    num_bytes: int
+
+
 ToEngine = (
     EngineCoreRequest
     | AbortRequests
@@ -179,6 +185,7 @@ ToEngine = (
     | Explain
     | SaveKV
     | RestoreKV
+    | Acknowledge
 )
 
 

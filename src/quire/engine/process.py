@@ -29,6 +29,7 @@ import zmq
 
 from quire.engine.messages import (
     STACKS_SIGNAL,
+    Acknowledge,
     EngineFailed,
     EngineStart,
     ErrorInfo,
@@ -44,6 +45,7 @@ from quire.engine.messages import (
     input_address,
     output_address,
 )
+from quire.engine.output_window import OutputWindow
 from quire.errors import EngineDeadError
 
 if TYPE_CHECKING:
@@ -71,6 +73,12 @@ class Connection:
         self._output.connect(output_address(directory))
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)
+        self._window = OutputWindow()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the front keeps up with what is sent."""
+        return self._window.has_room
 
     def wake_on(self, descriptor: int) -> None:
         """Let `deliver` end its wait, too, when `descriptor` becomes readable."""
@@ -78,7 +86,9 @@ class Connection:
 
     def send(self, message: FromEngine) -> None:
         """Queue `message` for the front; never blocks."""
-        self._output.send(encode(message))
+        data = encode(message)
+        self._window.note_sent(data)
+        self._output.send(data)
 
     def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
         """Handle all messages that have arrived, waiting at most `wait` milliseconds for the first."""
@@ -88,7 +98,11 @@ class Connection:
                 data = self._input.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            handle(decode_to_engine(data))
+            message = decode_to_engine(data)
+            if isinstance(message, Acknowledge):
+                self._window.note_processed(message.num_bytes)
+            else:
+                handle(message)
 
     def close(self) -> None:
         """Send all queued messages and close the sockets."""

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine.messages import (
     STACKS_SIGNAL,
+    Acknowledge,
     EngineFailed,
     EngineStart,
     FromEngine,
@@ -33,10 +35,17 @@ from quire.engine.messages import (
     input_address,
     output_address,
 )
+from quire.engine.output_window import Acknowledgements
 from quire.errors import EngineDeadError
 
 STARTUP_FAILURE_TIMEOUT = 200
 """Milliseconds to wait for the last messages of an engine process that ended before it was ready."""
+
+MAX_RECEIVED = 64
+"""Messages that are decoded at once."""
+
+MAX_RECEIVED_BYTES = 2**18
+"""Bytes of messages that are decoded at once, the last of them not counted."""
 
 SHUTDOWN_TIMEOUT = 5.0
 """Seconds after which an engine process that has been told to end is killed."""
@@ -45,11 +54,15 @@ SHUTDOWN_TIMEOUT = 5.0
 class EngineProcess:
     """An engine in its own process, which ends when this process ends.
 
-    Not thread-safe.
+    The engine begins no step while this process is behind: see `OutputWindow`. Not thread-safe.
 
     Args:
         config: of the engine.
         model_path: directory of the model that `config.model` names.
+
+    Attributes:
+        has_more: whether more messages may be there already than `receive` has returned.
+        acknowledged_at: when, on the monotonic clock, messages were acknowledged last.
     """
 
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
@@ -57,6 +70,9 @@ class EngineProcess:
         start = encode_start(
             EngineStart(config=config, model_path=str(model_path), module_path=list(sys.path))
         )
+        self.has_more = False
+        self.acknowledged_at = -math.inf
+        self._acknowledgements = Acknowledgements()
         self._ready = False
         self._failure = ""
         context = zmq.Context(io_threads=1)
@@ -95,7 +111,10 @@ class EngineProcess:
                 self._input.send(encode(message), zmq.NOBLOCK)
 
     def receive(self, timeout: float | None) -> list[FromEngine]:
-        """Return all messages that have arrived, waiting at most `timeout` seconds for the first.
+        """Return messages that have arrived, waiting at most `timeout` seconds for the first.
+
+        All that were returned before count as processed. At most `MAX_RECEIVED` are returned, or so many
+        that they have `MAX_RECEIVED_BYTES`; then `has_more` is set.
 
         Args:
             timeout: None: wait indefinitely.
@@ -105,6 +124,7 @@ class EngineProcess:
         """
         if not self._finalizer.alive:
             raise EngineDeadError("the engine has been shut down")
+        self._acknowledge()
         messages = self._drain()
         if messages:
             return messages
@@ -147,13 +167,26 @@ class EngineProcess:
             self._process.stdin.write(start)
             self._process.stdin.flush()
 
+    def _acknowledge(self) -> None:
+        """Tell the engine what has been processed, if that has become much."""
+        if num_bytes := self._acknowledgements.take_processed():
+            self.acknowledged_at = time.monotonic()
+            self.send(Acknowledge(num_bytes))
+
     def _drain(self) -> list[FromEngine]:
         messages: list[FromEngine] = []
-        while True:
+        num_received = num_bytes = 0
+        self.has_more = True
+        while num_received < MAX_RECEIVED and num_bytes < MAX_RECEIVED_BYTES:
             try:
-                message = decode_from_engine(self._output.recv(zmq.NOBLOCK))
+                data = self._output.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return messages
+                self.has_more = False
+                break
+            num_received += 1
+            num_bytes += len(data)
+            self._acknowledgements.note_received(data)
+            message = decode_from_engine(data)
             if isinstance(message, Starting):
                 shutil.rmtree(self._directory, ignore_errors=True)  # both sockets are connected
             self._ready = self._ready or isinstance(message, Ready)
@@ -161,6 +194,7 @@ class EngineProcess:
                 self._failure = message.reason
             else:
                 messages.append(message)
+        return messages
 
     def _describe_exit(self) -> str:
         if self._failure:

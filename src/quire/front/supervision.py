@@ -28,6 +28,9 @@ LONGEST_BACKOFF = 10.0
 STACKS_TIME = 0.5
 """Seconds that an engine that hangs has to log its stacks before it is killed."""
 
+LATE = 1.0
+"""Seconds by which the front looks too late after an engine that is overdue, if it was held up itself."""
+
 START_PATIENCE = 10
 """An engine that starts may be silent for so many times the time that a step may take."""
 
@@ -114,6 +117,7 @@ class EngineSupervisor:
         self._last_message = read_clock()
         self._start_at: float | None = None  # of the next engine, while there is none
         self._kill_at: float | None = None  # of an engine that hangs
+        self._extension: tuple[float, float] | None = None  # (when it was due, when it is due instead)
         self._reason = ""  # why the engine ends, if that is known before it does
         self._events = select.epoll()
         self._process: EngineProcess | None = EngineProcess(config, model_path)
@@ -125,11 +129,16 @@ class EngineSupervisor:
         return self._events.fileno()
 
     @property
+    def has_more(self) -> bool:
+        """Whether more messages may be there already than `receive` has returned."""
+        return self._process is not None and self._process.has_more
+
+    @property
     def next_due(self) -> float | None:
         """When, by the clock, `receive` is to be called even if nothing has arrived; None: never."""
         if self._process is None:
             return self._start_at
-        return self._kill_at if self._kill_at is not None else self._hangs_at()
+        return self._kill_at if self._kill_at is not None else self._overdue_at()
 
     def watch_for(self, served: Served) -> None:
         """Take the engine for hung when it lets `served` wait for too long.
@@ -228,7 +237,7 @@ class EngineSupervisor:
         for descriptor in (process.message_fd, process.death_fd):
             self._events.unregister(descriptor)
         self._process = None
-        self._is_ready, self._kill_at, self._reason = False, None, ""
+        self._is_ready, self._kill_at, self._extension, self._reason = False, None, None, ""
         process.close(timeout)
 
     # -- messages and hangs --------------------------------------------------------------------------------
@@ -256,7 +265,29 @@ class EngineSupervisor:
             return self._last_message + START_PATIENCE * limit
         served = self._served()
         since = None if served is None else served.waiting_since
-        return None if since is None else since + limit
+        if since is None or self._process is None:
+            return None
+        return max(since, self._process.acknowledged_at) + limit  # before that it may have had to wait
+
+    def _overdue_at(self) -> float | None:
+        """Return `_hangs_at()`, or the later time that takes its place."""
+        due = self._hangs_at()
+        if self._extension is not None and self._extension[0] == due:
+            return self._extension[1]
+        return due
+
+    def _was_held_up(self, now: float) -> bool:
+        """Whether this process looks so late that it was stopped or blocked; then the engine gets more time.
+
+        Its messages may have come meanwhile, or it has waited until its messages would be read. Only once: an
+        engine that hangs is noticed also by a process that is always late.
+        """
+        due = self._hangs_at()
+        is_extended = self._extension is not None and self._extension[0] == due
+        if due is None or now - due <= LATE or is_extended:
+            return False
+        self._extension = (due, now + self._config.supervision.watchdog_timeout)
+        return True
 
     def _end_if_hung(self, process: EngineProcess) -> None:
         now = self._read_clock()
@@ -265,8 +296,8 @@ class EngineSupervisor:
                 process.kill()
                 self._kill_at = now + SHUTDOWN_TIMEOUT  # until its death is noticed
             return
-        due = self._hangs_at()
-        if due is None or now < due:
+        due = self._overdue_at()
+        if due is None or now < due or self._was_held_up(now):
             return
         self.num_hangs += 1
         self._kill_at = now + STACKS_TIME
