@@ -16,9 +16,11 @@ from quire.engine.messages import (
     Reply,
     StepOutputs,
 )
-from quire.errors import EngineDeadError, RequestQuarantinedError, RequestTimeoutError
+from quire.errors import EngineDeadError, QueueFullError, RequestQuarantinedError, RequestTimeoutError
 from quire.front import input_processor, live_requests, resumption
+from quire.front.held_requests import START_TIME
 from quire.front.live_requests import DEADLINE_GRACE, LiveRequests
+from quire.front.message_backlog import MAX_OUTPUTS
 from quire.front.supervision import EngineCrashed
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.status import FinishReason
@@ -266,3 +268,62 @@ def test_the_end_of_all_engines_ends_all_requests(scene):
     assert isinstance(state.failure, EngineDeadError)
     with pytest.raises(EngineDeadError, match="no more"):
         scene.submit("b")
+
+
+def test_requests_that_come_while_there_is_no_engine_are_bounded(monkeypatch):
+    scene = Scene(monkeypatch, max_num_queued_reqs=3, max_num_queued_tokens=9)
+    running = [scene.submit(f"running {index}", max_tokens=9) for index in range(3)]
+    scene.hear(EngineCrashed("it was killed"))
+    first = scene.submit("first", max_tokens=9)
+    second = scene.submit("second", n=2, max_tokens=9)
+    refused = scene.submit("third", max_tokens=9)
+    assert isinstance(refused.failure, QueueFullError)
+    assert "at most max_num_queued_reqs 3 sequences" in str(refused.failure)
+    assert refused.failure.retry_after == START_TIME
+    assert not any(state.failure for state in (*running, first, second))
+    scene.requests.discard(second)
+    third = scene.submit("third", max_tokens=9)
+    assert third.failure is None, "the room of one that has left is free"
+    scene.client.sent.clear()
+    scene.hear(Ready(INFO))
+    assert len(scene.client.sent) == 3, "the new ones, and the first suspect"
+    assert scene.submit("fourth", max_tokens=9).failure is None, "the engine counts by itself"
+
+
+def test_tokens_that_wait_for_an_engine_are_bounded_but_one_request_always_may(monkeypatch):
+    scene = Scene(monkeypatch, max_num_queued_tokens=2)
+    scene.hear(EngineCrashed("it was killed"))
+    assert scene.submit("first", max_tokens=9).failure is None
+    assert "at most max_num_queued_tokens 2 tokens" in str(scene.submit("second", max_tokens=9).failure)
+
+
+def test_more_than_can_run_and_wait_is_refused_before_the_engine_sees_it(monkeypatch):
+    scene = Scene(monkeypatch, max_num_seqs=2, max_num_queued_reqs=4)
+    states = [scene.submit(f"{index}", n=2, max_tokens=9) for index in range(3)]
+    sent = len(scene.client.sent)
+    refused = scene.submit("more", max_tokens=9)
+    assert "6 sequences are unfinished" in str(refused.failure)
+    assert len(scene.client.sent) == sent
+    scene.output(states[0], 5, reason=FinishReason.LENGTH)
+    assert scene.submit("more", max_tokens=9).failure is None
+
+
+def test_a_beam_search_waits_as_one_sequence(monkeypatch):
+    scene = Scene(monkeypatch, max_num_seqs=2, max_num_queued_reqs=2)
+    searches = [scene.submit(f"{index}", n=2, beam_width=2, max_tokens=9) for index in range(4)]
+    assert not any(state.failure for state in searches)
+    assert scene.submit("more", n=2, beam_width=2, max_tokens=9).failure is not None
+
+
+def test_a_burst_of_outputs_is_processed_in_turns(monkeypatch):
+    scene = Scene(monkeypatch, max_num_queued_reqs=1000)
+    states = [scene.submit(f"{index}", n=8, max_tokens=9) for index in range(100)]
+    names = [name for state in states for name in state.live_sequence_ids]
+    outputs = [EngineCoreOutput(name, [5], finish_reason=FinishReason.LENGTH) for name in names]
+    scene.client.said.append(StepOutputs(outputs, SchedulerStats()))
+    num_left = [len(names)]
+    while scene.requests.receive_some():
+        num_left.append(scene.requests.outputs.num_sequences)
+        assert 0 < num_left[-2] - num_left[-1] <= MAX_OUTPUTS
+    assert scene.requests.outputs.num_sequences == 0
+    assert all(state.finished for state in states)

@@ -77,6 +77,7 @@ class AsyncLLM:
         self._engine.watch_for(self._requests)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._next_turn: asyncio.Handle | None = None  # of work that is left
         self._changed = asyncio.Event()
         self._closing = False
 
@@ -337,27 +338,35 @@ class AsyncLLM:
         loop.call_soon(self._on_event)  # messages that arrived before
 
     def _detach(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for handle in (self._timer, self._next_turn):
+            if handle is not None:
+                handle.cancel()
+        self._timer = self._next_turn = None
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._engine.event_fd)
         self._loop = None
 
     def _on_event(self) -> None:
-        """Process the messages that have arrived, and do what is due."""
+        """Process messages that have arrived, for a turn, and do what is due."""
         if self._loop is None:
             return
+        is_more = False
         try:
-            self._requests.receive(0)
+            is_more = self._requests.receive_some() or self._engine.has_more
         except Exception as error:  # what came with it is lost: without an end, some would wait for ever
             logger.exception("a message of the engine could not be processed; the engine ends")
             self._requests.fail(EngineDeadError(f"a message of the engine could not be processed: {error!r}"))
         if self._requests.failure is not None:
             self._detach()
             self._engine.close()
+        elif is_more and self._next_turn is None:
+            self._next_turn = self._loop.call_soon(self._on_next_turn)
         self._set_timer()
         self._notify_waiters()
+
+    def _on_next_turn(self) -> None:
+        self._next_turn = None
+        self._on_event()
 
     def _set_timer(self) -> None:
         """Have `_on_event` called when something is due, even if no message arrives until then."""

@@ -25,7 +25,9 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.errors import EngineDeadError, QuireError, RequestTimeoutError
+from quire.front.held_requests import HeldRequests
 from quire.front.input_processor import InputProcessor, ProcessedRequest
+from quire.front.message_backlog import OUTPUTS_AT_ONCE, MessageBacklog, Turn
 from quire.front.output_processor import OutputProcessor, RequestState
 from quire.front.resumption import Resumption, deadline_of, failed_outputs
 from quire.front.supervision import EngineCrashed
@@ -91,6 +93,8 @@ class LiveRequests:
         self._inputs: InputProcessor | None = None
         self._call_ids = itertools.count()
         self._calls: dict[int, Callable[[Reply], None]] = {}
+        self._held = HeldRequests(self.outputs, config.scheduler)
+        self._backlog = MessageBacklog()
 
     @property
     def has_started(self) -> bool:
@@ -133,20 +137,26 @@ class LiveRequests:
     def submit(
         self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None
     ) -> RequestState:
-        """Register a request and send it to the engine.
+        """Register a request and send it to the engine; if the front has no room for it, it fails at once.
 
         Raises:
             DuplicateRequestError: its id is in use.
             EngineDeadError: the engine has ended.
         """
         self.raise_failure()
+        refusal = self._held.refusal(processed, has_engine=self.is_ready)
         self._note_work()
         state = self.outputs.add(processed, on_update)
+        if refusal is not None:
+            self.outputs.refuse(state.live_sequence_ids[:1], refusal)
+            return state
         self._next_deadline = min(self._next_deadline, self._deadline_of(state))
         try:
             if self.is_ready:
                 state.is_sent = True
                 self.client.send(processed.core_request)
+            else:
+                self._held.hold(processed)
         except BaseException:  # includes Ctrl-C: the caller gets no state to discard
             self.discard(state)
             raise
@@ -155,6 +165,7 @@ class LiveRequests:
     def discard(self, state: RequestState) -> None:
         """Abort a request that has no caller any more; has no effect if it has ended."""
         live = self.outputs.remove(state)
+        self._held.forget(state.processed)
         if live and state.is_sent:
             self.client.send(AbortRequests(live))
 
@@ -204,7 +215,7 @@ class LiveRequests:
         return self._next_deadline if due is None else min(due, self._next_deadline)
 
     def receive(self, timeout: float | None) -> None:
-        """Process the engine's messages, waiting at most `timeout` seconds (None: indefinitely).
+        """Process the engine's messages, waiting at most `timeout` seconds (None: indefinitely) for them.
 
         It also returns when `next_due` has come, and does what is due then. If the engine has ended, every
         live request fails and `failure` is set.
@@ -213,15 +224,25 @@ class LiveRequests:
         if due is not None and timeout != 0:
             wait = max(0.0, due - time.monotonic())
             timeout = wait if timeout is None else min(wait, timeout)
-        try:
-            messages = self.client.receive(timeout)
-        except EngineDeadError as error:
-            self.fail(error)
-            return
-        for message in messages:
+        self._fetch(0 if self._backlog else timeout)
+        while self._backlog:
+            self._dispatch(self._backlog.take())
+        self._end_turn()
+
+    def receive_some(self) -> bool:
+        """Process messages that have arrived, as much as others can wait for; return whether any are left.
+
+        In all else it is like `receive(0)`.
+        """
+        if not self._backlog:
+            self._fetch(0)
+        turn = Turn()
+        while self._backlog and not turn.is_over:
+            message = self._backlog.take(OUTPUTS_AT_ONCE)
+            turn.note(message)
             self._dispatch(message)
-        self.resumption.advance()
-        self._check_deadlines()
+        self._end_turn()
+        return bool(self._backlog)
 
     def close(self) -> None:
         """Shut the engine down; live requests fail with `EngineDeadError`."""
@@ -236,7 +257,19 @@ class LiveRequests:
             self.failure = failure
         self.is_ready = False
         self._calls.clear()
+        self._backlog.clear()
         self.outputs.fail_all(self.failure)
+
+    def _fetch(self, timeout: float | None) -> None:
+        try:
+            self._backlog.extend(self.client.receive(timeout))
+        except EngineDeadError as error:
+            self.fail(error)
+
+    def _end_turn(self) -> None:
+        if self.failure is None:
+            self.resumption.advance()
+            self._check_deadlines()
 
     def _check_deadlines(self) -> None:
         """End the requests that the engine should have ended because they have timed out."""
@@ -286,6 +319,7 @@ class LiveRequests:
             self._inputs.info = info
         self.is_ready = True
         self.last_step_time = time.monotonic()
+        self._held.release()
         self.resumption.begin()
 
     def _dispatch(self, message: FromEngine | EngineCrashed) -> None:

@@ -256,6 +256,17 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that have not ended, each beam of a search counted."""
+        return len(self._sequences)
+
+    @property
+    def num_queued_sequences(self) -> int:
+        """Number of sequences in the scheduler that have not ended: a beam search is one."""
+        searches = (state for state in self._requests.values() if state.processed.params.beam_width)
+        return self.num_sequences - sum(len(state.live_completions) - 1 for state in searches)
+
     def live_requests(self, request_id: str | None = None) -> list[RequestState]:
         """Return the live request with this id, if there is one; None: all, in the order of arrival."""
         if request_id is None:
@@ -272,7 +283,7 @@ class OutputProcessor:
         return self._requests.get(request_id)
 
     def add(self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None) -> RequestState:
-        """Add a request; `on_update` is called when it has changed, at most once per step.
+        """Add a request; `on_update` is called when it has changed.
 
         Raises:
             DuplicateRequestError: its id is in use.

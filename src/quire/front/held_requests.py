@@ -1,0 +1,92 @@
+"""How many requests the front takes that no engine has admitted: while it is busy, or another starts."""
+
+from __future__ import annotations
+
+from quire.config import SchedulerConfig
+from quire.errors import QueueFullError
+from quire.front.input_processor import ProcessedRequest
+from quire.front.output_processor import OutputProcessor
+
+START_TIME = 5.0
+"""Seconds that a new engine takes, about: when those that are refused may try again."""
+
+
+class HeldRequests:
+    """The requests that came while there was no engine, and the bounds of the scheduler's queue for them.
+
+    Args:
+        outputs: the live requests.
+        config: has the bounds.
+    """
+
+    def __init__(self, outputs: OutputProcessor, config: SchedulerConfig) -> None:
+        self._outputs = outputs
+        self._config = config
+        self._held: dict[str, ProcessedRequest] = {}
+        self._num_sequences = 0
+        self._num_tokens = 0
+
+    def hold(self, processed: ProcessedRequest) -> None:
+        """Count a request that waits for the next engine."""
+        self._held[processed.request_id] = processed
+        self._num_sequences += _num_sequences(processed)
+        self._num_tokens += _num_tokens(processed)
+
+    def forget(self, processed: ProcessedRequest) -> None:
+        """Count a request no more; has no effect if it does not wait."""
+        if self._held.get(processed.request_id) is processed:
+            del self._held[processed.request_id]
+            self._num_sequences -= _num_sequences(processed)
+            self._num_tokens -= _num_tokens(processed)
+
+    def release(self) -> None:
+        """Forget all: an engine has them, and counts by itself."""
+        self._held.clear()
+        self._num_sequences = self._num_tokens = 0
+
+    def refusal(self, processed: ProcessedRequest, *, has_engine: bool) -> QueueFullError | None:
+        """Return why there is no room for one more request; None if there is.
+
+        For one that never fits, the engine has a better reason.
+        """
+        if _num_sequences(processed) > self._config.max_num_queued_reqs:
+            return None
+        return self._refusal_of_live(processed) if has_engine else self._refusal_of_held(processed)
+
+    def _refusal_of_live(self, processed: ProcessedRequest) -> QueueFullError | None:
+        """Refuse what the engine would refuse as soon as it looked: more than can run and wait together."""
+        config, num_new = self._config, _num_sequences(processed)
+        limit = config.max_num_seqs + config.max_num_queued_reqs
+        if self._outputs.num_sequences + num_new <= limit:
+            return None
+        num_live = self._outputs.num_queued_sequences
+        if num_live + num_new <= limit:
+            return None
+        return QueueFullError(
+            f"{num_live} sequences are unfinished and the request has {num_new}; at most max_num_seqs "
+            f"{config.max_num_seqs} can run and max_num_queued_reqs {config.max_num_queued_reqs} wait"
+        )
+
+    def _refusal_of_held(self, processed: ProcessedRequest) -> QueueFullError | None:
+        config = self._config
+        num_sequences = self._num_sequences + _num_sequences(processed)
+        num_tokens = self._num_tokens + _num_tokens(processed)
+        if num_sequences > config.max_num_queued_reqs:
+            bound = f"at most max_num_queued_reqs {config.max_num_queued_reqs} sequences"
+        elif self._held and num_tokens > config.max_num_queued_tokens:  # there is always room for one
+            bound = f"at most max_num_queued_tokens {config.max_num_queued_tokens} tokens"
+        else:
+            return None
+        return QueueFullError(
+            f"the engine is being started again; with this request, {num_sequences} sequences of "
+            f"{num_tokens} tokens would wait for it, and {bound} can",
+            retry_after=START_TIME,
+        )
+
+
+def _num_sequences(processed: ProcessedRequest) -> int:
+    return len(processed.core_request.queued_sequence_ids)
+
+
+def _num_tokens(processed: ProcessedRequest) -> int:
+    return _num_sequences(processed) * len(processed.core_request.prompt_token_ids)
