@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -26,6 +27,9 @@ from quire.server.responses import (
     sse_event,
 )
 from quire.server.streaming import event_stream, unless_disconnected
+
+PROMPTS_PER_TURN = 32
+"""Prompts whose part of the answer is made in one turn of the event loop."""
 
 BodyT = TypeVar("BodyT", bound=GenerationRequest)
 
@@ -113,11 +117,12 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             async for prompt_index, output in outputs:
                 final[prompt_index] = output
         ordered = [final[index] for index in sorted(final)]
-        choices = [
-            self._choice(prompt_index, output, completion)
-            for prompt_index, output in enumerate(ordered)
-            for completion in sorted(output.outputs, key=lambda completion: completion.index)
-        ]
+        choices: list[Any] = []
+        for prompt_index, output in enumerate(ordered):
+            completions = sorted(output.outputs, key=lambda completion: completion.index)
+            choices += [self._choice(prompt_index, output, completion) for completion in completions]
+            if prompt_index % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
+                await asyncio.sleep(0)
         return self.answer_type(
             choices=choices,
             usage=self._usage(ordered),

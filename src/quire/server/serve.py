@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
 import sys
@@ -121,6 +122,7 @@ async def _serve_until_stopped(
         try:
             if await finished_unless_set(stop.graceful, llm.wait_until_ready()):
                 app = make_app()
+                gc.freeze()  # objects alive now stay: collections, which hold up everybody, can skip them
                 async with listening.with_current_certificate(), _monitored(app.state.context, monitoring):
                     await _serve_engine(app, listening, stop)
         finally:
