@@ -27,12 +27,14 @@ INTRODUCTION = """\
 
 Every setting of Quire is a field of one of these classes: a keyword argument in Python, a flag on the command
 line. `SchedulerConfig(max_num_seqs=8)` is `--max-num-seqs 8`. An unknown name is an error, which suggests the
-nearest known name. Quire has no environment variables.
+nearest known name. Of the environment, `quire serve` and `quire route` read `QUIRE_API_KEY`,
+`QUIRE_API_KEYS_FILE` and `QUIRE_ENGINE_API_KEY`, if their flags are not given.
 
 - `LLM(model, **options)` and `AsyncLLM(EngineConfig(...))` take the fields of `EngineConfig` and its parts.
 - Every command that runs a model has these as flags. `quire serve` adds those of `ServerConfig`,
   `ConnectionConfig` and `EdgeConfig`;
   `quire generate` and `quire chat` add those of `SamplingParams`, with a default temperature of 0.
+- The fields of `TenantConfig` stand in the file of `--api-keys-file` ([tenants.md](tenants.md)).
 - `quire route` has those of `RouterConfig` and `EdgeConfig` only ([serving-split.md](serving-split.md)).
 - `WorkloadConfig`, `ArrivalConfig`, `TargetConfig` and `LatencyConfig` are for `quire bench`
   ([bench.md](bench.md)).

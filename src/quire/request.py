@@ -24,6 +24,7 @@ class Request:
         client_index: which client the outputs go to.
         cache_salt: requests share prefix-cache blocks only with requests of the same salt.
         tenant: whose share of the machine it uses, under the fair policy.
+        tenant_weight: how large that share is, relative to others'.
         timeout: seconds from arrival to its end; None: `SchedulerConfig.request_timeout`.
         queue_timeout: seconds from arrival until it first runs; None: `SchedulerConfig.queue_timeout`.
         pin_prefix: seconds for which its prompt's blocks stay in the prefix cache, even if others want them.
@@ -43,7 +44,7 @@ class Request:
         "is_known_to_runner", "is_resumed", "kv_load_failed", "kv_transfer_params", "num_cached_tokens",
         "num_computed_tokens", "output_token_ids", "pin_prefix", "priority", "prompt_array",
         "queue_timeout", "request_id", "sampling_params", "shares_prompt_with", "status", "stop_reason",
-        "tenant", "timeout",
+        "tenant", "tenant_weight", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +58,7 @@ class Request:
         client_index: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        tenant_weight: float = 1.0,
         timeout: float | None = None,
         queue_timeout: float | None = None,
         pin_prefix: float = 0.0,
@@ -77,6 +79,7 @@ class Request:
         self.client_index = client_index
         self.cache_salt = cache_salt
         self.tenant = tenant
+        self.tenant_weight = tenant_weight
         self.timeout = timeout
         self.queue_timeout = queue_timeout
         self.pin_prefix = pin_prefix

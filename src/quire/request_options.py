@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Mapping
 from typing import Annotated
 
-from annotated_types import Ge, Le, MaxLen
+from annotated_types import Ge, Gt, Le, MaxLen
 
 from quire.config import config, knob
 from quire.errors import InvalidRequestError
 from quire.limits import violation
 
 ShortText = Annotated[str, MaxLen(256)]
+TenantWeight = Annotated[float, Gt(0), Le(1000)]
 Seconds = Annotated[float, Ge(0), Le(10**9)]
 KVTransferValue = ShortText | bool | Annotated[int, Ge(-(2**63)), Le(2**63 - 1)]
 KVTransferParams = Annotated[Mapping[ShortText, KVTransferValue], MaxLen(16)]
@@ -29,6 +30,9 @@ class RequestOptions:
         default="", help="Prefix-cache blocks are shared only between requests with the same salt."
     )
     tenant: ShortText = knob(default="", help="Whose share the request counts towards with the fair policy.")
+    tenant_weight: TenantWeight = knob(
+        default=1.0, help="Share of the request's tenant with the fair policy, relative to others'."
+    )
     timeout: Seconds | None = knob(
         default=None,
         unit="seconds",

@@ -86,6 +86,17 @@ async def test_engines_get_the_clients_key_or_their_own(routed, engine, engine_a
     assert engine.seen[0].headers["authorization"] == sent
 
 
+async def test_clients_keys_are_passed_on_and_do_not_change_engines(routed, engine):
+    http, _ = await routed(engine=[engine], engine_api_key="theirs", pass_client_keys=True)
+    for headers in ({"Authorization": "Bearer mine"}, {"X-Api-Key": "mine"}):
+        await http.post("/v1/completions", json=BODY, headers=headers)
+        assert set(headers.items()) <= {
+            (name.title(), value) for name, value in engine.seen[-1].headers.items()
+        }
+    assert (await http.get("/route/engines", headers={"Authorization": "Bearer mine"})).status_code == 401
+    assert (await http.get("/route/engines", headers={"Authorization": "Bearer theirs"})).is_success
+
+
 async def test_engines_are_added_drained_and_removed(routed):
     first, second = FakeEngine(), FakeEngine()
     http, router = await routed(engine=[first])

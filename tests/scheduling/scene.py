@@ -164,8 +164,8 @@ class Scene:
 
 
 _REQUEST_FIELDS = (
-    "priority", "client_index", "tenant", "timeout", "queue_timeout", "pin_prefix", "shares_prompt_with",
-    "kv_transfer_params", "beam_sequence_ids",
+    "priority", "client_index", "tenant", "tenant_weight", "timeout", "queue_timeout", "pin_prefix",
+    "shares_prompt_with", "kv_transfer_params", "beam_sequence_ids",
 )  # fmt: skip
 
 MODULUS = 5

@@ -114,6 +114,25 @@ def test_tenants_with_work_waiting_get_the_same_service(seed):
     assert first_come_gap > 5 * bound
 
 
+@pytest.mark.parametrize("num_users", [1, 40])
+def test_service_is_in_proportion_to_weights_however_many_requests_wait(num_users):
+    rng, arrivals = random.Random(num_users), Arrivals()
+    order, queue = build()
+    for tenant, weight, count in (("light", 1.0, 1200 * num_users), ("heavy", 3.0, 1200)):
+        for _ in range(count):
+            queue.push(arrivals.request(rng.randint(1, 60), tenant=tenant, tenant_weight=weight))
+    served, most = {"light": 0.0, "heavy": 0.0}, 0
+    for _ in range(1000):
+        head = queue.head()
+        queue.remove(head.request_id)
+        order.admitted(head)
+        order.left(run_to(head, rng.randint(1, 60), STOPPED))
+        cost = head.num_prompt_tokens + 2 * len(head.output_token_ids)
+        served[head.tenant] += cost
+        most = max(most, cost)
+    assert abs(served["light"] - served["heavy"] / 3) <= 2 * most
+
+
 def test_who_was_away_has_not_saved_up():
     order, queue = build()
     arrivals = Arrivals()

@@ -359,6 +359,14 @@ async def test_api_key_missing_or_wrong(locked, header):
         assert response.headers["www-authenticate"] == "Bearer"
 
 
+async def test_any_of_several_api_keys(llm):
+    app = create_app(llm, ServerConfig(api_key="first  second"))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for key, status in (("first", 200), ("second", 200), ("first second", 401)):
+            assert (await client.get("/v1/models", headers={"x-api-key": key})).status_code == status
+
+
 async def test_api_key_right_and_open_paths(locked):
     assert (await locked.get("/v1/models", headers={"Authorization": "Bearer söcret".encode()})).is_success
     assert (await locked.get("/v1/models", headers={"x-api-key": "söcret".encode()})).is_success

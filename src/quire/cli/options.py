@@ -35,6 +35,7 @@ from quire.config import (
     SparseAttentionConfig,
     SpeculationConfig,
     SupervisionConfig,
+    TenantConfig,
 )
 from quire.errors import QuireError
 from quire.limits import Limits, limits_of
@@ -55,6 +56,7 @@ PANELS: dict[type, str] = {
     SamplingParams: "Sampling",
     RequestOptions: "Scheduling of the request",
     ServerConfig: "HTTP server",
+    TenantConfig: "Tenant in the key file",
     RouterConfig: "Router",
     EdgeConfig: "How clients reach the server",
     ConnectionConfig: "Connections",
@@ -190,7 +192,7 @@ def _parameter(
     elif field.name in SHORT_FLAGS:
         info = typer.Option(flag_name(field.name), SHORT_FLAGS[field.name], **described)
     else:
-        info = typer.Option(**described)
+        info = typer.Option(envvar=field.metadata.get("environment_variable") or None, **described)
     annotation = flag.annotation | None if limits.is_optional else flag.annotation
     return inspect.Parameter(
         parameter_name(owner.__name__, field.name),

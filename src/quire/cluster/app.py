@@ -14,9 +14,10 @@ from quire.cluster.engines import DECODERS, EngineState
 from quire.cluster.engines_endpoint import change_engine, list_engines, remove_engine
 from quire.cluster.relay import STOPPING
 from quire.cluster.router import Router
+from quire.server.api_keys import digests_of, key_digest, key_refusal, presented_keys
 from quire.server.browsers import CallerRules
 from quire.server.errors import TIMEOUT, ApiError, as_api_error
-from quire.server.middleware import OPEN_PATHS, key_refusal
+from quire.server.middleware import OPEN_PATHS
 from quire.server.responses import Health
 
 ENGINES_PATH = "/route/engines"
@@ -48,10 +49,13 @@ def create_app(router: Router) -> web.Application:
 class _Handlers:
     def __init__(self, router: Router) -> None:
         self._router = router
-        edge = router.config.edge
-        self._rules = CallerRules(edge, router.config.host)
+        config = router.config
+        edge = config.edge
+        self._rules = CallerRules(edge, config.host)
         self.cors = CORS(edge) if edge.cors_origins else None
-        self._api_key = router.config.api_key.encode()
+        self._keys = digests_of(config.api_key)
+        # Clients' keys are for the engines to check; who changes the engines must know theirs.
+        self._management_keys = digests_of(config.engine_api_key) if config.pass_client_keys else self._keys
 
     @web.middleware
     async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -87,13 +91,14 @@ class _Handlers:
             preflight = self.cors.preflight_answer(request)
             if preflight is not None:
                 return preflight
-        if request.path not in OPEN_PATHS:
+        keys = self._management_keys if is_administration else self._keys
+        if keys and request.path not in OPEN_PATHS:
             given = [
                 request.headers.get(name, "").encode("utf-8", "surrogateescape")
                 for name in ("Authorization", "X-Api-Key")
             ]
-            if (refusal := key_refusal(self._api_key, *given)) is not None:
-                raise refusal
+            if keys.isdisjoint(map(key_digest, presented_keys(*given))):
+                raise key_refusal(*given)
         return await handler(request)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:

@@ -171,7 +171,7 @@ class Router:
             if not _is_utf8(value):
                 raise InvalidRequestError(f"the header {name} is not UTF-8", param=str(name))
         headers.popall("Host", None)
-        if self.config.engine_api_key:
+        if self.config.engine_api_key and not self.config.pass_client_keys:
             headers["Authorization"] = f"Bearer {self.config.engine_api_key}"
             headers.popall("X-Api-Key", None)
         elif self.config.api_key:

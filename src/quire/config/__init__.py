@@ -23,6 +23,7 @@ from quire.config.fields import (
     check_limits,
     config,
     knob,
+    refuse_blank_key,
     refuse_unknown_names,
     settable_config,
     stands_for,
@@ -33,6 +34,7 @@ from quire.config.server import ServerConfig
 from quire.config.sparse_attention import SparseAttentionConfig, SparseAttentionMode
 from quire.config.speculation import SpeculationConfig
 from quire.config.supervision import SupervisionConfig
+from quire.config.tenant import TenantConfig
 
 __all__ = [
     "BUILT_IN_MODEL",
@@ -54,11 +56,13 @@ __all__ = [
     "SparseAttentionMode",
     "SpeculationConfig",
     "SupervisionConfig",
+    "TenantConfig",
     "check_limits",
     "config",
     "engine_url",
     "host_name",
     "knob",
+    "refuse_blank_key",
     "refuse_unknown_names",
     "settable_config",
     "stands_for",

@@ -19,6 +19,7 @@ def knob(
     default_factory: Any = dataclasses.MISSING,
     unit: str = "",
     help: str,
+    environment_variable: str = "",
 ) -> Any:
     """Declare a field; its annotation carries its limits (see `quire.limits`).
 
@@ -27,8 +28,9 @@ def knob(
         default_factory: makes the value if it is not given, instead of `default`.
         unit: what its number counts, or what its list holds, such as "tokens".
         help: what it means, what 0 or empty means; used by the command line and the documentation.
+        environment_variable: where the command line takes it from if its flag is not given; empty: nowhere.
     """
-    metadata = {"help": help, "unit": unit}
+    metadata = {"help": help, "unit": unit, "environment_variable": environment_variable}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -99,3 +101,11 @@ def refuse_partial_blocks(owner: Any, names: Iterable[str], block_size: int) -> 
                 f"{type(owner).__name__}.{name} is {size}; it must be a multiple of the block size, "
                 f"SchedulerConfig.block_size {block_size}"
             )
+
+
+def refuse_blank_key(owner: Any, name: str) -> None:
+    """Raise `ConfigError` if a field that holds API keys has only spaces: that would let everyone in."""
+    if (keys := getattr(owner, name)) and not keys.split():
+        raise ConfigError(
+            f"{type(owner).__name__}.{name} is {keys!r}, which holds no key; leave it empty to ask for none"
+        )

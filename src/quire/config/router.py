@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Le
 
 from quire.config.edge import EdgeConfig
-from quire.config.fields import check_limits, config, knob
+from quire.config.fields import check_limits, config, knob, refuse_blank_key
 from quire.errors import ConfigError
 from quire.limits import NonNegativeFloat, NonNegativeInt, PositiveInt, Timeout
 
@@ -30,11 +30,21 @@ class RouterConfig:
     )
     engine: tuple[str, ...] = knob(default=(), unit="URLs", help="Engines that do both.")
     api_key: str = knob(
-        default="", help="Key that clients must send, as bearer token or x-api-key. Empty: none."
+        default="",
+        help="Key that clients must send, as bearer token or x-api-key; several, separated by spaces, are "
+        "all valid. Other users of the machine see a flag in ps, but not QUIRE_API_KEY in the environment. "
+        "Empty: none.",
+        environment_variable="QUIRE_API_KEY",
     )
     engine_api_key: str = knob(
         default="",
         help="Bearer token that engines are sent. Empty: the client's, unless that is the router's api_key.",
+        environment_variable="QUIRE_ENGINE_API_KEY",
+    )
+    pass_client_keys: bool = knob(
+        default=False,
+        help="Send engines each client's own key, so that they know its tenant, and engine_api_key only with "
+        "the router's own questions. Engines check the keys; api_key must be empty.",
     )
     max_body_bytes: PositiveInt = knob(
         default=4_194_304,
@@ -111,6 +121,12 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        refuse_blank_key(self, "api_key")
+        if self.pass_client_keys and self.api_key:
+            raise ConfigError(
+                "RouterConfig.pass_client_keys is on and api_key is set: clients would send the router's "
+                "key, which engines do not know; leave api_key empty"
+            )
         urls: set[str] = set()
         for name in ("prefill", "decode", "engine"):
             for given in getattr(self, name):

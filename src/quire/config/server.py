@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 
 from quire.config.connections import ConnectionConfig
 from quire.config.edge import EdgeConfig
-from quire.config.fields import check_limits, config, knob
+from quire.config.fields import check_limits, config, knob, refuse_blank_key
 from quire.errors import ConfigError
 from quire.limits import NonNegativeFloat, PositiveInt
 
@@ -34,7 +34,17 @@ class ServerConfig:
         default="", help="Name of the model in requests and responses. Empty: the model's own name."
     )
     api_key: str = knob(
-        default="", help="Key that clients must send, as bearer token or x-api-key. Empty: none."
+        default="",
+        help="Key that clients must send, as bearer token or x-api-key; several, separated by spaces, are "
+        "all valid. Other users of the machine see a flag in ps, but not QUIRE_API_KEY in the environment. "
+        "Empty: none.",
+        environment_variable="QUIRE_API_KEY",
+    )
+    api_keys_file: str = knob(
+        default="",
+        help="TOML file of tenants: their keys, weights and limits; see docs/tenants.md. It is read again "
+        "when it changes, and on SIGHUP. Empty: none.",
+        environment_variable="QUIRE_API_KEYS_FILE",
     )
     max_body_bytes: PositiveInt = knob(
         default=4_194_304,
@@ -56,6 +66,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        refuse_blank_key(self, "api_key")
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(
                 f"ServerConfig.root_path is {self.root_path!r:.200}; it must be like /llm: begin with a "

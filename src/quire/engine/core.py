@@ -410,6 +410,7 @@ def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = T
         priority=options.priority,
         cache_salt=options.cache_salt,
         tenant=options.tenant,
+        tenant_weight=options.tenant_weight,
         timeout=options.timeout,
         queue_timeout=options.queue_timeout,
         pin_prefix=options.pin_prefix,

@@ -40,6 +40,7 @@ class RecordedRequest(msgspec.Struct, array_like=True):
     kv_transfer_params: dict[str, Any] | None
     beam_sequence_ids: tuple[str, ...]
     is_resumed: bool = False
+    tenant_weight: float = 1.0
 
     @classmethod
     def of(cls, request: Request) -> RecordedRequest:

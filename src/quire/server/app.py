@@ -46,6 +46,7 @@ from quire.server.responses import (
     json_response,
 )
 from quire.server.root_path import RootPath
+from quire.server.tenants import Tenants
 from quire.server.validation import read_body
 
 if TYPE_CHECKING:
@@ -54,12 +55,20 @@ if TYPE_CHECKING:
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left; nobody reads it
 
 
-def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
+def create_app(llm: AsyncLLM, config: ServerConfig, tenants: Tenants | None = None) -> Starlette:
     """Return the application that serves `llm`, which must be ready; the caller shuts it down.
 
     The server's state is at `app.state.context` (`ServerContext`).
+
+    Args:
+        llm: the engine's front door.
+        config: the server's configuration.
+        tenants: that `config` names; None: they are read here.
+
+    Raises:
+        ConfigError: the key file cannot be read, or is invalid.
     """
-    context = ServerContext(llm, config)
+    context = ServerContext(llm, config, tenants)
     document = openapi_document(ENDPOINTS, context.version, config.root_path)
     routes = [
         Route(endpoint.route_path, _answering(endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS
@@ -70,7 +79,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
             _constant("/openapi.json", Response(encode(document), media_type="application/json")),
             _constant("/docs", HTMLResponse(docs_page(document))),
         ],
-        middleware=_middleware(config),
+        middleware=_middleware(config, context.tenants),
         exception_handlers={HTTPException: _answer_unrouted},
     )
     app.router.redirect_slashes = False
@@ -78,7 +87,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     return app
 
 
-def _middleware(config: ServerConfig) -> list[Middleware]:
+def _middleware(config: ServerConfig, tenants: Tenants) -> list[Middleware]:
     """Return what surrounds the routes, the outermost first."""
     edge = config.edge
     return [
@@ -86,7 +95,7 @@ def _middleware(config: ServerConfig) -> list[Middleware]:
         Middleware(RequestEnvelope),
         Middleware(CallerCheck, rules=CallerRules(edge, config.host)),
         *([Middleware(CORSMiddleware, **cors_options(edge))] if edge.cors_origins else []),
-        Middleware(KeyCheck, api_key=config.api_key),
+        Middleware(KeyCheck, tenants=tenants),
     ]
 
 

@@ -35,15 +35,15 @@ class _ChatCall(GenerationCall[ChatCompletionRequest]):
 
     @property
     def _request_ids(self) -> Sequence[str]:
-        return [self._id]
+        return [self._engine_id]
 
     def _streams(self) -> Sequence[OutputStream]:
         body = self._body
         stream = self._context.llm.chat(
             [message.for_template() for message in body.messages],
             self._params,
-            request_id=self._id,
-            **body.request_options(),
+            request_id=self._engine_id,
+            **self._request_options(),
         )
         fields = {"prompt": "messages"}
         if body.response_format is not None and body.structured_outputs is None:

@@ -38,12 +38,12 @@ class _CompletionCall(GenerationCall[CompletionRequest]):
 
     @property
     def _request_ids(self) -> Sequence[str]:
-        return [f"{self._id}/{index}" for index in range(len(self._body.prompts))]
+        return [f"{self._engine_id}/{index}" for index in range(len(self._body.prompts))]
 
     def _streams(self) -> Sequence[OutputStream]:
-        body = self._body
+        body, options = self._body, self._request_options()
         streams: list[OutputStream] = [
-            self._context.llm.generate(prompt, self._params, request_id=request_id, **body.request_options())
+            self._context.llm.generate(prompt, self._params, request_id=request_id, **options)
             for prompt, request_id in zip(body.prompts, self._request_ids, strict=True)
         ]
         if len(streams) == 1:

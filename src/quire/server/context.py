@@ -14,6 +14,7 @@ from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
+from quire.server.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
@@ -32,9 +33,10 @@ class ServerContext:
     Args:
         llm: the engine's front door, ready.
         config: the server's configuration.
+        tenants: that `config` names; None: they are read here.
     """
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+    def __init__(self, llm: AsyncLLM, config: ServerConfig, tenants: Tenants | None = None) -> None:
         self.llm = llm
         self.config = config
         self.model_name = config.served_model_name or llm.info.model
@@ -42,6 +44,7 @@ class ServerContext:
         self.started_at = int(time.time())
         self.metrics = Metrics()
         self.calls = LiveCalls()
+        self.tenants = Tenants(config) if tenants is None else tenants
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
         self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
 
@@ -76,3 +79,9 @@ def request_id_of(request: Request) -> str:
     """Return the request's X-Request-Id, the client's or a fresh one."""
     request_id: str = request.scope["state"]["request_id"]
     return request_id
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Return the tenant that sent `request`."""
+    tenant: Tenant = request.scope["state"].get("tenant") or context_of(request).tenants.default
+    return tenant

@@ -38,7 +38,7 @@ async def generate(
 
     Args:
         streams: one for each prompt.
-        call_id: id of the answer.
+        call_id: as no other tenant's call has it (`Tenant.engine_id`).
         request_ids: the engine's, one for each prompt.
         num_sequences: completions of each prompt.
         calls, metrics: of the server.

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.context import context_of, request_id_of
+from quire.server.context import context_of, request_id_of, tenant_of
 from quire.server.generation import OutputStream, SequenceProgress, generate, usage_of
 from quire.server.protocol import GenerationRequest
 from quire.server.responses import (
@@ -42,7 +42,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         body: what the client asks for.
 
     Raises:
-        ApiError: 404, another model is asked for.
+        ApiError: 404, another model is asked for; 403, the tenant has no right to what is asked for.
         InvalidRequestError: parameters that are out of range or contradict each other.
     """
 
@@ -56,6 +56,9 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._context = context_of(request)
         self._context.require_model(body.model)
         self._id = f"{self.id_prefix}-{request_id_of(request)}"
+        self._tenant = tenant_of(request)
+        if body.kv_transfer_params is not None:
+            self._tenant.require_kv_transfer()
         self._params = body.sampling_params()
         self._include_usage = body.include_usage
         self._head: dict[str, Any] = {
@@ -64,6 +67,15 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             "model": self._context.model_name,
             "system_fingerprint": self._context.system_fingerprint,
         }
+
+    @property
+    def _engine_id(self) -> str:
+        """The call's id, as no other tenant's call has it."""
+        return self._tenant.engine_id(self._id)
+
+    def _request_options(self) -> dict[str, Any]:
+        """Return fields of `RequestOptions`: the client's, and its tenant's."""
+        return self._tenant.request_options(self._body.request_options())
 
     @property
     @abc.abstractmethod
@@ -104,7 +116,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         return generate(
             self._streams(),
-            call_id=self._id,
+            call_id=self._engine_id,
             request_ids=self._request_ids,
             num_sequences=self._params.n,
             calls=self._context.calls,

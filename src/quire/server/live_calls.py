@@ -15,13 +15,13 @@ class LiveCalls:
 
     def __init__(self) -> None:
         self.draining = False
-        self._live: dict[str, tuple[str, ...]] = {}  # engine ids by the call's id, in order of arrival
+        self._live: dict[str, tuple[str, ...]] = {}  # engine ids by `Tenant.engine_id`, in order of arrival
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def by_id(self) -> Mapping[str, tuple[str, ...]]:
-        """Engine ids of each call being served, by the id that its answer carries; the oldest first."""
+        """Engine ids of each call being served, by its id (`Tenant.engine_id`); the oldest first."""
         return self._live
 
     @property

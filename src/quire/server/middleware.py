@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.api_keys import key_refusal, presented_keys
 from quire.server.errors import ApiError
+from quire.server.tenants import Tenants
 
 MAX_REQUEST_ID_LENGTH = 128  # characters
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics"})
@@ -50,50 +51,32 @@ class RequestEnvelope:
 
 
 class KeyCheck:
-    """ASGI middleware: refuses requests without an API key, except for `OPEN_PATHS`.
+    """ASGI middleware: refuses requests without a valid API key, except for `OPEN_PATHS`.
+
+    `scope["state"]` has the request's `Tenant` as `tenant`, if it was asked for a key.
 
     Args:
         app: the application inside.
-        api_key: that must come with a request; empty: none.
+        tenants: have the keys.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, *, tenants: Tenants) -> None:
         self._app = app
-        self._api_key = api_key.encode()
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        refusal = None
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            headers = Headers(scope=scope)
-            refusal = key_refusal(
-                self._api_key,
-                headers.get("authorization", "").encode("latin-1"),
-                headers.get("x-api-key", "").encode("latin-1"),
-            )
-        await (refusal.response() if refusal else self._app)(scope, receive, send)
-
-
-def key_refusal(api_key: bytes, authorization: bytes, x_api_key: bytes) -> ApiError | None:
-    """Return why a request is refused that has these headers; None if it is not.
-
-    Args:
-        api_key: that it must have; empty: none.
-        authorization, x_api_key: the headers of these names; empty: there is none.
-    """
-    if not api_key:
-        return None
-    scheme, _, token = authorization.partition(b" ")
-    given = [token.strip() if scheme.lower() == b"bearer" else b"", x_api_key.strip()]
-    if any(hmac.compare_digest(key, api_key) for key in given):
-        return None
-    problem = "is wrong" if token or x_api_key else "is missing"
-    return ApiError(
-        401,
-        f"the API key {problem}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._tenants.needs_key:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = [headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key")]
+        tenant = next(filter(None, map(self._tenants.of_key, presented_keys(*given))), None)
+        if tenant is None:
+            await key_refusal(*given).response()(scope, receive, send)
+        else:
+            scope.setdefault("state", {})["tenant"] = tenant
+            await self._app(scope, receive, send)
 
 
 def _request_id_refusal(request_id: str) -> ApiError | None:

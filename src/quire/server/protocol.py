@@ -126,7 +126,7 @@ SharedFields = create_model(
     "SharedFields",
     __base__=StrictModel,
     **body_fields(SamplingParams, exclude=_OTHERWISE_IN_BODIES),
-    **body_fields(RequestOptions, exclude=("tenant",)),
+    **body_fields(RequestOptions, exclude=("tenant", "tenant_weight")),
 )
 
 

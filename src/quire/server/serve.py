@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import signal
 import socket
 import ssl
 import sys
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
     from quire.server.context import ServerContext
     from quire.server.http_server import HttpServer
+    from quire.server.tenants import Tenants
 
 _LAST_BYTES_TIMEOUT = 1  # seconds; for answers that are complete in the engine but not yet sent
 _END_TIMEOUT = 0.5  # seconds; for the engine to end by itself after that
@@ -42,13 +44,14 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         server_config: of the HTTP server.
 
     Raises:
-        ConfigError: the server cannot listen there, its certificate cannot be used, or the engine's
-            configuration cannot work.
+        ConfigError: the server cannot listen there, its certificate or its key file cannot be used, or the
+            engine's configuration cannot work.
         ModelError: the model cannot be found or read.
         EngineDeadError: the engine did not start.
         CrashLoopError: engines died again and again while the server ran.
     """
     raise_descriptor_limit()  # before the engine process starts: it inherits the limit
+    tenants = _tenants(server_config)
     with (
         listener(server_config.host, server_config.port, server_config.edge) as listening,
         monitoring_socket(server_config.host, server_config.monitoring_port) as monitoring,
@@ -60,7 +63,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         from quire.server.app import create_app  # slow: meanwhile the engine process loads
 
         def make_app() -> Starlette:
-            return create_app(llm, server_config)
+            return create_app(llm, server_config, tenants)
 
         import uvloop
 
@@ -76,6 +79,15 @@ def _try_chat_template(tokenizer: Tokenizer) -> None:
         tokenizer.check_chat_template()
     except QuireError as error:
         print(f"Warning: chat requests will be refused: {error}", file=sys.stderr, flush=True)
+
+
+def _tenants(config: ServerConfig) -> Tenants | None:
+    """Read the key file, if there is one, before anything slow is begun."""
+    if not config.api_keys_file:
+        return None
+    from quire.server.tenants import Tenants
+
+    return Tenants(config)
 
 
 def http_server(
@@ -152,16 +164,29 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
     )
     serving = asyncio.create_task(server.serve(sockets=[listening.socket]))
     stopping = asyncio.create_task(_stop_gracefully(context, stop))
+    watching = asyncio.create_task(_watch_key_file(context.tenants))
     crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
     await asyncio.wait({serving, stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
     server.force_exit = stop.immediate.is_set()
     server.should_exit = True
     await serving
-    for task in (stopping, crashing):
+    for task in (stopping, crashing, watching):
         task.cancel()
-    await asyncio.gather(stopping, crashing, return_exceptions=True)
+    await asyncio.gather(stopping, crashing, watching, return_exceptions=True)
     if not crashing.cancelled():
         raise crashing.result()
+
+
+async def _watch_key_file(tenants: Tenants) -> None:
+    """Read the key file again when it changes, and on SIGHUP."""
+    if not tenants.are_separate:
+        return
+    hangup, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    try:
+        await tenants.watch(hangup)
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
@@ -184,7 +209,7 @@ async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
 def _announce(context: ServerContext, listening: Listener) -> None:
     """Print that the server is ready, where, and a command to try."""
     info = context.llm.info
-    key = " -H 'Authorization: Bearer '$QUIRE_API_KEY" if context.config.api_key else ""
+    key = " -H 'Authorization: Bearer '$QUIRE_API_KEY" if context.tenants.needs_key else ""
     question = f'{{"model": "{context.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     url = f"{listening.curl}/v1/chat/completions"
     print(

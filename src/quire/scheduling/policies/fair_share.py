@@ -1,10 +1,11 @@
 """How much service each tenant has had: virtual token counters.
 
-After Sheng et al. 2024, "Fairness in Serving Large Language Models", in the variant that predicts output
-lengths. A tenant pays for a request when it is admitted: for the prompt, and for as much output as its
-requests have had on average. When the request leaves its slot, the prediction is replaced by what it got.
-A tenant that had nothing waiting cannot save up: when it comes back, it is lifted to the least counter of the
-tenants that wait, or, if none does, to that of the last one that did.
+After Sheng et al. 2024, "Fairness in Serving Large Language Models", in the variants that predict output
+lengths and that weight tenants. A tenant pays for a request when it is admitted: for the prompt, and for as
+much output as its requests have had on average, both divided by its weight. When the request leaves its slot,
+the prediction is replaced by what it got. A tenant that had nothing waiting cannot save up: when it comes
+back, it is lifted to the least counter of the tenants that wait, or, if none does, to that of the last one
+that did.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class VirtualTokenCounters:
         cost = INPUT_WEIGHT * request.num_prompt_tokens + OUTPUT_WEIGHT * predicted
         self._charged[request.request_id] = cost
         account.num_running += 1
-        self._pay(request.tenant, cost - paid)
+        self._pay(request, cost - paid)
 
     def settle(self, request: Request) -> None:
         """Replace the prediction by what the request has had, now that it has left its slot."""
@@ -140,7 +141,7 @@ class VirtualTokenCounters:
             num_output = len(request.output_token_ids)
             account.mean_output += LEARNING_RATE * (num_output - account.mean_output)
             self._mean_output += LEARNING_RATE * (num_output - self._mean_output)
-        self._pay(request.tenant, _price(request) - charged)
+        self._pay(request, _price(request) - charged)
         self._forget_idle()
 
     def _account(self, tenant: str) -> _Account:
@@ -149,9 +150,10 @@ class VirtualTokenCounters:
             account = self._accounts[tenant] = _Account(self._floor(), self._mean_output)
         return account
 
-    def _pay(self, tenant: str, amount: float) -> None:
+    def _pay(self, request: Request, amount: float) -> None:
+        tenant = request.tenant
         account = self._accounts[tenant]
-        account.counter += amount
+        account.counter += amount / request.tenant_weight
         self._changed.add(tenant)
         if tenant == self._last_to_wait:
             self._counter_of_last_to_wait = account.counter
