@@ -12,6 +12,7 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.grammar.compilation import COMPILE_TIMEOUT, MAX_CACHED_GRAMMARS, NUM_COMPILERS
+from quire.grammar.interface import SlowGrammarError
 from quire.grammar.manager import GrammarManager
 from quire.request import Request
 from quire.sampling_params import SamplingParams
@@ -69,6 +70,7 @@ class GatedBackend:
         self.gates: dict[str, threading.Event] = {}
         self.entered: dict[str, threading.Event] = {}
         self.compiled: list[str] = []
+        self.slow: set[str] = set()  # being compiled slowly, or have been
         self.made: list[weakref.ref[SpellingGrammar]] = []
 
     def gate(self, word: str) -> threading.Event:
@@ -81,6 +83,8 @@ class GatedBackend:
             self.entered[word].set()
             assert self.gates[word].wait(30)
         self.compiled.append(word)
+        if word.startswith("slow") and word not in self.slow:
+            raise SlowGrammarError
         if word == "bad":
             raise InvalidRequestError("the word is bad")
         if word == "crash":
@@ -88,6 +92,10 @@ class GatedBackend:
         grammar = SpellingGrammar(word)
         self.made.append(weakref.ref(grammar))
         return grammar
+
+    def compile_slowly(self, spec):
+        self.slow.add(spec.regex)
+        return self.compile(spec)
 
 
 class Clock:
@@ -309,7 +317,10 @@ class ByHand(Executor):
     def run(self) -> None:
         pending, self.pending = self.pending, []
         for future, function, arguments in pending:
-            future.set_result(function(*arguments))
+            try:
+                future.set_result(function(*arguments))
+            except Exception as error:
+                future.set_exception(error)
 
 
 def test_compilations_run_where_they_are_told_to(backend, clock):
@@ -330,6 +341,30 @@ def test_a_compilation_that_cannot_begin_is_an_error(backend, clock):
     [(request_id, error)] = grammars.take_compiled()
     assert request_id == "a"
     assert "ZeroDivisionError" in error
+
+
+def test_slow_grammars_wait_for_each_other_only(backend, clock):
+    executor = ByHand()
+    grammars = GrammarManager(backend, clock=clock, executor=executor)
+    for number in range(40):
+        grammars.start(request(f"slow{number}", f"slow{number}", tenant="a"))
+    grammars.start(request("quick", "quick", tenant="a"))
+    ended: list[str] = []
+    while not ended:
+        executor.run()
+        ended += [request_id for request_id, _ in grammars.take_compiled()]
+    assert ended[0] == "quick"
+    assert len(ended) <= 2
+    grammars.start(request("other", "slow40", tenant="b"))
+    grammars.forget("slow3")
+    while len(ended) < 41:
+        executor.run()
+        assert len(backend.slow) <= len(ended)  # one at a time; the quick one was not slow
+        ended += [request_id for request_id, _ in grammars.take_compiled()]
+    assert ended.index("other") < 6
+    assert "slow3" not in backend.slow
+    assert grammars.num_compiling == 0
+    grammars.shutdown()
 
 
 def test_tenants_take_turns(backend, clock):

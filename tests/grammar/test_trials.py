@@ -10,6 +10,8 @@ import pytest
 from test_llguidance_backend import BACKEND, TOKENIZER
 
 from quire.errors import InvalidRequestError
+from quire.grammar import trials
+from quire.grammar.interface import SlowGrammarError
 from quire.grammar.trials import TriedGrammars
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -44,8 +46,10 @@ def test_what_is_wrong_is_said_as_without_a_trial(tried):
 
 
 def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_compiled(tried):
-    with pytest.raises(InvalidRequestError, match=r"took more than .*make it simpler"):
+    with pytest.raises(SlowGrammarError):
         tried.compile(BOMB)
+    with pytest.raises(InvalidRequestError, match=r"took more than .*make it simpler"):
+        tried.compile_slowly(BOMB)
     [process] = tried._all
     assert follows(tried, "[a-c]+", "abc")
     assert tried._all == {process}
@@ -57,4 +61,41 @@ def test_a_process_that_has_died_is_the_error_of_one_request(tried):
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(InvalidRequestError, match="cannot be used"):
         tried.compile(StructuredOutputsParams(regex="a"))
+    assert follows(tried, "[a-c]+", "abc")
+
+
+FAULTS = {
+    "dies": ("import os; input(); os.abort()", "has ended"),
+    "raises": ("raise ValueError", "(has ended|Broken pipe)"),
+    "lies": ("input(); print('{', flush=True); input()", "truncated"),
+    "lies about types": ("input(); print('3', flush=True); input()", "Expected"),
+    "never ends to speak": ("while True: print('x' * 9999, end='')", "has not answered"),
+    "hangs": ("input(); input()", "has not answered for 0.2 s"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("call", ["compile", "compile_slowly"])
+def test_processes_with_faults_are_the_error_of_one_request(tried, fault, call, monkeypatch):
+    code, message = FAULTS[fault]
+    popen = trials.subprocess.Popen
+    with monkeypatch.context() as patched:
+        patched.setattr(trials, "ANSWER_SECONDS", 0.2 if message.startswith("has not") else 60)
+        patched.setattr(
+            trials.subprocess, "Popen", lambda command, **options: popen([command[0], "-c", code], **options)
+        )
+        with pytest.raises(InvalidRequestError, match=f"cannot be used: .*{message}"):
+            getattr(tried, call)(StructuredOutputsParams(regex="a"))
+    assert not tried._all
+    assert follows(tried, "[a-c]+", "abc")
+
+
+def test_without_descriptors_one_request_fails(tried, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trials.subprocess, "Popen", refuse)
+        with pytest.raises(InvalidRequestError, match="Too many open files"):
+            tried.compile(StructuredOutputsParams(regex="a"))
     assert follows(tried, "[a-c]+", "abc")

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from quire.grammar.fair_queue import FairQueue
-from quire.grammar.interface import Grammar, GrammarBackend, failure_message
+from quire.grammar.interface import Grammar, GrammarBackend, SlowGrammarError, failure_message
 from quire.structured_outputs import StructuredOutputsParams
 
 COMPILE_TIMEOUT = 30.0
 """Seconds that a request waits for its grammar before it ends with an error."""
 
-NUM_COMPILERS = 2
+NUM_COMPILERS = 2  # of which slow grammars have one
 COMPILER_STACK_BYTES = 64 * 2**20  # compilers recurse as deep as a grammar's rules nest
 MAX_CACHED_GRAMMARS = 64
 
@@ -33,13 +33,16 @@ class _Compilation:
     """One specification to be compiled, and the requests that wait for it."""
 
     request_ids: dict[str, None] = dataclasses.field(default_factory=dict)
+    tenants: dict[str, None] = dataclasses.field(default_factory=dict)
+    is_slow: bool = False
     future: Future[Grammar] | None = None  # None: its turn has not come
 
 
 class GrammarCompiler:
     """Compiles the grammars of requests; all methods are called in one thread.
 
-    Tenants take turns, so that one with many grammars, or slow ones, delays mostly its own. The last
+    Tenants take turns, so that one with many grammars delays mostly its own. Those that turn out to be slow
+    wait apart and are compiled one at a time, so that no other waits for them. The last
     `MAX_CACHED_GRAMMARS` grammars that were used are kept.
 
     Args:
@@ -58,7 +61,9 @@ class GrammarCompiler:
         self._results: dict[str, Grammar | str] = {}  # grammars or errors, by request
         self._compilations: dict[StructuredOutputsParams, _Compilation] = {}
         self._queue = FairQueue()
+        self._slow_queue = FairQueue()
         self._submitted: set[Future[Grammar]] = set()
+        self._slow: Future[Grammar] | None = None  # the one of these that is slow
         self._ended: deque[StructuredOutputsParams] = deque()  # filled by the compiling threads
         self._cache: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
 
@@ -79,8 +84,9 @@ class GrammarCompiler:
         compilation = self._compilations.setdefault(spec, _Compilation())
         compilation.request_ids[request_id] = None
         self._waiting[request_id] = _Waiting(spec, deadline)
+        compilation.tenants[tenant] = None
         if compilation.future is None:
-            self._queue.push(tenant, spec)
+            self._queue_of(compilation).push(tenant, spec)
             self._submit_next()
 
     def take_results(self) -> dict[str, Grammar | str]:
@@ -104,23 +110,35 @@ class GrammarCompiler:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
         held = (self._waiting, self._results, self._compilations, self._queue, self._submitted)
-        for each in (*held, self._ended, self._cache):
+        for each in (*held, self._slow_queue, self._ended, self._cache):
             each.clear()
 
     def _submit_next(self) -> None:
         """Hand on what is to be compiled next, as long as a compiler has nothing to do."""
         self._submitted = {future for future in self._submitted if not future.done()}
-        while len(self._submitted) < NUM_COMPILERS and (spec := self._queue.pop()) is not None:
+        if self._slow is not None and self._slow.done():
+            self._slow = None
+        while len(self._submitted) < NUM_COMPILERS and (spec := self._next()) is not None:
             compilation = self._compilations[spec]
-            compilation.future = self._submit(spec)
+            compilation.future = self._submit(spec, is_slow=compilation.is_slow)
             self._submitted.add(compilation.future)
+            if compilation.is_slow:
+                self._slow = compilation.future
 
-    def _submit(self, spec: StructuredOutputsParams) -> Future[Grammar]:
+    def _next(self) -> StructuredOutputsParams | None:
+        spec = self._queue.pop()
+        return self._slow_queue.pop() if spec is None and self._slow is None else spec
+
+    def _queue_of(self, compilation: _Compilation) -> FairQueue:
+        return self._slow_queue if compilation.is_slow else self._queue
+
+    def _submit(self, spec: StructuredOutputsParams, *, is_slow: bool) -> Future[Grammar]:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
         previous = threading.stack_size(COMPILER_STACK_BYTES)
         try:
-            future = self._executor.submit(self._backend.compile, spec)
+            compile_spec = self._backend.compile_slowly if is_slow else self._backend.compile
+            future = self._executor.submit(compile_spec, spec)
         except Exception as error:  # no thread can be started, for one
             future = Future()
             future.set_exception(error)
@@ -134,8 +152,11 @@ class GrammarCompiler:
         compilation = self._compilations.get(spec)
         if compilation is None or compilation.future is None or not compilation.future.done():
             return  # it was cancelled, and perhaps begun again
-        del self._compilations[spec]
         error = compilation.future.exception()
+        if isinstance(error, SlowGrammarError) and compilation.request_ids:
+            self._set_aside(spec, compilation)
+            return
+        del self._compilations[spec]
         result: Grammar | str
         if error is None:
             result = self._cache[spec] = compilation.future.result()
@@ -146,6 +167,12 @@ class GrammarCompiler:
         for request_id in compilation.request_ids:
             del self._waiting[request_id]
             self._results[request_id] = result
+
+    def _set_aside(self, spec: StructuredOutputsParams, compilation: _Compilation) -> None:
+        """Let a grammar that takes long wait with the others that do."""
+        compilation.future, compilation.is_slow = None, True
+        for tenant in compilation.tenants:
+            self._slow_queue.push(tenant, spec)
 
     def _expire(self) -> None:
         """End the waiting of requests that have timed out."""
@@ -170,7 +197,7 @@ class GrammarCompiler:
         if compilation.request_ids:
             return
         if compilation.future is None:
-            self._queue.remove(waiting.spec)
+            self._queue_of(compilation).remove(waiting.spec)
             del self._compilations[waiting.spec]
         elif compilation.future.cancel():
             del self._compilations[waiting.spec]

@@ -41,6 +41,10 @@ class Grammar(Protocol):
         """Return an independent grammar in the same state."""
 
 
+class SlowGrammarError(Exception):
+    """A specification cannot be compiled quickly, and others should not wait for it."""
+
+
 class GrammarBackend(Protocol):
     """Compiles specifications into grammars."""
 
@@ -51,7 +55,11 @@ class GrammarBackend(Protocol):
 
         Raises:
             InvalidRequestError: what is wrong with the specification.
+            SlowGrammarError: it takes long; `compile_slowly` compiles it, or refuses it.
         """
+
+    def compile_slowly(self, spec: StructuredOutputsParams) -> Grammar:
+        """Like `compile`, for a specification that takes long."""
 
 
 def failure_message(error: BaseException) -> str:

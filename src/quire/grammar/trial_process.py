@@ -1,7 +1,7 @@
 """The process that tries grammars out: `python -m quire.grammar.trial_process`, see `quire.grammar.trials`.
 
-Standard input has a `TrialStart` and then specifications, one JSON document on each line. Standard output
-has an answer to each, the error as a JSON string or null; to the start when the tokenizer has been read.
+Standard input has a `TrialStart` and then `Trial`s, one JSON document on each line. Standard output has a
+`TrialAnswer` to each; to the start when the tokenizer has been read.
 Each specification is compiled in a fork of this process, which may take so much time and memory and no more.
 When standard input closes, the process and its fork end.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from quire.grammar.compilation import COMPILER_STACK_BYTES
-from quire.grammar.interface import GrammarBackend, failure_message
+from quire.grammar.interface import failure_message
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -33,9 +33,22 @@ class TrialStart(msgspec.Struct):
     tokenizer: str
     vocab_size: int
     eos_token_ids: list[int]
-    cpu_seconds: float
     wall_seconds: float
     memory_bytes: int
+
+
+class Trial(msgspec.Struct):
+    """A specification, and how much computing time it may take."""
+
+    spec: dict[str, str | list[str] | None]
+    cpu_seconds: float
+
+
+class TrialAnswer(msgspec.Struct):
+    """What is wrong with a specification, and whether that is only the time that it takes."""
+
+    error: str | None = None
+    is_slow: bool = False
 
 
 def main() -> None:
@@ -44,10 +57,9 @@ def main() -> None:
     start = msgspec.json.decode(_read_line(), type=TrialStart)
     backend = LLGuidanceBackend(lambda: start.tokenizer, start.vocab_size, lambda: start.eos_token_ids)
     backend.tokens()
-    os.write(1, b"null\n")
+    os.write(1, msgspec.json.encode(TrialAnswer()) + b"\n")
     while line := _read_line():
-        fields = msgspec.json.decode(line, type=dict[str, str | list[str] | None])
-        answer = _tried(backend, StructuredOutputsParams(**fields), start)  # type: ignore[arg-type]
+        answer = _tried(backend, msgspec.json.decode(line, type=Trial), start)
         os.write(1, msgspec.json.encode(answer) + b"\n")
 
 
@@ -61,12 +73,12 @@ def _read_line() -> bytes:
     return b""
 
 
-def _tried(backend: GrammarBackend, spec: StructuredOutputsParams, start: TrialStart) -> str | None:
+def _tried(backend: LLGuidanceBackend, trial: Trial, start: TrialStart) -> TrialAnswer:
     """Compile a specification in a fork; return what is wrong with it."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
-        _compile_and_exit(backend, spec, start, write_end)
+        _compile_and_exit(backend, trial, start, write_end)
     os.close(write_end)
     readable, _, _ = select.select([read_end, 0], [], [], start.wall_seconds)
     answer = os.read(read_end, LONGEST_ANSWER) if read_end in readable else b""
@@ -77,20 +89,18 @@ def _tried(backend: GrammarBackend, spec: StructuredOutputsParams, start: TrialS
     if 0 in readable and not answer:
         sys.exit()  # nobody waits for the answer any more
     if answer:
-        error: str | None = msgspec.json.decode(answer)
-        return error
-    return _limit(os.waitstatus_to_exitcode(status), start)
+        return TrialAnswer(msgspec.json.decode(answer, type=str | None))
+    return _limit(os.waitstatus_to_exitcode(status), trial, start)
 
 
-def _compile_and_exit(
-    backend: GrammarBackend, spec: StructuredOutputsParams, start: TrialStart, write_end: int
-) -> None:
+def _compile_and_exit(backend: LLGuidanceBackend, trial: Trial, start: TrialStart, write_end: int) -> None:
     try:
         most = _num_bytes_mapped() + COMPILER_STACK_BYTES + start.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.setitimer(signal.ITIMER_PROF, start.cpu_seconds)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, trial.cpu_seconds)  # its signal ends the process
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when it has no memory
+        spec = StructuredOutputsParams(**trial.spec)  # type: ignore[arg-type]
         previous = threading.stack_size(COMPILER_STACK_BYTES)
         thread = threading.Thread(target=_compile, args=(backend, spec, write_end))
         thread.start()
@@ -100,7 +110,7 @@ def _compile_and_exit(
         os._exit(0)
 
 
-def _compile(backend: GrammarBackend, spec: StructuredOutputsParams, write_end: int) -> None:
+def _compile(backend: LLGuidanceBackend, spec: StructuredOutputsParams, write_end: int) -> None:
     error = None
     try:
         backend.compile(spec)
@@ -114,13 +124,14 @@ def _num_bytes_mapped() -> int:
     return pages * resource.getpagesize()
 
 
-def _limit(exit_code: int, start: TrialStart) -> str:
+def _limit(exit_code: int, trial: Trial, start: TrialStart) -> TrialAnswer:
     """Return why a fork has ended without an answer."""
-    if exit_code in (-signal.SIGPROF, -signal.SIGKILL):
-        what = f"took more than {start.cpu_seconds:g} s of computing time"
+    is_slow = exit_code in (-signal.SIGPROF, -signal.SIGKILL)
+    if is_slow:
+        what = f"took more than {trial.cpu_seconds:g} s of computing time"
     else:
         what = f"took more than {start.memory_bytes >> 20} MiB, or ended the compiler (exit code {exit_code})"
-    return f"structured_outputs cannot be used: compiling it {what}; make it simpler"
+    return TrialAnswer(f"structured_outputs cannot be used: compiling it {what}; make it simpler", is_slow)
 
 
 if __name__ == "__main__":

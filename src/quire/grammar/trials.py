@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from typing import IO
 
 import msgspec
 
 from quire.errors import InvalidRequestError
-from quire.grammar.interface import Grammar
+from quire.grammar.interface import Grammar, SlowGrammarError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
-from quire.grammar.trial_process import TrialStart
+from quire.grammar.trial_process import LONGEST_ANSWER, Trial, TrialAnswer, TrialStart
 from quire.structured_outputs import StructuredOutputsParams
 
+QUICK_CPU_SECONDS = 0.03  # more than most grammars take
 CPU_SECONDS = 0.5  # that compiling one grammar may take
 WALL_SECONDS = 20.0  # on a busy machine: trials have the lowest priority
+ANSWER_SECONDS = 30.0  # after which a trial process hangs itself
 MEMORY_BYTES = 256 * 2**20
 
 
@@ -50,11 +56,20 @@ class TriedGrammars:
 
         Raises:
             InvalidRequestError: what is wrong with the specification, or that it exceeds a limit.
+            SlowGrammarError: it takes longer than most.
         """
-        error = self._try(spec)
-        if error is not None:
-            raise InvalidRequestError(error, param="structured_outputs")
-        return self._backend.compile(spec)
+        answer = self._try(spec, QUICK_CPU_SECONDS)
+        if answer.is_slow:
+            raise SlowGrammarError
+        return self._compiled(spec, answer)
+
+    def compile_slowly(self, spec: StructuredOutputsParams) -> Grammar:
+        """Like `compile`, for a specification that may take longer.
+
+        Raises:
+            InvalidRequestError: as `compile` does.
+        """
+        return self._compiled(spec, self._try(spec, self._cpu_seconds))
 
     def close(self) -> None:
         """End all trial processes, also while they compile."""
@@ -64,14 +79,22 @@ class TriedGrammars:
         for process in processes:
             _end(process)
 
-    def _try(self, spec: StructuredOutputsParams) -> str | None:
+    def _compiled(self, spec: StructuredOutputsParams, answer: TrialAnswer) -> Grammar:
+        if answer.error is not None:
+            raise InvalidRequestError(answer.error, param="structured_outputs")
+        return self._backend.compile(spec)
+
+    def _try(self, spec: StructuredOutputsParams, cpu_seconds: float) -> TrialAnswer:
         """Return what a trial process says is wrong with a specification."""
-        process = self._take()
         try:
-            answer = _ask(process, msgspec.json.encode(_fields(spec)))
-        except OSError as error:
+            process = self._take()
+        except (OSError, ValueError) as error:
+            return TrialAnswer(f"structured_outputs cannot be used: {error}")
+        try:
+            answer = _ask(process, Trial(_fields(spec), cpu_seconds))
+        except (OSError, ValueError) as error:
             self._give_up(process)
-            return f"structured_outputs cannot be used: {error}"
+            return TrialAnswer(f"structured_outputs cannot be used: {error}")
         with self._lock:
             self._idle.append(process)
         return answer
@@ -90,8 +113,10 @@ class TriedGrammars:
                 start_new_session=True,
             )
             self._all.add(process)
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
         try:
-            _ask(process, msgspec.json.encode(self._start(*self._backend.tokens())))
+            _ask(process, self._start(*self._backend.tokens()))
         except BaseException:
             self._give_up(process)
             raise
@@ -107,30 +132,42 @@ class TriedGrammars:
             tokenizer,
             self.vocab_size,
             list(eos_token_ids),
-            cpu_seconds=self._cpu_seconds,
             wall_seconds=WALL_SECONDS,
             memory_bytes=MEMORY_BYTES,
         )
 
 
-def _fields(spec: StructuredOutputsParams) -> dict[str, object]:
+def _fields(spec: StructuredOutputsParams) -> dict[str, str | list[str] | None]:
     return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
 
 
-def _ask(process: subprocess.Popen[bytes], line: bytes) -> str | None:
-    """Return the answer to a line.
+def _ask(process: subprocess.Popen[bytes], question: TrialStart | Trial) -> TrialAnswer:
+    """Return the answer to a question.
 
     Raises:
-        OSError: the process has ended.
+        OSError: the process has ended, or does not answer.
+        ValueError: its answer is none.
     """
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(line + b"\n")
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer:
-        raise ConnectionError("the process that compiles grammars has ended; send the request again")
-    return msgspec.json.decode(answer, type=str | None)
+    deadline = time.monotonic() + ANSWER_SECONDS
+    unsent = memoryview(msgspec.json.encode(question) + b"\n")
+    while unsent:
+        _wait([], [process.stdin], deadline)
+        unsent = unsent[os.write(process.stdin.fileno(), unsent) :]
+    answer = b""
+    while not answer.endswith(b"\n") and len(answer) <= LONGEST_ANSWER:
+        _wait([process.stdout], [], deadline)
+        piece = os.read(process.stdout.fileno(), LONGEST_ANSWER)
+        if not piece:
+            raise ConnectionError("the process that compiles grammars has ended; send the request again")
+        answer += piece
+    return msgspec.json.decode(answer, type=TrialAnswer)
+
+
+def _wait(readable: list[IO[bytes]], writable: list[IO[bytes]], deadline: float) -> None:
+    if not any(select.select(readable, writable, [], max(deadline - time.monotonic(), 0))):
+        raise TimeoutError(f"the process that compiles grammars has not answered for {ANSWER_SECONDS:g} s")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

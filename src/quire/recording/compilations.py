@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.grammar.compilation import NUM_COMPILERS
+from quire.grammar.interface import SlowGrammarError
 from quire.recording.recorded_context import ContextPlayer, replayed_grammar
 
 
@@ -94,7 +95,8 @@ class CompilationPlayer(Executor):
 
 def _error(outcome: Compiled) -> Exception:
     """Return an exception of the same name and message."""
-    if outcome.error_type == InvalidRequestError.__name__:
-        return InvalidRequestError(outcome.error)
+    for known in (InvalidRequestError, SlowGrammarError):
+        if outcome.error_type == known.__name__:
+            return known(outcome.error)
     kind: type[Exception] = type(outcome.error_type, (Exception,), {})
     return kind(outcome.error)

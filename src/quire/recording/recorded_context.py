@@ -188,6 +188,10 @@ class RecordedGrammarBackend(GrammarBackend):
     def compile(self, spec: StructuredOutputsParams) -> Grammar:
         return RecordedGrammar(self._answers, self._backend.compile(spec))
 
+    @override
+    def compile_slowly(self, spec: StructuredOutputsParams) -> Grammar:
+        return RecordedGrammar(self._answers, self._backend.compile_slowly(spec))
+
 
 class RecordedGrammar(Grammar):
     """A grammar whose answers are recorded; of a bitmask only that there is one: plans need no more."""
