@@ -10,7 +10,7 @@ import pytest
 
 from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.activation_memory import activation_bytes
-from quire.engine.memory_plan import GB, MemoryPlan, format_bytes, plan_memory
+from quire.engine.memory_plan import GB, MemoryPlan, format_bytes, plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
@@ -238,6 +238,24 @@ def test_no_room_for_a_block_is_refused_with_the_knobs(qwen: ModelConfig):
         plan(qwen, gigabytes=1.2)
     with pytest.raises(ConfigError, match=r"raise SchedulerConfig\.cache_size"):
         plan(qwen, cache_size=0.001)
+
+
+def test_the_engine_after_one_has_as_many_blocks_if_they_fit(qwen: ModelConfig, caplog):
+    before = plan(qwen, gigabytes=16)
+    with_less = {"available_bytes": int(15.5 * GB)}
+    assert plan(qwen, gigabytes=15.5).num_blocks < before.num_blocks
+    after = plan_memory_again(EngineConfig(), qwen, before.num_blocks, **with_less)
+    assert (after.num_blocks, after.max_model_len) == (before.num_blocks, before.max_model_len)
+    assert not caplog.text
+    fewer = plan_memory_again(EngineConfig(), qwen, before.num_blocks, available_bytes=3 * GB)
+    assert fewer == plan(qwen, gigabytes=3)
+    assert "smaller than that of the engine before" in caplog.text
+
+
+def test_a_given_size_is_that_of_each_engine(qwen: ModelConfig):
+    config = EngineConfig(scheduler=SchedulerConfig(cache_size=1.0))
+    assert plan_memory_again(config, qwen, 7, available_bytes=16 * GB) == plan(qwen, cache_size=1.0)
+    assert plan_memory_again(EngineConfig(), qwen, 0, available_bytes=16 * GB) == plan(qwen)
 
 
 def test_a_draft_model_takes_its_share(qwen: ModelConfig):

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 
+import msgspec
 import pytest
 
 from quire import EngineConfig
@@ -26,7 +27,8 @@ class FakeProcess:
     started: list[FakeProcess]
     cannot_start: int
 
-    def __init__(self, config, model_path):
+    def __init__(self, config, model_path, num_blocks_before=0):
+        self.num_blocks_before = num_blocks_before
         if FakeProcess.cannot_start:
             FakeProcess.cannot_start -= 1
             raise OSError(11, "no process for you")
@@ -290,3 +292,13 @@ def test_a_retired_engine_is_not_replaced(scene):
     two.supervisor.retire()
     with pytest.raises(EngineDeadError, match="shut down"):
         two.pass_time(10)
+
+
+def test_each_engine_is_to_have_the_blocks_of_the_first(scene):
+    one = scene()
+    one.hears(Ready(INFO))
+    for smaller in (INFO, msgspec.structs.replace(INFO, num_blocks=INFO.num_blocks - 1)):
+        one.crash()
+        one.pass_time(10)
+        one.hears(Ready(smaller))
+    assert [process.num_blocks_before for process in FakeProcess.started] == [0, 8, 8]

@@ -24,7 +24,7 @@ from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.kv_identity import kv_identity
 from quire.engine.kv_peers import lending_address
-from quire.engine.memory_plan import plan_memory
+from quire.engine.memory_plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.owned_requests import OwnedRequests
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
@@ -58,20 +58,29 @@ class EngineCore:
         config: of the engine.
         model_path: directory of the model that `config.model` names.
         on_progress: called with (bytes read, total bytes) while the weights load.
+        num_blocks_before: KV blocks of the engine that this one replaces; 0: it replaces none.
 
     Raises:
         QuireError: the model cannot be read, or does not fit into memory, or a rank cannot be started.
     """
 
     def __init__(
-        self, config: EngineConfig, model_path: Path, *, on_progress: ProgressCallback | None = None
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        *,
+        on_progress: ProgressCallback | None = None,
+        num_blocks_before: int = 0,
     ) -> None:
         started = time.monotonic()
         model_config = read_model_config(model_path)
         refuse_model_beside_eviction(config.scheduler, model_config)
         draft_model = find_draft_model(config, model_config)
-        plan = plan_memory(
-            config, model_config, draft_model=None if draft_model is None else draft_model.config
+        plan = plan_memory_again(
+            config,
+            model_config,
+            num_blocks_before,
+            draft_model=None if draft_model is None else draft_model.config,
         )
         # Some rotary embeddings depend on the maximum sequence length.
         model_config = dataclasses.replace(model_config, max_model_len=plan.max_model_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,8 @@ from quire.models.weights import count_parameters, held_quantization, weight_byt
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SchedulerConfig
     from quire.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 GB = 10**9
 
@@ -161,6 +164,43 @@ def plan_memory(
         plan = plan_at(fitting + 1)
     _check_fits(config, plan)
     return plan
+
+
+def plan_memory_again(
+    config: EngineConfig,
+    model: ModelConfig,
+    num_blocks: int,
+    *,
+    draft_model: ModelConfig | None = None,
+    available_bytes: int | None = None,
+) -> MemoryPlan:
+    """Plan the memory of an engine that replaces another, with its number of KV blocks if they fit.
+
+    With fewer blocks, a request that the other engine had accepted might not fit.
+
+    Args:
+        config: of both engines.
+        model: the target model.
+        num_blocks: of the engine that is replaced; 0: there is none.
+        draft_model: the draft model, if any.
+        available_bytes: memory to plan for; None: what is available to this process.
+
+    Raises:
+        ConfigError: as `plan_memory`.
+    """
+    scheduler = config.scheduler
+    if num_blocks and not scheduler.num_kv_blocks and not scheduler.cache_size:
+        pinned = dataclasses.replace(scheduler, num_kv_blocks=num_blocks)
+        try:
+            return plan_memory(
+                dataclasses.replace(config, scheduler=pinned),
+                model,
+                draft_model=draft_model,
+                available_bytes=available_bytes,
+            )
+        except ConfigError as error:
+            logger.warning("the KV cache becomes smaller than that of the engine before: %s", error)
+    return plan_memory(config, model, draft_model=draft_model, available_bytes=available_bytes)
 
 
 def _least_held(scheduler: SchedulerConfig, length: int) -> int:

@@ -75,12 +75,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
 class EngineStart(msgspec.Struct):
     """The start message of an engine process, which reads it from standard input as one line of JSON.
 
-    `module_path` is the front's module search path, so that custom classes are found.
+    `module_path` is the front's module search path, so that custom classes are found. `num_blocks_before` is
+    the number of KV blocks of the engine that this one replaces; 0: it replaces none.
     """
 
     config: EngineConfig
     model_path: str
     module_path: list[str]
+    num_blocks_before: int = 0
 
 
 # From the front to the engine.

@@ -198,7 +198,12 @@ def _build_core(start: EngineStart, connection: Connection) -> EngineCore:
             next_report = now + PROGRESS_INTERVAL
             connection.send(LoadProgress(done, total))
 
-    return EngineCore(start.config, Path(start.model_path), on_progress=report)
+    return EngineCore(
+        start.config,
+        Path(start.model_path),
+        on_progress=report,
+        num_blocks_before=start.num_blocks_before,
+    )
 
 
 if __name__ == "__main__":

@@ -59,16 +59,22 @@ class EngineProcess:
     Args:
         config: of the engine.
         model_path: directory of the model that `config.model` names.
+        num_blocks_before: KV blocks of the engine that this one replaces; 0: it replaces none.
 
     Attributes:
         has_more: whether more messages may be there already than `receive` has returned.
         acknowledged_at: when, on the monotonic clock, messages were acknowledged last.
     """
 
-    def __init__(self, config: EngineConfig, model_path: Path) -> None:
+    def __init__(self, config: EngineConfig, model_path: Path, num_blocks_before: int = 0) -> None:
         # Before the process is started: this rejects what cannot be sent to it.
         start = encode_start(
-            EngineStart(config=config, model_path=str(model_path), module_path=list(sys.path))
+            EngineStart(
+                config=config,
+                model_path=str(model_path),
+                module_path=list(sys.path),
+                num_blocks_before=num_blocks_before,
+            )
         )
         self.has_more = False
         self.acknowledged_at = -math.inf

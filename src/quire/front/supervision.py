@@ -113,6 +113,7 @@ class EngineSupervisor:
         self._history = CrashHistory(config.supervision)
         self._is_final = config.supervision.recovery == "off"
         self._has_been_ready = False
+        self._num_blocks = 0  # of the KV cache of the first engine; continuations fit into as many
         self._is_ready = False
         self._last_message = read_clock()
         self._start_at: float | None = None  # of the next engine, while there is none
@@ -214,7 +215,7 @@ class EngineSupervisor:
             return []
         self.num_restarts += 1
         try:
-            process = EngineProcess(self._config_of_restart(), self._model_path)
+            process = EngineProcess(self._config_of_restart(), self._model_path, self._num_blocks)
         except Exception as error:  # no process, no memory, no descriptor: later there may be
             logger.exception("the engine process could not be started")
             return [self._plan_start(f"the engine process could not be started: {error!r}")]
@@ -245,8 +246,9 @@ class EngineSupervisor:
     def _note(self, message: FromEngine) -> None:
         self._last_message = self._read_clock()
         match message:
-            case Ready():
+            case Ready(info):
                 self._is_ready = self._has_been_ready = True
+                self._num_blocks = self._num_blocks or info.num_blocks
             case StartupFailed(error) if self._has_been_ready:
                 self._reason = f"the engine could not be built: {error.message}"
             case StepOutputs(outputs) if any(output.new_token_ids for output in outputs):
