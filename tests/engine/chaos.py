@@ -1,16 +1,21 @@
-"""Engines that are killed, aborted and stopped at random moments under mixed streams: `make chaos`.
+"""Engines that are killed, aborted, stopped and out of memory under mixed streams: `make chaos`.
 
-Every request must end exactly once, with the texts, tokens and log-probabilities of a run without faults, or
-with the error that it is quarantined. Then front and engine must hold what they held at the start, and an
-engine must end within a second of its front.
+The faults are shared out among scenarios: drafts, steps that overlap, KV tiers, and ranks. Every request must
+end exactly once, with the texts, tokens and log-probabilities of a run without faults, or with the error that
+it is quarantined or that there was no memory for it. Then front and engine must hold what they held at the
+start, and an engine must end within a second of its front.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import dataclasses
 import os
 import random
+import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -19,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,7 +38,12 @@ from subprocesses import started
 
 NUM_STREAMS = 32
 WATCHDOG_TIMEOUT = 2.0
-SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSTOP)
+FAULTS = ("kill", "abort", "stop", "no memory", "kill while starting", "kill while restoring")
+SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
+NO_MEMORY = 2**20  # bytes of address space that an engine may have: less than it has, so it gets no more
+OUT_OF_MEMORY = re.compile("MemoryError|allocate|failed to map segment")  # in the error of a request
+NO_MEMORY_TIME = 3.0  # seconds; then it may have memory again
+LONGEST_START = 4.0  # seconds, more or less
 LONGEST_LIFE = 2.0  # seconds that an engine has with requests before it is struck
 NEXT_OUTPUT_TIMEOUT = 120.0
 MEMORY_GROWTH = 64 * 2**20  # bytes that the front may grow by: allocators keep some
@@ -77,28 +88,61 @@ REQUESTS = [
 ]
 
 
-class Chaos:
-    """One engine after another, the streams on them, and what becomes of both."""
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """An engine's configuration, beside what all engines of this program have."""
 
-    def __init__(self, num_faults: int, seed: int) -> None:
-        self._random = random.Random(seed)
+    name: str
+    engine: dict[str, Any]
+    scheduler: dict[str, Any] = dataclasses.field(default_factory=dict)
+    num_ranks: int = 1
+
+    def config(self, directory: Path) -> EngineConfig:
+        """Return the configuration; what the engine keeps on disk is in `directory`."""
+        options = dict(self.engine)
+        if options.get("kv_tier") == "disk":
+            options["kv_tier_path"] = str(directory / "tier")
+        return EngineConfig(
+            num_threads=1,
+            tensor_parallel_size=self.num_ranks,
+            scheduler=SchedulerConfig(num_kv_blocks=512, **self.scheduler),
+            supervision=SupervisionConfig(
+                watchdog_timeout=WATCHDOG_TIMEOUT * self.num_ranks, max_engine_crashes=1000
+            ),
+            **options,
+        )
+
+
+SCENARIOS = (
+    Scenario("drafts", {"speculation": SpeculationConfig(speculative_method="ngram")}),
+    Scenario("overlap", {}, {"overlap_steps": True}),
+    Scenario("memory tier", {"kv_tier": "memory", "kv_tier_size": 0.05}),
+    Scenario("disk tier", {"kv_tier": "disk", "kv_tier_size": 0.05}),
+    Scenario("two ranks", {}, num_ranks=2),
+)
+
+
+class Chaos:
+    """One engine after another, the streams on them, and what becomes of both.
+
+    Args:
+        config: of the engines.
+        num_faults: that strike them.
+        rng: chooses faults and moments.
+    """
+
+    def __init__(self, config: EngineConfig, num_faults: int, rng: random.Random) -> None:
+        self._config = config
+        self._random = rng
         self._num_faults = num_faults
         self._is_over = False
         self._output = asyncio.Event()
         self.ends: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.pauses: dict[str, list[float]] = {number.name: [] for number in SIGNALS}
+        self.pauses: dict[str, list[float]] = {kind: [] for kind in FAULTS}
 
     async def run(self, expected: list[RequestOutput]) -> None:
         """Strike engines until there have been enough faults; then check what is left."""
-        llm = AsyncLLM(
-            EngineConfig(
-                num_threads=1,
-                scheduler=SchedulerConfig(num_kv_blocks=512),
-                speculation=SpeculationConfig(speculative_method="ngram"),
-                supervision=SupervisionConfig(watchdog_timeout=WATCHDOG_TIMEOUT, max_engine_crashes=1000),
-            )
-        )
+        llm = AsyncLLM(self._config)
         await llm.wait_until_ready()
         for prompt, params in REQUESTS:  # so that everything is there that is made once
             async for _ in llm.generate(prompt, params):
@@ -107,7 +151,7 @@ class Chaos:
         streams = [
             asyncio.create_task(self._stream(llm, index, expected[index])) for index in range(NUM_STREAMS)
         ]
-        striking = asyncio.create_task(self._strike(llm))
+        striking = asyncio.create_task(self._strike_often(llm))
         await asyncio.wait({striking, *streams}, return_when=asyncio.FIRST_COMPLETED)
         self._is_over = True
         for task in (striking, *streams):
@@ -127,26 +171,49 @@ class Chaos:
                 self.ends["quarantined"] += 1
                 continue
             assert num_ends == 1
-            if any(one.error_type == RequestQuarantinedError.__name__ for one in output.outputs):
+            errors = {one.error_type for one in output.outputs} - {None}
+            if errors == {RequestQuarantinedError.__name__}:
                 self.ends["quarantined"] += 1
+                continue
+            messages = [one.error for one in output.outputs if one.error is not None]
+            if messages:
+                assert all(map(OUT_OF_MEMORY.search, messages)), messages
+                self.ends["out of memory"] += 1
                 continue
             assert output.outputs == expected.outputs, f"stream {index} differs"
             assert output.prompt_logprobs == expected.prompt_logprobs
             self.ends["as expected"] += 1
 
-    async def _strike(self, llm: AsyncLLM) -> None:
+    async def _strike_often(self, llm: AsyncLLM) -> None:
         for _ in range(self._num_faults):
             await self._next_output()
             await asyncio.sleep(self._random.uniform(0, LONGEST_LIFE))
-            number = self._random.choice(SIGNALS)
-            [engine] = psutil.Process().children()
-            begin = time.monotonic()
-            os.kill(engine.pid, number)
-            self.faults[number.name] += 1
-            while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
-                await asyncio.sleep(0.01)
+            kind = self._random.choice(FAULTS)
+            begin, num_restarts = time.monotonic(), llm.recovery_stats.num_restarts
+            engine = await engine_process()
+            await self._strike(kind, engine)
+            while not has_not_ended(engine) and llm.recovery_stats.num_restarts == num_restarts:
+                await asyncio.sleep(0.01)  # outputs of the engine that has died may arrive still
             await self._next_output()
-            self.pauses[number.name].append(time.monotonic() - begin)
+            self.pauses[kind].append(time.monotonic() - begin)
+
+    async def _strike(self, kind: str, engine: psutil.Process) -> None:
+        """Let a fault happen, and wait until the engine has died of it or has got over it."""
+        match kind:
+            case "no memory":
+                await run_out_of_memory(engine)
+            case "kill while starting":
+                await end(engine, signal.SIGKILL)
+                engine = await engine_process()
+                await asyncio.sleep(self._random.uniform(0, LONGEST_START))
+                await end(engine, signal.SIGKILL)
+            case "kill while restoring":
+                await end(engine, signal.SIGKILL)
+                await self._next_output()
+                await end(await engine_process(), signal.SIGKILL)
+            case _:
+                victims = [engine, *ranks_of(engine)]
+                await end(self._random.choice(victims), SIGNALS[kind], engine)
 
     async def _next_output(self) -> None:
         self._output.clear()
@@ -168,8 +235,57 @@ class Chaos:
         assert held_by_front() == held, f"{held_by_front()} is held, it was {held}"
         growth = psutil.Process().memory_info().rss - memory
         assert growth < MEMORY_GROWTH, f"the front has grown by {growth} bytes"
-        assert llm.recovery_stats.num_restarts == self._num_faults
-        print(f"front: {growth / 2**20:+.1f} MiB; {llm.recovery_stats}")
+        print(f"  front: {growth / 2**20:+.1f} MiB; {llm.recovery_stats}; {dict(self.ends)}", flush=True)
+
+
+async def engine_process() -> psutil.Process:
+    """Return the engine process, as soon as there is one."""
+    while True:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "quire.engine.process" in child.cmdline():
+                    return child
+        await asyncio.sleep(0.01)
+
+
+def ranks_of(engine: psutil.Process) -> list[psutil.Process]:
+    """Return the processes of the other ranks of an engine."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child for child in engine.children() if "quire.engine.ranks.process" in child.cmdline()]
+    return []
+
+
+async def end(victim: psutil.Process, number: signal.Signals, engine: psutil.Process | None = None) -> None:
+    """Send a signal to a process, and wait until its engine (by default, itself) has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        victim.send_signal(number)
+    while has_not_ended(engine or victim):
+        await asyncio.sleep(0.01)
+
+
+async def run_out_of_memory(engine: psutil.Process) -> None:
+    """Let an engine have no more address space, until it has died of that or for some seconds."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        resource.prlimit(engine.pid, resource.RLIMIT_AS, (NO_MEMORY, resource.RLIM_INFINITY))
+        deadline = time.monotonic() + NO_MEMORY_TIME
+        while has_not_ended(engine) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(engine.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def has_not_ended(process: psutil.Process) -> bool:
+    """Whether a process runs, or is stopped."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def undisturbed(num_ranks: int) -> list[RequestOutput]:
+    """Return what the requests are answered without faults."""
+    with LLM(num_threads=1, num_kv_blocks=512, tensor_parallel_size=num_ranks) as llm:
+        return llm.generate(*map(list, zip(*REQUESTS, strict=True)))
 
 
 def held_by_front() -> tuple[object, ...]:
@@ -199,20 +315,34 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    rng = random.Random(arguments.seed)
+    pauses: dict[str, list[float]] = {kind: [] for kind in FAULTS}
+    ends: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
         tempfile.tempdir = os.environ["TMPDIR"] = str(Path(directory))
-        with LLM(num_threads=1, num_kv_blocks=512) as undisturbed:
-            expected = undisturbed.generate(*map(list, zip(*REQUESTS, strict=True)))
-        chaos = Chaos(arguments.faults, arguments.seed)
-        asyncio.run(chaos.run(expected))
-        seconds = kill_a_front()
-        assert seconds < 1, f"the engine ended {seconds:.2f} s after its front"
-    print(f"seed {arguments.seed}: {dict(chaos.faults)}; requests: {dict(chaos.ends)}")
-    for name, pauses in chaos.pauses.items():
-        if pauses:
-            median, most = statistics.median(pauses), max(pauses)
-            print(f"{name}: next token after {median:.2f} s (median), {most:.2f} s (longest)")
-    print(f"kill -9 of the front: its engine has ended after {seconds:.2f} s")
+        expected: dict[int, list[RequestOutput]] = {}
+        for index, scenario in enumerate(SCENARIOS):
+            num_faults = arguments.faults * (index + 1) // len(SCENARIOS)
+            num_faults -= arguments.faults * index // len(SCENARIOS)
+            if not num_faults:
+                continue
+            print(f"{scenario.name}: {num_faults} faults", flush=True)
+            if scenario.num_ranks not in expected:
+                expected[scenario.num_ranks] = undisturbed(scenario.num_ranks)
+            chaos = Chaos(scenario.config(Path(directory)), num_faults, rng)
+            asyncio.run(chaos.run(expected[scenario.num_ranks]))
+            ends += chaos.ends
+            for kind, seconds in chaos.pauses.items():
+                pauses[kind] += seconds
+        seconds_after_front = kill_a_front()
+        assert seconds_after_front < 1, f"the engine ended {seconds_after_front:.2f} s after its front"
+    print(f"requests: {dict(ends)}")
+    for kind, found in pauses.items():
+        if found:
+            median, most = statistics.median(found), max(found)
+            print(f"{kind}: {len(found)}, next token after {median:.2f} s (median), {most:.2f} s (longest)")
+    print(f"kill -9 of the front: its engine has ended after {seconds_after_front:.2f} s")
 
 
 if __name__ == "__main__":
