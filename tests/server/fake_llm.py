@@ -78,7 +78,7 @@ class FakeLLM:
         text = messages[-1]["content"]
         return self.generate(text, sampling_params, request_id=request_id, **options)
 
-    async def generate(self, prompt, sampling_params, *, request_id=None, **options):
+    async def generate(self, prompt, sampling_params, *, request_id=None, before_submit=None, **options):
         if self.dead:
             raise EngineDeadError(self.dead)
         ids = [BOS, *map(ord, prompt)] if isinstance(prompt, str) else list(prompt)
@@ -88,6 +88,11 @@ class FakeLLM:
             raise QueueFullError("8 requests wait; the limit is 8 (max_num_queued_reqs)", retry_after=2.3)
         if text.startswith("crash"):
             raise RuntimeError("secret detail")
+        if before_submit is not None:
+            core_request = SimpleNamespace(prompt_token_ids=ids)
+            await before_submit(
+                SimpleNamespace(request_id=request_id, params=sampling_params, core_request=core_request)
+            )
         self.seen.append(Seen(prompt, sampling_params, request_id, options))
         self.live.add(request_id)
         stop = self._stop_events[request_id] = asyncio.Event()

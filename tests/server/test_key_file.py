@@ -71,7 +71,7 @@ def test_keys_belong_to_their_tenants(write):
         ("[tenants.a]\nkeys=['k']\nwieght=3", "line 3: tenants.a.wieght: TenantConfig has no field 'wieght'"),
         ("[tenants.a]\nkeys=['k']\nweight=0", "line 3: tenants.a.weight: weight is 0; it must be"),
         ("[tenants.a]\nkeys=[\n'k']\nadmin='yes'", "line 4: tenants.a.admin: admin is 'yes'; it must be"),
-        ("[tenants.a]\nkeys=['k']\nname='b'", "line 3: tenants.a.name: name is given by"),
+        ("[tenants.a]\nkeys=['k']\nname='b'", "line 3: tenants.a.name: is given by"),
         ("[tenants.default]\nkeys=['k']", "line 1: tenants.default: is the tenant of the keys in api_key"),
         ("[tenants.'a:b']\nkeys=['k']", "line 1: tenants.a:b: is no name"),
         ("[tenants]\na = 3", "line 2: tenants.a: must be a table"),

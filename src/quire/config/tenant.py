@@ -7,6 +7,8 @@ from typing import Annotated
 from annotated_types import Gt, Le, MaxLen
 
 from quire.config.fields import check_limits, config, knob
+from quire.errors import ConfigError
+from quire.limits import NonNegativeInt
 
 
 @config
@@ -32,5 +34,40 @@ class TenantConfig:
         "Empty: cached prefixes are its own.",
     )
 
+    requests_per_minute: NonNegativeInt = knob(
+        default=0,
+        unit="sequences",
+        help="Maximum number of requests per minute, and at once; each prompt of a call counts n times. "
+        "0: no limit.",
+    )
+    tokens_per_minute: NonNegativeInt = knob(
+        default=0,
+        unit="tokens",
+        help="Maximum number of tokens per minute, and at once: those of prompts, cached ones included, and "
+        "max_tokens of each sequence, of which what is not generated is given back. 0: no limit.",
+    )
+    max_running_seqs: NonNegativeInt = knob(
+        default=0,
+        unit="sequences",
+        help="Maximum number of sequences in the engine at once; others wait in the order in which they "
+        "came. 0: no limit.",
+    )
+    max_queued_seqs: NonNegativeInt = knob(
+        default=0,
+        unit="sequences",
+        help="Maximum number of sequences that wait because of max_running_seqs. 0: no limit.",
+    )
+    max_pending_grammars: NonNegativeInt = knob(
+        default=0,
+        unit="calls",
+        help="Maximum number of calls with structured output that have not begun to generate, because "
+        "their grammar is being compiled or they wait. 0: no limit.",
+    )
+
     def __post_init__(self) -> None:
         check_limits(self)
+        if self.max_queued_seqs and not self.max_running_seqs:
+            raise ConfigError(
+                f"TenantConfig.max_queued_seqs is {self.max_queued_seqs}, but without max_running_seqs "
+                "nothing waits; set that too"
+            )

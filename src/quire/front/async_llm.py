@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,8 @@ class AsyncLLM:
             prompt: text, or token ids.
             sampling_params: how to sample and when to stop; None: the defaults.
             request_id: unique among live requests; None: generated.
-            options: fields of `RequestOptions`: priority, cache_salt, tenant, timeout, …
+            options: fields of `RequestOptions`: priority, cache_salt, tenant, timeout, …; and
+                `before_submit`, which is awaited with the prepared request, and refuses it if it raises.
 
         Raises:
             InvalidRequestError: the request or its grammar is invalid.
@@ -279,6 +280,7 @@ class AsyncLLM:
         params: SamplingParams | None,
         *,
         may_wait: bool = False,
+        before_submit: Callable[[ProcessedRequest], Awaitable[None]] | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.wait_until_ready()
@@ -286,6 +288,8 @@ class AsyncLLM:
         length = length_of(prompt, params)
         call = functools.partial(prepare, prompt, params, **options)
         processed = await self._threads.run(length, call, may_wait=may_wait)
+        if before_submit is not None:
+            await before_submit(processed)
         if self._closing:
             raise EngineDeadError("the engine is shutting down and accepts no new requests")
         updated = asyncio.Event()

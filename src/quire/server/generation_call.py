@@ -6,8 +6,8 @@ import abc
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -30,6 +30,9 @@ from quire.server.streaming import event_stream, unless_disconnected
 
 PROMPTS_PER_TURN = 32
 """Prompts whose part of the answer is made in one turn of the event loop."""
+
+if TYPE_CHECKING:
+    from quire.front.input_processor import ProcessedRequest
 
 BodyT = TypeVar("BodyT", bound=GenerationRequest)
 
@@ -57,6 +60,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._context.require_model(body.model)
         self._id = f"{self.id_prefix}-{request_id_of(request)}"
         self._tenant = tenant_of(request)
+        self._admit: Callable[[ProcessedRequest], Awaitable[None]] | None = None
         if body.kv_transfer_params is not None:
             self._tenant.require_kv_transfer()
         self._params = body.sampling_params()
@@ -74,8 +78,9 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return self._tenant.engine_id(self._id)
 
     def _request_options(self) -> dict[str, Any]:
-        """Return fields of `RequestOptions`: the client's, and its tenant's."""
-        return self._tenant.request_options(self._body.request_options())
+        """Return options of the engine's requests: the client's, and its tenant's."""
+        options = self._tenant.request_options(self._body.request_options())
+        return options if self._admit is None else {**options, "before_submit": self._admit}
 
     @property
     @abc.abstractmethod
@@ -114,6 +119,25 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return json_response(answer)
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        return self._limited_outputs() if self._tenant.usage.has_limits else self._generate()
+
+    async def _limited_outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Like `_generate`, within the limits of the tenant."""
+        params, request_ids = self._params, self._request_ids
+        num_sequences = max(params.num_sequences, params.beam_width)
+        with self._tenant.usage.call(
+            len(request_ids),
+            num_sequences,
+            len(request_ids) * (1 + num_sequences * (params.max_tokens or 1)),
+            has_grammar=params.structured_outputs is not None,
+        ) as call:
+            self._admit = call.admit
+            async with contextlib.aclosing(self._generate()) as outputs:
+                async for prompt_index, output in outputs:
+                    call.note(request_ids[prompt_index], output)
+                    yield prompt_index, output
+
+    def _generate(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         return generate(
             self._streams(),
             call_id=self._engine_id,

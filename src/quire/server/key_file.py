@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.config import TenantConfig, refuse_unknown_names
+from quire.config import TenantConfig
 from quire.errors import ConfigError
 from quire.server.api_keys import key_digest
 
@@ -126,18 +126,17 @@ class _Reader:
             if digest in names:
                 raise self._error((*path, "keys"), f"has a key that {names[digest]!r} has already")
             names[digest] = name
-        for field, value in table.items():
-            self._config(name, {field: value}, (*path, field))
-        return self._config(name, table, path)
-
-    def _config(self, name: str, fields: Mapping[str, Any], path: Sequence[str]) -> TenantConfig:
+        if "name" in table:
+            raise self._error((*path, "name"), "is given by the table's header; leave it out")
         try:
-            if "name" in fields:
-                raise ConfigError("name is given by the table's header; leave it out")
-            refuse_unknown_names(TenantConfig, fields)
-            return TenantConfig(name=name, **fields)
+            return TenantConfig(name=name, **table)
         except ConfigError as error:
-            raise self._error(path, str(error).removeprefix("TenantConfig.")) from None
+            said = str(error)
+            begins = {
+                field: (f"TenantConfig.{field} ", f"TenantConfig has no field {field!r}") for field in table
+            }
+            wrong = [field for field in table if said.startswith(begins[field])]
+            raise self._error((*path, *wrong[:1]), said.removeprefix("TenantConfig.")) from None
 
     def _digests(self, path: Sequence[str], keys: Any) -> list[bytes]:
         """Return the digests of a tenant's keys, each given as it is or as its SHA-256."""

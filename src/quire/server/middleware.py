@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.api_keys import key_refusal, presented_keys
 from quire.server.errors import ApiError
-from quire.server.tenants import Tenants
+from quire.server.tenants import Tenant, Tenants
 
 MAX_REQUEST_ID_LENGTH = 128  # characters
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics"})
@@ -76,7 +76,18 @@ class KeyCheck:
             await key_refusal(*given).response()(scope, receive, send)
         else:
             scope.setdefault("state", {})["tenant"] = tenant
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _telling_rates(tenant, send) if tenant.usage.has_rates else send)
+
+
+def _telling_rates(tenant: Tenant, send: Send) -> Send:
+    """Return `send` with what is left of the tenant's limits per minute in the headers of the answer."""
+
+    async def send_with_rates(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(tenant.usage.headers())
+        await send(message)
+
+    return send_with_rates
 
 
 def _request_id_refusal(request_id: str) -> ApiError | None:

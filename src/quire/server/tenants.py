@@ -13,6 +13,7 @@ from quire.errors import ConfigError
 from quire.server.api_keys import digests_of, key_digest
 from quire.server.errors import ApiError
 from quire.server.key_file import DEFAULT_TENANT, KeyFile, file_state, read_key_file
+from quire.server.tenant_limits import TenantUsage
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,19 @@ class Tenant:
     """
 
     def __init__(self, config: TenantConfig, *, is_separate: bool) -> None:
-        self.config = config
+        self._config = config
         self.is_separate = is_separate
+        self.usage = TenantUsage(config)
+
+    @property
+    def config(self) -> TenantConfig:
+        """What the key file says of it."""
+        return self._config
+
+    @config.setter
+    def config(self, config: TenantConfig) -> None:
+        self._config = config
+        self.usage.configure(config)
 
     @property
     def name(self) -> str:
@@ -155,11 +167,8 @@ class Tenants:
         """Let the tenants of the file be those of the server; who is in both goes on."""
         by_name: dict[str, Tenant] = {}
         for name, config in file.tenants.items():
-            tenant = self._by_name.get(name)
-            if tenant is None:
-                tenant = Tenant(config, is_separate=True)
+            by_name[name] = tenant = self._by_name.get(name) or Tenant(config, is_separate=True)
             tenant.config = config
-            by_name[name] = tenant
         self._by_name = by_name
         self._by_digest = dict.fromkeys(self._own_digests, self._default) | {
             digest: by_name[name] for digest, name in file.names.items()
