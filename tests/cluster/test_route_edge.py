@@ -5,6 +5,7 @@ import ssl
 import httpx
 
 from certificates import certificate
+from logged import logged
 from quire.cluster.route import routing
 from quire.config import EdgeConfig, RouterConfig
 from quire.server.listening import listener
@@ -71,3 +72,28 @@ def preflight(method):
         "Access-Control-Request-Method": method,
         "Access-Control-Request-Headers": "authorization",
     }
+
+
+async def test_a_router_logs_each_request(monkeypatch):
+    with logged(monkeypatch) as lines, listener("127.0.0.1", 0, EdgeConfig()) as listens:
+        config = RouterConfig(engine=(), api_key="secret")
+        async with routing(config, listens.socket, None, lines.log), httpx.AsyncClient() as http:
+            key = {"x-api-key": "secret"}
+            body = {"model": "m", "prompt": "Hi"}
+            url = f"{listens.url}/v1/completions"
+            await http.post(f"{url}?a=b", json=body, headers={**key, "X-Request-Id": "mine"})
+            await http.post(url, json=body)
+            await http.get(f"{listens.url}/health")
+            await http.get(f"{listens.url}/no%0Awhere", headers=key)
+            await http.get(f"{listens.url}/route/engines", headers=key)
+        entries = lines.entries
+    assert [(entry["path"], entry["status"], entry.get("error")) for entry in entries] == [
+        ("/v1/completions", 503, "no_engine"),
+        ("/v1/completions", 401, "invalid_api_key"),
+        ("/health", 503, None),
+        ("/no%0Awhere", 404, "route_not_found"),
+        ("/route/engines", 200, None),
+    ]
+    assert entries[0]["request_id"] == "mine"
+    assert entries[0]["client"] == "127.0.0.1"
+    assert entries[1]["request_id"] not in ("", "mine")

@@ -13,7 +13,7 @@ MAX_BODY_BYTES = 1_000_000
 
 
 @contextlib.contextmanager
-def served(app, listens=None, **limits):
+def served(app, listens=None, log=None, **limits):
     """Serve `app` with the real HTTP server in a thread, on a free port if none is given; yields its URL.
 
     `limits` are those of connections.
@@ -22,7 +22,7 @@ def served(app, listens=None, **limits):
     with contextlib.ExitStack() as stack:
         if listens is None:
             listens = stack.enter_context(listener("127.0.0.1", 0, EdgeConfig()))
-        server = http_server(app, listening.set, ConnectionConfig(**limits), listens.tls)
+        server = http_server(app, listening.set, ConnectionConfig(**limits), listens.tls, log)
         bound = listens.socket
         thread = threading.Thread(target=lambda: uvloop.run(server.serve(sockets=[bound])))
         thread.start()

@@ -259,7 +259,7 @@ def test_a_server_ends_although_its_engine_does_not(started, number):
 
 def test_a_unix_socket_is_there_while_the_server_is(started, tmp_path):
     path = str(tmp_path / "quire.sock")
-    server = started(edge={"uds": path})
+    server = started(edge={"uds": path, "access_log": "json"})
     assert server.url == f"unix:{path}"
     assert f"curl --unix-socket {path} http://localhost/v1/chat/completions" in server.try_line
     with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://any.name") as http:
@@ -268,8 +268,11 @@ def test_a_unix_socket_is_there_while_the_server_is(started, tmp_path):
         body = {"model": "mini", "prompt": "Once", "max_tokens": 3, "ignore_eos": True}
         answer = http.post("/v1/completions", json=body)
     assert answer.json()["usage"]["completion_tokens"] == 3
-    assert server.stop()[0] == 0
-    assert list(tmp_path.iterdir()) == []
+    status, rest, _ = server.stop()
+    assert (status, list(tmp_path.iterdir())) == (0, [])
+    logged = json.loads(rest.splitlines()[0])
+    assert (logged["client"], logged["path"], logged["status"]) == ("unix", "/v1/completions", 200)
+    assert logged["completion_tokens"] == 3
 
 
 def test_a_port_that_is_taken(started):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from uuid import uuid4
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from quire.cluster.access_logging import ERROR_REASON, REQUEST_ID, Handler, access_logging
 from quire.cluster.cors import CORS
 from quire.cluster.engines import DECODERS, EngineState
 from quire.cluster.engines_endpoint import change_engine, list_engines, remove_engine
 from quire.cluster.relay import STOPPING
 from quire.cluster.router import Router
+from quire.cluster.upstream import REQUEST_ID as REQUEST_ID_HEADER
+from quire.server.access_log import AccessLog
 from quire.server.api_keys import digests_of, key_digest, key_refusal, presented_keys
 from quire.server.browsers import CallerRules
 from quire.server.errors import TIMEOUT, ApiError, as_api_error
@@ -23,14 +26,17 @@ from quire.server.responses import Health
 ENGINES_PATH = "/route/engines"
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+def create_app(router: Router, log: AccessLog | None = None) -> web.Application:
+    """Return the application that serves `router`, which must have been started.
 
-def create_app(router: Router) -> web.Application:
-    """Return the application that serves `router`, which must have been started."""
+    Args:
+        router: to serve.
+        log: where each request is logged; None: nowhere.
+    """
     handlers = _Handlers(router)
     app = web.Application(
-        middlewares=[handlers.envelope],
+        middlewares=[*([] if log is None else [access_logging(log)]), handlers.envelope],
         client_max_size=router.config.max_body_bytes,
     )
     for path in GENERATION_PATHS:
@@ -60,6 +66,7 @@ class _Handlers:
     @web.middleware
     async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check who calls, and turn everything that is raised into an answer in OpenAI's shape."""
+        request[REQUEST_ID] = request.headers.get(REQUEST_ID_HEADER) or uuid4().hex
         try:
             response = await self._checked(request, handler)
         except asyncio.CancelledError:
@@ -71,7 +78,7 @@ class _Handlers:
         except ConnectionResetError:
             raise  # the client has left
         except Exception as error:  # as_api_error logs what it does not know
-            response = _response(as_api_error(error, request_id=request.headers.get("X-Request-Id", "")))
+            response = _response(as_api_error(error, request_id=request[REQUEST_ID]))
         self._router.metrics.answers.labels(str(response.status)).inc()
         return response
 
@@ -171,9 +178,11 @@ def _unrouted(request: web.Request, error: web.HTTPException) -> ApiError:
 
 
 def _response(error: ApiError) -> web.Response:
-    return web.Response(
+    response = web.Response(
         body=error.body(), status=error.status, headers=error.headers, content_type="application/json"
     )
+    response[ERROR_REASON] = error.reason
+    return response
 
 
 def _json(payload: msgspec.Struct, status: int = 200) -> web.Response:

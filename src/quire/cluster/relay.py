@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from quire.cluster.access_logging import ERROR_REASON
 from quire.cluster.upstream import Answer, EngineRequestError
 from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 
@@ -48,6 +49,7 @@ async def relay(
             await send_all(response, answer)
     except EngineRequestError as error:
         on_broken()
+        response[ERROR_REASON] = "engine_failed"
         logger.warning("%s", error)
         if not answer.is_stream:
             return _cut_off(request, response)
@@ -55,6 +57,7 @@ async def relay(
     except asyncio.CancelledError:
         if not is_stopping():
             raise
+        response[ERROR_REASON] = STOPPING.reason
         if not answer.is_stream:
             return _cut_off(request, response)
         await response.write(_error_event(STOPPING))

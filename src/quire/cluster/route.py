@@ -16,6 +16,7 @@ from quire.cluster.app import create_app
 from quire.cluster.engines import EngineState
 from quire.cluster.router import Router
 from quire.config import RouterConfig
+from quire.server.access_log import AccessLog, access_log
 from quire.server.listening import Listener, listener
 from quire.server.stopping import StopSignals, finished_unless_set
 
@@ -36,13 +37,19 @@ def route(config: RouterConfig) -> None:
         ConfigError: the router cannot listen there, or its certificate cannot be used.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
-    with listener(config.host, config.port, config.edge) as listening:
-        asyncio.run(_route_until_stopped(config, listening))
+    with (
+        listener(config.host, config.port, config.edge) as listening,
+        access_log(config.edge.access_log) as log,
+    ):
+        asyncio.run(_route_until_stopped(config, listening, log))
 
 
 @contextlib.asynccontextmanager
 async def routing(
-    config: RouterConfig, bound: socket.socket, tls: ssl.SSLContext | None = None
+    config: RouterConfig,
+    bound: socket.socket,
+    tls: ssl.SSLContext | None = None,
+    log: AccessLog | None = None,
 ) -> AsyncIterator[Router]:
     """Serve a router on a socket for the duration of the context; yields it once it accepts connections.
 
@@ -50,10 +57,11 @@ async def routing(
         config: of the router.
         bound: socket to listen on.
         tls: with which clients' connections are encrypted; None: they are not.
+        log: where each request is logged; None: nowhere.
     """
     router = Router(config)
     runner = web.AppRunner(
-        create_app(router),
+        create_app(router, log),
         access_log=None,
         handler_cancellation=True,  # as soon as a client leaves
         auto_decompress=False,
@@ -72,12 +80,12 @@ async def routing(
         await router.close()
 
 
-async def _route_until_stopped(config: RouterConfig, listening: Listener) -> None:
+async def _route_until_stopped(config: RouterConfig, listening: Listener, log: AccessLog | None) -> None:
     stop = StopSignals(config.drain_timeout)
     with stop.installed():
         async with (
             listening.with_current_certificate(),
-            routing(config, listening.socket, listening.tls) as router,
+            routing(config, listening.socket, listening.tls, log) as router,
         ):
             _announce(router, listening.url)
             await stop.graceful.wait()

@@ -10,10 +10,10 @@ import logging
 import math
 from collections.abc import AsyncIterator, Collection
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from aiohttp import web
 
+from quire.cluster.access_logging import REQUEST_ID as REQUEST_ID_KEY
 from quire.cluster.engine_calls import EngineCalls, PromptKV
 from quire.cluster.engines import DECODERS, PREFILLERS, Engine, Engines, EngineState, Role
 from quire.cluster.health import HealthChecks
@@ -177,7 +177,7 @@ class Router:
         elif self.config.api_key:
             headers.popall("Authorization", None)
             headers.popall("X-Api-Key", None)
-        headers.setdefault(REQUEST_ID, uuid4().hex)
+        headers[REQUEST_ID] = request[REQUEST_ID_KEY]
         return EngineRequest(
             method=request.method,
             path=request.rel_url.raw_path_qs,

@@ -52,6 +52,11 @@ class EdgeConfig:
         help="Web pages that may call the server from a browser, by origin: https://chat.example.com, or * "
         "for all. None: no pages but the server's own.",
     )
+    access_log: Literal["off", "text", "json"] = knob(
+        default="off",
+        help="Whether each request is logged on the standard output when it ends, and how its line is "
+        "written.",
+    )
 
     def __post_init__(self) -> None:
         check_limits(self)

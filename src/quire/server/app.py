@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from quire.config import ServerConfig
 from quire.errors import EngineDeadError, nearest_name
+from quire.server.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error
 from quire.server.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
@@ -52,18 +53,19 @@ from quire.server.validation import read_body
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left; nobody reads it
 
-
-def create_app(llm: AsyncLLM, config: ServerConfig, tenants: Tenants | None = None) -> Starlette:
+def create_app(
+    llm: AsyncLLM, config: ServerConfig, tenants: Tenants | None = None, log: AccessLog | None = None
+) -> Starlette:
     """Return the application that serves `llm`, which must be ready; the caller shuts it down.
 
-    The server's state is at `app.state.context` (`ServerContext`).
+    The server's state is at `app.state.context` (`ServerContext`), the log at `app.state.access_log`.
 
     Args:
         llm: the engine's front door.
         config: the server's configuration.
         tenants: that `config` names; None: they are read here.
+        log: where each request is logged; None: nowhere.
 
     Raises:
         ConfigError: the key file cannot be read, or is invalid.
@@ -79,18 +81,20 @@ def create_app(llm: AsyncLLM, config: ServerConfig, tenants: Tenants | None = No
             _constant("/openapi.json", Response(encode(document), media_type="application/json")),
             _constant("/docs", HTMLResponse(docs_page(document))),
         ],
-        middleware=_middleware(config, context.tenants),
+        middleware=_middleware(config, context.tenants, log),
         exception_handlers={HTTPException: _answer_unrouted},
     )
     app.router.redirect_slashes = False
     app.state.context = context
+    app.state.access_log = log
     return app
 
 
-def _middleware(config: ServerConfig, tenants: Tenants) -> list[Middleware]:
+def _middleware(config: ServerConfig, tenants: Tenants, log: AccessLog | None) -> list[Middleware]:
     """Return what surrounds the routes, the outermost first."""
     edge = config.edge
     return [
+        *([] if log is None else [Middleware(AccessLogging, log=log)]),
         *([Middleware(RootPath, prefix=config.root_path)] if config.root_path else []),
         Middleware(RequestEnvelope),
         Middleware(CallerCheck, rules=CallerRules(edge, config.host)),
@@ -115,7 +119,8 @@ def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
             )
             return await endpoint.handler(request, body)
         except ClientGoneError:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            note_error(request.scope, "client_left")
+            return Response(status_code=CLIENT_LEFT)
         except Exception as error:  # as_api_error logs what it does not know
             return as_api_error(error, request_id=request_id_of(request)).response()
 

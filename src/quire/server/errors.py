@@ -9,6 +9,7 @@ from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.errors import (
     DuplicateRequestError,
@@ -17,6 +18,7 @@ from quire.errors import (
     QueueFullError,
     RequestTimeoutError,
 )
+from quire.server.access_log import note_error
 from quire.server.responses import ErrorDetail, ErrorResponse, encode
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Return the whole HTTP response."""
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+        return _ErrorAnswer(self)
 
     def closing_response(self) -> bytes:
         """Return the whole HTTP response as it is sent, for a connection that closes after it."""
@@ -78,6 +80,24 @@ class ApiError(Exception):
         lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in fields.items()]
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+    @property
+    def reason(self) -> str:
+        """What went wrong in a word, and the field at fault; without anything that a message quotes."""
+        return f"{self.code or self.kind}:{self.param}" if self.param else self.code or self.kind
+
+
+class _ErrorAnswer(Response):
+    """The answer that an error is, which the access log gets to know."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.body(), error.status, error.headers, media_type="application/json")
+        self._reason = error.reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        note_error(scope, self._reason)
+        await super().__call__(scope, receive, send)
 
 
 class ClientGoneError(Exception):

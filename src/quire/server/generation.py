@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from quire.engine.messages import ErrorInfo
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
+from quire.server.access_log import AccessRecord
 from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics, RequestTimer
@@ -30,6 +31,7 @@ async def generate(
     num_sequences: int,
     calls: LiveCalls,
     metrics: Metrics,
+    access_record: AccessRecord | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield `(prompt index, cumulative output)` until every prompt's request has finished.
 
@@ -42,6 +44,7 @@ async def generate(
         request_ids: the engine's, one for each prompt.
         num_sequences: completions of each prompt.
         calls, metrics: of the server.
+        access_record: takes note of each output; None: none is kept.
 
     Raises:
         ApiError: 503 while draining or when the engine aborted a request; 500 when a request failed.
@@ -53,6 +56,8 @@ async def generate(
         async with contextlib.aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
                 timers[index].observe(output)
+                if access_record is not None:
+                    access_record.observe(index, output)
                 failures = [error for one in output.outputs if (error := _failure_of(one)) is not None]
                 if failures:
                     if any(completion.token_ids for completion in output.outputs):

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.request_output import CompletionOutput, RequestOutput
+from quire.server.access_log import access_record_of
 from quire.server.context import context_of, request_id_of, tenant_of
 from quire.server.generation import OutputStream, SequenceProgress, generate, usage_of
 from quire.server.protocol import GenerationRequest
@@ -145,6 +146,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             num_sequences=self._params.n,
             calls=self._context.calls,
             metrics=self._context.metrics,
+            access_record=access_record_of(self._request.scope),
         )
 
     async def _whole_answer(self) -> Completion | ChatCompletion:

@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 
 from quire.config import ConnectionConfig
 from quire.server import request_head
+from quire.server.access_log import AccessLog, AccessRecord, note_error
 from quire.server.connections import Connection, Connections
 from quire.server.deadline import Deadline
 from quire.server.errors import TIMEOUT, ApiError
@@ -49,6 +50,7 @@ class HttpProtocol(HttpToolsProtocol):
         limits: what the connection may take.
         connections: all open connections; this one is added when it is made, in the place of `handshake`.
         handshake: what stands for this connection in `connections` until then.
+        access_log: where a request is logged that does not get as far as the application; None: nowhere.
     """
 
     def __init__(
@@ -58,11 +60,14 @@ class HttpProtocol(HttpToolsProtocol):
         limits: ConnectionConfig,
         connections: Connections,
         handshake: Connection,
+        *,
+        access_log: AccessLog | None = None,
     ) -> None:
         super().__init__(config, server_state, {})
         self._limits = limits
         self._open_connections = connections
         self._handshake = handshake
+        self._access_log = access_log
         self._next = _Part.HEAD
         self._received = bytearray()  # and not yet parsed
         self._searched = 0  # bytes of it that hold no end of a header
@@ -305,6 +310,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer that a request is refused, unless its answer has begun, and close the connection."""
         log.info("%s: refused with status %d: %s", self.client, refusal.status, refusal.message)
         is_in_body = self._next is not _Part.HEAD
+        self._note(refusal, has_record=is_in_body)
         self._next = _Part.NOTHING
         self._received.clear()
         if is_in_body and self.cycle.response_started:
@@ -321,3 +327,12 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()  # and drop what comes until the client has read the answer
         else:
             self.transport.close()
+
+    def _note(self, refusal: ApiError, *, has_record: bool) -> None:
+        """Have the access log say why a request is refused, of which the application may have a record."""
+        if has_record:
+            note_error(self.cycle.scope, refusal.reason)
+        elif self._access_log is not None:
+            record = AccessRecord(client=self.client[0] if self.client else "unix", method="-", path="-")
+            record.status, record.error = refusal.status, refusal.reason
+            self._access_log.write(record)

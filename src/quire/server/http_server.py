@@ -11,6 +11,7 @@ import uvicorn
 
 from quire.config import ConnectionConfig
 from quire.server.acceptor import Acceptor
+from quire.server.access_log import AccessLog
 from quire.server.connections import Connection, Connections, default_limit
 from quire.server.http_protocol import HttpProtocol
 
@@ -22,14 +23,20 @@ class HttpServer(uvicorn.Server):
         config: of uvicorn.
         limits: what connections may take.
         on_listening: called once, when connections are accepted.
+        log: where a request is logged that does not get as far as the application; None: nowhere.
     """
 
     def __init__(
-        self, config: uvicorn.Config, limits: ConnectionConfig, on_listening: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        limits: ConnectionConfig,
+        on_listening: Callable[[], None],
+        log: AccessLog | None = None,
     ) -> None:
         super().__init__(config)
         self._limits = limits
         self._on_listening = on_listening
+        self._log = log
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,7 +49,9 @@ class HttpServer(uvicorn.Server):
         connections = Connections(limits.max_connections or default_limit())
 
         def make_protocol(handshake: Connection) -> asyncio.Protocol:
-            return HttpProtocol(self.config, self.server_state, limits, connections, handshake)
+            return HttpProtocol(
+                self.config, self.server_state, limits, connections, handshake, access_log=self._log
+            )
 
         self.servers: list[Acceptor] = [  # type: ignore[assignment]  # uvicorn closes them, and no more
             Acceptor(

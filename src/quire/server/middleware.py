@@ -8,6 +8,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.access_log import access_record_of
 from quire.server.api_keys import key_refusal, presented_keys
 from quire.server.errors import ApiError
 from quire.server.tenants import Tenant, Tenants
@@ -76,6 +77,8 @@ class KeyCheck:
             await key_refusal(*given).response()(scope, receive, send)
         else:
             scope.setdefault("state", {})["tenant"] = tenant
+            if (record := access_record_of(scope)) is not None:
+                record.tenant = tenant.name
             await self._app(scope, receive, _telling_rates(tenant, send) if tenant.usage.has_rates else send)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from quire.config import ConnectionConfig, EngineConfig, ServerConfig
 from quire.errors import QuireError
 from quire.front.async_llm import AsyncLLM
+from quire.server.access_log import AccessLog, access_log
 from quire.server.connections import raise_descriptor_limit
 from quire.server.listening import Listener, listener
 from quire.server.monitoring import monitored, monitoring_socket
@@ -55,6 +56,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     with (
         listener(server_config.host, server_config.port, server_config.edge) as listening,
         monitoring_socket(server_config.host, server_config.monitoring_port) as monitoring,
+        access_log(server_config.edge.access_log) as log,
     ):
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
         llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
@@ -63,7 +65,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         from quire.server.app import create_app  # slow: meanwhile the engine process loads
 
         def make_app() -> Starlette:
-            return create_app(llm, server_config, tenants)
+            return create_app(llm, server_config, tenants, log)
 
         import uvloop
 
@@ -95,6 +97,7 @@ def http_server(
     on_listening: Callable[[], None],
     limits: ConnectionConfig,
     tls: ssl.SSLContext | None = None,
+    log: AccessLog | None = None,
 ) -> HttpServer:
     """Return uvicorn for `app`, with limits on connections, without its signal handling and its log lines.
 
@@ -103,6 +106,7 @@ def http_server(
         on_listening: called once, when connections are accepted.
         limits: what connections may take.
         tls: with which connections are encrypted; None: they are not.
+        log: where a request is logged that does not get as far as `app`; None: nowhere.
     """
     import uvicorn  # slow: `serve` starts the engine process before
 
@@ -115,11 +119,12 @@ def http_server(
         ws="none",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT,
         ssl_context_factory=None if tls is None else lambda *_: tls,
     )
-    return HttpServer(uvicorn_config, limits, on_listening)
+    return HttpServer(uvicorn_config, limits, on_listening, log)
 
 
 async def _serve_until_stopped(
@@ -160,7 +165,11 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
     """Serve until a signal stops the server, or engines die again and again."""
     context: ServerContext = app.state.context
     server = http_server(
-        app, lambda: _announce(context, listening), context.config.connections, listening.tls
+        app,
+        lambda: _announce(context, listening),
+        context.config.connections,
+        listening.tls,
+        app.state.access_log,
     )
     serving = asyncio.create_task(server.serve(sockets=[listening.socket]))
     stopping = asyncio.create_task(_stop_gracefully(context, stop))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.server.access_log import note_error
 from quire.server.errors import ClientGoneError, as_api_error
 
 T = TypeVar("T")
@@ -82,13 +83,14 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or stop when the client leaves."""
         try:
-            await unless_disconnected(receive, self._send_all(send))
+            await unless_disconnected(receive, self._send_all(scope, send))
         except (ClientGoneError, OSError):
+            note_error(scope, "client_left")
             log.debug("request %s: the client left its stream", self._request_id)
         finally:
             await self._events.aclose()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         try:
@@ -97,6 +99,8 @@ class EventStream(Response):
         except OSError:
             raise
         except Exception as error:  # whatever it is, the client must hear of it
-            body = as_api_error(error, request_id=self._request_id).body()
-            await send({"type": "http.response.body", "body": b"data: " + body + b"\n\n", "more_body": True})
+            answer = as_api_error(error, request_id=self._request_id)
+            note_error(scope, answer.reason)
+            event = b"data: " + answer.body() + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
