@@ -52,7 +52,8 @@ class Scene:
         kv_events=None,
         **config,
     ) -> None:
-        config = SchedulerConfig(**{"block_size": BLOCK_SIZE, "watermark": 0.0, **config}).validate()
+        pins = {"max_pinned_share": 1.0, "max_pinned_share_per_tenant": 1.0}
+        config = SchedulerConfig(**{"block_size": BLOCK_SIZE, "watermark": 0.0, **pins, **config}).validate()
         self.config = config
         self.clock = Clock()
         context = {"clock": self.clock, "connector": connector, "grammars": grammars}

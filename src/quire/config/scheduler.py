@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 
 from quire.config.cache_eviction import CacheEvictionConfig
 from quire.config.fields import check_limits, knob, refuse_unknown_names, settable_config
 from quire.config.sparse_attention import SparseAttentionConfig
 from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+Share = Annotated[float, Ge(0), Le(1)]
 
 
 @settable_config
@@ -73,6 +75,22 @@ class SchedulerConfig:
         default="lru",
         help="Which cached block to evict first: lru (least recently used), lfu (least frequently used), "
         "priority (of the least important request), or the dotted name of a RetentionPolicy class.",
+    )
+    max_pin_time: NonNegativeFloat = knob(
+        default=3600.0,
+        unit="seconds",
+        help="Longest time for which a prompt's blocks are pinned; a longer pin_prefix counts as this. "
+        "0: no pins.",
+    )
+    max_pinned_share: Share = knob(
+        default=0.5,
+        unit="fraction",
+        help="Share of the KV blocks that pins may hold; a pin beyond that is not made.",
+    )
+    max_pinned_share_per_tenant: Share = knob(
+        default=0.5,
+        unit="fraction",
+        help="Share of the KV blocks that the pins of one tenant may hold; a pin beyond that is not made.",
     )
     long_prefill_token_threshold: NonNegativeInt = knob(
         default=0,

@@ -8,7 +8,7 @@ from annotated_types import Gt, Le, MaxLen
 
 from quire.config.fields import check_limits, config, knob
 from quire.errors import ConfigError
-from quire.limits import NonNegativeInt
+from quire.limits import NonNegativeFloat, NonNegativeInt
 
 
 @config
@@ -62,6 +62,13 @@ class TenantConfig:
         unit="calls",
         help="Maximum number of calls with structured output that have not begun to generate, because "
         "their grammar is being compiled or they wait. 0: no limit.",
+    )
+
+    max_pin_time: NonNegativeFloat = knob(
+        default=0.0,
+        unit="seconds",
+        help="Longest time for which its prompts' blocks are pinned; a longer pin_prefix counts as this. "
+        "0: no limit but the engine's.",
     )
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.fences import Fences
+from quire.scheduling.pinned_blocks import PinnedBlocks
 from quire.scheduling.remote_loads import RemoteLoads
 from quire.scheduling.step_clock import StepClock
 from quire.step import IntArray
@@ -27,6 +28,8 @@ class KVHoldings:
         connector: is told which loads are cancelled, and which transfers have ended.
         clock: of deadlines.
         transfer_timeout: seconds without news after which a load or a transfer is given up.
+        max_pin_time: seconds that a pin lasts at most.
+        pinned: counts and bounds what pins hold.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class KVHoldings:
         clock: StepClock,
         *,
         transfer_timeout: float,
+        max_pin_time: float,
+        pinned: PinnedBlocks,
     ) -> None:
         self._kv = kv
         self._loads = loads
@@ -45,6 +50,8 @@ class KVHoldings:
         self._connector = connector
         self._clock = clock
         self._transfer_timeout = transfer_timeout
+        self._max_pin_time = max_pin_time
+        self._pinned = pinned
         self._leases = LeaseTable()
 
     @property
@@ -59,15 +66,20 @@ class KVHoldings:
         return request_id in self._leases
 
     def pin(self, request: Request) -> None:
-        """Hold what is cached of a request's prompt; pins of the same blocks are one, to the later end."""
+        """Hold what is cached of a request's prompt, if pins may hold so much.
+
+        Pins of the same blocks are one, to the later end.
+        """
         block_ids, digest = self._kv.find_full_blocks(request.request_id, request.prompt_array)
         if not len(block_ids):
             return
         lease_id = f"pin {digest.hex()}"
-        deadline = self._clock.now + request.pin_prefix
-        if not self._leases.renew(lease_id, deadline):
+        deadline = self._clock.now + min(request.pin_prefix, self._max_pin_time)
+        held = block_ids.tolist()
+        if not self._leases.renew(lease_id, deadline) and self._pinned.has_room(request.tenant, held):
             self._kv.pool.acquire(block_ids)
-            self._leases.grant(lease_id, LeaseKind.PIN, block_ids.tolist(), deadline)
+            self._leases.grant(lease_id, LeaseKind.PIN, held, deadline)
+            self._pinned.add(lease_id, request.tenant, held)
 
     def hold_for_peer(self, request_id: str, block_ids: IntArray) -> None:
         """Hold the blocks of a request that ends until a peer has read them."""
@@ -82,7 +94,10 @@ class KVHoldings:
     def end_lease(self, lease_id: str) -> None:
         """Free the blocks of a lease, if it is still held."""
         kind = self._leases.kind(lease_id)
-        self._release(self._leases.release(lease_id))
+        block_ids = self._leases.release(lease_id)
+        if kind is LeaseKind.PIN:
+            self._pinned.remove(lease_id, block_ids)
+        self._release(block_ids)
         if kind is LeaseKind.TRANSFER:
             self._connector.end_lease(lease_id)
 
@@ -100,6 +115,7 @@ class KVHoldings:
         """Free all pinned blocks; whether there were any."""
         pins = self._leases.break_pins()
         for pin in pins:
+            self._pinned.remove(pin.lease_id, pin.block_ids)
             self._release(pin.block_ids)
         return bool(pins)
 

@@ -28,6 +28,7 @@ from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.pinned_blocks import PinnedBlocks
 from quire.scheduling.policies.guards import build_admission, build_order, build_victim
 from quire.scheduling.remote_loads import RemoteLoads
 from quire.scheduling.request_finisher import RequestFinisher
@@ -119,6 +120,11 @@ class SchedulerParts:
             self.connector,
             self.clock,
             transfer_timeout=self._config.kv_transfer_timeout,
+            max_pin_time=self._config.max_pin_time,
+            pinned=PinnedBlocks(
+                int(self._config.max_pinned_share * self.pool.num_blocks),
+                int(self._config.max_pinned_share_per_tenant * self.pool.num_blocks),
+            ),
         )
 
     def _build_transitions(self) -> None:

@@ -61,8 +61,11 @@ class Tenant:
         """
         if not self.is_separate:
             return given
-        own = {"tenant": self.name, "cache_salt": self.cache_salt(given.get("cache_salt", ""))}
-        return given | own | {"tenant_weight": self.config.weight}
+        own: dict[str, Any] = {"tenant": self.name, "tenant_weight": self.config.weight}
+        own["cache_salt"] = self.cache_salt(given.get("cache_salt", ""))
+        if self.config.max_pin_time and "pin_prefix" in given:
+            own["pin_prefix"] = min(given["pin_prefix"], self.config.max_pin_time)
+        return given | own
 
     def require_kv_transfer(self) -> None:
         """Raise `ApiError` 403 unless the tenant may say where engines read and lend KV."""
