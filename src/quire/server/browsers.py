@@ -20,6 +20,7 @@ from quire.server.errors import ApiError
 from quire.server.listening import is_loopback
 
 _CORS_MAX_AGE = 600  # seconds
+_MAX_SPELLINGS = 64
 _ALL_ADDRESSES = frozenset({"", "0.0.0.0", "::"})
 _HARMLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -41,6 +42,7 @@ class CallerRules:
         self._checks_names = not edge.uds and not takes_any
         self._names = frozenset([*names, "localhost"]) | ({host.lower()} - _ALL_ADDRESSES)
         self._suffixes = tuple(name.removeprefix("*") for name in names if name.startswith("*."))
+        self._spellings: set[str] = set()  # Host headers that were found to name this server
         self._origins = frozenset(edge.cors_origins)
 
     def refusal(
@@ -66,7 +68,7 @@ class CallerRules:
         if len(hosts) > 1 or (not hosts and http_version == "1.1"):
             return _bad_host_refusal(len(hosts))
         host = hosts[0] if hosts else ""
-        if hosts and self._checks_names and not self._is_own_name(host_name(host)):
+        if hosts and self._checks_names and not self._is_own(host):
             return ApiError(
                 421,
                 f"the Host header is {host!r:.200}, which is no name of this server; call it localhost, or "
@@ -84,8 +86,16 @@ class CallerRules:
                 )
         return None
 
-    def _is_own_name(self, name: str) -> bool:
-        return name in self._names or name.endswith(self._suffixes) or _is_loopback_address(name)
+    def _is_own(self, host: str) -> bool:
+        """Whether a Host header names this server."""
+        if host in self._spellings:
+            return True
+        name = host_name(host)
+        if not (name in self._names or name.endswith(self._suffixes) or _is_loopback_address(name)):
+            return False
+        if len(self._spellings) < _MAX_SPELLINGS:
+            self._spellings.add(host)
+        return True
 
 
 class CallerCheck:
@@ -106,14 +116,21 @@ class CallerCheck:
         await (refusal.response() if refusal else self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        others = {name: value for name, value in headers if name in (b"origin", b"content-type")}
+        hosts: list[str] = []
+        origin = content_type = b""
+        for name, value in scope["headers"]:
+            if name == b"host":
+                hosts.append(value.decode("latin-1"))
+            elif name == b"origin":
+                origin = value
+            elif name == b"content-type":
+                content_type = value
         return self._rules.refusal(
             method=scope["method"],
             http_version=scope["http_version"],
-            hosts=[value.decode("latin-1") for name, value in headers if name == b"host"],
-            origin=others.get(b"origin", b"").decode("latin-1"),
-            content_type=others.get(b"content-type", b"").decode("latin-1"),
+            hosts=hosts,
+            origin=origin.decode("latin-1"),
+            content_type=content_type.decode("latin-1"),
         )
 
 
