@@ -75,6 +75,22 @@ def test_a_body_that_is_not_completed(serving, llm, limit, sent):
     assert not llm.seen
 
 
+def test_a_request_does_not_start_before_its_body_is_there(serving):
+    started = []
+
+    async def app(scope, receive, send):
+        started.append(scope["path"])
+        await Response()(scope, receive, send)
+
+    new = serving(app)
+    slow = new().connect()
+    slow.send(request("/slow", "Content-Length: 4") + b"abc")
+    assert new_answer(new).status == 200
+    assert started == ["/live"]
+    slow.send(b"d")
+    assert slow.answer().status == 200
+
+
 def test_a_trickle_does_not_prolong_the_time_for_a_body(serving):
     connection = serving(body_timeout=4 * SHORT)().connect()
     connection.send(completion_head("Content-Length: 1000000"))

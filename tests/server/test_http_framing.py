@@ -160,6 +160,29 @@ def test_an_upgrade_is_declined_and_the_body_is_read(connect, llm):
     assert llm.seen[0].prompt == "Hi"
 
 
+def test_a_client_that_waits_to_be_told_to_send_its_body(connect):
+    connection = connect()
+    connection.send(completion_head("Expect: 100-continue", f"Content-Length: {len(COMPLETION)}"))
+    assert connection.reader.readline() == b"HTTP/1.1 100 Continue\r\n"
+    assert connection.reader.readline() == b"\r\n"
+    connection.send(COMPLETION)
+    assert connection.answer().status == 200
+
+
+@pytest.mark.parametrize("size", [10, 60_000, 70_000, 300_000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_bodies_of_all_sizes(echo, size, is_chunked):
+    body = bytes(index % 251 for index in range(size))
+    head = b"POST / HTTP/1.1\r\nHost: a\r\n"
+    if is_chunked:
+        sent = head + CHUNKED.encode() + b"\r\n\r\n" + chunked(body, 7_000)
+    else:
+        sent = head + b"Content-Length: %d\r\n\r\n" % size + body
+    with contextlib.closing(RawConnection(echo).connect()) as connection:
+        connection.send(sent[: len(sent) // 2], sent[len(sent) // 2 :])
+        assert connection.answer() == (200, body)
+
+
 def test_a_body_of_one_byte_chunks(connect, llm):
     connection = connect()
     connection.send(completion_head(CHUNKED) + chunked(COMPLETION + b" " * 30_000, 1) + request())

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+from typing import TYPE_CHECKING
 
 import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from quire.config import ConnectionConfig
@@ -25,9 +26,12 @@ from quire.server.connections import Connection, Connections
 from quire.server.deadline import Deadline
 from quire.server.errors import TIMEOUT, ApiError
 
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
+
 log = logging.getLogger(__name__)
 
-BYTES_PER_TURN = 16_384
+BYTES_PER_TURN = 8_192
 MOST_HELD = 65_536  # bytes received and not yet parsed above which no more are read
 _LINGER = 1.0  # seconds; for a refused client to read the answer before it learns that nothing else is read
 
@@ -75,6 +79,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._barren = 0  # bytes of a chunked body since the last that were data
         self._body_ends = 0.0  # when a body must be complete, by the loop's clock
         self._is_idle = False  # it has been answered, and nothing of another request has come
+        self._app_to_start: ASGI3Application | None = None  # when its request's body is there
         self._refusal: ApiError | None = None  # found while the parser calls back
         self._has_turn = False  # another turn is due
         self._receiving = Deadline(self.loop, self._client_is_slow)
@@ -89,6 +94,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request, if there is one."""
         self._next = _Part.NOTHING
+        self._app_to_start = None
         self._received.clear()
         self._receiving.close()
         self._sending.close()
@@ -214,7 +220,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._refusal = request_head.not_http(f"{self._barren} bytes of chunks hold no data")
         if self._refusal:
             self._refuse(self._refusal)
-        elif self._next is _Part.HEAD:
+            return
+        if self.cycle.body:
+            self.cycle.message_event.set()
+        if self._next is _Part.HEAD or len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self._start()
+        if self._next is _Part.HEAD:
             self._request_complete()
         elif was_waiting is _Part.HEAD:
             self._body_ends = self.loop.time() + self._limits.body_timeout
@@ -230,18 +241,33 @@ class HttpProtocol(HttpToolsProtocol):
         self._refusal = request_head.framing_refusal(self.parser.get_http_version(), self.headers)
         if self._refusal:
             return
-        super().on_headers_complete()
         fields = dict(self.headers)
         self._barren = 0
         self._body_left = int(fields.get(b"content-length", b"0"))
+        super().on_headers_complete()
         is_chunked = b"transfer-encoding" in fields
         self._next = _Part.CHUNKED_BODY if is_chunked else _Part.SIZED_BODY
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Start the request once its body is there, or more of it than is held.
+
+        So a slow client takes nothing from others but the few bytes that it has sent.
+        """
+        self._app_to_start = app
+        if cycle.waiting_for_100_continue or self._body_left > HIGH_WATER_LIMIT:
+            self._start()
+
+    def _start(self) -> None:
+        if self._app_to_start is not None:
+            super()._start_asgi_task(self.cycle, self._app_to_start)
+            self._app_to_start = None
+
     def on_body(self, body: bytes) -> None:
-        """Pass a part of the body on."""
+        """Note a part of the body, which may be one byte."""
         self._barren = 0
         self._body_left -= len(body)
-        super().on_body(body)
+        if not self.cycle.response_complete:
+            self.cycle.body += body
 
     def on_message_complete(self) -> None:
         """Note that the request is complete."""
@@ -274,6 +300,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_idle = not self._received
         self._receiving.set(self._limits.keep_alive_timeout if self._is_idle else self._limits.header_timeout)
         self._open_connections.waits(self)
+
+    def shutdown(self) -> None:
+        """Close the connection, after the answer to a request that has started."""
+        if self._app_to_start is not None:
+            self.transport.close()
+        else:
+            super().shutdown()
 
     def pause_writing(self) -> None:
         """Give the client some time to read."""
@@ -312,6 +345,7 @@ class HttpProtocol(HttpToolsProtocol):
         is_in_body = self._next is not _Part.HEAD
         self._note(refusal, has_record=is_in_body)
         self._next = _Part.NOTHING
+        self._app_to_start = None
         self._received.clear()
         if is_in_body and self.cycle.response_started:
             self.transport.abort()
