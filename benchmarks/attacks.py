@@ -3,7 +3,7 @@
 Starts `quire serve`, opens streams of one token at a time, and sends each attack while they run. For each it
 prints the time between two tokens of the streams (p50 and p99 in milliseconds) before and during the attack,
 the slowest answer of /health, how much more memory the server's front took, and what the attacker was
-answered.
+answered. Attacks below requests are those of attacking_connections.py.
 
     python benchmarks/attacks.py [--attack NAME ...] [--model DIR] [--streams 16] [--python PATH] [--json]
 
@@ -19,14 +19,17 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import socket
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import psutil
+from attacking_connections import CONNECTION_ATTACKS
 
 QUIET = 4.0  # seconds of the streams before each attack
 LEAST = 3.0  # seconds for which an attack is watched at least
@@ -104,14 +107,21 @@ class Server:
         self.monitoring_port = _free_port() if options.monitoring else 0
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Server]:
-        """Serve until the context ends."""
+    async def running(self, max_descriptors: int | None) -> AsyncIterator[Server]:
+        """Serve until the context ends, with at most this many descriptors."""
+
+        def limit() -> None:
+            if max_descriptors is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
+
         options = self._options
         command = [options.python, "-m", "quire.cli.main", "serve", options.model, "--port", "0"]
         command += ["--max-num-queued-reqs", "8192", *options.serve_options]
         if self.monitoring_port:
             command += ["--monitoring-port", str(self.monitoring_port)]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, preexec_fn=limit
+        )
         try:
             assert process.stdout is not None
             first_line = (await process.stdout.readline()).decode()
@@ -143,23 +153,32 @@ async def steady_stream(server: Server, gaps: list[tuple[float, float]]) -> None
     while True:
         body = _completion(prompt="Once upon a time", max_tokens=1500, stream=True)
         async with server.sent("POST", "/v1/completions", body) as reader:
-            last = None
-            while piece := await reader.read(65536):
-                if b"data:" not in piece:
-                    continue
-                now = time.perf_counter()
-                if last is not None:
-                    gaps.append((now, now - last))
-                last = now
+            started, last = time.perf_counter(), None
+            try:
+                while piece := await reader.read(65536):
+                    if b"data:" not in piece:
+                        continue
+                    now = time.perf_counter()
+                    if last is not None:
+                        gaps.append((now, now - last))
+                    last = now
+            except asyncio.CancelledError:  # it may wait since the attack began
+                gaps.append((time.perf_counter(), time.perf_counter() - (last or started)))
+                raise
 
 
 async def watch_health(server: Server, port: int, answers: list[tuple[float, float]]) -> None:
-    """Ask /health of a port again and again; add (time, seconds it took) of each answer."""
+    """Ask /health of a port again and again; add (time, seconds until it was answered with 200) each time."""
     while True:
         started = time.perf_counter()
-        async with server.sent("GET", "/health", port=port) as reader:
-            await reader.read()
-        answers.append((time.perf_counter(), time.perf_counter() - started))
+        answer = b""
+        try:
+            while not answer.startswith(b"HTTP/1.1 200 "):
+                with contextlib.suppress(ConnectionError):
+                    async with server.sent("GET", "/health", port=port) as reader:
+                        answer = await reader.read()
+        finally:  # it may wait since the attack began
+            answers.append((time.perf_counter(), time.perf_counter() - started))
         await asyncio.sleep(HEALTH_INTERVAL)
 
 
@@ -183,6 +202,20 @@ async def status_of(server: Server, path: str, body: bytes) -> str:
     return answer.split(maxsplit=2)[1].decode() if answer else "closed"
 
 
+async def outcomes(server: Server, name: str) -> Counter[str]:
+    """Run an attack; return how often the attacker saw which status."""
+    if name in CONNECTION_ATTACKS:
+        script = Path(__file__).with_name("attacking_connections.py")
+        attacker = await asyncio.create_subprocess_exec(
+            sys.executable, script, name, str(server.port), stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await attacker.communicate()
+        return Counter(json.loads(out))
+    attack = ATTACKS[name]()
+    statuses = await asyncio.gather(*(status_of(server, attack.path, body) for body in attack.bodies))
+    return Counter(statuses)
+
+
 def _milliseconds(
     samples: list[tuple[float, float]], since: float, until: float
 ) -> tuple[float, float, float]:
@@ -193,7 +226,6 @@ def _milliseconds(
 
 async def measure(server: Server, name: str, num_streams: int) -> dict[str, object]:
     """Return what one attack does."""
-    attack = ATTACKS[name]()
     gaps: list[tuple[float, float]] = []
     health: list[tuple[float, float]] = []
     monitoring: list[tuple[float, float]] = []
@@ -207,13 +239,13 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
     started = time.perf_counter()
     await asyncio.sleep(QUIET)
     attacked, before_memory = time.perf_counter(), peaks[0]
-    statuses = await asyncio.gather(*(status_of(server, attack.path, body) for body in attack.bodies))
+    seen = await outcomes(server, name)
     answered = time.perf_counter()
     await asyncio.sleep(max(0.5, LEAST - (answered - attacked)))
-    ended = time.perf_counter()
     for watcher in watchers:
         watcher.cancel()
     await asyncio.gather(*watchers, return_exceptions=True)
+    ended = time.perf_counter()
     before, during = _milliseconds(gaps, started, attacked), _milliseconds(gaps, attacked, ended)
     return {
         "attack": name,
@@ -227,14 +259,15 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
         "health_before": _milliseconds(health, started, attacked)[2],
         "memory": (peaks[0] - before_memory) / 2**20,
         "seconds": answered - attacked,
-        "status": ", ".join(f"{count} x {status}" for status, count in Counter(statuses).items()),
+        "status": ", ".join(f"{count} x {status}" for status, count in seen.items()),
     }
 
 
 async def main() -> None:
     """Run the attacks that were asked for and print a line for each."""
+    names = [*ATTACKS, *CONNECTION_ATTACKS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--attack", action="append", choices=list(ATTACKS), help="default: all")
+    parser.add_argument("--attack", action="append", choices=names, help="default: all")
     parser.add_argument("--model", default="mini", help="a name, or a directory named mini")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--python", default=sys.executable)
@@ -246,18 +279,22 @@ async def main() -> None:
     if not options.json:
         print("attack | p50, p99 before | p50, p99, worst during | ", end="")
         print("worst /health, monitoring port (ms) | MiB | s | status")
-    async with Server(options).running() as server:
-        for name in options.attack or ATTACKS:
-            row = await measure(server, name, options.streams)
-            if options.json:
-                print(json.dumps(row), flush=True)
-                continue
-            print(
-                "{attack} | {p50_before:.1f}, {p99_before:.1f} | {p50:.1f}, {p99:.1f}, {worst:.0f} | "
-                "{health:.0f}, {monitoring:.0f} | {memory:.0f} | {seconds:.1f} | {status}".format(**row),
-                flush=True,
-            )
-            await asyncio.sleep(1)
+    for name in options.attack or names:
+        async with Server(options).running(_max_descriptors(name)) as server:
+            show(await measure(server, name, options.streams), as_json=options.json)
+
+
+def _max_descriptors(name: str) -> int | None:
+    return CONNECTION_ATTACKS[name].max_descriptors if name in CONNECTION_ATTACKS else None
+
+
+def show(row: dict[str, object], *, as_json: bool) -> None:
+    """Print the line of one attack."""
+    line = (
+        "{attack} | {p50_before:.1f}, {p99_before:.1f} | {p50:.1f}, {p99:.1f}, {worst:.0f} | "
+        "{health:.0f} | {memory:.0f} | {seconds:.1f} | {status}"
+    )
+    print(json.dumps(row) if as_json else line.format(**row), flush=True)
 
 
 if __name__ == "__main__":
