@@ -6,7 +6,13 @@ import threading
 from types import SimpleNamespace
 
 from quire.config import EngineConfig
-from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, QueueFullError
+from quire.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestQuarantinedError,
+)
 from quire.front.resumption import RecoveryStats
 from quire.request_output import CompletionOutput, Logprob, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
@@ -135,6 +141,8 @@ class FakeLLM:
             if step == 3 and text.startswith("die"):
                 self.dead = "the engine process ended with signal 9"
                 raise EngineDeadError(self.dead)
+            if text.startswith("poison"):
+                raise RequestQuarantinedError("2 engines have died while they had this request")
             if step == 3 and text.startswith("fail"):
                 yield self._output(text, ids, params, request_id, sequences, 2, FinishReason.ERROR)
                 return

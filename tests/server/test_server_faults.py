@@ -26,6 +26,7 @@ async def complete(http, prompt, **fields):
     ("prompt", "status", "code"),
     [
         ("die", 503, "engine_dead"),
+        ("poison", 500, "quarantined"),
         ("fail", 500, "generation_failed"),
         ("late", 500, "generation_failed"),
         ("cut", 500, None),

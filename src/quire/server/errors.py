@@ -16,6 +16,7 @@ from quire.errors import (
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
+    RequestQuarantinedError,
     RequestTimeoutError,
 )
 from quire.server.access_log import note_error
@@ -137,6 +138,8 @@ def _expected(error: Exception) -> ApiError | None:
             answer = ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
         case RequestTimeoutError():
             answer = ApiError(504, str(error), kind=TIMEOUT, code="timeout")
+        case RequestQuarantinedError():
+            answer = ApiError(500, str(error), kind=SERVER_ERROR, code="quarantined")
         case EngineDeadError():
             answer = ApiError(503, str(error), kind=UNAVAILABLE, code="engine_dead")
         case HTTPException():
