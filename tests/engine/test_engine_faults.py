@@ -9,7 +9,18 @@ import pytest
 from test_engine_core import Engine, request
 
 from quire.engine.core import MOST_FAILED_STEPS
-from quire.engine.messages import EngineCoreRequest, RequestRefused
+from quire.engine.messages import (
+    AbortRequests,
+    EngineCoreRequest,
+    Explain,
+    GetStats,
+    Reply,
+    RequestRefused,
+    ResetPrefixCache,
+    RestoreKV,
+    SaveKV,
+    StopRequests,
+)
 from quire.errors import EngineDeadError
 from quire.sampling_params import SamplingParams
 from quire.scheduling.interface import StepWithdrawnError
@@ -296,3 +307,36 @@ def test_a_search_that_makes_steps_fail_ends_once_for_each_sequence(engine, monk
     engine.loop.handle(request("c", "d", beam_width=2, n=2, logprobs=4))
     engine.run()
     assert engine.reasons == {"a": "error", "b": "error", "c": "length", "d": "length"}
+
+
+CALLS = {
+    "stats": GetStats(7),
+    "explain": Explain(7, ["a", "nobody"]),
+    "reset_prefix_cache": ResetPrefixCache(7),
+    "save_kv": SaveKV(7, "/file", list(range(40)), ""),
+    "restore_kv": RestoreKV(7, "/file", ""),
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_call_that_raises_is_answered_and_ends_no_engine(engine, monkeypatch, method):
+    def faulty(*_):
+        raise ZeroDivisionError("no luck")
+
+    engine.loop.handle(request("a"))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.core, method, faulty)
+        engine.loop.handle(CALLS[method])
+    [reply] = [message for message in engine.messages if isinstance(message, Reply)]
+    assert (reply.call_id, reply.done, reply.error.kind) == (7, False, "ZeroDivisionError")
+    engine.run()
+    assert engine.reasons == {"a": "length"}
+
+
+def test_the_end_of_requests_that_nobody_knows_is_no_fault(engine):
+    engine.loop.handle(request("a"))
+    for message in (AbortRequests(["nobody"]), StopRequests(["nobody", ""]), AbortRequests([])):
+        engine.loop.handle(message)
+    engine.run()
+    assert engine.reasons == {"a": "length"}
+    engine.assert_empty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -123,11 +124,13 @@ class EngineLoop:
             case StopRequests(sequence_ids):
                 self.core.finish(sequence_ids, RequestStatus.FINISHED_STOPPED)
             case GetStats(call_id):
-                self._send(Reply(call_id, stats=self.core.stats()))
+                self._answer(call_id, lambda: Reply(call_id, stats=self.core.stats()))
             case ResetPrefixCache(call_id):
-                self._send(Reply(call_id, done=self.core.reset_prefix_cache()))
+                self._answer(call_id, lambda: Reply(call_id, done=self.core.reset_prefix_cache()))
             case Explain(call_id, sequence_ids):
-                self._send(Reply(call_id, texts=[self.core.explain(name) for name in sequence_ids]))
+                self._answer(
+                    call_id, lambda: Reply(call_id, texts=[self.core.explain(name) for name in sequence_ids])
+                )
             case SaveKV(call_id, path, token_ids, cache_salt):
                 self._answer_later(
                     call_id, lambda: self.core.save_kv(Path(path), token_ids, cache_salt), _saved
@@ -158,14 +161,22 @@ class EngineLoop:
             self._awaiting_since = None
         return progressed
 
+    def _answer(self, call_id: int, make_reply: Callable[[], Reply]) -> None:
+        """Answer a call; what is raised is its answer, and ends no engine."""
+        try:
+            reply = make_reply()
+        except Exception as error:
+            reply = _failed(call_id, error)
+        self._send(reply)
+
     def _answer_later(
         self, call_id: int, begin: Callable[[], Future[Any]], reply: Callable[[int, Any], Reply]
     ) -> None:
         """Begin what may take long; its answer is sent when it has ended."""
         try:
             self._unanswered[call_id] = begin(), reply
-        except QuireError as error:
-            self._send(Reply(call_id, done=False, error=ErrorInfo.of(error)))
+        except Exception as error:
+            self._send(_failed(call_id, error))
 
     def _send_answers(self) -> None:
         ended = [call_id for call_id, (future, _) in self._unanswered.items() if future.done()]
@@ -173,9 +184,9 @@ class EngineLoop:
             future, reply = self._unanswered.pop(call_id)
             error = future.exception()
             if error is None:
-                self._send(reply(call_id, future.result()))
+                self._answer(call_id, functools.partial(reply, call_id, future.result()))
             else:
-                self._send(Reply(call_id, done=False, error=ErrorInfo.of(error)))
+                self._send(_failed(call_id, error))
 
     def _note_stall(self, now: float) -> bool:
         """Set how long to pause, and return whether the stall is legitimate.
@@ -215,6 +226,12 @@ class EngineLoop:
     def _send_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         if outputs:
             self._send(StepOutputs(outputs))
+
+
+def _failed(call_id: int, error: BaseException) -> Reply:
+    if not isinstance(error, QuireError):
+        logger.error("a call could not be answered", exc_info=error)
+    return Reply(call_id, done=False, error=ErrorInfo.of(error))
 
 
 def _saved(call_id: int, result: tuple[int, bool]) -> Reply:
