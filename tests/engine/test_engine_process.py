@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -105,6 +106,47 @@ def test_the_engine_ends_with_its_front(checkpoint, sockets, how, number):
             os.kill(front.pid, number)
         assert wait_for_end(engine)
         front.wait()
+
+
+KINDS = {
+    "memory tier": {"kv_tier": "memory", "kv_tier_size": 0.01},
+    "disk tier": {"kv_tier": "disk", "kv_tier_size": 0.01},
+    "lender": {"role": "prefill", "kv_transfer_host": "127.0.0.1", "kv_transfer_token": "of all"},
+}
+
+FRONT_OF_KIND = """
+import sys, asyncio, json, psutil
+from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
+from quire.structured_outputs import StructuredOutputsParams
+async def main():
+    options = json.loads(sys.argv[2])
+    scheduler = SchedulerConfig(num_kv_blocks=64)
+    llm = AsyncLLM(EngineConfig(model=sys.argv[1], num_threads=1, scheduler=scheduler, **options))
+    regex = StructuredOutputsParams(regex="[a-z ]{400,450}")
+    stream = llm.generate("the", SamplingParams(max_tokens=450, structured_outputs=regex))
+    await anext(stream)
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_an_engine_has_started_ends_with_its_front(checkpoint, sockets, tmp_path, kind):
+    """Engine and grammar process; the fixture sees sockets and temporary files."""
+    options = dict(KINDS[kind])
+    if options.get("kv_tier") == "disk":
+        options["kv_tier_path"] = str(tmp_path / "tier")
+    with started(
+        [sys.executable, "-c", FRONT_OF_KIND, checkpoint, json.dumps(options)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preload=True,
+    ) as front:
+        children = list(map(int, front.stdout.readline().split()))
+        front.kill()
+        assert len(children) >= 2
+        assert all(map(wait_for_end, children))
 
 
 def test_ctrl_c_in_the_terminal_reaches_the_front_alone(checkpoint, sockets):
