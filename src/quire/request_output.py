@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.status import FinishReason
@@ -26,6 +26,7 @@ TokenLogprobs = dict[int, Logprob]
 class CompletionOutput:
     """One of a request's `n` completions.
 
+    `token_ids` and `logprobs` are lists once it has ended; before that, sequences to read and compare.
     `logprobs` has one entry for each of `token_ids`, or is None if not asked for. `cumulative_logprob` is
     their sum in nats, known with `logprobs`, `best_of` and beam search. `stop_reason` is the stop string or
     stop token id that ended it, None for end-of-sequence or any other end. With finish reason "error",
@@ -35,8 +36,8 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -327,3 +327,16 @@ def test_a_burst_of_outputs_is_processed_in_turns(monkeypatch):
         assert 0 < num_left[-2] - num_left[-1] <= MAX_OUTPUTS
     assert scene.requests.outputs.num_sequences == 0
     assert all(state.finished for state in states)
+
+
+def test_outputs_so_far_do_not_change_later(monkeypatch):
+    scene = Scene(monkeypatch)
+    state = scene.submit("a", max_tokens=9, logprobs=1)
+    likely = [PositionLogprobs([5], [-1.0], [1])]
+    snapshots = []
+    for reason in (None, None, FinishReason.LENGTH):
+        scene.output(state, 5, reason=reason, logprobs=likely)
+        snapshots.append(state.snapshot().outputs[0])
+    assert [one.token_ids for one in snapshots] == [[5], [5, 5], [5, 5, 5]]
+    assert [len(one.logprobs) for one in snapshots] == [1, 2, 3]
+    assert all(isinstance(entries, list) for entries in (snapshots[-1].token_ids, snapshots[-1].logprobs))

@@ -10,12 +10,13 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.messages import ErrorInfo
 from quire.errors import DuplicateRequestError, QuireError
 from quire.front.detokenizer import DecoderFactory
+from quire.front.growing import Prefix
 from quire.front.input_processor import ProcessedRequest
 from quire.front.stop_strings import StoppableText, StopStrings
 from quire.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
@@ -26,6 +27,8 @@ from quire.step import PositionLogprobs
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -104,14 +107,18 @@ class CompletionState:
         return CompletionOutput(
             index=self.index,
             text=self.text,
-            token_ids=self.token_ids.copy(),
-            logprobs=None if self.logprobs is None else self.logprobs.copy(),
+            token_ids=self._so_far(self.token_ids),
+            logprobs=None if self.logprobs is None else self._so_far(self.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
             error_type=self._error.kind or None if self._error is not None else None,
             cumulative_logprob=self.cumulative_logprob,
         )
+
+    def _so_far(self, entries: list[T]) -> Sequence[T]:
+        """Return what the list has now; a copy for each token would cost time for all before it."""
+        return Prefix(entries) if self.finish_reason is None else entries.copy()
 
     def _may_stop(self) -> bool:
         return len(self.token_ids) >= self._min_tokens
