@@ -20,17 +20,19 @@ from quire.status import FinishReason
 
 REPLY = "the quick brown fox jumps over the lazy dog."
 MAX_MODEL_LEN = 256
+VOCAB_SIZE = 0x110000
 BOS, EOS = 0, 1
 SPECIAL_TEXT = {BOS: "<bos>", EOS: "<eos>"}
 
 
 class FakeTokenizer:
     special_token_ids = frozenset(SPECIAL_TEXT)
-    vocab_size = 0x110000
+    vocab_size = VOCAB_SIZE
     fingerprint = "characters"
 
     def token_text(self, token_id):
-        return SPECIAL_TEXT.get(token_id) or chr(token_id)
+        is_character = token_id < VOCAB_SIZE and not 0xD800 <= token_id < 0xE000  # surrogates are none
+        return SPECIAL_TEXT.get(token_id) or (chr(token_id) if is_character else "\ufffd")
 
     def decode(self, ids, *, skip_special_tokens=True):
         kept = [i for i in ids if not (skip_special_tokens and i in SPECIAL_TEXT)]
@@ -42,7 +44,7 @@ def logprobs_of(token_id, count):
     entries = {token_id: Logprob(-0.25, 1, FakeTokenizer().token_text(token_id))}
     for rank in range(2, count + 1):
         other = token_id + rank - 1
-        entries[other] = Logprob(1.0 - rank, rank, chr(other))
+        entries[other] = Logprob(1.0 - rank, rank, FakeTokenizer().token_text(other))
     return entries
 
 
@@ -61,7 +63,7 @@ class FakeLLM:
         self.config = EngineConfig()
         self.tokenizer = FakeTokenizer()
         self.info = SimpleNamespace(
-            model="fake", max_model_len=MAX_MODEL_LEN, vocab_size=0x110000, num_blocks=64, block_size=16,
+            model="fake", max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, num_blocks=64, block_size=16,
             dtype="float32", load_seconds=0.1, role="prefill", kv_transfer_address=("10.0.0.1", 7000),
             kv_events_ports=None,
         )  # fmt: skip
@@ -88,8 +90,8 @@ class FakeLLM:
         if self.dead:
             raise EngineDeadError(self.dead)
         ids = [BOS, *map(ord, prompt)] if isinstance(prompt, str) else list(prompt)
-        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         self._check(prompt, ids, request_id)
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         if text.startswith("queue"):
             raise QueueFullError("8 requests wait; the limit is 8 (max_num_queued_reqs)", retry_after=2.3)
         if text.startswith("crash"):
@@ -116,6 +118,8 @@ class FakeLLM:
     def _check(self, prompt, ids, request_id):
         if not prompt:
             raise InvalidRequestError("the prompt is empty; it must have at least 1 token", param="prompt")
+        if max(ids) >= VOCAB_SIZE:
+            raise InvalidRequestError(f"token id {max(ids)} is beyond the vocabulary", param="prompt")
         if len(ids) >= MAX_MODEL_LEN:
             raise InvalidRequestError(
                 f"the prompt has {len(ids)} tokens; max_model_len is {MAX_MODEL_LEN}", param="prompt"
