@@ -1,6 +1,8 @@
 """A server whose event loop is blocked: it ends by signals all the same, and its monitoring port answers."""
 
+import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import httpx
 import psutil
 
 import subprocesses
+from quire.server import stopping
 
 SERVER = """
 import dataclasses, sys, time
@@ -135,3 +138,15 @@ def test_signals_are_as_before_afterwards():
         process.send_signal(signal.SIGTERM)
         process.communicate()
         assert process.returncode == -signal.SIGTERM
+
+
+async def test_a_hangup_stops_nothing():
+    stop = stopping.StopSignals(drain_timeout=5.0, takes_hangup=True)
+    before = signal.getsignal(signal.SIGHUP)
+    with stop.installed():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.wait_for(stop.hangup.wait(), 60)
+            stop.hangup.clear()
+        assert not stop.graceful.is_set()
+    assert signal.getsignal(signal.SIGHUP) is before

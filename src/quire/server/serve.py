@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import signal
 import socket
 import ssl
 import sys
@@ -69,7 +68,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
         import uvloop
 
-        stop = StopSignals(server_config.drain_timeout)
+        stop = StopSignals(server_config.drain_timeout, takes_hangup=tenants is not None)
         uvloop.run(_serve_until_stopped(llm, make_app, listening, monitoring, stop))
 
 
@@ -173,7 +172,7 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
     )
     serving = asyncio.create_task(server.serve(sockets=[listening.socket]))
     stopping = asyncio.create_task(_stop_gracefully(context, stop))
-    watching = asyncio.create_task(_watch_key_file(context.tenants))
+    watching = asyncio.create_task(_watch_key_file(context.tenants, stop.hangup))
     crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
     await asyncio.wait({serving, stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
     server.force_exit = stop.immediate.is_set()
@@ -186,16 +185,10 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
         raise crashing.result()
 
 
-async def _watch_key_file(tenants: Tenants) -> None:
+async def _watch_key_file(tenants: Tenants, hangup: asyncio.Event) -> None:
     """Read the key file again when it changes, and on SIGHUP."""
-    if not tenants.are_separate:
-        return
-    hangup, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, hangup.set)
-    try:
+    if tenants.are_separate:
         await tenants.watch(hangup)
-    finally:
-        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:

@@ -8,7 +8,7 @@ import faulthandler
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -30,11 +30,14 @@ class StopSignals:
 
     Args:
         drain_timeout: seconds that a graceful stop may wait for what runs.
+        takes_hangup: whether SIGHUP sets `hangup`; otherwise, it does what it did before.
     """
 
-    def __init__(self, drain_timeout: float) -> None:
+    def __init__(self, drain_timeout: float, *, takes_hangup: bool = False) -> None:
         self.graceful = asyncio.Event()
         self.immediate = asyncio.Event()
+        self.hangup = asyncio.Event()
+        self._numbers = (*_STOP_SIGNALS, signal.SIGHUP) if takes_hangup else _STOP_SIGNALS
         self._drain_timeout = drain_timeout
         self._num_received = 0
 
@@ -42,14 +45,17 @@ class StopSignals:
     def installed(self) -> Iterator[None]:
         """Handle the signals for the duration of the context, in the main thread's running event loop."""
         loop = asyncio.get_running_loop()
-        with _in_thread(lambda: self._received(loop)):
+        with _in_thread(self._numbers, lambda number: self._received(number, loop)):
             try:
                 yield
             finally:
                 faulthandler.cancel_dump_traceback_later()
 
-    def _received(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _received(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         """Set the time at which the process ends whatever the event loop does, and tell the event loop."""
+        if number == signal.SIGHUP:
+            loop.call_soon_threadsafe(self.hangup.set)
+            return
         self._num_received += 1
         is_first = self._num_received == 1
         limit = self._drain_timeout + STOP_GRACE if is_first else IMMEDIATE_GRACE
@@ -59,8 +65,8 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def _in_thread(on_signal: Callable[[], None]) -> Iterator[None]:
-    """Call `on_signal` in a thread for each stop signal: the main thread may be blocked.
+def _in_thread(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iterator[None]:
+    """Call `on_signal` in a thread for each of these signals: the main thread may be blocked.
 
     The interpreter's C handler writes each signal's number to a socket at once, in whatever thread it runs.
     """
@@ -68,13 +74,13 @@ def _in_thread(on_signal: Callable[[], None]) -> Iterator[None]:
     writer.setblocking(False)
 
     def watch() -> None:
-        while numbers := reader.recv(64):
-            for number in numbers:
-                if number in _STOP_SIGNALS:
-                    on_signal()
+        while received := reader.recv(64):
+            for number in received:
+                if number in numbers:
+                    on_signal(number)
 
     thread = threading.Thread(target=watch, name="stop-signals", daemon=True)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in _STOP_SIGNALS}
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     thread.start()
     try:
