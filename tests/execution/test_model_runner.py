@@ -155,9 +155,22 @@ def test_only_rows_that_sample_reach_the_output_layer(models, prompts, monkeypat
     assert num_rows == [2]
 
 
-def test_a_damaged_cache_ends_the_requests_that_read_it_and_no_other(models, prompts, greedy_tokens):
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=0.8, seed=3, top_k=2, min_p=0.1),
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(temperature=0.0, presence_penalty=1.0, logit_bias={5: 3.0}),
+        SamplingParams(temperature=0.0, bad_words_token_ids=((7,),)),
+    ],
+    ids=["greedy", "sampled", "filtered", "logprobs", "penalties", "bad words"],
+)
+def test_a_damaged_cache_ends_the_requests_that_read_it_and_no_other(models, prompts, greedy_tokens, params):
     driver = make_driver(models["float32"])
-    add_all(driver, prompts, GREEDY)
+    for index, prompt in enumerate(prompts):
+        driver.add(f"r{index}", prompt, params if index == 2 else GREEDY)
     everyone = {f"r{index}": len(prompt) for index, prompt in enumerate(prompts)}
     driver.step(everyone)
     with torch.inference_mode():
