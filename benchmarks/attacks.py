@@ -7,6 +7,9 @@ answered. Attacks below requests are those of attacking_connections.py.
 
     python benchmarks/attacks.py [--attack NAME ...] [--model DIR] [--streams 16] [--python PATH] [--json]
 
+The template bomb meets a chat template with nested loops over the messages. With
+grammars, the time is shown that a small one takes which is sent after all others.
+
 With `--monitoring`, the slowest answer of the server's monitoring port follows that of /health. With
 `--python`, the interpreter of another checkout's environment serves: run both commits in turns.
 """
@@ -18,11 +21,14 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import resource
+import shutil
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -43,6 +49,7 @@ class Attack:
 
     path: str
     bodies: Sequence[bytes]
+    last: bytes | None = None  # a small request of the same tenant, whose time is measured
 
 
 def _completion(**fields: object) -> bytes:
@@ -56,6 +63,28 @@ def _chat(messages: list[dict[str, str]]) -> bytes:
 def _nearly_matched_stop_strings() -> list[str]:
     """Return stop strings of 32 kB altogether that begin alike, as long as the limit of them allows."""
     return ["e" * (1000 - index) + "a" + "e" * 1000 for index in range(16)]
+
+
+def _grammars(specs: list[dict[str, object]]) -> Attack:
+    bodies = [_completion(prompt="a", ignore_eos=False, structured_outputs=spec) for spec in specs]
+    regex = {"regex": "[a-d]{1,9}"}
+    small = _completion(prompt="a", ignore_eos=False, max_tokens=4, structured_outputs=regex)
+    return Attack("completions", bodies, last=small)
+
+
+def _all_of(pieces: Sequence[str]) -> dict[str, object]:
+    """Return a schema whose regular expressions take minutes to combine."""
+    patterns = [{"type": "string", "pattern": f"^.*{piece}.*$"} for piece in pieces]
+    return {"json": json.dumps({"allOf": patterns})}
+
+
+def _write_looping_model(directory: Path) -> None:
+    """Write mini with a chat template that loops over the messages in three loops within each other."""
+    directory.mkdir()
+    for file in (Path(__file__).parent.parent / "src" / "quire" / "mini").glob("*.*"):
+        shutil.copy(file, directory)
+    loops = "{% for a in messages %}" * 3 + "{% endfor %}" * 3
+    (directory / "chat_template.jinja").write_text(loops + "{{ messages[0].content }}")
 
 
 SIZE = 4_000_000  # characters; requests may have 4 MiB
@@ -87,6 +116,11 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
         "completions",
         [_completion(prompt="a", bad_words=[f"{index} " + "hello " * 2500 for index in range(256)])],
     ),
+    "template bomb": lambda: Attack(
+        "chat/completions", [_chat([{"role": "user", "content": "a"}] * 700)] * 3
+    ),
+    "40 regex bombs": lambda: _grammars([_all_of([f"{n}ab" * k for k in range(24)]) for n in range(40)]),
+    "hostile schema": lambda: _grammars([_all_of(["ab" * k for k in range(60)])]),
     "1,024 prompts x n=4": lambda: Attack(
         "completions", [_completion(prompt=[f"Tell me {index}" for index in range(1024)], n=4, max_tokens=4)]
     ),
@@ -107,7 +141,7 @@ class Server:
         self.monitoring_port = _free_port() if options.monitoring else 0
 
     @contextlib.asynccontextmanager
-    async def running(self, max_descriptors: int | None) -> AsyncIterator[Server]:
+    async def running(self, model: str, max_descriptors: int | None) -> AsyncIterator[Server]:
         """Serve until the context ends, with at most this many descriptors."""
 
         def limit() -> None:
@@ -115,8 +149,8 @@ class Server:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
 
         options = self._options
-        command = [options.python, "-m", "quire.cli.main", "serve", options.model, "--port", "0"]
-        command += ["--max-num-queued-reqs", "8192", *options.serve_options]
+        command = [options.python, "-m", "quire.cli.main", "serve", model, "--port", "0"]
+        command += ["--served-model-name", "mini", "--max-num-queued-reqs", "8192", *options.serve_options]
         if self.monitoring_port:
             command += ["--monitoring-port", str(self.monitoring_port)]
         process = await asyncio.create_subprocess_exec(
@@ -202,18 +236,19 @@ async def status_of(server: Server, path: str, body: bytes) -> str:
     return answer.split(maxsplit=2)[1].decode() if answer else "closed"
 
 
-async def outcomes(server: Server, name: str) -> Counter[str]:
-    """Run an attack; return how often the attacker saw which status."""
+async def outcomes(server: Server, name: str) -> tuple[Counter[str], float]:
+    """Run an attack; return how often the attacker saw which status, and `seconds_of_last`."""
     if name in CONNECTION_ATTACKS:
         script = Path(__file__).with_name("attacking_connections.py")
         attacker = await asyncio.create_subprocess_exec(
             sys.executable, script, name, str(server.port), stdout=asyncio.subprocess.PIPE
         )
         out, _ = await attacker.communicate()
-        return Counter(json.loads(out))
+        return Counter(json.loads(out)), math.nan
     attack = ATTACKS[name]()
-    statuses = await asyncio.gather(*(status_of(server, attack.path, body) for body in attack.bodies))
-    return Counter(statuses)
+    sent = [asyncio.create_task(status_of(server, attack.path, body)) for body in attack.bodies]
+    last_seconds = await seconds_of_last(server, attack)
+    return Counter(await asyncio.gather(*sent)), last_seconds
 
 
 def _milliseconds(
@@ -222,6 +257,16 @@ def _milliseconds(
     """Return p50, p99 and maximum of the samples that ended in this time, in milliseconds."""
     chosen = [seconds * 1000 for moment, seconds in samples if since <= moment <= until] or [float("nan")] * 2
     return statistics.median(chosen), statistics.quantiles(chosen, n=100)[98], max(chosen)
+
+
+async def seconds_of_last(server: Server, attack: Attack) -> float:
+    """Return how long the attack's small request takes; infinite: it fails, NaN: there is none."""
+    if attack.last is None:
+        return math.nan
+    await asyncio.sleep(0.2)  # so that all others have arrived
+    started = time.perf_counter()
+    status = await status_of(server, attack.path, attack.last)
+    return time.perf_counter() - started if status == "200" else math.inf
 
 
 async def measure(server: Server, name: str, num_streams: int) -> dict[str, object]:
@@ -239,7 +284,7 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
     started = time.perf_counter()
     await asyncio.sleep(QUIET)
     attacked, before_memory = time.perf_counter(), peaks[0]
-    seen = await outcomes(server, name)
+    seen, last_seconds = await outcomes(server, name)
     answered = time.perf_counter()
     await asyncio.sleep(max(0.5, LEAST - (answered - attacked)))
     for watcher in watchers:
@@ -258,6 +303,7 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
         "monitoring": _milliseconds(monitoring, attacked, ended)[2],
         "health_before": _milliseconds(health, started, attacked)[2],
         "memory": (peaks[0] - before_memory) / 2**20,
+        "last_seconds": last_seconds,
         "seconds": answered - attacked,
         "status": ", ".join(f"{count} x {status}" for status, count in seen.items()),
     }
@@ -278,10 +324,14 @@ async def main() -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     if not options.json:
         print("attack | p50, p99 before | p50, p99, worst during | ", end="")
-        print("worst /health, monitoring port (ms) | MiB | s | status")
-    for name in options.attack or names:
-        async with Server(options).running(_max_descriptors(name)) as server:
-            show(await measure(server, name, options.streams), as_json=options.json)
+        print("worst /health, monitoring port (ms) | MiB | s, of the small request | status")
+    with tempfile.TemporaryDirectory() as directory:
+        looping = Path(directory) / "mini"
+        _write_looping_model(looping)
+        for name in options.attack or names:
+            model = str(looping) if name == "template bomb" else options.model
+            async with Server(options).running(model, _max_descriptors(name)) as server:
+                show(await measure(server, name, options.streams), as_json=options.json)
 
 
 def _max_descriptors(name: str) -> int | None:
@@ -292,7 +342,7 @@ def show(row: dict[str, object], *, as_json: bool) -> None:
     """Print the line of one attack."""
     line = (
         "{attack} | {p50_before:.1f}, {p99_before:.1f} | {p50:.1f}, {p99:.1f}, {worst:.0f} | "
-        "{health:.0f} | {memory:.0f} | {seconds:.1f} | {status}"
+        "{health:.0f} | {memory:.0f} | {seconds:.1f}, {last_seconds:.1f} | {status}"
     )
     print(json.dumps(row) if as_json else line.format(**row), flush=True)
 
