@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast test-nixl mutants soak soak-tiers soak-datadist soak-split chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
+.PHONY: help setup demo serve test test-fast test-nixl mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -150,12 +150,16 @@ soak-datadist: $(READY)  ## Let 200 faults of networks and machines strike KV tr
 		--faults $(FAULTS) --seed $(SEED) --transport $(TRANSPORT)
 
 # SEED begins with other moments and other signals.
-chaos: $(READY)  ## Kill, abort and stop 100 engines under mixed streams, and compare every answer (ten minutes)
+chaos: $(READY)  ## Let 100 faults strike engines under mixed streams, and compare every answer (twenty minutes)
 	@PYTHONPATH=tests $(BIN)/python tests/engine/chaos.py --faults $(CHAOS_FAULTS) --seed $(SEED)
 
 soak-split: $(READY)  ## Let 200 faults strike prefill and decode engines behind a router, as root (an hour)
 	@PYTHONPATH=tests:tests/datadist:tests/cluster $(BIN)/python tests/cluster/split_soak.py \
 		--faults $(FAULTS) --seed $(SEED)
+
+SOAK_SECONDS := 1800
+soak-server: $(READY)  ## Let half an hour of mixed traffic and faults strike a server, and compare every answer
+	@PYTHONPATH=tests $(BIN)/python tests/server/server_soak.py --seconds $(SOAK_SECONDS) --seed $(SEED)
 
 eval: $(READY)  ## Score the built-in model on its held-out questions
 	@$(BIN)/quire eval
