@@ -342,7 +342,7 @@ def show(row: dict[str, object], *, as_json: bool) -> None:
     """Print the line of one attack."""
     line = (
         "{attack} | {p50_before:.1f}, {p99_before:.1f} | {p50:.1f}, {p99:.1f}, {worst:.0f} | "
-        "{health:.0f} | {memory:.0f} | {seconds:.1f}, {last_seconds:.1f} | {status}"
+        "{health:.0f}, {monitoring:.0f} | {memory:.0f} | {seconds:.1f}, {last_seconds:.1f} | {status}"
     )
     print(json.dumps(row) if as_json else line.format(**row), flush=True)
 
