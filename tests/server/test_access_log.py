@@ -106,7 +106,9 @@ def test_clients_that_leave_have_a_line(llm, monkeypatch):
     [
         (b"nonsense\r\n\r\n", "-", 400, "invalid_http"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-         b"Content-Length: 9\r\n\r\n{", "/v1/completions", 499, "request_timeout"),
+         b"Content-Length: 9\r\n\r\n{", "/v1/completions", 408, "request_timeout"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+         b"Content-Length: 70000\r\n\r\n{", "/v1/completions", 499, "request_timeout"),
     ],
 )  # fmt: skip
 def test_what_the_connection_refuses_has_a_line(llm, monkeypatch, sent, path, status, error):

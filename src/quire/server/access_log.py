@@ -137,7 +137,7 @@ class AccessLogging:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        record = state[_STATE] = _record_of(scope)
+        record = state[_STATE] = record_of(scope)
 
         async def send_noting(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -179,7 +179,8 @@ def _escaped(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def _record_of(scope: Scope) -> AccessRecord:
+def record_of(scope: Mapping[str, Any]) -> AccessRecord:
+    """Return the record of a request that begins."""
     client = scope.get("client")
     path = scope.get("raw_path")
     return AccessRecord(

@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from quire.config import ConnectionConfig
 from quire.server import request_head
-from quire.server.access_log import AccessLog, AccessRecord, note_error
+from quire.server.access_log import AccessLog, AccessRecord, note_error, record_of
 from quire.server.connections import Connection, Connections
 from quire.server.deadline import Deadline
 from quire.server.errors import TIMEOUT, ApiError
@@ -343,7 +343,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer that a request is refused, unless its answer has begun, and close the connection."""
         log.info("%s: refused with status %d: %s", self.client, refusal.status, refusal.message)
         is_in_body = self._next is not _Part.HEAD
-        self._note(refusal, has_record=is_in_body)
+        self._note(refusal, is_in_body=is_in_body)
         self._next = _Part.NOTHING
         self._app_to_start = None
         self._received.clear()
@@ -362,11 +362,14 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _note(self, refusal: ApiError, *, has_record: bool) -> None:
+    def _note(self, refusal: ApiError, *, is_in_body: bool) -> None:
         """Have the access log say why a request is refused, of which the application may have a record."""
-        if has_record:
+        if is_in_body and self._app_to_start is None:
             note_error(self.cycle.scope, refusal.reason)
         elif self._access_log is not None:
-            record = AccessRecord(client=self.client[0] if self.client else "unix", method="-", path="-")
+            if is_in_body:
+                record = record_of(self.cycle.scope)
+            else:
+                record = AccessRecord(client=self.client[0] if self.client else "unix", method="-", path="-")
             record.status, record.error = refusal.status, refusal.reason
             self._access_log.write(record)
