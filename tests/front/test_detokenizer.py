@@ -105,3 +105,10 @@ def test_special_tokens_show_if_asked_for():
     ids = [id_of(BYTE_LEVEL, "hello"), id_of(BYTE_LEVEL, SPECIALS[1])]
     assert "".join(stream(BYTE_LEVEL, ids, skip=False)) == "hello</s>"
     assert "".join(stream(BYTE_LEVEL, ids)) == "hello"
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, sentencepiece("llama")])
+def test_single_special_tokens_show_if_asked_for(tokenizer):
+    begin, end = (id_of(tokenizer, text) for text in ("<s>", "</s>"))
+    decoder = DecoderFactory(tokenizer).make([begin], skip_special_tokens=True, shown=frozenset({end}))
+    assert "".join(map(decoder.push, [begin, end, begin])) == "</s>"

@@ -49,12 +49,24 @@ class DecoderFactory:
         self._id_to_token = tokenizer.backend.id_to_token
         self._bytes: dict[int, bytes] = {}
 
-    def make(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> TokenDecoder:
-        """Return a decoder for the tokens after `prompt_token_ids`."""
+    def make(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        shown: frozenset[int] = frozenset(),
+    ) -> TokenDecoder:
+        """Return a decoder for the tokens after `prompt_token_ids`.
+
+        Special tokens in `shown` are part of the text, also with `skip_special_tokens`.
+        """
+        skipped = self._tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        if shown:
+            skipped -= shown
         if self._is_byte_level:
-            return ByteLevelDecoder(self, skip_special_tokens)
+            return ByteLevelDecoder(self, skipped)
         context = [] if self.is_special(prompt_token_ids[-1]) else [prompt_token_ids[-1]]
-        return ContextDecoder(self, skip_special_tokens, context)
+        return ContextDecoder(self, skipped, context)
 
     @property
     def may_split_characters(self) -> bool:
@@ -87,14 +99,14 @@ class DecoderFactory:
 class ByteLevelDecoder:
     """Decodes tokens as pieces of a UTF-8 byte stream."""
 
-    def __init__(self, factory: DecoderFactory, skip_special_tokens: bool) -> None:
+    def __init__(self, factory: DecoderFactory, skipped: frozenset[int]) -> None:
         self._factory = factory
-        self._skips = skip_special_tokens
+        self._skipped = skipped
         self._utf8 = _new_utf8_decoder(errors="replace")
 
     def push(self, token_id: int) -> str:
         """See `TokenDecoder.push`."""
-        if self._skips and self._factory.is_special(token_id):
+        if token_id in self._skipped:
             return ""
         return self._utf8.decode(self._factory.bytes_of(token_id))
 
@@ -106,16 +118,16 @@ class ByteLevelDecoder:
 class ContextDecoder:
     """Decodes each token with the tokenizer's decoder, in the context of the tokens before it."""
 
-    def __init__(self, factory: DecoderFactory, skip_special_tokens: bool, context: list[int]) -> None:
+    def __init__(self, factory: DecoderFactory, skipped: frozenset[int], context: list[int]) -> None:
         self._factory = factory
-        self._skips = skip_special_tokens
+        self._skipped = skipped
         self._context = context
         self._held: list[int] = []
         self._utf8 = _new_utf8_decoder(errors="replace")
 
     def push(self, token_id: int) -> str:
         """See `TokenDecoder.push`."""
-        if self._skips and self._factory.is_special(token_id):
+        if token_id in self._skipped:
             return ""
         byte = self._factory.byte_token(token_id)
         if byte is not None:

@@ -29,7 +29,7 @@ class ProcessedRequest:
     """A request as the front knows it, and the message about it to the engine.
 
     `params` are the caller's, with all defaults resolved; those of `core_request` may ask for additional
-    log-probabilities.
+    log-probabilities. `shown_token_ids` are special tokens that are part of the text all the same.
     """
 
     request_id: str
@@ -37,6 +37,7 @@ class ProcessedRequest:
     params: SamplingParams
     core_request: EngineCoreRequest
     arrival_time: float  # seconds on this process's monotonic clock
+    shown_token_ids: frozenset[int] = frozenset()
 
 
 class InputProcessor:
@@ -102,13 +103,30 @@ class InputProcessor:
         )
 
     def process_chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        marks: Iterable[str] = (),
+        **options: Any,
     ) -> ProcessedRequest:
-        """Like `process`, for a conversation, which the chat template turns into a prompt."""
+        """Like `process`, for a conversation, which the chat template turns into a prompt.
+
+        Args:
+            messages: of the conversation.
+            params: as given by the caller.
+            tools: that the model may call, as OpenAI's API describes them.
+            marks: texts that are shown in the output even if they are special tokens.
+            options: as for `process`.
+        """
         self._check_conversation(messages)
-        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tools=tools)
         token_ids = self._encode_prompt(text, add_special_tokens=False)
-        return self.process(token_ids, params, prompt_text=text, **options)
+        processed = self.process(token_ids, params, prompt_text=text, **options)
+        found = map(self._tokenizer.added_token_id, marks)
+        shown = frozenset(token_id for token_id in found if token_id is not None)
+        return dataclasses.replace(processed, shown_token_ids=shown) if shown else processed
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the prompt's tokens, checked."""

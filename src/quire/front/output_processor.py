@@ -362,7 +362,9 @@ class OutputProcessor:
     def _new_text(self, processed: ProcessedRequest, stop: StopStrings) -> StoppableText:
         params = processed.params
         decoder = self._decoders.make(
-            processed.core_request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            processed.core_request.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            shown=processed.shown_token_ids,
         )
         return StoppableText(decoder, stop, include_stop=params.include_stop_str_in_output)
 

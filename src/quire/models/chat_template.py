@@ -54,7 +54,13 @@ class ChatTemplate:
             ) from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
         """Return the text of a conversation; with `add_generation_prompt`, up to where the answer starts.
 
         Raises:
@@ -64,7 +70,7 @@ class ChatTemplate:
             **self._special_tokens,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": tools,
             "documents": None,
         }
         try:

@@ -41,7 +41,9 @@ def main() -> None:
 def _rendered(template: ChatTemplate, line: bytes) -> str:
     conversation: Conversation = json.loads(line)
     return template.render(
-        conversation["messages"], add_generation_prompt=conversation["add_generation_prompt"]
+        conversation["messages"],
+        add_generation_prompt=conversation["add_generation_prompt"],
+        tools=conversation["tools"],
     )
 
 

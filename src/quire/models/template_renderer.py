@@ -54,7 +54,13 @@ class TemplateRenderer:
         self._idle: list[_Process] = []
         weakref.finalize(self, _end_all, self._idle)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """Return the text of a conversation; with `add_generation_prompt`, up to where the answer starts.
 
         Raises:
@@ -63,7 +69,9 @@ class TemplateRenderer:
             QueueFullError: no process can be started.
         """
         conversation = Conversation(
-            messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tools=None if tools is None else [dict(tool) for tool in tools],
         )
         try:
             line = _line(conversation)

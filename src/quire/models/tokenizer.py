@@ -64,6 +64,7 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
+        self._added_token_ids = {token.content: id_ for id_, token in added.items()}
         self.special_token_ids = frozenset(id_ for id_, token in added.items() if token.special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -119,13 +120,26 @@ class Tokenizer:
         """Whether the model brings a chat template."""
         return self._chat_template_source is not None
 
+    @property
+    def chat_template_source(self) -> str | None:
+        """The jinja2 text of the model's chat template, if it brings one."""
+        return self._chat_template_source
+
+    def added_token_id(self, text: str) -> int | None:
+        """Return the id of the token that was added to the vocabulary as `text`, special or not, if any."""
+        return self._added_token_ids.get(text)
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return a conversation as the text that the model was trained on.
 
         Encode it with `add_special_tokens=False`: the template has put them in. The call waits for another
-        process, which renders it.
+        process, which renders it. `tools` are those that the model may call, as OpenAI's API describes them.
 
         Raises:
             InvalidRequestError: the model has no template, or its template refuses the messages or takes too
@@ -133,7 +147,9 @@ class Tokenizer:
             RequestTimeoutError: the machine is too busy.
             QueueFullError: no process can be started.
         """
-        return self._template_renderer.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template_renderer.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
     def check_chat_template(self) -> None:
         """Render a small conversation, so that later ones find a process.
