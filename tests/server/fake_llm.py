@@ -29,6 +29,7 @@ class FakeTokenizer:
     special_token_ids = frozenset(SPECIAL_TEXT)
     vocab_size = VOCAB_SIZE
     fingerprint = "characters"
+    chat_template_source = None
 
     def token_text(self, token_id):
         is_character = token_id < VOCAB_SIZE and not 0xD800 <= token_id < 0xE000  # surrogates are none

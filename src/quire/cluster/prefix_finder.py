@@ -12,10 +12,12 @@ import numpy as np
 from pydantic import ValidationError
 
 from quire.cluster.block_index import EngineBlocks
+from quire.dialogue.formats import FORMATS, format_of_template
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.models.tokenizer import Tokenizer
 from quire.server.protocol import MAX_OBJECTS, MAX_VALUES, ChatCompletionRequest, CompletionRequest
+from quire.server.template_messages import messages_for_template
 from quire.server.validation import count_outside_strings
 from quire.step import IntArray
 
@@ -114,8 +116,12 @@ class PrefixFinder:
     def _tokenized(self, request: ChatCompletionRequest | CompletionRequest) -> tuple[int, list[int]]:
         """Return the length of a prompt, in characters or ids, and the ids of what is looked at of it."""
         if isinstance(request, ChatCompletionRequest):
-            messages = [message.for_template() for message in request.messages]
-            text = self.tokenizer.apply_chat_template(messages)
+            name = format_of_template(self.tokenizer.chat_template_source or "")
+            use = request.tool_use()
+            text = self.tokenizer.apply_chat_template(
+                messages_for_template(request.messages, None if name is None else FORMATS[name]),
+                tools=None if use is None else [tool.for_template() for tool in use.tools],
+            )
             return len(text), self.tokenizer.encode(text[:MAX_CHARACTERS], add_special_tokens=False)
         if len(request.prompts) > 1:
             return 0, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
@@ -13,6 +13,21 @@ from quire.config.edge import EdgeConfig
 from quire.config.fields import check_limits, config, knob, refuse_blank_key
 from quire.errors import ConfigError
 from quire.limits import NonNegativeFloat, PositiveInt
+
+ToolCallFormatName = Literal[
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "gemma",
+    "glm",
+    "granite",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "phi",
+    "pythonic",
+    "qwen3_coder",
+]
 
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
@@ -32,6 +47,10 @@ class ServerConfig:
     )
     served_model_name: str = knob(
         default="", help="Name of the model in requests and responses. Empty: the model's own name."
+    )
+    tool_call_format: ToolCallFormatName = knob(
+        default="auto",
+        help="Format in which the model calls tools. auto: known from its chat template.",
     )
     api_key: str = knob(
         default="",

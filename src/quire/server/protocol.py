@@ -16,10 +16,13 @@ from pydantic import (
     Field,
     StringConstraints,
     Tag,
+    ValidationInfo,
     create_model,
+    field_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import NonNegativeInt, PositiveInt, limits_of
 from quire.request_options import RequestOptions, ShortText
@@ -34,6 +37,14 @@ from quire.sampling_params import (
 )
 from quire.server.response_format import ResponseFormat, StructuredOutputs
 from quire.server.strict_model import StrictModel, body_fields, optional_field
+from quire.server.tool_fields import (
+    MAX_CALLS,
+    CallId,
+    MessageToolCall,
+    ToolChoice,
+    Tools,
+    tool_use_of,
+)
 
 MAX_PROMPTS = 1024
 MAX_OBJECTS = 4_096  # in a body; each takes microseconds to check
@@ -54,7 +65,9 @@ Unsupported: TypeAlias = None
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 Role = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
-UNION_TAGS = frozenset({"=text", "=texts", "=tokens", "=token_lists", "=parts", "=schema"})
+UNION_TAGS = frozenset(
+    {"=text", "=texts", "=tokens", "=token_lists", "=parts", "=schema", "=named", "=allowed"}
+)
 """Names of the forms that a field may take; they are no part of a field's path."""
 
 
@@ -284,28 +297,45 @@ class TextPart(StrictModel):
     text: str
 
 
+Content = Annotated[
+    Annotated[str, Tag("=text")]
+    | Annotated[list[TextPart], Field(fail_fast=True, min_length=1), Tag("=parts")],
+    _one_of("=text", "=parts", "a string or a list of text parts"),
+]
+
+
 class ChatMessage(StrictModel):
     """One message; which roles there are, and in which order, is the chat template's affair."""
 
     role: Role
-    content: Annotated[
-        Annotated[str, Tag("=text")]
-        | Annotated[list[TextPart], Field(fail_fast=True, min_length=1), Tag("=parts")],
-        _one_of("=text", "=parts", "a string or a list of text parts"),
-    ]
-    name: Unsupported = None
+    content: Content | None = Field(
+        None, validate_default=True, description="Only an assistant's message may have none."
+    )
+    name: Role | None = Field(None, description="Of the speaker or the tool, for templates that show it.")
+    tool_call_id: CallId | None = Field(
+        None, description="In a tool's message: which call it is the result of."
+    )
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = Field(
+        None, description="The tools that the assistant called."
+    )
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
     refusal: Unsupported = None
-    tool_call_id: Unsupported = None
-    tool_calls: Unsupported = None
 
-    def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates expect it, its parts joined."""
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        return {"role": self.role, "content": "".join(part.text for part in self.content)}
+    @field_validator("content")
+    @classmethod
+    def _require_content(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("no_content", "only an assistant's message may have no content")
+        return content
+
+    @property
+    def text(self) -> str:
+        """The content, its parts joined; "" if there is none."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -323,20 +353,32 @@ class ChatCompletionRequest(GenerationRequest):
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: Tools | None = Field(None, description="What the model may call; at most 128.")
+    tool_choice: ToolChoice | None = Field(
+        None, description="Whether tools may be called, must be, and which. Default: auto."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may have several calls. Default: true."
+    )
     audio: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
     metadata: Unsupported = None
-    parallel_tool_calls: Unsupported = None
     prediction: Unsupported = None
     prompt_cache_key: Unsupported = None
     prompt_cache_retention: Unsupported = None
     reasoning_effort: Unsupported = None
     safety_identifier: Unsupported = None
-    tools: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which tools the answer may or must call; None: none.
+
+        Raises:
+            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
+        """
+        return tool_use_of(self.tools, self.tool_choice, parallel_tool_calls=self.parallel_tool_calls)
 
     def sampling_params(self) -> SamplingParams:
         """Return the engine's parameters.

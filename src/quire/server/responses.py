@@ -14,6 +14,7 @@ from quire.config import EngineRole
 encode = msgspec.json.Encoder().encode
 
 EndReason = Literal["stop", "length"]
+ChatEndReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -87,12 +88,28 @@ class ChatLogprobs(Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(Struct, kw_only=True):
+    """A function that the model calls; the arguments are JSON as it wrote them, which may be invalid."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call of one of the request's tools."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(Struct, kw_only=True):
-    """The model's message."""
+    """The model's message; `content` is null if it is nothing but calls of tools."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -101,7 +118,7 @@ class ChatChoice(Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: EndReason | None = None
+    finish_reason: ChatEndReason | None = None
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -117,11 +134,28 @@ class ChatCompletion(Struct, kw_only=True):
     kv_transfer_params: Mapping[str, Any] | UnsetType = UNSET
 
 
+class CalledFunctionDelta(Struct, kw_only=True):
+    """What is new in a streamed call: the name first, then pieces of the arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    """A streamed call: `id`, `type` and the function's name at its beginning only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunctionDelta
+
+
 class ChatDelta(Struct, kw_only=True):
-    """What is new in a streamed message: its role first, then pieces of content, nothing at the end."""
+    """What is new in a streamed message: its role, then pieces of content or calls, nothing at the end."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):
@@ -130,7 +164,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: EndReason | None = None
+    finish_reason: ChatEndReason | None = None
 
 
 class ChatCompletionChunk(Struct, kw_only=True):

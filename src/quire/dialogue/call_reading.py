@@ -1,0 +1,148 @@
+"""What all notations of calls read with: the text, the tools, and the call that is being read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from quire.dialogue.events import AnswerEvent, ArgumentsDelta, CallBegin, CallEnd
+from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.incoming_text import IncomingText, Reading
+from quire.dialogue.tools import Tool
+
+MAX_NAME_LENGTH = 256  # characters of a tool's name, as a model writes it
+
+_NAME = re.compile(r"[\w.:/-]+")
+
+Emit = Callable[[str], None]
+
+
+class NotACallError(Exception):
+    """What comes next is not as the notation wants it."""
+
+
+class CallReader:
+    """The text, and the call that is being read from it.
+
+    Args:
+        text: that the model writes.
+        tools: JSON schema of each tool's arguments.
+        known_only: whether only calls of `tools` are calls.
+        emit: takes each event.
+    """
+
+    def __init__(
+        self,
+        text: IncomingText,
+        tools: Mapping[str, Mapping[str, Any]],
+        known_only: bool,
+        emit: Callable[[AnswerEvent], None],
+    ) -> None:
+        self.text = text
+        self.num_calls = 0
+        self._tools = tools
+        self._known_only = known_only
+        self._emit = emit
+        self._is_open = False
+        self._has_arguments = False
+        self._schema: Mapping[str, Any] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._is_open
+
+    def begin(self, name: str) -> None:
+        """Begin a call: its name is known.
+
+        Raises:
+            NotACallError: there is no such tool, and only calls of known ones are calls.
+        """
+        if not name or (self._known_only and name not in self._tools):
+            raise NotACallError
+        self._is_open = True
+        self._has_arguments = False
+        self._schema = self._tools.get(name, {})
+        self._emit(CallBegin(self.num_calls, name))
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the call that has begun."""
+        if text:
+            self._has_arguments = True
+            self._emit(ArgumentsDelta(self.num_calls, text))
+
+    def end(self) -> None:
+        """End the call; one without arguments has an empty object."""
+        if not self._has_arguments:
+            self._emit(ArgumentsDelta(self.num_calls, "{}"))
+        self.break_off()
+
+    def break_off(self) -> None:
+        """End the call with the arguments that it has, whether complete or not."""
+        self._emit(CallEnd(self.num_calls))
+        self._is_open = False
+        self.num_calls += 1
+        self.text.mark()
+
+    def parameter(self, name: str) -> Mapping[str, Any]:
+        """Return the JSON schema of one of the call's parameters; empty if there is none."""
+        properties = self._schema.get("properties")
+        schema = properties.get(name) if isinstance(properties, Mapping) else None
+        return schema if isinstance(schema, Mapping) else {}
+
+    def name(self) -> Reading[str]:
+        """Read a name that stands by itself; "" if there is none.
+
+        Raises:
+            NotACallError: it is too long to be a name.
+        """
+        name: str = yield from self.text.whole_run(_NAME, MAX_NAME_LENGTH)
+        if len(name) > MAX_NAME_LENGTH:
+            raise NotACallError
+        return name
+
+    def expect(self, *literals: str) -> Reading[str]:
+        """Read one of `literals`, after white space.
+
+        Raises:
+            NotACallError: something else comes.
+        """
+        yield from self.text.skip_space()
+        found: str = yield from self.text.match(*literals)
+        if not found:
+            raise NotACallError
+        return found
+
+
+class CallNotation(Protocol):
+    """How calls are written between the marks that begin and end them."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Marks inside calls, any of which may be a special token of the model."""
+
+    def read(self, reader: CallReader) -> Reading[None]:
+        """Read calls up to what follows them.
+
+        Raises:
+            NotACallError: the text is malformed from here on.
+        """
+
+    def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
+        """Return the expression for one call of a tool, with arguments that are valid for it.
+
+        Raises:
+            InvalidRequestError: the notation cannot express what the tool's schema wants.
+        """
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """Return text as it stands between the quotes of a JSON string."""
+    return json_text(text)[1:-1]

@@ -1,0 +1,39 @@
+"""What an answer turns out to say, piece by piece; protocols translate these into their own events."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeAlias
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of what the answer says to the user."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call begins; the calls of an answer count from 0."""
+
+    index: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of a call's arguments: JSON text, an object once it is complete."""
+
+    index: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallEnd:
+    """No more of this call comes."""
+
+    index: int
+
+
+AnswerEvent: TypeAlias = ContentDelta | CallBegin | ArgumentsDelta | CallEnd

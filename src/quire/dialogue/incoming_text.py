@@ -1,0 +1,124 @@
+"""Text that comes in pieces, read as if it were complete.
+
+Whoever reads is a generator that yields where it needs more text, and goes on once there is more or the text
+has ended. Every method consumes what it returns. All of it takes time linear in the text, however it is
+split: between two pieces, no more is kept than the longest marker.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Generator, Sequence
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]
+
+SPACE = re.compile(r"\s+")
+
+
+class IncomingText:
+    """A text of which more may come."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self._has_ended = False
+        self._kept: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Append the next piece."""
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def end(self) -> None:
+        """Declare that no more will come."""
+        self._has_ended = True
+
+    def mark(self) -> None:
+        """Forget what has been consumed so far; `since_mark` returns what is consumed from now on."""
+        self._kept.clear()
+
+    def since_mark(self) -> str:
+        """Return the text consumed since `mark`."""
+        return "".join(self._kept)
+
+    def peek(self) -> Reading[str]:
+        """Return the next character without consuming it; "" at the end."""
+        while self._position == len(self._text):
+            if self._has_ended:
+                return ""
+            yield
+        return self._text[self._position]
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """Return what is there already of a run of characters; `pattern` matches any part of such a run."""
+        match = pattern.match(self._text, self._position)
+        return self._consume(match.end()) if match else ""
+
+    def whole_run(self, pattern: re.Pattern[str], max_length: int | None = None) -> Reading[str]:
+        """Return a run of characters up to where it ends, or is longer than `max_length`."""
+        parts: list[str] = []
+        length = 0
+        while (yield from self.peek()) and (part := self.run(pattern)):
+            parts.append(part)
+            length += len(part)
+            if max_length is not None and length > max_length:
+                break
+        return "".join(parts)
+
+    def skip_space(self) -> Reading[None]:
+        """Consume white space."""
+        yield from self.whole_run(SPACE)
+
+    def match(self, *literals: str) -> Reading[str]:
+        """Return the longest of `literals` that comes next; "", and nothing is consumed, if none does."""
+        for literal in sorted(literals, key=len, reverse=True):
+            if (yield from self._comes_next(literal)):
+                return self._consume(self._position + len(literal))
+        return ""
+
+    def piece_before(self, markers: Sequence[str]) -> Reading[tuple[str, str]]:
+        """Return a piece of the text before the first of `markers`, and the marker once it has come.
+
+        The marker is "" while more text may come before it; piece and marker are both "" at the end. Of
+        markers that begin alike, the longer one is to stand first.
+        """
+        pattern = _alternatives(tuple(markers))
+        while True:
+            found = pattern.search(self._text, self._position)
+            if found:
+                before = self._consume(found.start())
+                return before, self._consume(found.end())
+            end = len(self._text) if self._has_ended else len(self._text) - self._marker_prefix(markers)
+            if end > self._position or self._has_ended:
+                return self._consume(end), ""
+            yield
+
+    def _comes_next(self, literal: str) -> Reading[bool]:
+        while len(self._text) - self._position < len(literal):
+            if self._has_ended or not literal.startswith(self._text[self._position :]):
+                return False
+            yield
+        return self._text.startswith(literal, self._position)
+
+    def _marker_prefix(self, markers: Sequence[str]) -> int:
+        """Return how many characters at the end of the text may be the beginning of a marker."""
+        longest = min(max(map(len, markers)) - 1, len(self._text) - self._position)
+        for length in range(longest, 0, -1):
+            end = self._text[-length:]
+            if any(marker.startswith(end) for marker in markers):
+                return length
+        return 0
+
+    def _consume(self, end: int) -> str:
+        text = self._text[self._position : end]
+        self._position = end
+        self._kept.append(text)
+        return text
+
+
+@functools.lru_cache(maxsize=256)
+def _alternatives(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))

@@ -1,0 +1,163 @@
+"""Calls as JSON: objects with a name and arguments, or a name followed by its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import ClassVar
+
+from quire.dialogue.call_reading import MAX_NAME_LENGTH, CallReader, NotACallError, json_text
+from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.incoming_text import Reading
+from quire.dialogue.json_copying import copy_value, decode_string
+from quire.dialogue.tools import Tool
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_SURPLUS = re.compile(r"[\s\]}]+")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JsonCalls:
+    """`{"name": …, "arguments": {…}}`: one, several after each other, or a list of them.
+
+    Args:
+        separators: what may stand between calls that are not in a list.
+        argument_key: under which it writes the arguments.
+    """
+
+    separators: tuple[str, ...] = (";",)
+    argument_key: str = "arguments"
+    marks: ClassVar[tuple[str, ...]] = ()
+
+    def read(self, reader: CallReader) -> Reading[None]:
+        """See `CallNotation.read`."""
+        text = reader.text
+        yield from text.skip_space()
+        separators = (",",) if (yield from text.match("[")) else self.separators
+        while True:
+            yield from _read_object(reader)
+            text.mark()
+            yield from text.whole_run(_SURPLUS)
+            if not separators or not (yield from text.match(*separators)):
+                return
+            yield from text.skip_space()
+
+    def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
+        """See `CallNotation.grammar`."""
+        head = f'{{"name": {json_text(tool.name)}, "{self.argument_key}": '
+        return f"{writer.literal(head)} {_object_of(writer, tool)} {writer.literal('}')}"
+
+
+def _object_of(writer: GrammarWriter, tool: Tool) -> str:
+    return writer.json({"type": "object", **tool.parameters})
+
+
+def _read_object(reader: CallReader) -> Reading[None]:
+    """Read one call; its arguments may come before its name."""
+    text = reader.text
+    arguments: list[str] = []
+    yield from reader.expect("{")
+    while True:
+        yield from text.skip_space()
+        key: list[str] = []
+        yield from decode_string(text, key.append, MAX_NAME_LENGTH)
+        yield from reader.expect(":")
+        yield from text.skip_space()
+        if "".join(key) == "name" and not reader.is_open:
+            name: list[str] = []
+            yield from decode_string(text, name.append, MAX_NAME_LENGTH)
+            reader.begin("".join(name))
+            reader.arguments("".join(arguments))
+        elif "".join(key) in _ARGUMENT_KEYS:
+            yield from _read_arguments(reader, arguments)
+        else:
+            yield from copy_value(text, lambda part: None)
+        if (yield from reader.expect(",", "}")) == "}":
+            break
+    if not reader.is_open:
+        raise NotACallError
+    reader.end()
+
+
+def _read_arguments(reader: CallReader, held: list[str]) -> Reading[None]:
+    """Pass on arguments, or hold them until the name is known; a string holds them as text."""
+    text = reader.text
+    emit = reader.arguments if reader.is_open else held.append
+    if (yield from text.peek()) == '"':
+        yield from decode_string(text, emit)
+    elif not (yield from text.match("null")):
+        yield from copy_value(text, emit)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedCalls:
+    """A name, then its arguments as an object.
+
+    Args:
+        separator: stands between name and arguments; some models leave it out.
+        kind: what may stand with another separator before the name.
+        fence: what may begin and end the arguments.
+    """
+
+    separator: str
+    kind: str = ""
+    fence: tuple[str, str] = ("", "")
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """See `CallNotation.marks`."""
+        return (self.separator,)
+
+    def read(self, reader: CallReader) -> Reading[None]:
+        """See `CallNotation.read`."""
+        text = reader.text
+        yield from text.skip_space()
+        name = yield from reader.name()
+        yield from text.skip_space()
+        has_separator = yield from text.match(self.separator)
+        yield from text.skip_space()
+        if has_separator and name == self.kind and (yield from text.peek()) != "{":
+            name = yield from reader.name()
+            yield from text.skip_space()
+        opening, closing = self.fence
+        if opening and (yield from text.match(opening)):
+            yield from text.skip_space()
+        if (yield from text.peek()) != "{":
+            raise NotACallError
+        reader.begin(name)
+        yield from copy_value(text, reader.arguments)
+        reader.end()
+        yield from text.whole_run(_SURPLUS)
+        if closing:
+            yield from text.match(closing)
+
+    def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
+        """See `CallNotation.grammar`."""
+        opening, closing = self.fence
+        head = f"{self.kind}{self.separator}{tool.name}\n" if self.kind else f"{tool.name}{self.separator}"
+        begin, end = (f"{opening}\n", f"\n{closing}") if opening else ("", "")
+        return f"{writer.literal(head + begin)} {_object_of(writer, tool)} {writer.literal(end)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListedOrNamedCalls:
+    """A list of objects, or a name followed by its arguments; which one, the first character tells."""
+
+    listed: JsonCalls
+    named: NamedCalls
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """See `CallNotation.marks`."""
+        return self.named.marks
+
+    def read(self, reader: CallReader) -> Reading[None]:
+        """See `CallNotation.read`."""
+        yield from reader.text.skip_space()
+        is_listed = (yield from reader.text.peek()) in ("[", "{")
+        yield from (self.listed if is_listed else self.named).read(reader)
+
+    def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
+        """See `CallNotation.grammar`; models that have a token between name and arguments write these."""
+        is_named = writer.is_token(self.named.separator)
+        return (self.named if is_named else self.listed).grammar(writer, tool)

@@ -1,0 +1,201 @@
+"""Calls in tags: a name, then keys and values as plain text, whose types the tool's schema knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quire.dialogue.call_reading import CallReader, NotACallError, escaped, json_text
+from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.incoming_text import Reading
+from quire.dialogue.tools import Tool
+from quire.errors import InvalidRequestError
+
+_UNENFORCED = frozenset({"pattern", "minLength", "maxLength", "format", "anyOf", "oneOf", "allOf", "const"})
+_TYPES: Mapping[type, tuple[str, ...]] = {
+    type(None): ("null",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    str: ("string",),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaggedCalls:
+    """A name and its parameters, each key and value between tags.
+
+    One line break is dropped at the beginning of a value and one at its end.
+
+    Args:
+        name_begin, name_end: around the name; `name_end` may be empty.
+        key_begin, key_end: around a key.
+        value_begin, value_end: around a value.
+        call_end: after the last value; may be empty.
+    """
+
+    name_begin: str
+    name_end: str
+    key_begin: str
+    key_end: str
+    value_begin: str
+    value_end: str
+    call_end: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """See `CallNotation.marks`."""
+        return tuple(filter(None, dataclasses.astuple(self)))
+
+    def read(self, reader: CallReader) -> Reading[None]:
+        """See `CallNotation.read`."""
+        text = reader.text
+        if self.name_begin:
+            yield from reader.expect(self.name_begin)
+        yield from text.skip_space()
+        name = yield from reader.name()
+        if self.name_end:
+            yield from reader.expect(self.name_end)
+        elif (yield from text.peek()) not in ("<", "\n"):
+            raise NotACallError
+        reader.begin(name)
+        separator = "{"
+        yield from text.skip_space()
+        while (yield from text.match(self.key_begin)):
+            key, _ = yield from _whole_text_before(reader, (self.key_end,))
+            if self.value_begin:
+                yield from reader.expect(self.value_begin)
+            reader.arguments(f"{separator}{json_text(key.strip())}: ")
+            yield from self._read_value(reader, reader.parameter(key.strip()))
+            separator = ", "
+            yield from text.skip_space()
+        if self.call_end:
+            yield from reader.expect(self.call_end)
+        reader.arguments("}" if separator == ", " else "")
+        reader.end()
+
+    def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
+        """See `CallNotation.grammar`."""
+        required = tool.parameters.get("required", ())
+        parts = [writer.literal(f"{self.name_begin}{tool.name}{self.name_end}\n")]
+        for name, schema in tool.parameters.get("properties", {}).items():
+            if self.key_end in name or name != name.strip():
+                raise unwritable(tool, name)
+            head = f"{self.key_begin}{name}{self.key_end}\n{self.value_begin}"
+            value = self._value_grammar(writer, tool, schema)
+            expression = f"{writer.literal(head)} {value} {writer.literal(chr(10))}"
+            parts.append(expression if name in required else f"({expression})?")
+        if self.call_end:
+            parts.append(writer.literal(self.call_end))
+        return " ".join(parts)
+
+    def _value_grammar(self, writer: GrammarWriter, tool: Tool, schema: Any) -> str:
+        """Return the expression for a value and its end."""
+        schema = schema if isinstance(schema, Mapping) else {}
+        end = self.value_end if self.value_begin else f"\n{self.value_end}"
+        if "string" not in _types_of(schema):
+            return f"{writer.json(schema, tool.parameters)} {writer.literal(end)}"
+        if "enum" in schema:
+            values = (one if isinstance(one, str) else json_text(one) for one in schema["enum"])
+            return f"{writer.one_of(map(writer.literal, values))} {writer.literal(end)}"
+        if tool.strict:
+            require_plain(tool, schema)
+        return writer.text_up_to(self.value_end)
+
+    def _read_value(self, reader: CallReader, schema: Mapping[str, Any]) -> Reading[None]:
+        yield from reader.text.match("\n")
+        markers = ("\n" + self.value_end, self.value_end)
+        types = frozenset(_types_of(schema))
+        if types - {"string"}:
+            value, _ = yield from _whole_text_before(reader, markers)
+            reader.arguments(_typed(value, types))
+            return
+        reader.arguments('"')
+        marker = ""
+        while not marker:
+            part, marker = yield from reader.text.piece_before(markers)
+            if not part and not marker:
+                raise NotACallError
+            reader.arguments(escaped(part))
+        reader.arguments('"')
+
+
+def unwritable(tool: Tool, name: str) -> InvalidRequestError:
+    """Return the error about a parameter whose name the format cannot write."""
+    return InvalidRequestError(
+        f"tool {tool.name!r} has a parameter {name!r:.80}, a name that the format of this model's calls "
+        "cannot write; use letters and digits",
+        param="tools",
+    )
+
+
+def require_plain(tool: Tool, schema: Mapping[str, Any]) -> None:
+    """Refuse a schema of a text that wants more of it than its type.
+
+    Raises:
+        InvalidRequestError: it does.
+    """
+    unenforced = sorted(_UNENFORCED & schema.keys())
+    if unenforced:
+        raise InvalidRequestError(
+            f"tool {tool.name!r} is strict, and its schema has {unenforced[0]!r} for a string, which cannot "
+            "be enforced in the format of this model's calls; leave it out, or set strict to false",
+            param="tools",
+        )
+
+
+def _whole_text_before(reader: CallReader, markers: tuple[str, ...]) -> Reading[tuple[str, str]]:
+    parts: list[str] = []
+    while True:
+        part, marker = yield from reader.text.piece_before(markers)
+        parts.append(part)
+        if marker:
+            return "".join(parts), marker
+        if not part:
+            raise NotACallError
+
+
+def _types_of(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types that a schema allows, as far as it names them; "string" if it names none."""
+    if "enum" in schema or "const" in schema:
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        for value in values if isinstance(values, list) else []:
+            yield from _TYPES[type(value)]
+        return
+    named = schema.get("type")
+    alternatives = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+    if isinstance(named, str):
+        yield named
+    elif isinstance(named, list):
+        yield from (one for one in named if isinstance(one, str))
+    elif alternatives:
+        for one in alternatives[0]:
+            yield from _types_of(one) if isinstance(one, Mapping) else ()
+    elif "$ref" in schema or "properties" in schema:
+        yield "object"
+    else:
+        yield "string"
+
+
+def _typed(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of the value that `text` stands for: of one of these types, or else a string."""
+    spelling = text.strip()
+    if types & {"boolean", "null"} and spelling.lower() in ("true", "false", "null"):
+        spelling = spelling.lower()
+    try:
+        value = json.loads(spelling, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return json_text(text)
+    if not types.isdisjoint(_TYPES[type(value)]):
+        return spelling
+    if type(value) is float and value.is_integer() and "integer" in types:
+        return str(int(value))
+    return json_text(text)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,66 @@
+"""Which tools a request has, and which of them its answer may or must call.
+
+Every protocol translates into this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tool:
+    """A function of the client's.
+
+    Args:
+        name: by which it is called.
+        description: for the model; "" if there is none.
+        parameters: JSON schema of its arguments; empty if any object will do.
+        strict: whether arguments must be valid against the schema.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    strict: bool = False
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it, which is as OpenAI's API has it."""
+        parameters = dict(self.parameters) or {"type": "object", "properties": {}}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, and what its answer does with them.
+
+    Args:
+        tools: that the model is told of.
+        callable_names: of those that it may call.
+        must_call: whether the answer is calls and nothing else.
+        several: whether it may have several calls.
+    """
+
+    tools: tuple[Tool, ...]
+    callable_names: frozenset[str]
+    must_call: bool = False
+    several: bool = True
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return [tool for tool in self.tools if tool.name in self.callable_names]
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether a grammar must see to it that the answer calls tools as it may."""
+        is_restricted = not self.several or len(self.callable_tools) < len(self.tools)
+        return self.must_call or is_restricted or any(tool.strict for tool in self.callable_tools)
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The JSON schema of each tool's arguments, by the tool's name."""
+        return {tool.name: tool.parameters for tool in self.callable_tools}

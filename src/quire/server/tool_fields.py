@@ -1,0 +1,202 @@
+"""How bodies of chat completions say which tools there are, which to call, and which were called."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag
+
+from quire.dialogue.tools import Tool, ToolUse
+from quire.errors import InvalidRequestError, nearest_name
+from quire.server.strict_model import StrictModel
+from quire.structured_outputs import MAX_SCHEMA_BYTES
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # in one message
+
+ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class ToolFunction(StrictModel):
+    """A function that the model may call."""
+
+    name: ToolName = Field(description="Letters, digits and _ . : / -; at most 128.")
+    description: str | None = Field(None, description="Tells the model what the function does.")
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON schema of the arguments, an object; at most 64 KiB as text."
+    )
+    strict: bool | None = Field(None, description="Enforce the schema.")
+
+
+class FunctionTool(StrictModel):
+    """A tool; functions are the only type."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+    def tool(self) -> Tool:
+        """Return what it is to the rest of the server.
+
+        Raises:
+            InvalidRequestError: the schema is not an object's, or too large.
+        """
+        function = self.function
+        parameters = function.parameters or {}
+        if parameters.get("type", "object") != "object":
+            raise InvalidRequestError(
+                f"the parameters of tool {function.name!r} have the type {parameters['type']!r:.80}; "
+                'arguments are always an object: set it to "object"',
+                param="tools",
+            )
+        if not isinstance(parameters.get("properties", {}), dict):
+            raise InvalidRequestError(
+                f"the parameters of tool {function.name!r} have properties that are no object", param="tools"
+            )
+        if not isinstance(parameters.get("required", []), list):
+            raise InvalidRequestError(
+                f"the parameters of tool {function.name!r} have a required that is no list", param="tools"
+            )
+        size = len(json.dumps(parameters).encode())
+        if size > MAX_SCHEMA_BYTES:
+            raise InvalidRequestError(
+                f"the parameters of tool {function.name!r} have {size} bytes; "
+                f"the limit is {MAX_SCHEMA_BYTES}",
+                param="tools",
+            )
+        return Tool(function.name, function.description or "", parameters, bool(function.strict))
+
+
+class FunctionName(StrictModel):
+    """The name of one of the tools."""
+
+    name: ToolName
+
+
+class NamedTool(StrictModel):
+    """One of the tools."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(StrictModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(StrictModel):
+    """A choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice_form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "=text"
+    if isinstance(value, dict):
+        return "=allowed" if value.get("type") == "allowed_tools" else "=named"
+    return None
+
+
+Tools = Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("=text")]
+    | Annotated[NamedTool, Tag("=named")]
+    | Annotated[AllowedToolsChoice, Tag("=allowed")],
+    Discriminator(
+        _choice_form,
+        custom_error_type="form",
+        custom_error_message="it must be none, auto, required, a function or allowed_tools",
+    ),
+]
+
+
+class CalledFunction(StrictModel):
+    """A function that the model has called."""
+
+    name: ToolName
+    arguments: str = Field(description="JSON, as the model wrote it.")
+
+
+class MessageToolCall(StrictModel):
+    """A call in an assistant's message."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(None, description="No effect; streamed calls have it.")
+
+    def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
+        """Return the call as chat templates expect it.
+
+        Args:
+            arguments_as_text: whether the template writes the arguments as they are. Others write them as
+                JSON, of which only an object can be made; other arguments stay text.
+        """
+        arguments: Any = self.function.arguments
+        if not arguments_as_text:
+            arguments = _object_or_text(arguments)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def _object_or_text(arguments: str) -> dict[str, Any] | str:
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def tool_use_of(
+    tools: list[FunctionTool] | None, choice: Any, *, parallel_tool_calls: bool | None
+) -> ToolUse | None:
+    """Return what a body's fields mean; None if the answer calls no tools.
+
+    Args:
+        tools: of the body.
+        choice: its `tool_choice`.
+        parallel_tool_calls: of the body; None: true.
+
+    Raises:
+        InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
+    """
+    known = tuple(tool.tool() for tool in tools or ())
+    names = [tool.name for tool in known]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequestError(f"tools has {twice!r} twice; names must differ", param="tools")
+    chosen, must_call = _chosen(choice, names)
+    if not chosen:
+        return None
+    return ToolUse(known, frozenset(chosen), must_call, several=parallel_tool_calls is not False)
+
+
+def _chosen(choice: Any, names: list[str]) -> tuple[list[str], bool]:
+    """Return which tools may be called, and whether one must be."""
+    if isinstance(choice, NamedTool):
+        return _existing([choice], names), True
+    if isinstance(choice, AllowedToolsChoice):
+        allowed = choice.allowed_tools
+        return _existing(allowed.tools, names), allowed.mode == "required"
+    if choice == "required" and not names:
+        raise InvalidRequestError(
+            "tool_choice is 'required', and there are no tools; send tools", param="tool_choice"
+        )
+    return ([] if choice == "none" else names), choice == "required"
+
+
+def _existing(chosen: list[NamedTool], names: list[str]) -> list[str]:
+    for one in chosen:
+        name = one.function.name
+        if name not in names:
+            hint = nearest_name(name, names) if names else "send tools"
+            raise InvalidRequestError(
+                f"tool_choice names {name!r}, which is no tool; {hint}", param="tool_choice"
+            )
+    return [one.function.name for one in chosen]

@@ -1,0 +1,148 @@
+"""Answers of models in each format of tool calls, and what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from quire.dialogue.answer_parser import AnswerParser
+from quire.dialogue.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta
+from quire.dialogue.formats import FORMATS
+
+SCHEMAS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"type": ["string", "null"]},
+            "precise": {"type": "boolean"},
+            "where": {"type": "object"},
+            "level": {"enum": [1, 2, "high"]},
+            "part": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        },
+    },
+    "ping": {},
+}
+
+
+@dataclasses.dataclass
+class Said:
+    content: str
+    calls: list[tuple[str, str]]
+
+
+def said(name, pieces, schemas=SCHEMAS):
+    """What a format's parser makes of an answer in these pieces, having checked the order of events."""
+    parser = AnswerParser(FORMATS[name], schemas)
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    content, calls, is_open = "", [], False
+    for event in events:
+        match event:
+            case ContentDelta(text=text):
+                assert text
+                assert not is_open
+                content += text
+            case CallBegin(index=index, name=called):
+                assert index == len(calls)
+                assert not is_open
+                calls.append((called, ""))
+                is_open = True
+            case ArgumentsDelta(index=index, text=text):
+                assert text
+                assert is_open
+                assert index == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+            case CallEnd(index=index):
+                assert is_open
+                assert index == len(calls) - 1
+                is_open = False
+    assert not is_open
+    assert parser.num_calls == len(calls)
+    return Said(content, calls)
+
+
+def object_call(name, arguments, key="arguments"):
+    return f'{{"name": {json.dumps(name)}, "{key}": {json.dumps(arguments, ensure_ascii=False)}}}'
+
+
+TRICKY = 'a "b" {c}]} \\ </tool_call> <tool_call> é漢🙂\n[TOOL_CALLS]'
+WEATHER = ("get_weather", {"city": TRICKY, "days": 2})
+PING = ("ping", {})
+SEP, BEGIN, END, ALL_BEGIN, ALL_END = (
+    f"<\uff5ctool\u2581{word}\uff5c>"
+    for word in ("sep", "call\u2581begin", "call\u2581end", "calls\u2581begin", "calls\u2581end")
+)
+
+# format, answer, content, calls
+SAMPLES = [
+    ("hermes", f"Let me see.\n<tool_call>\n{object_call(*WEATHER)}\n</tool_call>\n"
+     f"<tool_call>\n{object_call(*PING)}\n</tool_call>", "Let me see.", [WEATHER, PING]),
+    ("hermes", '<tool_call>{"arguments": {"city": "P"}, "name": "ping"}</tool_call>', "",
+     [("ping", {"city": "P"})]),
+    ("hermes", '<tool_call>[{"name": "ping"}, {"name": "ping", "x": [1]}]</tool_call>', "", [PING, PING]),
+    ("hermes", '<tool_call>{"name": "ping", "arguments": "{\\"a\\": \\"\\u00e9\\"}"}}</tool_call>', "",
+     [("ping", {"a": "é"})]),
+    ("hermes", 'Hi\n<tool_call>{"name": "ping"}</tool_call>\n there ', "Hi\nthere ", [PING]),
+    ("hermes", '1 < 2, <tool, <tool_cal> and {"name": "ping"} \n',
+     '1 < 2, <tool, <tool_cal> and {"name": "ping"} \n', []),
+    ("hermes", " a <tool_call> no </tool_call> b", " a <tool_call> no </tool_call> b", []),
+    ("hermes", 'a <tool_call> <tool_call>{"name": "ping"}</tool_call>', "a <tool_call>", [PING]),
+    ("hermes", '<tool_call>{"nom": "ping"}</tool_call>', '<tool_call>{"nom": "ping"}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "pi', '<tool_call>{"name": "pi', []),
+    ("llama3_json", object_call("ping", {"x": [1.5e3, True, None]}, "parameters"), "",
+     [("ping", {"x": [1500.0, True, None]})]),
+    ("llama3_json", f'<|python_tag|>{object_call(*WEATHER)}; {object_call(*PING, "parameters")}', "",
+     [WEATHER, PING]),
+    ("llama3_json", '{"name": "Anna", "parameters": 3}', '{"name": "Anna", "parameters": 3}', []),
+    ("llama3_json", '\n{"a": 1}\n', '\n{"a": 1}\n', []),
+    ("llama3_json", 'As {"name": "ping", "parameters": {}}', 'As {"name": "ping", "parameters": {}}', []),
+    ("pythonic", "[get_weather(city='it\\'s \\x41\\u00e9\\n', days=3, where={'a': (1, -2.5), \"b\": "
+     "[None, True]}), ping()]", "",
+     [("get_weather", {"city": "it's Aé\n", "days": 3, "where": {"a": [1, -2.5], "b": [None, True]}}), PING]),
+    ("pythonic", '<|python_start|>[ping(a = false, b=[], c={},)]<|python_end|>', "",
+     [("ping", {"a": False, "b": [], "c": {}})]),
+    ("pythonic", "[1, 2]", "[1, 2]", []),
+    ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
+    ("mistral", f"Yes.[TOOL_CALLS][{object_call(*WEATHER)}, {object_call(*PING)}]", "Yes.", [WEATHER, PING]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{json.dumps(WEATHER[1])}[TOOL_CALLS]ping{{}}", "",
+     [WEATHER, PING]),
+    ("gemma", '<start_function_call>call:get_weather{city:<escape>"P" {x}<escape>,days:3,'
+     'where:{a:[1,<escape>b<escape>]}}<end_function_call><start_function_call>call:ping{}<end_function_call>',
+     "", [("get_weather", {"city": '"P" {x}', "days": 3, "where": {"a": [1, "b"]}}), PING]),
+    ("granite", f"<|tool_call|>[{object_call(*WEATHER)}]", "", [WEATHER]),
+    ("granite", f"<tool_call>[{object_call(*WEATHER)}]</tool_call>", "", [WEATHER]),
+    ("phi", f"<|tool_call|>[{object_call(*WEATHER)}, {object_call(*PING)}]<|/tool_call|>", "",
+     [WEATHER, PING]),
+    ("phi", f"functools[{object_call(*PING)}]", "", [PING]),
+    ("phi", "use functools, or functools[int]", "use functools, or functools[int]", []),
+    ("deepseek_v3", f"Hm{ALL_BEGIN}{BEGIN}function{SEP}get_weather\n```json\n{json.dumps(WEATHER[1])}\n```"
+     f"{END}\n{BEGIN}function{SEP}ping\n```json\n{{}}\n```{END}{ALL_END}", "Hm", [WEATHER, PING]),
+    ("deepseek_v31", f"{ALL_BEGIN}{BEGIN}get_weather{SEP}{json.dumps(WEATHER[1])}{END}{BEGIN}ping{SEP}{{}}"
+     f"{END}{ALL_END}", "", [WEATHER, PING]),
+    ("glm", 'I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>P "x"\ny</arg_value>\n'
+     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>ping</tool_call>",
+     "I look.", [("get_weather", {"city": 'P "x"\ny', "days": 3}), PING]),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\n007 </param\n\n</parameter>\n"
+     "<parameter=days>\n12\n</parameter>\n<parameter=unit>\nnull\n</parameter>\n"
+     '<parameter=precise>\nTrue\n</parameter>\n<parameter=where>\n{"a": [1]}\n</parameter>\n'
+     "<parameter=level>high</parameter>\n<parameter=part>soon</parameter>\n"
+     "<parameter=more>5</parameter>\n</function>\n</tool_call>\n"
+     "<tool_call>\n<function=ping>\n</function>\n</tool_call>", "",
+     [("get_weather", {"city": "007 </param\n", "days": 12, "unit": None, "precise": True,
+                       "where": {"a": [1]}, "level": "high", "part": "soon", "more": "5"}), PING]),
+]  # fmt: skip
+
+# format, answer, content, calls with the arguments as they were broken off
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": <b>}}</tool_call>z', "z", [("f", '{"a": ')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {] <tool_call>{"name": "ping"}</tool_call>', "",
+     [("f", "{"), ("ping", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', "",
+     [("f", '{"a": "x\\ny"}')]),
+    ("mistral", '[TOOL_CALLS][{"name": "f"}, no', ", no", [("f", "{}")]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>x", "", [("f", '{"a": "x')]),
+    ("pythonic", "[ping(a=1, b=", "", [("ping", '{"a": 1, "b": ')]),
+]  # fmt: skip

@@ -1,0 +1,200 @@
+"""Grammars of calls: whatever they let a model write is read back as calls with valid arguments.
+
+The writer picks tokens at random, as no model would.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from answers import said
+
+import quire
+from quire.dialogue.call_grammar import structure_of_answer
+from quire.dialogue.formats import FORMATS
+from quire.dialogue.tools import Tool, ToolUse
+from quire.errors import InvalidRequestError
+from quire.front.detokenizer import byte_level_bytes
+from quire.grammar.llguidance_backend import LLGuidanceBackend
+from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.structured_outputs import StructuredOutputsParams
+
+MINI = Path(quire.__file__).parent / "mini"
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "number"}, "s": {"type": "string", "description": "A text."}},
+    "required": ["x", "s"],
+    "additionalProperties": False,
+}
+WEATHER = Tool(
+    "get_weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "title": "City"},
+            "days": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "where": {"$ref": "#/$defs/point"},
+        },
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+        "$defs": {"point": POINT},
+    },
+    strict=True,
+)
+SWITCH = Tool(
+    "switch",
+    parameters={
+        "properties": {"on": {"type": "boolean"}, "ids": {"type": "array", "items": {"type": "integer"}}},
+        "additionalProperties": False,
+    },
+)
+PING = Tool("ping", parameters={"additionalProperties": False})
+TOOLS = (WEATHER, SWITCH, PING)
+NAMES = frozenset(tool.name for tool in TOOLS)
+ENDS = frozenset(b'"}])<>')
+TOKENIZER = read_tokenizer(MINI)
+TOKEN_BYTES = {
+    token: byte_level_bytes(TOKENIZER.backend.id_to_token(token)) for token in range(TOKENIZER.vocab_size)
+}
+
+
+class Model:
+    """A tokenizer, with the marks of a format as special tokens or without, and a writer."""
+
+    def __init__(self, name, *, has_marks):
+        content = json.loads((MINI / "tokenizer.json").read_text())
+        first = max(content["model"]["vocab"].values()) + 1
+        first = max(first, *(token["id"] + 1 for token in content["added_tokens"]))
+        self.marks = {}
+        for mark in dict.fromkeys(FORMATS[name].marks) if has_marks else ():
+            if mark[0] in "<[" and mark[-1] in ">]" and len(mark) > 1:
+                self.marks[mark] = first + len(self.marks)
+                added = {"id": self.marks[mark], "content": mark, "special": True}
+                content["added_tokens"].append({**content["added_tokens"][0], **added})
+        self.eos = TOKENIZER.eos_token_ids[0]
+        self.texts = TOKEN_BYTES | {token: mark.encode() for mark, token in self.marks.items()}
+        text = json.dumps(content)
+        self.backend = LLGuidanceBackend(lambda: text, first + len(self.marks), lambda: [self.eos])
+
+    def answer(self, structure, seed):
+        """A random answer, None if it has not ended after some tokens."""
+        chance = random.Random(seed)
+        grammar = self.backend.compile(structure)
+        row = np.zeros(-(-self.backend.vocab_size // 32), dtype=np.int32)
+        written = []
+        for _ in range(300):
+            grammar.fill_bitmask(row)
+            bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+            allowed = [token for token in np.flatnonzero(bits).tolist() if token in self.texts]
+            likely = [one for one in allowed if ENDS.intersection(self.texts[one]) or one == self.eos]
+            token = chance.choice(likely if likely and chance.random() < 0.8 else allowed)
+            assert grammar.accept([token])
+            if token == self.eos:
+                return b"".join(written).decode()
+            written.append(self.texts[token])
+        return None
+
+
+def is_valid(name, arguments):
+    if name == "ping":
+        return arguments == {}
+    if name == "switch":
+        ids = arguments.pop("ids", [])
+        return (
+            arguments.pop("on", True) in (True, False) and not arguments and all(type(i) is int for i in ids)
+        )
+    where = arguments.pop("where", {"x": 1, "s": ""})
+    return (
+        type(arguments.pop("city")) is str
+        and arguments.pop("unit") in ("C", "F")
+        and type(arguments.pop("days", 1)) is int
+        and where.keys() == {"x", "s"}
+        and type(where["s"]) is str
+        and not arguments
+    )
+
+
+@pytest.mark.parametrize("has_marks", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_must_be_called_is_called(name, has_marks):
+    model = Model(name, has_marks=has_marks)
+    several = ToolUse(TOOLS, NAMES, must_call=True)
+    one = ToolUse(TOOLS, frozenset({"switch"}), must_call=True, several=False)
+    called = set()
+    for use, num_answers in ((several, 3), (one, 1)):
+        structure = structure_of_answer(FORMATS[name], use, model.marks.get)
+        for seed in range(num_answers):
+            answer = model.answer(structure, seed)
+            if answer is None:
+                continue
+            found = said(name, [answer], {tool.name: tool.parameters for tool in TOOLS})
+            assert found.content == ""
+            assert all(is_valid(tool, json.loads(arguments)) for tool, arguments in found.calls)
+            assert 1 <= len(found.calls) <= (99 if use.several else 1)
+            called |= {tool for tool, _ in found.calls}
+    assert called
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_may_be_content_and_then_calls(name):
+    model = Model(name, has_marks=name == "mistral")
+    use = ToolUse(TOOLS, frozenset({"ping"}), several=False)
+    grammar = model.backend.compile(structure_of_answer(FORMATS[name], use, model.marks.get))
+    must = ToolUse(TOOLS, frozenset({"ping"}), must_call=True, several=False)
+    call = model.answer(structure_of_answer(FORMATS[name], must, model.marks.get), 1)
+    content = "" if FORMATS[name].start else "Well, I look. "
+    assert grammar.copy().accept([*tokens_of(model, content + call), model.eos])
+    assert grammar.copy().accept([*tokens_of(model, "Well, no."), model.eos])
+    assert not grammar.copy().accept(tokens_of(model, content + call.replace("ping", "pong")))
+
+
+def tokens_of(model, text):
+    """The longest tokens of a text, one after the other."""
+    ids = {one: token for token, one in reversed(model.texts.items())}
+    tokens = []
+    rest = text.encode()
+    while rest:
+        longest = max((one for one in ids if one and rest.startswith(one)), key=len)
+        tokens.append(ids[longest])
+        rest = rest[len(longest) :]
+    return tokens
+
+
+def test_content_may_have_a_structure():
+    model = Model("hermes", has_marks=True)
+    content = StructuredOutputsParams(
+        json={"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    )
+    use = ToolUse(TOOLS, NAMES)
+    grammar = model.backend.compile(
+        structure_of_answer(FORMATS["hermes"], use, model.marks.get, content=content)
+    )
+    assert grammar.copy().accept(tokens_of(model, '{"a": 1}'))
+    assert grammar.copy().accept(
+        tokens_of(model, '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>')
+    )
+    assert not grammar.copy().accept(tokens_of(model, "Well"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "gemma", "pythonic"])
+def test_names_that_a_format_cannot_write_are_refused(name):
+    use = ToolUse((Tool("f", parameters={"properties": {" a>b</arg_key>": {}}}),), frozenset({"f"}))
+    with pytest.raises(InvalidRequestError, match="cannot write"):
+        structure_of_answer(FORMATS[name], use, {}.get)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "gemma"])
+def test_what_a_format_cannot_enforce_is_refused(name):
+    parameters = {"properties": {"zip": {"type": "string", "pattern": "[0-9]+"}}}
+    for strict in (False, True):
+        use = ToolUse((Tool("f", parameters=parameters, strict=strict),), frozenset({"f"}))
+        if strict:
+            with pytest.raises(InvalidRequestError, match="'pattern'"):
+                structure_of_answer(FORMATS[name], use, {}.get)
+        else:
+            structure_of_answer(FORMATS[name], use, {}.get)
