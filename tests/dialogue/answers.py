@@ -110,6 +110,12 @@ SAMPLES = [
     ("gemma", '<start_function_call>call:get_weather{city:<escape>"P" {x}<escape>,days:3,'
      'where:{a:[1,<escape>b<escape>]}}<end_function_call><start_function_call>call:ping{}<end_function_call>',
      "", [("get_weather", {"city": '"P" {x}', "days": 3, "where": {"a": [1, "b"]}}), PING]),
+    ("gemma4", 'Yes.<|tool_call>call:get_weather{city:<|"|>a "b" {c}<|"|>,where:'
+     '{<|"|>x y<|"|>:[-1.5,<|"|><|"|>],z:true}}<tool_call|>', "Yes.",
+     [("get_weather", {"city": 'a "b" {c}', "where": {"x y": [-1.5, ""], "z": True}})]),
+    ("olmo3", "<function_calls>get_weather(city='New\\nYork', days=3)\nping()\n</function_calls>", "",
+     [("get_weather", {"city": "New\nYork", "days": 3}), PING]),
+    ("olmo3", "<function_calls>\nping()\n</function_calls>.", ".", [PING]),
     ("granite", f"<|tool_call|>[{object_call(*WEATHER)}]", "", [WEATHER]),
     ("granite", f"<tool_call>[{object_call(*WEATHER)}]</tool_call>", "", [WEATHER]),
     ("phi", f"<|tool_call|>[{object_call(*WEATHER)}, {object_call(*PING)}]<|/tool_call|>", "",

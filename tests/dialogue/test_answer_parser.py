@@ -120,6 +120,10 @@ def test_random_texts_in_tags(arguments):
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>", "glm"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<|start_of_role|>tools<|end_of_role|> <|tool_call|>", "granite"),
+        ("prefix function calls with functools[", "phi"),
+        ('<|tool_call>call:name{x:<|"|>y<|"|>}<tool_call|>', "gemma4"),
+        ("<function_calls></function_calls>", "olmo3"),
+        ("<|start_of_role|> <|tool_call|> <tool_call>", "hermes"),
         ("<|tool|>' + message['tools'] + '<|/tool|>", "phi"),
         ('{"name": function name, "parameters": dictionary', "llama3_json"),
         ("<|python_start|>", "pythonic"),
@@ -140,6 +144,7 @@ def test_the_format_of_a_template(template, name):
         ("{{ tools | tojson }}", True),
         ("tools", False),
         ("{% if my_tools %}", False),
+        ("{% if 'tools' in message %}{{ message['tools'] }}{{ message.tools }}{% endif %}", False),
     ],
 )
 def test_whether_a_template_has_a_place_for_tools(template, has_place):

@@ -13,7 +13,7 @@ from quire.dialogue.literal_calls import BareKeyCalls, PythonicCalls
 from quire.dialogue.tagged_calls import TaggedCalls
 
 _EXPRESSION = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
-_TOOLS = re.compile(r"\btools\b")
+_TOOLS = re.compile(r"""(?<![\w."'])tools(?![\w"'])""")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,6 +149,20 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         notation=BareKeyCalls("<escape>"),
         template_marks=(("<start_function_call>",),),
     ),
+    "gemma4": ToolCallFormat(
+        openings=("<|tool_call>",),
+        closings=("<tool_call|>",),
+        layout=Layout("<|tool_call>", "<tool_call|><|tool_call>", "<tool_call|>"),
+        notation=BareKeyCalls('<|"|>'),
+        template_marks=(("<|tool_call>",),),
+    ),
+    "olmo3": ToolCallFormat(
+        openings=("<function_calls>",),
+        closings=("</function_calls>",),
+        layout=Layout("<function_calls>", "\n", "</function_calls>"),
+        notation=PythonicCalls(in_list=False),
+        template_marks=(("<function_calls>",),),
+    ),
     "mistral": ToolCallFormat(
         openings=("[TOOL_CALLS]",),
         layout=Layout("[TOOL_CALLS][", ", ", "]"),
@@ -158,12 +172,20 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         template_marks=(("[TOOL_CALLS]",),),
         short_ids=True,
     ),
+    "hermes": ToolCallFormat(
+        openings=("<tool_call>",),
+        closings=("</tool_call>",),
+        layout=_IN_TAGS,
+        notation=JsonCalls(separators=()),
+        template_marks=(("<tool_call>",),),
+    ),
     "phi": ToolCallFormat(
         openings=("<|tool_call|>", "functools"),
         closings=("<|/tool_call|>",),
         layout=Layout("<|tool_call|>[", ", ", "]<|/tool_call|>"),
         notation=JsonCalls(),
-        template_marks=(("<|tool|>", "<|/tool|>"),),
+        template_marks=(("<|tool|>", "<|/tool|>"), ("functools[",)),
+        arguments_as_text=True,
     ),
     "granite": ToolCallFormat(
         openings=("<|tool_call|>", "<tool_call>"),
@@ -171,13 +193,6 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         layout=Layout("<|tool_call|>[", ", ", "]"),
         notation=JsonCalls(),
         template_marks=(("<|start_of_role|>", "<|tool_call|>"),),
-    ),
-    "hermes": ToolCallFormat(
-        openings=("<tool_call>",),
-        closings=("</tool_call>",),
-        layout=_IN_TAGS,
-        notation=JsonCalls(separators=()),
-        template_marks=(("<tool_call>",),),
     ),
     "pythonic": ToolCallFormat(
         openings=("<|python_start|>",),

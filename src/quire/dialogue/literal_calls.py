@@ -33,14 +33,20 @@ _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PythonicCalls:
-    """`[name(key=value, …), …]`, with values as Python or JSON has them."""
+    """`[name(key=value, …), …]`, with values as Python or JSON has them.
 
+    Args:
+        in_list: whether brackets are around all calls; if not, each stands on a line of its own.
+    """
+
+    in_list: bool = True
     marks: ClassVar[tuple[str, ...]] = ()
 
     def read(self, reader: CallReader) -> Reading[None]:
         """See `CallNotation.read`."""
         text = reader.text
-        yield from reader.expect("[")
+        if self.in_list:
+            yield from reader.expect("[")
         while True:
             yield from text.skip_space()
             name = yield from reader.name()
@@ -48,7 +54,10 @@ class PythonicCalls:
             reader.begin(name)
             yield from _read_members(reader, key_end="=", closing=")", quote="")
             reader.end()
-            if (yield from reader.expect(",", "]")) == "]":
+            if self.in_list and (yield from reader.expect(",", "]")) == "]":
+                return
+            yield from text.skip_space()
+            if not self.in_list and not (yield from text.peek()).isidentifier():
                 return
 
     def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
