@@ -50,6 +50,15 @@ async def http(app):
 
 
 @pytest.fixture
+async def strict_http(llm):
+    """Like `http`, of a server that refuses whatever has no effect."""
+    app = create_app(llm, ServerConfig(max_body_bytes=MAX_BODY_BYTES, strict=True))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+
+
+@pytest.fixture
 async def client(http):
     """The asynchronous openai client over `http`."""
     return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)

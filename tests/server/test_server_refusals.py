@@ -96,9 +96,9 @@ async def chat(http, **fields):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_completion_fields(http, fields, param, words, stream, llm):
+async def test_completion_fields(strict_http, fields, param, words, stream, llm):
     extra = {} if "stream_options" in fields else {"stream": stream}
-    error = refusal(await complete(http, **extra, **fields), 400)
+    error = refusal(await complete(strict_http, **extra, **fields), 400)
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     for word in words:
@@ -170,8 +170,8 @@ async def test_beam_search_and_best_of_reach_the_engine(http, llm, fields, expec
         ({"prompt": "x"}, "prompt", ["unknown"]),
     ],
 )
-async def test_chat_fields(http, fields, param, words):
-    error = refusal(await chat(http, **fields), 400)
+async def test_chat_fields(strict_http, fields, param, words):
+    error = refusal(await chat(strict_http, **fields), 400)
     assert error["param"] == param
     for word in words:
         assert word.lower() in error["message"].lower()

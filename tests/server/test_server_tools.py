@@ -224,7 +224,7 @@ async def test_content_of_a_schema_beside_calls(client, llm):
     ("fields", "param", "words"),
     [
         ({"tools": [PING, PING]}, "tools", "twice"),
-        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom", "unknown"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type", "function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
         ({"tools": [tool_with({"type": "array"})]}, "tools", "always an object"),
         ({"tools": [tool_with({"properties": 3})]}, "tools", "no object"),

@@ -72,6 +72,11 @@ class ServerConfig:
         unit="bytes",
         help="Maximum size of a request body; a larger one is refused with status 413.",
     )
+    strict: bool = knob(
+        default=False,
+        help="Refuse parameters that are unknown or have no effect. Otherwise they are accepted, and the "
+        "header X-Ignored-Parameters of the answer names them.",
+    )
     drain_timeout: NonNegativeFloat = knob(
         default=30.0,
         unit="seconds",

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,6 +26,7 @@ from quire.server.completions import create_completion
 from quire.server.context import STATS_TIMEOUT, ServerContext, context_of, request_id_of
 from quire.server.docs_page import docs_page
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
+from quire.server.leniency import HEADER, Leniency
 from quire.server.middleware import KeyCheck, RequestEnvelope
 from quire.server.openapi import GENERATION_ERRORS, Endpoint, openapi_document
 from quire.server.probes import health_of
@@ -110,14 +112,7 @@ def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         try:
             if endpoint.body is None:
                 return await endpoint.handler(request)
-            context = context_of(request)
-            body = await read_body(
-                request,
-                endpoint.body,
-                max_body_bytes=context.config.max_body_bytes,
-                max_prompt_tokens=context.llm.info.max_model_len,
-            )
-            return await endpoint.handler(request, body)
+            return await _answer_to_body(request, endpoint.handler, endpoint.body)
         except ClientGoneError:
             note_error(request.scope, "client_left")
             return Response(status_code=CLIENT_LEFT)
@@ -125,6 +120,26 @@ def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
             return as_api_error(error, request_id=request_id_of(request)).response()
 
     return answer
+
+
+async def _answer_to_body(
+    request: Request, handler: Callable[..., Awaitable[Response]], model: type[BaseModel]
+) -> Response:
+    """Return the handler's answer, which says what had no effect."""
+    context = context_of(request)
+    leniency = Leniency(is_strict=context.config.strict)
+    body = await read_body(
+        request,
+        model,
+        max_body_bytes=context.config.max_body_bytes,
+        max_prompt_tokens=context.llm.info.max_model_len,
+        leniency=leniency,
+    )
+    response = await handler(request, body)
+    if leniency.ignored:
+        response.headers[HEADER] = leniency.header()
+        context.ignored_names.note(leniency.ignored)
+    return response
 
 
 def _constant(path: str, response: Response) -> Route:

@@ -141,7 +141,7 @@ def cors_options(edge: EdgeConfig) -> Mapping[str, Any]:
         "allow_methods": ("GET", "POST"),
         "allow_headers": ("*",),
         "allow_private_network": True,
-        "expose_headers": ("X-Request-Id", "Retry-After"),
+        "expose_headers": ("X-Request-Id", "Retry-After", "X-Ignored-Parameters"),
         "max_age": _CORS_MAX_AGE,
     }
 

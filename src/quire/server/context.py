@@ -12,6 +12,7 @@ from starlette.requests import Request
 from quire.config import ServerConfig
 from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError
+from quire.server.leniency import IgnoredNames
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
 from quire.server.tenants import Tenant, Tenants
@@ -44,6 +45,7 @@ class ServerContext:
         self.started_at = int(time.time())
         self.metrics = Metrics()
         self.calls = LiveCalls()
+        self.ignored_names = IgnoredNames()
         self.tenants = Tenants(config) if tenants is None else tenants
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
         self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()

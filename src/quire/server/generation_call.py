@@ -172,12 +172,14 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         """Yield the server-sent events of the answer."""
         progress: dict[int, SequenceProgress] = {}
         latest: dict[int, RequestOutput] = {}
+        so_far = self._body.includes_usage_so_far
         no_usage = None if self._include_usage else UNSET
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 latest[prompt_index] = output
+                usage = self._usage([output]) if so_far else no_usage
                 events = [
-                    self._event([piece], no_usage)
+                    self._event([piece], usage)
                     for completion in output.outputs
                     for piece in self._pieces(progress, prompt_index, output, completion)
                 ]

@@ -1,7 +1,8 @@
 """Bodies of requests: strict pydantic models of what OpenAI's clients send, plus Quire's sampling fields.
 
 A field that is null counts as left out. Fields that OpenAI defines and Quire does not support are declared
-with the type `Unsupported`, so that they are refused by name; any other name is refused as unknown.
+with the type `Unsupported`, so that they are refused by name, or as `Ignored` if they change no token; see
+`quire.server.leniency` for other names.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from quire.sampling_params import (
     StopText,
     TokenId,
 )
+from quire.server.leniency import Ignorable, Leniency
 from quire.server.response_format import ResponseFormat, StructuredOutputs
 from quire.server.strict_model import StrictModel, body_fields, optional_field
 from quire.server.tool_fields import (
@@ -62,6 +64,7 @@ _OTHERWISE_IN_BODIES = (  # in another form, or of only one of the bodies
 )
 
 Unsupported: TypeAlias = None
+Ignored = Annotated[None, Ignorable()]
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 Role = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -131,8 +134,16 @@ LogitBias = Annotated[
 class StreamOptions(StrictModel):
     """What a stream carries besides the text."""
 
+    path_prefix = "stream_options."
+
     include_usage: bool | None = Field(None, description="Send a final event with the token usage.")
-    include_obfuscation: Literal[False] | None = Field(None, description="Padding is never added.")
+    continuous_usage_stats: bool | None = Field(
+        None,
+        description="Send the prompt's usage so far with every event, and a final event with that of all.",
+    )
+    include_obfuscation: Annotated[Literal[False] | None, Ignorable()] = Field(
+        None, description="Padding is never added."
+    )
 
 
 SharedFields = create_model(
@@ -158,6 +169,20 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
     stream_options: StreamOptions | None = Field(None, description="Options for streaming; needs stream.")
     user: ShortText | None = optional_field(RequestOptions, "tenant")
 
+    @classmethod
+    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
+        """Take what other servers' clients mean by values that Quire has another form for."""
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
+        if values.get("top_p") == 0 and values["top_p"] is not False:
+            values.update(top_p=None, temperature=0)
+        stop = values.get("stop")
+        if isinstance(stop, str | list) and not any(stop):
+            values["stop"] = None
+        if values.get("stream_options") is not None and not values.get("stream"):
+            del values["stream_options"]
+            leniency.ignore("stream_options")
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with an event that carries the usage.
@@ -169,7 +194,12 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
             return False
         if not self.stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
-        return bool(self.stream_options.include_usage)
+        return bool(self.stream_options.include_usage) or self.includes_usage_so_far
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether each event of a stream carries the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def only_scores_prompt(self) -> bool:
@@ -293,6 +323,8 @@ class CompletionRequest(GenerationRequest):
 class TextPart(StrictModel):
     """A part of a message's content."""
 
+    path_prefix = "messages[].content[]."
+
     type: Literal["text"]
     text: str
 
@@ -307,6 +339,8 @@ Content = Annotated[
 class ChatMessage(StrictModel):
     """One message; which roles there are, and in which order, is the chat template's affair."""
 
+    path_prefix = "messages[]."
+
     role: Role
     content: Content | None = Field(
         None, validate_default=True, description="Only an assistant's message may have none."
@@ -318,10 +352,10 @@ class ChatMessage(StrictModel):
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = Field(
         None, description="The tools that the assistant called."
     )
-    annotations: Unsupported = None
+    annotations: Ignored = None
     audio: Unsupported = None
     function_call: Unsupported = None
-    refusal: Unsupported = None
+    refusal: Ignored = None
 
     @field_validator("content")
     @classmethod
@@ -351,8 +385,8 @@ class ChatCompletionRequest(GenerationRequest):
     )
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    service_tier: Annotated[Literal["auto", "default"] | None, Ignorable()] = None
+    store: Annotated[Literal[False] | None, Ignorable()] = None
     tools: Tools | None = Field(None, description="What the model may call; at most 128.")
     tool_choice: ToolChoice | None = Field(
         None, description="Whether tools may be called, must be, and which. Default: auto."
@@ -363,14 +397,23 @@ class ChatCompletionRequest(GenerationRequest):
     audio: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
-    metadata: Unsupported = None
-    prediction: Unsupported = None
-    prompt_cache_key: Unsupported = None
-    prompt_cache_retention: Unsupported = None
-    reasoning_effort: Unsupported = None
-    safety_identifier: Unsupported = None
-    verbosity: Unsupported = None
+    metadata: Ignored = None
+    prediction: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    reasoning_effort: Ignored = None
+    safety_identifier: Ignored = None
+    verbosity: Ignored = None
     web_search_options: Unsupported = None
+
+    @classmethod
+    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
+        """Let max_completion_tokens win over max_tokens."""
+        super().adapt(values, leniency)
+        if values.get("max_completion_tokens") is not None:
+            older = values.pop("max_tokens", None)
+            if older is not None and older != values["max_completion_tokens"]:
+                leniency.ignore("max_tokens")
 
     def tool_use(self) -> ToolUse | None:
         """Return which tools the answer may or must call; None: none.

@@ -30,6 +30,8 @@ Schema = Annotated[
 class StructuredOutputs(StrictModel):
     """A grammar that the output must follow: exactly one of the fields."""
 
+    path_prefix = "structured_outputs."
+
     json_: Schema | None = optional_field(StructuredOutputsParams, "json", alias="json")
     regex: str | None = optional_field(StructuredOutputsParams, "regex")
     choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None = optional_field(
@@ -54,6 +56,8 @@ class StructuredOutputs(StrictModel):
 class NamedSchema(StrictModel):
     """A JSON schema as OpenAI's clients send it; it is enforced whatever `strict` says."""
 
+    path_prefix = "response_format.json_schema."
+
     name: SchemaName
     schema_: dict[str, Any] = Field(alias="schema", description="The schema; at most 64 KiB as text.")
     description: str | None = None
@@ -62,6 +66,8 @@ class NamedSchema(StrictModel):
 
 class ResponseFormat(StrictModel):
     """The form of the answer: text, any JSON object, or JSON that is valid against a schema."""
+
+    path_prefix = "response_format."
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = Field(None, description="Only with the type json_schema.")

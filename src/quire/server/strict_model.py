@@ -8,7 +8,7 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     WrapValidator,
     model_validator,
 )
@@ -23,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from quire.errors import nearest_name
 from quire.limits import Limits, limits_of, unmarked
+from quire.server.leniency import MAX_IGNORED_NAMES, Ignorable, Leniency, typo_hint
 
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
@@ -31,29 +33,110 @@ UNKNOWN_NAME = "unknown_name"
 
 
 class StrictModel(BaseModel):
-    """No unknown names, no conversion between types, no NaN or infinity."""
+    """No conversion between types, no NaN or infinity, and names without effect only as `Leniency` says.
+
+    It is the context of the validation; without one, bodies are read as a strict server reads them.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    path_prefix: ClassVar[str] = ""
+    """What a field's path begins with in a whole body."""
+
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown_names(cls, values: Any) -> Any:
-        """Stop at the first unknown name; pydantic's own check would describe every one of a million."""
-        names = _names_of(cls)
-        for name in values if isinstance(values, dict) else ():
-            if name not in names:
-                known = [key for key, is_supported in names.items() if is_supported]
-                context = {"name": name, "hint": nearest_name(name, known)}
-                raise PydanticCustomError(UNKNOWN_NAME, "unknown name", context)
-        return values
+    def _known_names_only(cls, values: Any, info: ValidationInfo) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if not isinstance(info.context, Leniency) or info.context.is_strict:
+            return _without_unknown_names(cls, values)
+        kept = _without_ignored_names(cls, values, info.context)
+        cls.adapt(kept, info.context)
+        return kept
+
+    @classmethod
+    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
+        """Change what other servers take in another form, in place; not done by a strict server."""
+
+
+def _without_unknown_names(cls: type[StrictModel], values: dict[str, Any]) -> dict[str, Any]:
+    """Stop at the first unknown name; pydantic's own check would describe every one of a million."""
+    names = _names_of(cls)
+    for name in values:
+        if name not in names:
+            known = [key for key, known in names.items() if known.is_supported]
+            raise PydanticCustomError(
+                UNKNOWN_NAME, "unknown name", {"name": name, "hint": nearest_name(name, known)}
+            )
+    return values
+
+
+def _without_ignored_names(
+    cls: type[StrictModel], values: dict[str, Any], leniency: Leniency
+) -> dict[str, Any]:
+    """Return what has an effect; the rest is noted, and refused if it looks like a typo."""
+    names = _names_of(cls)
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        known = names.get(name)
+        if known is None:
+            hint = typo_hint(name, supported_names(cls))
+            if hint is None and not leniency.ignore(cls.path_prefix + name):
+                hint = f"and at most {MAX_IGNORED_NAMES} names without effect are taken"
+            if hint is not None:
+                raise PydanticCustomError(UNKNOWN_NAME, "unknown name", {"name": name, "hint": hint})
+        elif known.is_ignorable:
+            if value not in _DEFAULTS_ELSEWHERE:
+                leniency.ignore(cls.path_prefix + name)
+        elif known.is_supported or value not in _NOTHING:
+            kept[name] = int(value) if known.takes_integer and _is_integral(value) else value
+    return kept
+
+
+def _is_integral(value: Any) -> bool:
+    return type(value) is float and value.is_integer() and abs(value) < 2**53
+
+
+_NOTHING: tuple[Any, ...] = (None, False, "", "none", [], {})
+"""Values of fields that are not supported which ask for nothing."""
+
+_DEFAULTS_ELSEWHERE: tuple[Any, ...] = (*_NOTHING, "auto", "default")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _KnownName:
+    is_supported: bool
+    is_ignorable: bool
+    takes_integer: bool
 
 
 @functools.cache
-def _names_of(cls: type[BaseModel]) -> Mapping[str, bool]:
-    """Return the names that a model's body may have, and which of them are supported."""
+def _names_of(cls: type[BaseModel]) -> Mapping[str, _KnownName]:
+    """Return the names that a model's body may have."""
     return {
-        field.alias or name: field.annotation is not type(None) for name, field in cls.model_fields.items()
+        field.alias or name: _KnownName(
+            is_supported=field.annotation is not type(None),
+            is_ignorable=any(isinstance(marker, Ignorable) for marker in field.metadata),
+            takes_integer=_takes_integer(field.annotation),
+        )
+        for name, field in cls.model_fields.items()
     }
+
+
+@functools.cache
+def supported_names(cls: type[BaseModel]) -> frozenset[str]:
+    """Return the names that a model's body may have and that have an effect."""
+    return frozenset(name for name, known in _names_of(cls).items() if known.is_supported)
+
+
+def _takes_integer(annotation: Any) -> bool:
+    """Return whether one of the forms of a field is an integer."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _takes_integer(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(map(_takes_integer, arguments))
+    return annotation is int
 
 
 def optional_field(cls: type, name: str, *, alias: str | None = None) -> Any:

@@ -22,6 +22,8 @@ CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 class ToolFunction(StrictModel):
     """A function that the model may call."""
 
+    path_prefix = "tools[].function."
+
     name: ToolName = Field(description="Letters, digits and _ . : / -; at most 128.")
     description: str | None = Field(None, description="Tells the model what the function does.")
     parameters: dict[str, Any] | None = Field(
@@ -32,6 +34,8 @@ class ToolFunction(StrictModel):
 
 class FunctionTool(StrictModel):
     """A tool; functions are the only type."""
+
+    path_prefix = "tools[]."
 
     type: Literal["function"]
     function: ToolFunction
@@ -71,11 +75,15 @@ class FunctionTool(StrictModel):
 class FunctionName(StrictModel):
     """The name of one of the tools."""
 
+    path_prefix = "tool_choice.function."
+
     name: ToolName
 
 
 class NamedTool(StrictModel):
     """One of the tools."""
+
+    path_prefix = "tool_choice."
 
     type: Literal["function"]
     function: FunctionName
@@ -84,12 +92,16 @@ class NamedTool(StrictModel):
 class AllowedTools(StrictModel):
     """Some of the tools, and whether one of them must be called."""
 
+    path_prefix = "tool_choice.allowed_tools."
+
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolsChoice(StrictModel):
     """A choice of some of the tools."""
+
+    path_prefix = "tool_choice."
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -119,12 +131,16 @@ ToolChoice = Annotated[
 class CalledFunction(StrictModel):
     """A function that the model has called."""
 
+    path_prefix = "messages[].tool_calls[].function."
+
     name: ToolName
     arguments: str = Field(description="JSON, as the model wrote it.")
 
 
 class MessageToolCall(StrictModel):
     """A call in an assistant's message."""
+
+    path_prefix = "messages[].tool_calls[]."
 
     id: CallId
     type: Literal["function"] = "function"

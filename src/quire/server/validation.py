@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from quire.errors import InvalidRequestError
 from quire.server import protocol, strict_model
 from quire.server.errors import ApiError, ClientGoneError
+from quire.server.leniency import Leniency
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -23,7 +24,12 @@ _MAX_SHOWN_VALUE = 80  # characters
 
 
 async def read_body(
-    request: Request, model: type[BodyT], *, max_body_bytes: int, max_prompt_tokens: int
+    request: Request,
+    model: type[BodyT],
+    *,
+    max_body_bytes: int,
+    max_prompt_tokens: int,
+    leniency: Leniency,
 ) -> BodyT:
     """Return the request's JSON body as `model`.
 
@@ -32,6 +38,7 @@ async def read_body(
         model: what the body must be.
         max_body_bytes: limit of its size.
         max_prompt_tokens: it may have as many values besides `protocol.MAX_VALUES`.
+        leniency: what is accepted without having an effect; it is noted there.
 
     Raises:
         ApiError: 413 or 415.
@@ -42,7 +49,7 @@ async def read_body(
     body = await _bounded_body(request, max_body_bytes)
     await _require_few_values(body, protocol.MAX_VALUES + max_prompt_tokens)
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, context=leniency)
     except ValidationError as error:
         _require_utf8(body)
         details = error.errors(include_url=False)
