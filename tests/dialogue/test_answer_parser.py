@@ -10,7 +10,9 @@ from answers import ALL_BEGIN, BEGIN, BROKEN, SAMPLES, SCHEMAS, Said, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opcodes import num_opcodes
 from quire.config.server import ToolCallFormatName
+from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.formats import FORMATS, format_of_template, has_place_for_tools
 
 MARKS = sorted({mark for one in FORMATS.values() for mark in one.marks})
@@ -149,3 +151,35 @@ def test_the_format_of_a_template(template, name):
 )
 def test_whether_a_template_has_a_place_for_tools(template, has_place):
     assert has_place_for_tools(template) == has_place
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "repeated"),
+    [
+        ("hermes", "", "word <b> "),
+        ("hermes", "", "<tool_call>"),
+        ("hermes", "", "\n "),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "x\\n <"),
+        ("hermes", '<tool_call>{"arguments": {"a": "', "x\\n <"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', "["),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {?', "</tool "),
+        ("pythonic", "[ping(a=[", "1, 'b', "),
+        ("qwen3_coder", "<tool_call><function=ping><parameter=a>", "</par\n"),
+        ("qwen3_coder", "<tool_call><function=ping><parameter=", "a</par\n"),
+        ("gemma", "<start_function_call>call:ping{a:<escape>", "<esc "),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7])
+def test_the_cost_is_linear_in_the_text(name, begin, repeated, size):
+    def cost(times):
+        parser = AnswerParser(FORMATS[name], SCHEMAS)
+        text = begin + times * repeated
+
+        def read():
+            for at in range(0, len(text), size):
+                parser.feed(text[at : at + size])
+            parser.finish()
+
+        return num_opcodes(read)
+
+    assert cost(400) < 4.5 * cost(100)

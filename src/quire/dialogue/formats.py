@@ -185,7 +185,6 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         layout=Layout("<|tool_call|>[", ", ", "]<|/tool_call|>"),
         notation=JsonCalls(),
         template_marks=(("<|tool|>", "<|/tool|>"), ("functools[",)),
-        arguments_as_text=True,
     ),
     "granite": ToolCallFormat(
         openings=("<|tool_call|>", "<tool_call>"),
