@@ -81,6 +81,8 @@ class Popen(_RealPopen):
         }
         fork = _fork if self.in_program else _server().fork
         self.pid = fork(program, [number if end == -1 else end for number, end in ends] + passed)
+        if given["process_group"] >= 0:
+            os.setpgid(self.pid, given["process_group"])
         self._child_created = True
         self._close_pipe_fds(*pipes)
 

@@ -122,20 +122,26 @@ def test_a_rank_that_hangs_ends_the_engine(checkpoint, preloaded_engines):
     assert not psutil.pid_exists(pid)
 
 
-async def test_an_idle_engine_process_ends_with_a_rank(checkpoint, preloaded_engines):
-    """The engine has threads by the time that it starts the rank, which is therefore a real start."""
-    scheduler = SchedulerConfig(num_kv_blocks=64)
+async def engine_of_two_ranks(checkpoint) -> tuple[AsyncLLM, int]:
+    """An engine that is not recovered, and its process id.
+
+    It has threads by the time that it starts the other rank, which is therefore a real start.
+    """
     llm = AsyncLLM(
         EngineConfig(
             model=checkpoint,
             num_threads=1,
             tensor_parallel_size=2,
-            scheduler=scheduler,
+            scheduler=SchedulerConfig(num_kv_blocks=64),
             supervision=SupervisionConfig(recovery="off"),
         )
     )
     await llm.wait_until_ready()
-    engine = engine_pid()
+    return llm, engine_pid()
+
+
+async def test_an_idle_engine_process_ends_with_a_rank(checkpoint, preloaded_engines):
+    llm, engine = await engine_of_two_ranks(checkpoint)
     [rank] = [child.pid for child in psutil.Process(engine).children()]
     os.kill(rank, signal.SIGKILL)
     assert wait_for_end(engine)
@@ -145,6 +151,17 @@ async def test_an_idle_engine_process_ends_with_a_rank(checkpoint, preloaded_eng
         llm.check_health()
     await llm.shutdown()
     assert not is_zombie(engine)
+
+
+async def test_a_stopped_rank_ends_with_its_engine(checkpoint, preloaded_engines):
+    llm, engine = await engine_of_two_ranks(checkpoint)
+    [rank] = [child.pid for child in psutil.Process(engine).children()]
+    os.kill(rank, signal.SIGSTOP)
+    os.kill(engine, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=rf"{engine} was killed by SIGKILL"):
+        await anext(llm.generate("the", LONG))
+    assert wait_for_end(rank)
+    await llm.shutdown()
 
 
 FRONT = """
@@ -162,12 +179,16 @@ asyncio.run(main())
 """
 
 
-def test_no_rank_outlives_the_front(checkpoint):
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_neither_engine_nor_rank_outlives_the_front(checkpoint, is_stopped):
+    """If one is stopped, the kernel ends both: their process group has nobody who could continue it."""
     command = [sys.executable, "-c", FRONT, checkpoint]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with started(command, preload=True, **pipes) as front:
         pids = [int(pid) for pid in front.stdout.readline().split()]
         assert len(pids) == 2  # engine and rank 1
+        if is_stopped:
+            os.kill(pids[0], signal.SIGSTOP)
         os.kill(front.pid, signal.SIGKILL)
         assert all(map(wait_for_end, pids))
 

@@ -151,7 +151,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the process at once; `receive` tells when it has ended."""
-        self._process.kill()
+        _kill_group(self._process)
 
     def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Tell the engine to end, kill it after `timeout` seconds, and clean up."""
@@ -205,10 +205,10 @@ class EngineProcess:
     def _describe_exit(self) -> str:
         if self._failure:
             return self._failure
-        try:
-            code = self._process.wait(SHUTDOWN_TIMEOUT)
-        except subprocess.TimeoutExpired:
+        if not _has_ended(self._process, SHUTDOWN_TIMEOUT):
             return f"the engine process {self.pid} has closed its output; its log is on standard error"
+        _kill_group(self._process)  # its ranks, if any of them is stopped
+        code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"the engine process {self.pid} {how}; its log is on standard error"
 
@@ -220,10 +220,33 @@ def _start_process(directory: Path) -> subprocess.Popen[bytes]:
             [sys.executable, "-P", "-m", "quire.engine.process", str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            process_group=0,  # so that it can be killed together with what it has started
         )
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+def _has_ended(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    """Return whether the process ends within `timeout` seconds; it is not reaped."""
+    if process.returncode is not None:
+        return True
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # this program ignores SIGCHLD, so that the kernel reaps
+        return True
+    try:
+        ended, _, _ = select.select([descriptor], [], [], timeout)
+    finally:
+        os.close(descriptor)
+    return bool(ended)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and what it has started, unless it is reaped, and its number perhaps another's."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):  # this program ignores SIGCHLD
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _clean_up(
@@ -236,7 +259,7 @@ def _clean_up(
     """Kill the process if it is still running, reap it, and remove sockets, pipes and files."""
     if os.getpid() != owner:
         return  # in a fork of the front, which must not end the engine
-    process.kill()
+    _kill_group(process)
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None

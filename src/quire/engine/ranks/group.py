@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -40,7 +38,9 @@ class RankGroup:
         self.size = size
         self.timeout = timeout
         self.kv_file = os.memfd_create("quire-kv") if shares_kv else None
-        self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))  # mode 0700
+        self._rendezvous_file = os.memfd_create(
+            "quire-rendezvous"
+        )  # gone with the processes, however they end
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._watch = RankWatch(self._processes, self._channels, timeout)
@@ -51,8 +51,7 @@ class RankGroup:
             self._processes,
             self._channels,
             self._watch,
-            self._directory,
-            kv_file=self.kv_file,
+            [file for file in (self._rendezvous_file, self.kv_file) if file is not None],
         )
         for _ in range(1, size):
             self._start_process()
@@ -65,8 +64,8 @@ class RankGroup:
 
     @property
     def rendezvous(self) -> Path:
-        """The file through which the ranks find each other."""
-        return self._directory / "rendezvous"
+        """The file through which the ranks find each other; its path is the same in all processes."""
+        return Path(f"/proc/self/fd/{self._rendezvous_file}")
 
     @property
     def failure_fd(self) -> int:
@@ -86,7 +85,6 @@ class RankGroup:
     def wait_until_ready(self) -> None:
         """Wait until all ranks have loaded their shards."""
         self._watch.wait_for_all(RankReady)
-        shutil.rmtree(self._directory, ignore_errors=True)  # they have found each other
 
     def send(self, message: ToRank) -> None:
         """Tell all ranks what to compute."""
@@ -128,7 +126,9 @@ class RankGroup:
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-P", "-m", "quire.engine.ranks.process", str(number)]
-            passed = [number] if self.kv_file is None else [number, self.kv_file]
+            passed = [number, self._rendezvous_file]
+            if self.kv_file is not None:
+                passed.append(self.kv_file)
             self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed))
 
 
@@ -137,9 +137,7 @@ def _end(
     processes: list[subprocess.Popen[bytes]],
     channels: list[Channel],
     watch: RankWatch,
-    directory: Path,
-    *,
-    kv_file: int | None,
+    files: list[int],
 ) -> None:
     """Kill and reap the processes, and remove what they shared with this one."""
     if os.getpid() != owner:
@@ -154,6 +152,5 @@ def _end(
     watch.join()
     for channel in channels:
         channel.close()
-    shutil.rmtree(directory, ignore_errors=True)
-    if kv_file is not None:
-        os.close(kv_file)
+    for file in files:
+        os.close(file)
