@@ -203,7 +203,7 @@ async def test_bodies_that_are_not_json_objects(http, body, words):
         {},
         {"Content-Type": "application/x-www-form-urlencoded"},
         {"Content-Type": "application/json; charset=latin-1"},
-        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        {"Content-Type": "application/json", "Content-Encoding": "br"},
     ],
 )
 async def test_content_types(http, headers):

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.errors import InvalidRequestError
 from quire.server import protocol, strict_model
+from quire.server.decompression import ENCODINGS, Decompressor
 from quire.server.errors import ApiError, ClientGoneError
 from quire.server.leniency import Leniency
 
@@ -46,7 +47,7 @@ async def read_body(
         ClientGoneError: the connection closed before the body was complete.
     """
     _require_json(request)
-    body = await _bounded_body(request, max_body_bytes)
+    body = await _bounded_body(request, max_body_bytes, _decompressor(request, max_body_bytes))
     await _require_few_values(body, protocol.MAX_VALUES + max_prompt_tokens)
     try:
         return model.model_validate_json(body, context=leniency)
@@ -57,9 +58,6 @@ async def read_body(
 
 
 def _require_json(request: Request) -> None:
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise ApiError(415, f"Content-Encoding is {encoding!r}; bodies must be sent uncompressed")
     content_type = request.headers.get("content-type", "")
     media_type, _, parameters = content_type.partition(";")
     if media_type.strip().lower() != "application/json":
@@ -69,20 +67,33 @@ def _require_json(request: Request) -> None:
         raise ApiError(415, f"the charset is {charset!r}; it must be utf-8")
 
 
-async def _bounded_body(request: Request, limit: int) -> bytes:
+def _decompressor(request: Request, limit: int) -> Decompressor | None:
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return None
+    if encoding not in ENCODINGS:
+        raise ApiError(415, f"Content-Encoding is {encoding!r}; it must be one of {', '.join(ENCODINGS)}")
+    return Decompressor(encoding, limit)
+
+
+async def _bounded_body(request: Request, limit: int, decompressor: Decompressor | None) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _body_too_large(int(declared), limit)
     chunks: list[bytes] = []
-    size = 0
+    size = sent = 0
     try:
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise _body_too_large(size, limit)
-            chunks.append(chunk)
+            sent += len(chunk)
+            data = chunk if decompressor is None else decompressor.decompress(chunk)
+            size += len(data)
+            if max(size, sent) > limit:
+                raise _body_too_large(max(size, sent), limit)
+            chunks.append(data)
     except ClientDisconnect:
         raise ClientGoneError("the client left while it sent its request") from None
+    if decompressor is not None:
+        decompressor.finish()
     return b"".join(chunks)
 
 
