@@ -219,7 +219,7 @@ async def test_requests_are_explained_while_they_are_served(engine_of_one):
         assert state["state"][0].startswith("running: ")
         state = (await http.get("/v1/requests/cmpl-c")).json()
         assert "needs 1 of 1 slots (max_num_seqs), 0 free" in state["state"][0]
-        for unknown in ("cmpl-a", "cmpl-a/b/0", "cmpl-c/0", "chatcmpl-c", ""):
+        for unknown in ("cmpl-a", "cmpl-a/b/0", "cmpl-c/0", "chatcmpl-c"):
             missing = await http.get(f"/v1/requests/{unknown}")
             assert missing.status_code == 404
             assert missing.json()["error"]["code"] == "request_not_found"

@@ -29,6 +29,7 @@ from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.leniency import HEADER, Leniency
 from quire.server.middleware import KeyCheck, RequestEnvelope
 from quire.server.openapi import GENERATION_ERRORS, Endpoint, openapi_document
+from quire.server.paths import CanonicalPath
 from quire.server.probes import health_of
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.requests import get_request, list_requests
@@ -98,6 +99,7 @@ def _middleware(config: ServerConfig, tenants: Tenants, log: AccessLog | None) -
     return [
         *([] if log is None else [Middleware(AccessLogging, log=log)]),
         *([Middleware(RootPath, prefix=config.root_path)] if config.root_path else []),
+        Middleware(CanonicalPath),
         Middleware(RequestEnvelope),
         Middleware(CallerCheck, rules=CallerRules(edge, config.host)),
         *([Middleware(CORSMiddleware, **cors_options(edge))] if edge.cors_origins else []),
