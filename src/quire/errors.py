@@ -43,6 +43,10 @@ class InvalidRequestError(QuireError, ValueError):
         self.param = param
 
 
+class ContextLengthError(InvalidRequestError):
+    """A prompt, or what may follow it, that does not fit the model's maximum length."""
+
+
 class DuplicateRequestError(InvalidRequestError):
     """A request id that is still in use."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.messages import EngineInfo
-from quire.errors import InvalidRequestError
+from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.input_processor import InputProcessor, derived_seed
 from quire.sampling_params import SamplingParams
 from tokenizers_for_tests import byte_level
@@ -65,6 +65,17 @@ def test_refuses(inputs, prompt, params, field, words):
     with pytest.raises(InvalidRequestError, match=words) as caught:
         inputs.process(prompt, SamplingParams(**params))
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(("asked", "given"), [(11, 10), (10, 10), (9, 9), (None, 10)])
+def test_an_output_may_be_shortened_to_what_fits(inputs, asked, given):
+    processed = inputs.process([5] * 10, SamplingParams(max_tokens=asked), shorten_output=True)
+    assert processed.params.max_tokens == given
+
+
+def test_a_prompt_that_does_not_fit_is_refused_even_if_the_output_may_be_shortened(inputs):
+    with pytest.raises(ContextLengthError):
+        inputs.process([5] * 20, SamplingParams(max_tokens=1), shorten_output=True)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from quire.config import EngineConfig
 from quire.errors import (
+    ContextLengthError,
     DuplicateRequestError,
     EngineDeadError,
     InvalidRequestError,
@@ -122,7 +123,7 @@ class FakeLLM:
         if max(ids) >= VOCAB_SIZE:
             raise InvalidRequestError(f"token id {max(ids)} is beyond the vocabulary", param="prompt")
         if len(ids) >= MAX_MODEL_LEN:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the prompt has {len(ids)} tokens; max_model_len is {MAX_MODEL_LEN}", param="prompt"
             )
         if request_id in self.live:

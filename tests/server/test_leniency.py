@@ -20,6 +20,7 @@ from quire.server.leniency import (
     Leniency,
     edit_distance,
 )
+from quire.server.paths import canonical_path
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.strict_model import supported_names
 
@@ -175,6 +176,52 @@ async def test_a_second_turn_of_the_openai_client(client):
         model="fake", messages=[USER, answer.choices[0].message, USER]
     )
     assert raw.parse().choices[0].message.content
+
+
+async def test_too_long_a_prompt_has_a_code(http):
+    for answer in (await complete(http, prompt="x" * 300), await complete(http, prompt=["a", "x" * 300])):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_max_tokens_beyond_the_model(http, strict_http, llm):
+    assert (await chat(http, max_tokens=10**30)).status_code == 200
+    assert (await chat(strict_http, max_tokens=1000)).status_code == 200  # this engine refuses nothing
+    lenient, strict = llm.seen
+    assert (lenient.params.max_tokens, lenient.options["shorten_output"]) == (256, True)
+    assert (strict.params.max_tokens, "shorten_output" in strict.options) == (1000, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/completions/", "/v1/completions"),
+        ("/models", "/v1/models"),
+        ("/models/org/name/", "/v1/models/org/name"),
+        ("/v1/models/", "/v1/models"),
+        ("/health/", "/health"),
+        ("/", "/"),
+        ("/completionsx", "/completionsx"),
+        ("/v1/chat/completions//", "/v1/chat/completions/"),
+    ],
+)
+def test_spellings_of_paths(path, meant):
+    assert canonical_path(path) == meant
+
+
+async def test_paths_without_version_and_with_a_slash(http):
+    for path in ("/completions", "/v1/completions/", "/completions/"):
+        assert (await http.post(path, json={"model": "fake", "prompt": "Hi"})).status_code == 200
+    assert (await http.get("/models/fake")).json() == (await http.get("/v1/models/fake/")).json()
+
+
+async def test_other_spellings_need_the_key(llm):
+    transport = httpx.ASGITransport(app=create_app(llm, ServerConfig(api_key="secret")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        for path in ("/models", "/v1/models/", "/models/", "/docs/"):
+            assert (await http.get(path)).status_code == 401
+        assert (await http.get("/health/")).status_code == 200
 
 
 @settings(max_examples=200, deadline=None)

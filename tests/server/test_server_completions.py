@@ -59,7 +59,7 @@ async def test_every_sampling_field_reaches_the_engine(client, llm):
         else:
             expected = tuple(value) if isinstance(value, list) else value
             assert getattr(seen.params, name) == expected, name
-    assert seen.options == {**options, "tenant": "someone"}
+    assert seen.options == {**options, "tenant": "someone", "shorten_output": True}
 
 
 async def test_null_means_left_out(http, llm):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.messages import EngineCoreRequest, EngineInfo
-from quire.errors import InvalidRequestError
+from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids
 from quire.front.token_bounds import TokenBound
 from quire.request_options import RequestOptions, require_text
@@ -62,6 +62,7 @@ class InputProcessor:
         *,
         request_id: str | None = None,
         prompt_text: str | None = None,
+        shorten_output: bool = False,
         **options: Any,
     ) -> ProcessedRequest:
         """Validate and tokenize one request.
@@ -71,6 +72,7 @@ class InputProcessor:
             params: as given by the caller.
             request_id: None: generated.
             prompt_text: the text of a prompt of token ids, for the output.
+            shorten_output: whether a `max_tokens` beyond the model's maximum length means as many as fit.
             options: fields of `RequestOptions`.
 
         Raises:
@@ -82,7 +84,7 @@ class InputProcessor:
         request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
         require_text(request_id, "request_id", allow_empty=False)
         token_ids = self._token_ids(prompt)
-        params = self._resolve(params, len(token_ids))
+        params = self._resolve(params, len(token_ids), shorten_output=shorten_output)
         assert params.seed is not None
         core_request = EngineCoreRequest(
             sequences=[
@@ -144,7 +146,7 @@ class InputProcessor:
         """Return the tokens of a prompt; one that is much too long is refused before it is tokenized."""
         limit = self._max_prompt_length
         if len(text) > limit and self._bound.least_num_tokens(text, limit) > limit:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the prompt has {len(text)} characters, which are more than {limit} tokens; with at least "
                 f"one output token, the limit is {limit} (max_model_len is {self.info.max_model_len})",
                 param="prompt",
@@ -159,7 +161,7 @@ class InputProcessor:
         """Refuse what can be no prompt before the template looks at it."""
         limit = self._max_prompt_length
         if len(messages) > limit:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the conversation has {len(messages)} messages, and its prompt may have {limit} tokens "
                 f"(max_model_len is {self.info.max_model_len}); send at most {limit} messages",
                 param="prompt",
@@ -167,7 +169,7 @@ class InputProcessor:
         length = sum(len(content) for one in messages if isinstance(content := one.get("content"), str))
         most = self._bound.most_characters(limit) if length > limit else None
         if most is not None and length > most:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the conversation has {length} characters; a prompt has at most {limit} tokens, which are "
                 f"at most {most} characters (max_model_len is {self.info.max_model_len})",
                 param="prompt",
@@ -183,7 +185,7 @@ class InputProcessor:
             raise InvalidRequestError("the prompt is empty; it must have at least one token", param="prompt")
         limit = self._max_prompt_length
         if num_tokens > limit:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the prompt has {num_tokens} tokens; with at least one output token, the limit is {limit} "
                 f"(max_model_len is {self.info.max_model_len})",
                 param="prompt",
@@ -198,7 +200,7 @@ class InputProcessor:
                     param=param,
                 )
 
-    def _resolve(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
+    def _resolve(self, params: SamplingParams, prompt_length: int, *, shorten_output: bool) -> SamplingParams:
         """Return `params` with all defaults resolved, checked against the engine's limits."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
@@ -213,7 +215,7 @@ class InputProcessor:
             require_text(word, "stop")
         return dataclasses.replace(
             params,
-            max_tokens=self._max_tokens(params, prompt_length),
+            max_tokens=self._max_tokens(params, prompt_length, shorten_output=shorten_output),
             seed=_random_seed() if params.seed is None else params.seed,
             bad_words_token_ids=self._bad_words(params),
         )
@@ -246,11 +248,11 @@ class InputProcessor:
             )
         return needed
 
-    def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int:
+    def _max_tokens(self, params: SamplingParams, prompt_length: int, *, shorten_output: bool) -> int:
         limit = self.info.max_model_len
         room = limit - prompt_length
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise InvalidRequestError(
+        if params.max_tokens is not None and params.max_tokens > room and not shorten_output:
+            raise ContextLengthError(
                 f"the prompt has {prompt_length} tokens and max_tokens is {params.max_tokens}, together "
                 f"{prompt_length + params.max_tokens}; the limit is max_model_len {limit}, which leaves "
                 f"max_tokens {room}",
@@ -262,7 +264,7 @@ class InputProcessor:
                 f"{limit} leaves {room}",
                 param="min_tokens",
             )
-        return room if params.max_tokens is None else params.max_tokens
+        return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of all bad words, both at the start of a word and within one."""

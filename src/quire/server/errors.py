@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import (
+    ContextLengthError,
     DuplicateRequestError,
     EngineDeadError,
     InvalidRequestError,
@@ -28,6 +29,12 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 UNAVAILABLE = "service_unavailable_error"
 TIMEOUT = "timeout_error"
+
+
+_REQUEST_CODES = {
+    ContextLengthError: "context_length_exceeded",
+    DuplicateRequestError: "duplicate_request_id",
+}
 
 
 class ApiError(Exception):
@@ -131,8 +138,7 @@ def _expected(error: Exception) -> ApiError | None:
         case ApiError():
             answer = error
         case InvalidRequestError():
-            code = "duplicate_request_id" if isinstance(error, DuplicateRequestError) else None
-            answer = ApiError(400, str(error), param=error.param, code=code)
+            answer = ApiError(400, str(error), param=error.param, code=_REQUEST_CODES.get(type(error)))
         case QueueFullError():
             headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
             answer = ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)

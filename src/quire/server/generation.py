@@ -85,7 +85,7 @@ async def naming_fields(fields: Mapping[str, str], stream: OutputStream) -> Outp
             field = fields.get(error.param or "")
             if field is None:
                 raise
-            raise InvalidRequestError(f"{field}: {error}", param=field) from None
+            raise type(error)(f"{field}: {error}", param=field) from None
 
 
 def _failure_of(completion: CompletionOutput) -> Exception | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.request_output import CompletionOutput, RequestOutput
+from quire.sampling_params import SamplingParams
 from quire.server.access_log import access_record_of
 from quire.server.context import context_of, request_id_of, tenant_of
 from quire.server.generation import OutputStream, SequenceProgress, generate, usage_of
@@ -64,7 +66,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._admit: Callable[[ProcessedRequest], Awaitable[None]] | None = None
         if body.kv_transfer_params is not None:
             self._tenant.require_kv_transfer()
-        self._params = body.sampling_params()
+        self._params = self._within_model(body.sampling_params())
         self._include_usage = body.include_usage
         self._head: dict[str, Any] = {
             "id": self._id,
@@ -72,6 +74,13 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             "model": self._context.model_name,
             "system_fingerprint": self._context.system_fingerprint,
         }
+
+    def _within_model(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with no more output tokens than the model's maximum length, unless it is strict."""
+        longest = self._context.llm.info.max_model_len
+        if self._context.config.strict or (params.max_tokens or 0) <= longest:
+            return params
+        return dataclasses.replace(params, max_tokens=longest)
 
     @property
     def _engine_id(self) -> str:
@@ -81,6 +90,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     def _request_options(self) -> dict[str, Any]:
         """Return options of the engine's requests: the client's, and its tenant's."""
         options = self._tenant.request_options(self._body.request_options())
+        if not self._context.config.strict:
+            options["shorten_output"] = True
         return options if self._admit is None else {**options, "before_submit": self._admit}
 
     @property
