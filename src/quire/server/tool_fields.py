@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from quire.dialogue.tools import Tool, ToolUse
 from quire.errors import InvalidRequestError, nearest_name
+from quire.server.leniency import Ignorable
 from quire.server.strict_model import StrictModel
 from quire.structured_outputs import MAX_SCHEMA_BYTES
 
@@ -145,7 +146,7 @@ class MessageToolCall(StrictModel):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = Field(None, description="No effect; streamed calls have it.")
+    index: Annotated[int | None, Ignorable()] = None  # which streamed calls have
 
     def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
         """Return the call as chat templates expect it.
