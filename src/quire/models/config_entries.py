@@ -58,8 +58,19 @@ class _Is:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Text:
+    most: int  # characters
+
+    def describe(self) -> str:
+        return f"a text of at most {self.most} characters"
+
+    def accepts(self, value: object) -> bool:
+        return isinstance(value, str) and len(value) <= self.most
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _ListOf:
-    entries: _Integer | _Number | _Is
+    entries: _Integer | _Number | _Text
     most: int
 
     def describe(self) -> str:
@@ -69,12 +80,14 @@ class _ListOf:
         return isinstance(value, list) and len(value) <= self.most and all(map(self.entries.accepts, value))
 
 
-_Rule = _Integer | _Number | _Is | _ListOf
+_Rule = _Integer | _Number | _Is | _Text | _ListOf
 _POSITIVE = _Number(0, 1e30, has_least=False)
 _FACTOR = _Number(-1e30, 1e30)
-_BOOLEAN, _TEXT, _OBJECT = _Is(bool, "true or false"), _Is(str, "a text"), _Is(dict, "an object")
+_BOOLEAN, _OBJECT, _TEXT = _Is(bool, "true or false"), _Is(dict, "an object"), _Text(256)
 _LENGTH = _Integer(1, _MAX_POSITION)
 _LAYERS = 1 << 12
+_BITS = _Integer(1, 64)
+_GROUP_SIZE = _Integer(-1, 1 << 20)  # -1 and 0: a group is a row
 
 RULES: dict[str, _Rule] = {
     "architectures": _ListOf(_TEXT, 16),
@@ -144,6 +157,31 @@ ROPE_RULES: dict[str, _Rule] = {
     "long_factor": _ListOf(_POSITIVE, 1 << 12),
 }
 
+QUANTIZATION_RULES: dict[str, _Rule] = {
+    "bits": _BITS,
+    "w_bit": _BITS,
+    "group_size": _GROUP_SIZE,
+    "q_group_size": _GROUP_SIZE,
+    "desc_act": _BOOLEAN,
+    "checkpoint_format": _TEXT,
+    "is_marlin_format": _BOOLEAN,
+    "version": _TEXT,
+    "zero_point": _BOOLEAN,
+    "format": _TEXT,
+    "config_groups": _OBJECT,
+    "kv_cache_scheme": _OBJECT,
+    "transform_config": _OBJECT,
+    "sparsity_config": _OBJECT,
+}
+SPARSITY_RULES: dict[str, _Rule] = {"format": _TEXT}
+CONFIG_GROUP_RULES: dict[str, _Rule] = {"format": _TEXT, "weights": _OBJECT}
+GROUP_WEIGHTS_RULES: dict[str, _Rule] = {
+    "num_bits": _BITS,
+    "type": _TEXT,
+    "strategy": _TEXT,
+    "group_size": _GROUP_SIZE,
+}
+
 
 def check_entries(values: Mapping[str, Any]) -> None:
     """Check every entry of a config.json that Quire reads; null counts as missing.
@@ -151,10 +189,25 @@ def check_entries(values: Mapping[str, Any]) -> None:
     Raises:
         ModelError: an entry is of a wrong type or out of range.
     """
-    for key, rule in RULES.items():
-        check_entry(f"config.json has {key}", values.get(key), rule)
+    _check_all("", values, RULES)
     for name in ("rope_scaling", "rope_parameters"):
         _check_rope(name, values.get(name) or {})
+
+
+def check_quantization(values: Mapping[str, Any]) -> None:
+    """Check every entry of a config.json's `quantization_config` that Quire reads; null counts as missing.
+
+    Raises:
+        ModelError: an entry is of a wrong type or out of range.
+    """
+    name = "quantization_config."
+    _check_all(name, values, QUANTIZATION_RULES)
+    _check_all(f"{name}sparsity_config.", values.get("sparsity_config") or {}, SPARSITY_RULES)
+    for key, group in (values.get("config_groups") or {}).items():
+        place = f"{name}config_groups.{key:.{_SHOWN}}"
+        check_entry(f"config.json has {place}", group, _OBJECT)
+        _check_all(f"{place}.", group or {}, CONFIG_GROUP_RULES)
+        _check_all(f"{place}.weights.", (group or {}).get("weights") or {}, GROUP_WEIGHTS_RULES)
 
 
 def check_entry(what: str, value: object, rule: _Rule) -> None:
@@ -169,14 +222,18 @@ def check_entry(what: str, value: object, rule: _Rule) -> None:
         raise ModelError(f"{what} {_shown(value)}; it must be {rule.describe()}")
 
 
+def _check_all(prefix: str, values: Mapping[str, Any], rules: Mapping[str, _Rule]) -> None:
+    for key, rule in rules.items():
+        check_entry(f"config.json has {prefix}{key}", values.get(key), rule)
+
+
 def _check_rope(name: str, values: Mapping[str, Any]) -> None:
     nested = {key: value for key, value in values.items() if isinstance(value, dict)}
     for key, inner in nested.items():  # by layer type
         if any(isinstance(value, dict) for value in inner.values()):
             raise ModelError(f"config.json has {name}.{key} {_shown(inner)}; it must not be nested further")
         _check_rope(f"{name}.{key}", inner)
-    for key, rule in ROPE_RULES.items():
-        check_entry(f"config.json has {name}.{key}", values.get(key), rule)
+    _check_all(f"{name}.", values, ROPE_RULES)
 
 
 def _shown(value: object) -> str:

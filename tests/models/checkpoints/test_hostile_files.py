@@ -7,28 +7,28 @@ import os
 import random
 import shutil
 import struct
-import tracemalloc
 from collections.abc import Callable
-from copy import deepcopy as copy_of
 from pathlib import Path
-from typing import Any
 
 import pytest
-from gguf_checkpoints import write_gguf
+from hostile_values import LONGEST_ERROR, make_gguf_model, put_wrong_values, read_all, read_within_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint, make_tokenizer
 from quire.errors import ModelError
-from quire.models.checkpoints.checkpoint import Checkpoint
-from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.safetensors import INDEX_FILE, SINGLE_FILE, weight_files
 from quire.models.checkpoints.tokenizer_reading import MAX_TEMPLATE_BYTES, read_tokenizer
-from quire.models.weights import weight_specs
 
-PYTHON_BYTES = 64 << 20  # that reading a file of some hundred kB may take
-JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX_FILE)
+JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    INDEX_FILE,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,32 +45,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / SINGLE_FILE).unlink()
     (path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    (path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "a": "b"}))
     return path
 
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hostile") / "model"
-    make_checkpoint("llama-3.1", path, intermediate_size=128)
-    make_tokenizer(path)
-    return write_gguf(path, "llama-3.1", "Q8_0", has_tokenizer=True)[0]
+    return make_gguf_model(tmp_path_factory.mktemp("hostile") / "model")
 
 
 @pytest.fixture
 def copy(model: Path, tmp_path: Path) -> Path:
     return shutil.copytree(model, tmp_path / "model")
-
-
-def read_all(path: Path) -> None:
-    """Read everything of a model as a start does."""
-    config = read_model_config(path)
-    with Checkpoint(path) as checkpoint:
-        specs = list(weight_specs(config))
-        checkpoint.check_names(specs, config)
-        for spec in specs:
-            for source in spec.sources:
-                checkpoint.tensor(source)
-    read_tokenizer(path)
 
 
 def test_what_is_read_here_is_a_model(model: Path, gguf_file: Path) -> None:
@@ -155,8 +141,26 @@ def test_a_chat_template_is_a_text_of_bounded_length(template: object, copy: Pat
         read_tokenizer(copy)
 
 
-NUMBERS = [0, -1, 1, 7, 2**31, 2**32 - 1, 2**63, 10**30, 1e308, float("nan"), float("inf")]
-OTHERS = [True, None, "x", [], {}, [[]]]
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("tokenizer_config.json", "eos_token", 3),
+        ("tokenizer_config.json", "bos_token", {"content": ["<s>"]}),
+        ("special_tokens_map.json", "pad_token", ["</s>"]),
+        ("special_tokens_map.json", "unk_token", "x" * 5000),
+        ("generation_config.json", "eos_token_id", 2**32 - 1),
+        ("generation_config.json", "eos_token_id", "x" * 5000),
+        ("config.json", "eos_token_id", [1.0]),
+        (INDEX_FILE, "weight_map", ["x" * 5000]),
+    ],
+)
+def test_an_error_names_the_file_and_the_key(name: str, key: str, value: object, copy: Path) -> None:
+    values = json.loads((copy / name).read_text()) if (copy / name).exists() else {}
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).write_text(json.dumps(values | {key: value}))
+    with pytest.raises(ModelError, match=rf"{name}: {key} (is|has) ") as caught:
+        read_all(copy)
+    assert len(str(caught.value)) < LONGEST_ERROR
 
 
 @settings(max_examples=80, deadline=None)
@@ -170,22 +174,10 @@ def test_wrong_values_in_json(model: Path, tmp_path_factory: pytest.TempPathFact
     for file in model.iterdir():
         os.link(file, path / file.name)
     values = json.loads((path / name).read_text())
-    for _ in range(chosen.randint(1, 3)):
-        holder, key = _place(values, chosen)
-        holder[key] = copy_of(chosen.choice([*NUMBERS, *OTHERS]))
+    put_wrong_values(values, chosen)
     (path / name).unlink()
     (path / name).write_text(json.dumps(values))
-    _read_within_memory(path)
-
-
-def _place(values: Any, chosen: random.Random) -> tuple[Any, Any]:
-    """Return a container somewhere in `values` and one of its keys."""
-    while True:
-        key = chosen.choice(list(values)) if isinstance(values, dict) else chosen.randrange(len(values))
-        inner = values[key]
-        if not isinstance(inner, dict | list) or not inner or chosen.random() < 0.3:
-            return values, key
-        values = inner
+    read_within_memory(path)
 
 
 @settings(max_examples=80, deadline=None)
@@ -208,7 +200,29 @@ def test_damaged_bytes(
         damaged.unlink()
         damaged.write_bytes(content)
     _damage(damaged, chosen)
-    _read_within_memory(damaged if is_gguf else path)
+    read_within_memory(damaged if is_gguf else path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_wrong_values_in_a_safetensors_header(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    chosen = random.Random(seed)
+    path = tmp_path_factory.getbasetemp() / "header"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    for file in model.iterdir():
+        os.link(file, path / file.name)
+    damaged = path / "model-0.safetensors"
+    content = damaged.read_bytes()
+    damaged.unlink()
+    (length,) = struct.unpack_from("<Q", content)
+    values = json.loads(content[8 : 8 + length])
+    put_wrong_values(values, chosen)
+    header = json.dumps(values).encode()
+    damaged.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
+    read_within_memory(path)
 
 
 def _damage(file: Path, chosen: random.Random) -> None:
@@ -229,59 +243,3 @@ def _damage(file: Path, chosen: random.Random) -> None:
             header = max(1, min(header, len(content)))
             content = content or bytearray(1)
     file.write_bytes(content)
-
-
-def _read_within_memory(path: Path) -> None:
-    tracemalloc.start()
-    try:
-        read_all(path)
-    except ModelError:
-        pass
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak < PYTHON_BYTES
-
-
-def _gguf(
-    *entries: bytes, num_entries: int | None = None, num_tensors: int = 0, tensors: bytes = b""
-) -> bytes:
-    count = len(entries) if num_entries is None else num_entries
-    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, count) + b"".join(entries) + tensors
-
-
-def _text(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
-
-
-def _tensor(name: str, start: int, *shape: int) -> bytes:
-    return _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, start)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (_gguf(num_entries=2**63), "promises"),
-        (_gguf(num_tensors=2**63), "promises"),
-        (_gguf(_text("a") + struct.pack("<IIQ", 9, 0, 2**60)), "values"),
-        (_gguf(_text("a") + struct.pack("<IIQ", 9, 8, 2**22)), "go beyond"),
-        (_gguf(_text("a") + struct.pack("<IIQ", 9, 9, 1) * 9), "within each other"),
-        (_gguf(struct.pack("<Q", 2**63)), "go beyond"),
-        (_gguf(_text("general.alignment") + struct.pack("<II", 4, 0)), "general.alignment is 0"),
-        (_gguf(_text("general.alignment") + struct.pack("<I", 8) + _text("x")), "general.alignment is 'x'"),
-        (_gguf(num_tensors=1, tensors=_tensor("t", 8, 1) + bytes(100)), "no multiple of 32"),
-        (_gguf(num_tensors=1, tensors=_tensor("t", 0, 2**31, 2**31) + bytes(100)), "ends within t"),
-        (_gguf(num_tensors=1, tensors=_tensor("t", 2**62, 0) + bytes(100)), "ends within t"),
-        (_gguf(num_tensors=2, tensors=_tensor("t", 0, 9) + _tensor("u", 32, 1) + bytes(200)), "within t"),
-        (_gguf(num_tensors=2, tensors=_tensor("t", 0, 1) * 2 + bytes(200)), "same name"),
-    ],
-)
-def test_gguf_headers_promise_no_more_than_there_is(content: bytes, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(content)
-    tracemalloc.start()
-    with pytest.raises(ModelError, match=message):
-        read_model_config(file)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < PYTHON_BYTES

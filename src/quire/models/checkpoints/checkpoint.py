@@ -116,5 +116,5 @@ class Checkpoint:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
+    shown = ", ".join(f"{name:.100}" for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

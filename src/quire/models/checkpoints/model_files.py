@@ -23,7 +23,7 @@ def find_file(directory: Path, name: str) -> Path | None:
             Links into the blobs of the hub's cache are as good as files.
     """
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-        raise ModelError(f"{directory} refers to {name!r}; a model's files must be in its directory")
+        raise ModelError(f"{directory} refers to {name!r:.300}; a model's files must be in its directory")
     file = directory / name
     try:
         root, real = directory.resolve(), file.resolve()
@@ -31,7 +31,9 @@ def find_file(directory: Path, name: str) -> Path | None:
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name that no file can have
-        raise ModelError(f"{directory} refers to {name!r}, which cannot be read: {error}") from error
+        raise ModelError(
+            f"{directory} refers to {name!r:.300}, which cannot be read: {error!s:.500}"
+        ) from error
     roots = [root, root.parent.parent / _BLOBS] if root.parent.name == _SNAPSHOTS else [root]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise ModelError(f"{file} leads to {real}, outside of the model's directory; copy that file into it")

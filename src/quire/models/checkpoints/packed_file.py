@@ -48,7 +48,7 @@ def read_packed(file: Path) -> tuple[dict[str, list[Any]], list[torch.Tensor]]:
             metadata = opened.metadata() or {}
             sizes = [opened.get_slice(name).get_shape()[0] for name in sorted(opened.keys())]
         forms, checksum = json.loads(metadata.get("manifest", "[{}, 0]"))
-    except (SafetensorError, TypeError, LookupError) as error:
+    except (SafetensorError, TypeError, LookupError, RecursionError) as error:
         raise ValueError(str(error)) from error
     if checksum != _checksum(forms, sizes):
         raise ValueError("its checksum is missing or wrong")
@@ -63,6 +63,8 @@ def _checksum(forms: dict[str, list[Any]], sizes: list[int]) -> int:
 
 def _read_last(file: Path, num_bytes: int) -> torch.Tensor:
     """Return the last `num_bytes` of a file in large pages, which a mapped file would not have."""
+    if num_bytes > file.stat().st_size:
+        raise ValueError(f"it is shorter than the {num_bytes} bytes that it promises")
     data = map_large_pages(num_bytes)[:num_bytes]
     view = data.numpy().data
 

@@ -108,7 +108,7 @@ class SafetensorsWeights:
         try:
             tensor: torch.Tensor = self._file_of[name].get_tensor(name)
         except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelError(f"{name} in {self._path} cannot be read: {error}") from error
+            raise ModelError(f"{name} in {self._path} cannot be read: {error!s:.500}") from error
         return tensor
 
     def _format(self, name: str) -> MatrixFormat | None:
@@ -152,4 +152,4 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {error!s:.500}") from error

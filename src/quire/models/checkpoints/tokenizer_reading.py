@@ -22,6 +22,7 @@ TOKENIZER_FILE = "tokenizer.json"
 MAX_TEMPLATE_BYTES = 256 << 10  # the longest published ones have some 30 kB
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
 
+_MAX_TOKEN_CHARACTERS = 4096
 _GGUF_TOKENS = ("bos", "eos", "eot", "eom", "unk", "pad")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -60,9 +61,11 @@ def read_tokenizer_json(path: Path) -> str:
 
 def _from_directory(path: Path, template_limits: ChatTemplateConfig) -> Tokenizer:
     backend = _read_backend(path)
-    settings = read_json(path / "tokenizer_config.json") or {}
+    settings_file = path / "tokenizer_config.json"
+    settings = read_json(settings_file) or {}
     model_config = read_json(path / "config.json") or {}
-    special_tokens = _special_tokens((read_json(path / "special_tokens_map.json") or {}) | settings)
+    map_file = path / "special_tokens_map.json"
+    special_tokens = _special_tokens((read_json(map_file) or {}, map_file), (settings, settings_file))
     generation_config = read_json(path / "generation_config.json") or {}
     vocab_size = max(_num_ids(backend), _int_or_0(model_config.get("vocab_size")))
 
@@ -121,7 +124,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception; its panics are not even that
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {error!s:.500}") from error
 
 
 def _no_tokenizer(path: Path) -> ModelError:
@@ -154,15 +157,28 @@ def _checked_template(template: Any, file: Path) -> str | None:
     return template
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the named tokens' text; an entry is the text itself or an object with `content`."""
-    found = {}
-    for name in _NAMED_TOKENS:
-        token = settings.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            found[name] = text
-    return found
+def _special_tokens(*sources: tuple[Mapping[str, Any], Path]) -> dict[str, str]:
+    """Return the named tokens' text; an entry is the text itself or an object with `content`.
+
+    Args:
+        sources: entries and the file that they are from, of which the last counts.
+    """
+    found: dict[str, str | None] = {}
+    for entries, file in sources:
+        for name in _NAMED_TOKENS:
+            if name in entries:
+                found[name] = _token_text(entries[name], f"{file}: {name}")
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _token_text(token: Any, source: str) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not (isinstance(text, str) and len(text) <= _MAX_TOKEN_CHARACTERS):
+        raise ModelError(
+            f"{source} is {token!r:.100}; it must be a text of at most {_MAX_TOKEN_CHARACTERS} characters, "
+            "or an object with such a content"
+        )
+    return text
 
 
 def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.quantized.description import StoredQuantization
-from quire.models.config_entries import RULES, check_entry
+from quire.models.config_entries import ROPE_RULES, RULES, check_entry
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -31,9 +31,18 @@ _KEYS = {
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
 }
+_NEEDED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+_ROPE_KEYS = {
+    "dimension_count": RULES["head_dim"],
+    "scaling.type": ROPE_RULES["rope_type"],
+    "scaling.factor": ROPE_RULES["factor"],
+    "scaling.original_context_length": ROPE_RULES["original_max_position_embeddings"],
+    "scaling.attn_factor": ROPE_RULES["attention_factor"],
+}
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as Llama 3.1 has them
 _LONG_ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_TENSORS = (_ROPE_FACTORS, *_LONG_ROPE_FACTORS.values())
+_MAX_ROPE_FACTORS = 1 << 12
 _DTYPES = {0: "float32", 1: "float16"}  # by ggml's number; all others are computed in bfloat16
 _EMBEDDING_DTYPES = _DTYPES | {30: "bfloat16"}
 _FLOAT32, _Q4_0 = 0, 2
@@ -49,8 +58,8 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
     architecture = str(file.entry("general.architecture", str))
     if architecture not in _ARCHITECTURES:
         raise ModelError(
-            f"{path} holds the architecture {architecture}; Quire reads {', '.join(_ARCHITECTURES)} from "
-            "GGUF files"
+            f"{path} holds the architecture {architecture:.100}; Quire reads {', '.join(_ARCHITECTURES)} "
+            "from GGUF files"
         )
     if "token_embd.weight" not in file.tensors:
         raise ModelError(
@@ -61,6 +70,11 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
         if f"{architecture}.{key}" in file.metadata:
             value = values[name] = file.metadata[f"{architecture}.{key}"]
             check_entry(f"{path}: {architecture}.{key} is", value, RULES[name])
+    for name in _NEEDED:
+        if name not in values:
+            raise ModelError(
+                f"{path} has no {architecture}.{_KEYS[name]}; it must be {RULES[name].describe()}"
+            )
     layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if values.get("num_hidden_layers") != len(layers):
         raise ModelError(
@@ -77,10 +91,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
     values["embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors["token_embd.weight"].kind, "")
     for name in ("bos_token_id", "eos_token_id"):
         values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
-    try:
-        values |= _rope(file, architecture, values)
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise ModelError(f"the metadata of {path} cannot be understood: {error!r}") from error
+    values |= _rope(file, architecture, values)
     return values, StoredQuantization("int4", 32) if kind == _Q4_0 else StoredQuantization()
 
 
@@ -92,14 +103,16 @@ def _matrix_kind(file: GGUFFile) -> int:
 
 def _rope(file: GGUFFile, architecture: str, values: dict[str, Any]) -> dict[str, Any]:
     def entry(key: str) -> Any:
-        return file.metadata.get(f"{architecture}.rope.{key}")
+        value = file.metadata.get(f"{architecture}.rope.{key}")
+        check_entry(f"{file.path}: {architecture}.rope.{key} is", value, _ROPE_KEYS[key])
+        return value
 
     found: dict[str, Any] = {}
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     if entry("dimension_count"):
         found["partial_rotary_factor"] = entry("dimension_count") / head_dim
     original = entry("scaling.original_context_length")
-    scaling = {"rope_type": entry("scaling.type"), "factor": entry("scaling.factor")}
+    kind = entry("scaling.type")
     if _ROPE_FACTORS in file.tensors:
         factors = _floats(file, _ROPE_FACTORS)
         original = values["max_position_embeddings"]  # one set of factors for every length
@@ -109,8 +122,10 @@ def _rope(file: GGUFFile, architecture: str, values: dict[str, Any]) -> dict[str
             "rope_type": "longrope"
         }
         scaling["attention_factor"] = entry("scaling.attn_factor")
-    if scaling["rope_type"] in (None, "none"):
+    elif kind in (None, "none"):
         return found
+    else:
+        scaling = {"rope_type": kind, "factor": entry("scaling.factor")}
     found["rope_scaling"] = scaling | {"original_max_position_embeddings": original}
     return found
 
@@ -119,6 +134,11 @@ def _floats(file: GGUFFile, name: str) -> list[float]:
     info = file.tensors[name]
     if info.kind != _FLOAT32:
         raise ModelError(f"{name} in {file.path} is of ggml type {info.kind}; float32 is needed")
+    if len(info.shape) != 1 or info.shape[0] > _MAX_ROPE_FACTORS:
+        raise ModelError(
+            f"{name} in {file.path} has shape {list(info.shape)}; at most {_MAX_ROPE_FACTORS} numbers in one "
+            "dimension are needed"
+        )
     stop = info.start + 4 * info.shape[0]
     numbers = np.frombuffer(file.data[info.start : stop], dtype="<f4")
     return [float(number) for number in numbers]

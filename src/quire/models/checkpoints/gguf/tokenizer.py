@@ -6,6 +6,8 @@ tokenizers' own.
 
 from __future__ import annotations
 
+import math
+
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -23,6 +25,7 @@ _SPLITS = {  # by tokenizer.ggml.pre; None: GPT-2's
     "llama-bpe": _WORDS.format(digits=r"\p{N}{1,3}"),
 }
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
+_TOKEN_TYPES = range(7)  # as llama.cpp numbers them
 _PREFIX = "tokenizer.ggml."
 _MAX_CUTS = 1 << 28  # squared lengths of all tokens: how often one is cut in two, times what a cut copies
 _SPACE = "\u2581"  # stands for a space in SentencePiece's vocabularies
@@ -40,7 +43,7 @@ def read_gguf_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     except (ModelError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception; its panics are not even that
-        raise ModelError(f"the tokenizer in {file.path} cannot be built: {error}") from error
+        raise ModelError(f"the tokenizer in {file.path} cannot be built: {error!s:.500}") from error
 
 
 def _build(file: GGUFFile) -> tokenizers.Tokenizer:
@@ -50,8 +53,8 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
     elif kind == "llama":
         backend = _sentence_piece(file)
     else:
-        raise _refusal(file, f"of the model {kind}", "gpt2 and llama")
-    tokens, types = _texts(file, "tokens"), file.entries(f"{_PREFIX}token_type", int)
+        raise _refusal(file, f"of the model {kind or 'none':.100}", "gpt2 and llama")
+    tokens, types = _texts(file, "tokens"), _types(file)
     for is_special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
         added = [token for token, found in zip(tokens, types, strict=False) if found == wanted]
         backend.add_tokens([AddedToken(token, special=is_special, normalized=False) for token in added])
@@ -69,7 +72,7 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
 def _byte_level(file: GGUFFile) -> tokenizers.Tokenizer:
     rules = _text(file, "pre") or "gpt-2"
     if rules not in _SPLITS:
-        raise _refusal(file, f"with the pre-tokenizer {rules}", ", ".join(_SPLITS))
+        raise _refusal(file, f"with the pre-tokenizer {rules:.100}", ", ".join(_SPLITS))
     merges = [(left, right) for left, _, right in (text.partition(" ") for text in _texts(file, "merges"))]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=_vocabulary(file), merges=merges, ignore_merges=rules == "llama-bpe")
@@ -92,13 +95,12 @@ def _byte_level(file: GGUFFile) -> tokenizers.Tokenizer:
 
 def _sentence_piece(file: GGUFFile) -> tokenizers.Tokenizer:
     """SentencePiece's BPE: the pair whose token has the best score is joined first."""
-    tokens, scores = _texts(file, "tokens"), file.entries(f"{_PREFIX}scores", float)
-    vocabulary = _vocabulary(file)
-    types = file.entries(f"{_PREFIX}token_type", int)
+    tokens, scores = _texts(file, "tokens"), _scores(file)
+    vocabulary, types = _vocabulary(file), _types(file)
     if (cost := sum(len(token) ** 2 for token in tokens)) > _MAX_CUTS:
         raise _refusal(file, f"whose tokens are too long ({cost} characters squared)", f"up to {_MAX_CUTS}")
     ranked = []
-    for token, score in zip(tokens, scores, strict=False):
+    for token, score in zip(tokens, scores, strict=True):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
@@ -129,6 +131,36 @@ def _vocabulary(file: GGUFFile) -> dict[str, int]:
     if not tokens:
         raise _refusal(file, "without tokens", "a vocabulary in tokenizer.ggml.tokens")
     return {token: number for number, token in enumerate(tokens)}
+
+
+def _types(file: GGUFFile) -> list[int]:
+    """Return the kind of each token; an empty list if the file does not tell."""
+    types: list[int] = file.entries(f"{_PREFIX}token_type", int)
+    if types:
+        _require_one_for_each_token(file, "token_type", len(types))
+    for kind in types:
+        if kind not in _TOKEN_TYPES:
+            raise ModelError(
+                f"{file.path}: {_PREFIX}token_type has {kind}; token types are {_TOKEN_TYPES[0]} to "
+                f"{_TOKEN_TYPES[-1]}"
+            )
+    return types
+
+
+def _scores(file: GGUFFile) -> list[float]:
+    scores: list[float] = file.entries(f"{_PREFIX}scores", float)
+    _require_one_for_each_token(file, "scores", len(scores))
+    if any(map(math.isnan, scores)):
+        raise ModelError(f"{file.path}: {_PREFIX}scores has NaN; they must be numbers")
+    return scores
+
+
+def _require_one_for_each_token(file: GGUFFile, name: str, count: int) -> None:
+    if count != (num_tokens := len(_texts(file, "tokens"))):
+        raise ModelError(
+            f"{file.path}: {_PREFIX}{name} has {count} values; one is needed for each of the {num_tokens} "
+            "tokens"
+        )
 
 
 def _text(file: GGUFFile, name: str) -> str | None:

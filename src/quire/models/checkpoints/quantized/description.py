@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelError
+from quire.models.config_entries import check_quantization
 
 METHODS = ("compressed-tensors", "gptq", "awq")
 _PACKED_FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
@@ -33,27 +34,19 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
     Raises:
         ModelError: it describes weights that Quire does not read.
     """
-    try:
-        return _describe(values) if values else StoredQuantization()
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
-        raise ModelError(f"quantization_config in config.json cannot be understood: {error!r}") from error
-
-
-def _describe(values: Mapping[str, Any]) -> StoredQuantization:
-    method = values.get("quant_method", "of an unnamed kind")
+    if not values:
+        return StoredQuantization()
+    method = values.get("quant_method")
     checks = {"compressed-tensors": _check_compressed_tensors, "gptq": _check_gptq, "awq": _check_awq}
-    if method not in checks:
+    if not isinstance(method, str) or method not in checks:
         raise ModelError(
-            f"the weights are quantized by {method}, which Quire does not support; it supports "
-            f"{', '.join(METHODS)} and GGUF, and quantizes the original weights itself "
+            f"quantization_config.quant_method in config.json is {method!r:.100}, which Quire does not "
+            f"support; it supports {', '.join(METHODS)} and GGUF, and quantizes the original weights itself "
             "(EngineConfig.quantization)"
         )
+    check_quantization(values)
     checks[method](values)
     bits, group_size = _main_group(values) if method == "compressed-tensors" else _bits_and_group(values)
-    if type(group_size) is not int:
-        raise ModelError(
-            f"quantization_config in config.json has group_size {group_size!r:.50}; an integer is needed"
-        )
     is_run = values.get("desc_act") is not True
     if bits == 4 and is_run:
         return StoredQuantization("int4", min(group_size if group_size > 0 else MAX_GROUP, MAX_GROUP))
@@ -62,9 +55,13 @@ def _describe(values: Mapping[str, Any]) -> StoredQuantization:
 
 def _main_group(values: Mapping[str, Any]) -> tuple[int, int]:
     """Return bits and group size (0: rows) of the first group of matrices."""
-    weights = next(iter(values["config_groups"].values())).get("weights") or {}
+    weights = _groups(values)[0].get("weights") or {}
     is_grouped = weights.get("strategy") == "group"
-    return weights.get("num_bits", 8), (weights.get("group_size") or 0) if is_grouped else 0
+    return weights.get("num_bits") or 8, (weights.get("group_size") or 0) if is_grouped else 0
+
+
+def _groups(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [group or {} for group in values["config_groups"].values()]
 
 
 def _bits_and_group(values: Mapping[str, Any]) -> tuple[int, int]:
@@ -78,17 +75,17 @@ def _check_compressed_tensors(values: Mapping[str, Any]) -> None:
     ):
         if values.get(name):
             raise _refusal("compressed-tensors", f"describe {what} ({name})", "weights without")
-    sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = (values.get("sparsity_config") or {}).get("format") or "dense"
     if sparsity != "dense":
         raise _refusal("compressed-tensors", f"are sparse ({sparsity})", "dense weights")
     if not values.get("config_groups"):
         raise _refusal("compressed-tensors", "do not say how (config_groups)", "config_groups with weights")
-    for group in values["config_groups"].values():
+    for group in _groups(values):
         form = group.get("format") or values.get("format")
         if form not in _PACKED_FORMATS:
             raise _refusal("compressed-tensors", f"have the format {form}", ", ".join(_PACKED_FORMATS[:3]))
         weights = group.get("weights") or {}
-        kind = (weights.get("type", "int"), weights.get("num_bits", 8))
+        kind = (weights.get("type") or "int", weights.get("num_bits") or 8)
         if kind[0] != "int" or kind[1] not in _BITS:
             raise _refusal("compressed-tensors", f"are {kind[0]} of {kind[1]} bits", "int of 4 or 8 bits")
         if weights.get("strategy") == "block":
@@ -103,10 +100,10 @@ def _check_gptq(values: Mapping[str, Any]) -> None:
 
 
 def _check_awq(values: Mapping[str, Any]) -> None:
-    version = str(values.get("version") or "gemm").lower()
+    version = (values.get("version") or "gemm").lower()
     if version != "gemm":
         raise _refusal("AWQ", f"have the version {version}", "gemm")
-    if not values.get("zero_point", True):
+    if values.get("zero_point") is False:
         raise _refusal("AWQ", "have no zero points", "zero_point true")
     _check_bits("AWQ", values, (4,))
 
