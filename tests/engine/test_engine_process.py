@@ -15,10 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from engine_checks import TINY, engine_pid, is_zombie, requests_of, tiny_config, wait_for_end
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import SpeculationConfig, SupervisionConfig
+from quire.engine import process
+from quire.engine.messages import GetStats, encode, input_address, output_address
+from quire.engine.process import Connection
 from quire.errors import EngineDeadError
 from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import python_output, started
@@ -334,3 +338,20 @@ def test_an_engine_that_hangs_leaves_its_stacks_in_the_log(checkpoint, sockets, 
             llm.generate("the", LONG)
     assert not is_zombie(pid)
     assert "engine_schedulers.py" in capfd.readouterr().err
+
+
+def test_a_flood_of_messages_is_handled_in_turns(tmp_path, monkeypatch):
+    with zmq.Context() as context, context.socket(zmq.PUSH) as front, context.socket(zmq.PULL) as output:
+        front.bind(input_address(tmp_path))
+        output.bind(output_address(tmp_path))
+        with contextlib.closing(Connection(tmp_path)) as connection:
+            for call_id in range(50):
+                front.send(encode(GetStats(call_id)))
+            handled = []
+            monkeypatch.setattr(process, "DELIVERY_TIME", 0.0)
+            connection.deliver(handled.append, wait=None)
+            assert handled == [GetStats(0)], "steps have their turn"
+            monkeypatch.setattr(process, "DELIVERY_TIME", 60.0)
+            while len(handled) < 50:
+                connection.deliver(handled.append, wait=None)
+    assert handled == [GetStats(call_id) for call_id in range(50)]

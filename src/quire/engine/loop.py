@@ -62,7 +62,7 @@ class MessageSource(Protocol):
         """Whether the front keeps up with what is sent to it; if not, it sends a message when it has."""
 
     def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
-        """Handle all messages that have arrived, waiting at most `wait` milliseconds for the first."""
+        """Handle what has arrived, or a turn's worth of it, waiting at most `wait` milliseconds for it."""
 
 
 class EngineLoop:

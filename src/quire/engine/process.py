@@ -59,6 +59,9 @@ PROGRESS_INTERVAL = 0.05
 FRONT_CHECK_INTERVAL = 1.0
 """Seconds between checks that the front is still this process's parent."""
 
+DELIVERY_TIME = 0.01
+"""Seconds of handling messages after which the others wait for the next step to be computed."""
+
 
 class Connection:
     """The two sockets to the front, for incoming and outgoing messages."""
@@ -91,8 +94,9 @@ class Connection:
         self._output.send(data)
 
     def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
-        """Handle all messages that have arrived, waiting at most `wait` milliseconds for the first."""
+        """Handle what has arrived, or a turn's worth of it, waiting at most `wait` milliseconds for it."""
         self._poller.poll(wait)
+        end = time.monotonic() + DELIVERY_TIME
         while True:
             try:
                 data = self._input.recv(zmq.NOBLOCK)
@@ -103,6 +107,8 @@ class Connection:
                 self._window.note_processed(message.num_bytes)
             else:
                 handle(message)
+            if time.monotonic() >= end:
+                return
 
     def close(self) -> None:
         """Send all queued messages and close the sockets."""
