@@ -129,6 +129,12 @@ class SchedulerConfig:
         help="Maximum time that a request waits before it first runs, unless the request sets its own. "
         "0: no limit.",
     )
+    max_grammar_time_per_token: NonNegativeFloat = knob(
+        default=0.002,
+        unit="seconds",
+        help="Computing time that the grammar of a structured request may take on average for each mask and "
+        "for each token that it follows; a request whose grammar takes more ends with an error. 0: no limit.",
+    )
     overlap_steps: bool = knob(
         default=False,
         help="Schedule the next step while the current one runs. Worthwhile if the model runs on its own "

@@ -51,7 +51,7 @@ def build_context(
     # What peers read comes first: a removal that it missed because another sink raised would be wrong text.
     sinks = [sink for sink in (cached_block_events(connector), kv_events) if sink is not None]
     return SchedulerContext(
-        grammars=_grammar_backend(model_path, model_config),
+        grammars=_grammar_backend(model_path, model_config, config.scheduler.max_grammar_time_per_token),
         connector=connector,
         kv_events=KVEventFanOut(sinks) if sinks else None,
         draft_length=config.speculation.draft_length,
@@ -59,7 +59,7 @@ def build_context(
     )
 
 
-def _grammar_backend(model_path: Path, model_config: ModelConfig) -> TriedGrammars:
+def _grammar_backend(model_path: Path, model_config: ModelConfig, seconds_per_token: float) -> TriedGrammars:
     def tokenizer() -> str:
         # slow, and rarely needed
         from quire.models.checkpoints.tokenizer_reading import read_tokenizer_json
@@ -71,7 +71,8 @@ def _grammar_backend(model_path: Path, model_config: ModelConfig) -> TriedGramma
 
         return read_tokenizer(model_path).eos_token_ids
 
-    return TriedGrammars(LLGuidanceBackend(tokenizer, model_config.vocab_size, eos_token_ids))
+    backend = LLGuidanceBackend(tokenizer, model_config.vocab_size, eos_token_ids)
+    return TriedGrammars(backend, seconds_per_token=seconds_per_token)
 
 
 def _connector(

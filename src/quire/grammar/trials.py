@@ -22,6 +22,7 @@ import msgspec
 from quire.errors import InvalidRequestError
 from quire.grammar.interface import Grammar, SlowGrammarError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
+from quire.grammar.time_limit import TimeLimitedGrammar
 from quire.grammar.trial_process import LONGEST_ANSWER, Trial, TrialAnswer, TrialStart
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -39,13 +40,21 @@ class TriedGrammars:
 
     Args:
         backend: compiles here.
-        cpu_seconds: that one grammar may take.
+        cpu_seconds: that compiling one grammar may take.
+        seconds_per_token: of computing time that following one may take; 0: no limit.
     """
 
-    def __init__(self, backend: LLGuidanceBackend, *, cpu_seconds: float = CPU_SECONDS) -> None:
+    def __init__(
+        self,
+        backend: LLGuidanceBackend,
+        *,
+        cpu_seconds: float = CPU_SECONDS,
+        seconds_per_token: float = 0.0,
+    ) -> None:
         self.vocab_size = backend.vocab_size
         self._backend = backend
         self._cpu_seconds = cpu_seconds
+        self._seconds_per_token = seconds_per_token
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: set[subprocess.Popen[bytes]] = set()
@@ -82,7 +91,10 @@ class TriedGrammars:
     def _compiled(self, spec: StructuredOutputsParams, answer: TrialAnswer) -> Grammar:
         if answer.error is not None:
             raise InvalidRequestError(answer.error, param="structured_outputs")
-        return self._backend.compile(spec)
+        grammar = self._backend.compile(spec)
+        if not self._seconds_per_token:
+            return grammar
+        return TimeLimitedGrammar(grammar, self._seconds_per_token)
 
     def _try(self, spec: StructuredOutputsParams, cpu_seconds: float) -> TrialAnswer:
         """Return what a trial process says is wrong with a specification."""

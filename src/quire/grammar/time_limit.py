@@ -1,0 +1,83 @@
+"""A limit on the computing time of a grammar: one that is slow for every token ends its own request only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from quire.errors import InvalidRequestError
+from quire.grammar.interface import Grammar
+from quire.step import IntArray
+
+BURST = 50  # tokens whose time one token may take, if those before it were quick
+
+
+class TimeLimitedGrammar(Grammar):
+    """A grammar that may take so much computing time for each mask, and for each token that it follows.
+
+    The limit holds on average: a few slow tokens among quick ones are accepted (a leaky bucket).
+
+    Args:
+        grammar: is followed.
+        seconds_per_token: the limit.
+        clock: seconds of computing time of the calling thread.
+    """
+
+    def __init__(
+        self, grammar: Grammar, seconds_per_token: float, *, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._grammar = grammar
+        self._seconds_per_token = seconds_per_token
+        self._clock = clock
+        self._excess = 0.0  # seconds beyond the limit
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Advance over these tokens; False, and nothing changes, if they are not allowed.
+
+        Raises:
+            InvalidRequestError: the grammar takes more time than the limit.
+        """
+        start = self._clock()
+        accepted = self._grammar.accept(token_ids)
+        self._charge(start, len(token_ids))
+        return accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` accepted tokens."""
+        self._grammar.rollback(num_tokens)
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens could be accepted, one after the other. Changes nothing.
+
+        Raises:
+            InvalidRequestError: as `accept` does.
+        """
+        start = self._clock()
+        count = self._grammar.num_valid(token_ids)
+        self._charge(start, len(token_ids))
+        return count
+
+    def fill_bitmask(self, row: IntArray) -> None:
+        """Write which tokens may come next: [ceil(vocabulary / 32)].
+
+        Raises:
+            InvalidRequestError: as `accept` does.
+        """
+        start = self._clock()
+        self._grammar.fill_bitmask(row)
+        self._charge(start, 1)
+
+    def copy(self) -> TimeLimitedGrammar:
+        """Return an independent grammar in the same state, which has taken no time yet."""
+        return TimeLimitedGrammar(self._grammar.copy(), self._seconds_per_token, clock=self._clock)
+
+    def _charge(self, start: float, num_tokens: int) -> None:
+        allowed = num_tokens * self._seconds_per_token
+        self._excess = max(self._excess + self._clock() - start - allowed, 0.0)
+        if self._excess > BURST * self._seconds_per_token:
+            raise InvalidRequestError(
+                "the grammar of structured_outputs takes more computing time than the limit of "
+                f"{self._seconds_per_token:g} s for each token (max_grammar_time_per_token); make it less "
+                "ambiguous",
+                param="structured_outputs",
+            )
