@@ -74,10 +74,24 @@ def _prose(text: str, width: int) -> str:
 
 
 def _entry(names: str, text: str, width: int) -> str:
-    flags = " " * FLAG_INDENT + names
+    *above, flags = _flag_lines(names, width)
     lines = textwrap.wrap(" ".join(text.split()), max(20, width - HELP_COLUMN), break_on_hyphens=False)
     if len(flags) + 2 > HELP_COLUMN:
         first, rest = flags, lines
     else:
         first, rest = flags.ljust(HELP_COLUMN) + (lines[0] if lines else ""), lines[1:]
-    return "\n".join([first.rstrip(), *(" " * HELP_COLUMN + line for line in rest)])
+    return "\n".join([*above, first.rstrip(), *(" " * HELP_COLUMN + line for line in rest)])
+
+
+def _flag_lines(names: str, width: int) -> list[str]:
+    """Return a flag and its value, or the choices for it, indented and wrapped between choices."""
+    kept_space = "\0"
+    lines = textwrap.wrap(
+        names.replace(" ", kept_space).replace("|", "| "),
+        width,
+        initial_indent=" " * FLAG_INDENT,
+        subsequent_indent=" " * (FLAG_INDENT + 4),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("| ", "|").replace(kept_space, " ") for line in lines]
