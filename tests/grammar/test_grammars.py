@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.grammar.compilation import COMPILE_TIMEOUT, MAX_CACHED_GRAMMARS, NUM_COMPILERS
+from quire.grammar.compilation import COMPILE_TIMEOUT, NUM_COMPILERS
 from quire.grammar.interface import SlowGrammarError
 from quire.grammar.manager import GrammarManager
 from quire.request import Request
@@ -29,6 +29,12 @@ class SpellingGrammar:
     def __init__(self, word: str) -> None:
         self.word = [*map(ord, word)]
         self.place = 0
+
+    @property
+    def num_bytes(self):
+        if self.word == [*map(ord, "unmeasured")]:
+            raise RuntimeError("a fault of the backend")
+        return 100 * len(self.word)
 
     def _next(self) -> int:
         return self.word[self.place] if self.place < len(self.word) else EOS
@@ -233,8 +239,9 @@ def test_equal_specifications_share_a_compilation_but_not_a_place(grammars, back
     assert masks(grammars, plan({"a": "", "b": "", "c": ""})) == {"a": ["o"], "b": ["w"], "c": ["w"]}
 
 
-def test_the_cache_keeps_the_grammars_used_last(grammars, backend):
-    words = [f"w{number}" for number in range(MAX_CACHED_GRAMMARS)]
+def test_the_cache_keeps_the_grammars_used_last(backend, clock):
+    grammars = GrammarManager(backend, clock=clock, max_cache_bytes=1000)
+    words = [f"w{number}" for number in range(4)]  # of 200 bytes; "new" has 300
     for word in words:
         grammars.start(request(word, word))
         reported(grammars, 1)
@@ -245,6 +252,23 @@ def test_the_cache_keeps_the_grammars_used_last(grammars, backend):
         grammars.start(request(request_id, word))
         assert reported(grammars, 1) == {request_id: None}
     assert backend.compiled == [*words, "new", "w1"]
+    grammars.shutdown()
+
+
+@pytest.mark.parametrize(("max_cache_bytes", "num_compiled"), [(0, 2), (399, 2), (400, 1)])
+def test_a_grammar_that_does_not_fit_is_not_kept(backend, clock, max_cache_bytes, num_compiled):
+    grammars = GrammarManager(backend, clock=clock, max_cache_bytes=max_cache_bytes)
+    for request_id in ("a", "b"):
+        grammars.start(request(request_id, "word"))
+        assert reported(grammars, 1) == {request_id: None}
+    assert len(backend.compiled) == num_compiled
+    grammars.shutdown()
+
+
+def test_a_grammar_whose_size_cannot_be_had_is_an_error(grammars):
+    grammars.start(request("a", "unmeasured"))
+    assert "a fault of the backend" in reported(grammars, 1)["a"]
+    live(grammars, b="ab")
 
 
 def test_a_request_forgotten_while_it_compiles_leaves_nothing(grammars, backend):

@@ -37,6 +37,15 @@ def test_what_is_compiled_is_what_was_asked_for(tried):
     assert not follows(tried, "[a-c]+", "abd")
 
 
+def test_grammars_have_sizes(tried):
+    small, large = (
+        tried.compile(StructuredOutputsParams(choice=[f"word {number}" for number in range(count)]))
+        for count in (1, 500)
+    )
+    assert 0 < small.num_bytes < large.num_bytes < 2**26
+    assert large.copy().num_bytes == large.num_bytes
+
+
 def test_what_is_wrong_is_said_as_without_a_trial(tried):
     with pytest.raises(InvalidRequestError) as directly:
         BACKEND.compile(StructuredOutputsParams(regex="a("))
@@ -68,6 +77,7 @@ FAULTS = {
     "dies": ("import os; input(); os.abort()", "has ended"),
     "raises": ("raise ValueError", "(has ended|Broken pipe)"),
     "lies": ("input(); print('{', flush=True); input()", "truncated"),
+    "lies about the size": ("input(); print('{\"num_bytes\": []}', flush=True); input()", "Expected"),
     "lies about types": ("input(); print('3', flush=True); input()", "Expected"),
     "never ends to speak": ("while True: print('x' * 9999, end='')", "has not answered"),
     "hangs": ("input(); input()", "has not answered for 0.2 s"),

@@ -41,6 +41,8 @@ class RandomGrammar:
             raise InvalidRequestError("too deep")
         return self.rng.random() < 0.9
 
+    num_bytes = 100
+
     def rollback(self, num_tokens: int) -> None: ...
 
     def num_valid(self, token_ids) -> int:

@@ -39,6 +39,8 @@ class FakeGrammar:
         self._place += len(token_ids)
         return True
 
+    num_bytes = 100
+
     def rollback(self, num_tokens: int) -> None:
         self._place -= num_tokens
         assert self._place >= 0

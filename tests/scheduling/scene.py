@@ -189,6 +189,8 @@ class ClassGrammar:
         self.num_accepted += len(token_ids)
         return True
 
+    num_bytes = 100
+
     def rollback(self, num_tokens: int) -> None:
         self.num_accepted -= num_tokens
 

@@ -129,6 +129,12 @@ class SchedulerConfig:
         help="Maximum time that a request waits before it first runs, unless the request sets its own. "
         "0: no limit.",
     )
+    max_grammar_cache_bytes: NonNegativeInt = knob(
+        default=64 * 2**20,
+        unit="bytes",
+        help="Maximum size of the compiled grammars that are kept for later requests; the least recently "
+        "used are removed first. The size of each is what compiling it adds to a process. 0: none is kept.",
+    )
     max_grammar_time_per_token: NonNegativeFloat = knob(
         default=0.002,
         unit="seconds",

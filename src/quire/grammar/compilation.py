@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
+from quire.grammar.cache import GrammarCache
 from quire.grammar.fair_queue import FairQueue
 from quire.grammar.interface import Grammar, GrammarBackend, SlowGrammarError, failure_message
 from quire.structured_outputs import StructuredOutputsParams
@@ -17,7 +18,6 @@ COMPILE_TIMEOUT = 30.0
 
 NUM_COMPILERS = 2  # of which slow grammars have one
 COMPILER_STACK_BYTES = 64 * 2**20  # compilers recurse as deep as a grammar's rules nest
-MAX_CACHED_GRAMMARS = 64
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -42,17 +42,23 @@ class GrammarCompiler:
     """Compiles the grammars of requests; all methods are called in one thread.
 
     Tenants take turns, so that one with many grammars delays mostly its own. Those that turn out to be slow
-    wait apart and are compiled one at a time, so that no other waits for them. The last
-    `MAX_CACHED_GRAMMARS` grammars that were used are kept.
+    wait apart and are compiled one at a time, so that no other waits for them. The grammars used last are
+    kept, as many as fit.
 
     Args:
         backend: does the work.
         clock: seconds.
+        max_cache_bytes: that the grammars kept may have together.
         executor: runs the compilations; None: `NUM_COMPILERS` threads, started when first needed.
     """
 
     def __init__(
-        self, backend: GrammarBackend, *, clock: Callable[[], float], executor: Executor | None
+        self,
+        backend: GrammarBackend,
+        *,
+        clock: Callable[[], float],
+        max_cache_bytes: int,
+        executor: Executor | None,
     ) -> None:
         self._backend = backend
         self._clock = clock
@@ -65,7 +71,7 @@ class GrammarCompiler:
         self._submitted: set[Future[Grammar]] = set()
         self._slow: Future[Grammar] | None = None  # the one of these that is slow
         self._ended: deque[StructuredOutputsParams] = deque()  # filled by the compiling threads
-        self._cache: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._cache = GrammarCache(max_cache_bytes)
 
     def __len__(self) -> int:
         """Return the number of requests that `take_results` has yet to report."""
@@ -77,9 +83,9 @@ class GrammarCompiler:
     def start(self, request_id: str, spec: StructuredOutputsParams, tenant: str = "") -> None:
         """Let a request's grammar be compiled when its tenant's turn comes; `take_results` reports it."""
         deadline = self._clock() + COMPILE_TIMEOUT
-        if spec in self._cache:
-            self._cache.move_to_end(spec)
-            self._results[request_id] = self._cache[spec]
+        cached = self._cache.get(spec)
+        if cached is not None:
+            self._results[request_id] = cached
             return
         compilation = self._compilations.setdefault(spec, _Compilation())
         compilation.request_ids[request_id] = None
@@ -157,16 +163,20 @@ class GrammarCompiler:
             self._set_aside(spec, compilation)
             return
         del self._compilations[spec]
-        result: Grammar | str
-        if error is None:
-            result = self._cache[spec] = compilation.future.result()
-            if len(self._cache) > MAX_CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
-        else:
-            result = failure_message(error)
+        result = self._kept(spec, compilation.future) if error is None else failure_message(error)
         for request_id in compilation.request_ids:
             del self._waiting[request_id]
             self._results[request_id] = result
+
+    def _kept(self, spec: StructuredOutputsParams, future: Future[Grammar]) -> Grammar | str:
+        """Return a compiled grammar, which the cache now has, or an error."""
+        grammar = future.result()
+        try:
+            num_bytes = grammar.num_bytes
+        except Exception as error:
+            return failure_message(error)
+        self._cache.put(spec, grammar, num_bytes)
+        return grammar
 
     def _set_aside(self, spec: StructuredOutputsParams, compilation: _Compilation) -> None:
         """Let a grammar that takes long wait with the others that do."""

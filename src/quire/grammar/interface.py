@@ -13,6 +13,10 @@ from quire.structured_outputs import StructuredOutputsParams
 class Grammar(Protocol):
     """The state of one request in its grammar."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Estimated size in its initial state."""
+
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance over these tokens; False, and nothing changes, if they are not allowed.
 

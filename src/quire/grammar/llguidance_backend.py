@@ -46,8 +46,12 @@ class LLGuidanceBackend:
         self._read_eos_token_ids = read_eos_token_ids
         self._reading = threading.Lock()
 
-    def compile(self, spec: StructuredOutputsParams) -> LLGuidanceGrammar:
+    def compile(self, spec: StructuredOutputsParams, *, num_bytes: int = 0) -> LLGuidanceGrammar:
         """Return the grammar at its start; its first bitmask, the slowest one, has been computed.
+
+        Args:
+            spec: is compiled.
+            num_bytes: estimated size of the grammar, as far as it is known.
 
         Raises:
             InvalidRequestError: what is wrong with the specification; or the model's tokenizer is not one
@@ -60,7 +64,7 @@ class LLGuidanceBackend:
         num_words = -(-tokenizer.vocab_size // 32)
         try:
             matcher = LLMatcher(tokenizer, _definition(spec), log_level=0, limits=_limits())
-            grammar = LLGuidanceGrammar(matcher, eos_token_ids, num_words)
+            grammar = LLGuidanceGrammar(matcher, eos_token_ids, num_words, num_bytes=num_bytes)
             grammar.fill_bitmask(np.empty(-(-self.vocab_size // 32), dtype=np.int32))
         except ValueError as error:
             raise _refusal(spec, str(error)) from error
@@ -109,13 +113,22 @@ class LLGuidanceGrammar:
         matcher: at the grammar's start.
         eos_token_ids: end a sequence.
         num_words: of a bitmask over all tokens of the tokenizer.
+        num_bytes: estimated size at the grammar's start.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], num_words: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, eos_token_ids: frozenset[int], num_words: int, *, num_bytes: int = 0
+    ) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
         self._num_words = num_words
+        self._num_bytes = num_bytes
         self._num_ends = 0  # end-of-sequence tokens accepted
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated size at the grammar's start."""
+        return self._num_bytes
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance over these tokens; False, and nothing changes, if they are not allowed."""
@@ -157,7 +170,8 @@ class LLGuidanceGrammar:
 
     def copy(self) -> LLGuidanceGrammar:
         """Return another one at the same place, which goes its own way."""
-        other = LLGuidanceGrammar(self._matcher.deep_copy(), self._eos_token_ids, self._num_words)
+        matcher = self._matcher.deep_copy()
+        other = LLGuidanceGrammar(matcher, self._eos_token_ids, self._num_words, num_bytes=self._num_bytes)
         other._num_ends = self._num_ends
         return other
 

@@ -32,6 +32,7 @@ class GrammarManager:
     Args:
         backend: compiles grammars; None: there is none, and structured requests are refused.
         clock: seconds, for the time limit of compilations.
+        max_cache_bytes: that compiled grammars may have together, which are kept for later requests.
         executor: runs the compilations; None: threads of its own.
     """
 
@@ -40,10 +41,15 @@ class GrammarManager:
         backend: GrammarBackend | None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        max_cache_bytes: int = 2**26,
         executor: Executor | None = None,
     ) -> None:
         self._backend = backend
-        self._compiler = None if backend is None else GrammarCompiler(backend, clock=clock, executor=executor)
+        self._compiler = None
+        if backend is not None:
+            self._compiler = GrammarCompiler(
+                backend, clock=clock, max_cache_bytes=max_cache_bytes, executor=executor
+            )
         self._outputs: dict[str, list[int]] = {}  # of requests whose grammar compiles: generated elsewhere
         self._followed: dict[str, _Followed] = {}
 

@@ -31,6 +31,11 @@ class TimeLimitedGrammar(Grammar):
         self._clock = clock
         self._excess = 0.0  # seconds beyond the limit
 
+    @property
+    def num_bytes(self) -> int:
+        """Estimated size in its initial state."""
+        return self._grammar.num_bytes
+
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance over these tokens; False, and nothing changes, if they are not allowed.
 

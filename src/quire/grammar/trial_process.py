@@ -45,10 +45,11 @@ class Trial(msgspec.Struct):
 
 
 class TrialAnswer(msgspec.Struct):
-    """What is wrong with a specification, and whether that is only the time that it takes."""
+    """What is wrong with a specification, whether that is only the time it takes, and the grammar's size."""
 
     error: str | None = None
     is_slow: bool = False
+    num_bytes: int = 0
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def _tried(backend: LLGuidanceBackend, trial: Trial, start: TrialStart) -> Trial
     if 0 in readable and not answer:
         sys.exit()  # nobody waits for the answer any more
     if answer:
-        return TrialAnswer(msgspec.json.decode(answer, type=str | None))
+        return msgspec.json.decode(answer, type=TrialAnswer)
     return _limit(os.waitstatus_to_exitcode(status), trial, start)
 
 
@@ -111,17 +112,26 @@ def _compile_and_exit(backend: LLGuidanceBackend, trial: Trial, start: TrialStar
 
 
 def _compile(backend: LLGuidanceBackend, spec: StructuredOutputsParams, write_end: int) -> None:
-    error = None
+    answer = TrialAnswer()
     try:
-        backend.compile(spec)
+        before = _num_bytes_written()
+        grammar = backend.compile(spec)
+        answer.num_bytes = _num_bytes_written() - before
+        del grammar  # it was alive until here
     except BaseException as raised:
-        error = failure_message(raised)
-    os.write(write_end, msgspec.json.encode(error and error[:LONGEST_ERROR]))
+        answer.error = failure_message(raised)[:LONGEST_ERROR]
+    os.write(write_end, msgspec.json.encode(answer))
 
 
 def _num_bytes_mapped() -> int:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     return pages * resource.getpagesize()
+
+
+def _num_bytes_written() -> int:
+    """Return how much memory this fork does not share, having written to it."""
+    fields = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").split()
+    return int(fields[fields.index("Private_Dirty:") + 1]) << 10
 
 
 def _limit(exit_code: int, trial: Trial, start: TrialStart) -> TrialAnswer:

@@ -91,7 +91,7 @@ class TriedGrammars:
     def _compiled(self, spec: StructuredOutputsParams, answer: TrialAnswer) -> Grammar:
         if answer.error is not None:
             raise InvalidRequestError(answer.error, param="structured_outputs")
-        grammar = self._backend.compile(spec)
+        grammar = self._backend.compile(spec, num_bytes=max(answer.num_bytes, 0))
         if not self._seconds_per_token:
             return grammar
         return TimeLimitedGrammar(grammar, self._seconds_per_token)

@@ -200,6 +200,11 @@ class RecordedGrammar(Grammar):
         self._answers = answers
         self._grammar = grammar
 
+    @property
+    @override
+    def num_bytes(self) -> int:
+        return self._answers.ask("grammar.num_bytes", "", lambda: self._grammar.num_bytes)
+
     @override
     def accept(self, token_ids: Sequence[int]) -> bool:
         return self._answers.ask("grammar.accept", "", self._grammar.accept, token_ids)

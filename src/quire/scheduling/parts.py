@@ -94,7 +94,12 @@ class SchedulerParts:
         if lengths is not None:
             self.eviction = CacheEviction(lengths=lengths, running=self.running, kv=self.kv, stats=self.stats)
         self.beams = BeamGroups()
-        self.grammars = GrammarManager(context.grammars, clock=context.clock, executor=context.executor)
+        self.grammars = GrammarManager(
+            context.grammars,
+            clock=context.clock,
+            max_cache_bytes=config.max_grammar_cache_bytes,
+            executor=context.executor,
+        )
         self.order = build_order(config, self.kv.count_cached_tokens, self._note_replaced_policy)
         self.admission_policy = build_admission(config, self._note_replaced_policy)
         self.victim_policy = build_victim(config, self._note_replaced_policy)
