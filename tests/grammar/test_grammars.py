@@ -12,6 +12,7 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.grammar.compilation import COMPILE_TIMEOUT, NUM_COMPILERS
+from quire.grammar.fair_queue import FairQueue
 from quire.grammar.interface import SlowGrammarError
 from quire.grammar.manager import GrammarManager
 from quire.request import Request
@@ -408,6 +409,36 @@ def test_tenants_take_turns(backend, clock):
     assert ended.index("shared") <= NUM_COMPILERS + 3
     assert ended.index("many30") <= NUM_COMPILERS + 3
     grammars.shutdown()
+
+
+def test_small_grammars_do_not_wait_behind_many_large_ones_of_their_tenant(backend, clock):
+    executor = ByHand()
+    grammars = GrammarManager(backend, clock=clock, executor=executor)
+    for number in range(40):
+        grammars.start(request(f"large{number}", f"large{number}", tenant="a"))
+    for number in range(20):
+        grammars.start(request(f"s{number}", f"s{number}", tenant="a"))
+    ended: list[str] = []
+    while len(ended) < 60:
+        executor.run()
+        ended += [request_id for request_id, _ in grammars.take_compiled()]
+    large = [name for name in ended if name.startswith("large")]
+    assert ended.index("s0") <= NUM_COMPILERS + 1
+    assert ended.index("s19") <= NUM_COMPILERS + 2 * 20
+    assert ended.index("large9") <= NUM_COMPILERS + 2 * 10  # nor do the large ones wait for all small ones
+    assert large == [f"large{number}" for number in range(40)]
+    grammars.shutdown()
+
+
+def test_a_specification_that_comes_back_is_queued_once():
+    queue = FairQueue()
+    small, large = (StructuredOutputsParams(regex=regex) for regex in ("a", "aaa"))
+    for spec in (large, small):
+        queue.push("a", spec)
+        queue.push("b", spec)
+    queue.remove(small)
+    queue.push("a", small)
+    assert [queue.pop() for _ in range(3)] == [small, large, None]
 
 
 def test_shutdown_does_not_wait_for_what_compiles(grammars, backend):

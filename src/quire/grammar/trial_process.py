@@ -38,10 +38,11 @@ class TrialStart(msgspec.Struct):
 
 
 class Trial(msgspec.Struct):
-    """A specification, and how much computing time it may take."""
+    """A specification, how much computing time it may take, and at which priority (0 to 19, the lowest)."""
 
     spec: dict[str, str | list[str] | None]
     cpu_seconds: float
+    niceness: int
 
 
 class TrialAnswer(msgspec.Struct):
@@ -54,7 +55,6 @@ class TrialAnswer(msgspec.Struct):
 
 def main() -> None:
     """Try out what standard input asks for, until it closes."""
-    os.nice(19)
     start = msgspec.json.decode(_read_line(), type=TrialStart)
     backend = LLGuidanceBackend(lambda: start.tokenizer, start.vocab_size, lambda: start.eos_token_ids)
     backend.tokens()
@@ -96,6 +96,7 @@ def _tried(backend: LLGuidanceBackend, trial: Trial, start: TrialStart) -> Trial
 
 def _compile_and_exit(backend: LLGuidanceBackend, trial: Trial, start: TrialStart, write_end: int) -> None:
     try:
+        os.nice(trial.niceness)
         most = _num_bytes_mapped() + COMPILER_STACK_BYTES + start.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

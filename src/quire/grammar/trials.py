@@ -28,7 +28,9 @@ from quire.structured_outputs import StructuredOutputsParams
 
 QUICK_CPU_SECONDS = 0.03  # more than most grammars take
 CPU_SECONDS = 0.5  # that compiling one grammar may take
-WALL_SECONDS = 20.0  # on a busy machine: trials have the lowest priority
+QUICK_NICENESS = 5  # does not wait long for the model's threads on a busy machine
+NICENESS = 19  # gets what others leave
+WALL_SECONDS = 20.0  # on a busy machine: trials have a low priority
 ANSWER_SECONDS = 30.0  # after which a trial process hangs itself
 MEMORY_BYTES = 256 * 2**20
 
@@ -67,7 +69,7 @@ class TriedGrammars:
             InvalidRequestError: what is wrong with the specification, or that it exceeds a limit.
             SlowGrammarError: it takes longer than most.
         """
-        answer = self._try(spec, QUICK_CPU_SECONDS)
+        answer = self._try(spec, QUICK_CPU_SECONDS, QUICK_NICENESS)
         if answer.is_slow:
             raise SlowGrammarError
         return self._compiled(spec, answer)
@@ -78,7 +80,7 @@ class TriedGrammars:
         Raises:
             InvalidRequestError: as `compile` does.
         """
-        return self._compiled(spec, self._try(spec, self._cpu_seconds))
+        return self._compiled(spec, self._try(spec, self._cpu_seconds, NICENESS))
 
     def close(self) -> None:
         """End all trial processes, also while they compile."""
@@ -96,14 +98,14 @@ class TriedGrammars:
             return grammar
         return TimeLimitedGrammar(grammar, self._seconds_per_token)
 
-    def _try(self, spec: StructuredOutputsParams, cpu_seconds: float) -> TrialAnswer:
+    def _try(self, spec: StructuredOutputsParams, cpu_seconds: float, niceness: int) -> TrialAnswer:
         """Return what a trial process says is wrong with a specification."""
         try:
             process = self._take()
         except (OSError, ValueError) as error:
             return TrialAnswer(f"structured_outputs cannot be used: {error}")
         try:
-            answer = _ask(process, Trial(_fields(spec), cpu_seconds))
+            answer = _ask(process, Trial(_fields(spec), cpu_seconds, niceness))
         except (OSError, ValueError) as error:
             self._give_up(process)
             return TrialAnswer(f"structured_outputs cannot be used: {error}")
