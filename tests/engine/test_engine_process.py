@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,6 +160,24 @@ def test_ctrl_c_in_the_terminal_reaches_the_front_alone(checkpoint, sockets):
         os.killpg(front.pid, signal.SIGINT)
         assert wait_for_end(engine)
         assert front.wait() != 0
+
+
+@pytest.mark.parametrize(
+    ("recovery", "reason"),
+    [
+        ("off", "SIGBUS: a file that it had mapped into memory, .* was truncated"),
+        ("on", r"model\.safetensors cannot be read"),  # by the engine that is to replace it
+    ],
+)
+def test_a_model_that_is_truncated_under_its_engine_is_named_as_the_cause(
+    checkpoint, sockets, preloaded_engines, tmp_path, recovery, reason
+):
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    with LLM(str(model), engine_process=True, recovery=recovery, **TINY) as llm:
+        llm.generate(["the"], SamplingParams(max_tokens=1))
+        os.truncate(model / "model.safetensors", 0)
+        with pytest.raises(EngineDeadError, match=reason):
+            llm.generate(["the"], LONG)
 
 
 async def test_without_recovery_requests_of_a_killed_engine_fail(checkpoint, sockets, preloaded_engines):

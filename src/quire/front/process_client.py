@@ -36,6 +36,7 @@ from quire.engine.messages import (
     output_address,
 )
 from quire.engine.output_window import Acknowledgements
+from quire.engine.process_end import describe_end
 from quire.errors import EngineDeadError
 
 STARTUP_FAILURE_TIMEOUT = 200
@@ -208,8 +209,7 @@ class EngineProcess:
         if not _has_ended(self._process, SHUTDOWN_TIMEOUT):
             return f"the engine process {self.pid} has closed its output; its log is on standard error"
         _kill_group(self._process)  # its ranks, if any of them is stopped
-        code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = describe_end(self._process.wait())
         return f"the engine process {self.pid} {how}; its log is on standard error"
 
 

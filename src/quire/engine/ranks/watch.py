@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import selectors
-import signal
 import socket
 import subprocess
 import threading
 import time
 
+from quire.engine.process_end import describe_end
 from quire.engine.ranks.messages import Channel, FromRank, RankConnecting, RankFailed
 from quire.errors import EngineDeadError
 
@@ -144,10 +144,8 @@ class RankWatch:
             return
         process = self._processes[rank - 1]
         try:
-            code = process.wait(EXIT_WAIT)
+            how = describe_end(process.wait(EXIT_WAIT))
         except subprocess.TimeoutExpired:
             how = "has closed its channel"
-        else:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         reason = f"rank {rank}, the process {process.pid}, {how}; its log is on standard error"
         self.note_failure(reason, is_cause=how.startswith("was killed") or self.failure is None)
