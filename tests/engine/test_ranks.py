@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -20,11 +21,13 @@ from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.config import SupervisionConfig
 from quire.engine.core import EngineCore
 from quire.engine.ranks import group
+from quire.engine.ranks.gloo import GlooCommunicator
 from quire.engine.ranks.group import RankGroup
 from quire.engine.ranks.leading import LeadingDecoder
 from quire.engine.ranks.messages import CopyBlocks, Forward
 from quire.errors import ConfigError, EngineDeadError
 from quire.kernels.batch import AttentionBatch
+from quire.models.shard import Shard
 from subprocesses import started
 
 LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
@@ -210,6 +213,25 @@ def test_ranks_end_with_their_group():
     del ranks
     assert wait_for_end(pid)
     assert not is_zombie(pid)
+
+
+def test_a_communicator_ends_when_the_number_of_its_file_is_another_ones():
+    """A store of torch that cannot open its file at its end aborts the process."""
+    file = os.memfd_create("rendezvous")
+    communicator = GlooCommunicator(Shard(0, 1), file, timeout=5.0)
+    os.close(file)
+    with socket.socket() as other:
+        assert other.fileno() == file
+        del communicator
+        assert [fd for fd in os.listdir("/proc/self/fd") if "rendezvous" in target_of(fd)] == []
+
+
+def target_of(descriptor: str) -> str:
+    """What a descriptor of this process is of; empty: it is closed by now."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return ""
 
 
 def test_a_shard_that_cannot_be_loaded_is_the_reason(checkpoint, monkeypatch, preloaded_engines):

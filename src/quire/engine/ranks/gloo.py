@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,27 +23,38 @@ class GlooCommunicator(Communicator):
 
     Args:
         shard: this rank.
-        rendezvous: a file that no group has used before, through which the ranks find each other.
+        rendezvous: descriptor of a file that no group has used before, through which the ranks find each
+            other. It may be closed afterwards.
         timeout: seconds after which a call raises if a rank does not take part; so does this constructor.
 
     Raises:
         ExchangeError: a rank does not take part.
     """
 
-    def __init__(self, shard: Shard, rendezvous: Path, *, timeout: float) -> None:
+    def __init__(self, shard: Shard, rendezvous: int, *, timeout: float) -> None:
+        self._file = os.dup(rendezvous)
+        self._group: Any = None
         group: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
-        store = FileStore(str(rendezvous), shard.size)
         limit = datetime.timedelta(seconds=timeout)
-        store.set_timeout(limit)
         options = group._Options()
         options._timeout = limit
         options._devices = [group.create_device(hostname="127.0.0.1")]
-        with _exchange():
-            self._group = group(store, shard.rank, shard.size, options)
+        store = FileStore(f"/proc/self/fd/{self._file}", shard.size)
+        try:
+            store.set_timeout(limit)
+            with _exchange():
+                self._group = group(store, shard.rank, shard.size, options)
+        finally:
+            del store  # else the traceback would keep it
         self._shard = shard
         self._to_rank_0 = dist.GatherOptions()
         self._to_rank_0.rootRank = 0
         self._received = torch.empty(0, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        """Close the file after the group has ended, whose store opens it once more at its end."""
+        self._group = None
+        os.close(self._file)
 
     @override
     def all_gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -9,7 +9,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 from quire.engine.ranks.messages import Channel, RankConnecting, RankReady, RankStart, ToRank
 from quire.engine.ranks.watch import RankWatch
@@ -30,6 +29,8 @@ class RankGroup:
         shares_kv: whether this process is to reach the KV of all ranks.
 
     Attributes:
+        rendezvous: descriptor, the same number in all processes, of a file in memory through which the ranks
+            find each other.
         kv_file: descriptor, the same number in all processes, of a file in memory for the KV of all ranks;
             None: each has its own.
     """
@@ -38,9 +39,7 @@ class RankGroup:
         self.size = size
         self.timeout = timeout
         self.kv_file = os.memfd_create("quire-kv") if shares_kv else None
-        self._rendezvous_file = os.memfd_create(
-            "quire-rendezvous"
-        )  # gone with the processes, however they end
+        self.rendezvous = os.memfd_create("quire-rendezvous")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._watch = RankWatch(self._processes, self._channels, timeout)
@@ -51,7 +50,7 @@ class RankGroup:
             self._processes,
             self._channels,
             self._watch,
-            [file for file in (self._rendezvous_file, self.kv_file) if file is not None],
+            [file for file in (self.rendezvous, self.kv_file) if file is not None],
         )
         for _ in range(1, size):
             self._start_process()
@@ -61,11 +60,6 @@ class RankGroup:
     def pids(self) -> list[int]:
         """Process ids of the ranks from 1 on."""
         return [process.pid for process in self._processes]
-
-    @property
-    def rendezvous(self) -> Path:
-        """The file through which the ranks find each other; its path is the same in all processes."""
-        return Path(f"/proc/self/fd/{self._rendezvous_file}")
 
     @property
     def failure_fd(self) -> int:
@@ -126,7 +120,7 @@ class RankGroup:
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-P", "-m", "quire.engine.ranks.process", str(number)]
-            passed = [number, self._rendezvous_file]
+            passed = [number, self.rendezvous]
             if self.kv_file is not None:
                 passed.append(self.kv_file)
             self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed))

@@ -32,7 +32,7 @@ class RankStart:
 
     rank: int
     size: int
-    rendezvous: str  # file through which the ranks find each other
+    rendezvous: int  # descriptor of a file through which the ranks find each other
     timeout: float  # seconds
     model_path: str
     model: ModelConfig  # the whole model's

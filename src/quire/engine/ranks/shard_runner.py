@@ -35,7 +35,7 @@ class ShardRunner:
         kernel_set(start.weights.kernels).use_threads(start.num_threads)
         on_connecting()
         shard = Shard(start.rank, start.size)
-        communicator = GlooCommunicator(shard, Path(start.rendezvous), timeout=start.timeout)
+        communicator = GlooCommunicator(shard, start.rendezvous, timeout=start.timeout)
         self._decoder = load_decoder(
             Path(start.model_path),
             start.model,

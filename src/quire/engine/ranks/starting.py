@@ -62,7 +62,7 @@ def load_with_ranks(
         return RankStart(
             rank=rank,
             size=ranks.size,
-            rendezvous=str(ranks.rendezvous),
+            rendezvous=ranks.rendezvous,
             timeout=ranks.timeout,
             model_path=str(model_path),
             model=model_config,
