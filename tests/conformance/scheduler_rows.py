@@ -101,6 +101,11 @@ ROWS: dict[str, list[str]] = {
         "overlap_steps",
         "kv_load_failure",
         "kv_transfer_timeout",
+        "max_pin_time",
+        "max_pinned_share",
+        "max_pinned_share_per_tenant",
+        "max_grammar_time_per_token",
+        "max_grammar_cache_bytes",
     ],
     "2. Order within a step": [
         "running first, then resumed, then waiting",
@@ -157,6 +162,12 @@ _ENGINE_SIDE = "tests/engine/test_kv_tier.py (what the engine asks of its connec
 
 ELSEWHERE: dict[str, str] = {
     "cost at 0 % hits under 1 % of a step": "benchmarks/scheduler.py (a measurement: make bench-scheduler)",
+    **dict.fromkeys(
+        ("max_pin_time", "max_pinned_share", "max_pinned_share_per_tenant"),
+        "tests/scheduling/test_pinned_blocks.py",
+    ),
+    "max_grammar_time_per_token": "tests/grammar/test_time_limit.py",
+    "max_grammar_cache_bytes": "tests/grammar/test_grammars.py",
     "next_blocks": "tests/engine/test_cache_warming.py",
     "wait_for_layer_load": _RUNNER_SIDE,
     "save_kv_layer": _RUNNER_SIDE,

@@ -40,6 +40,11 @@ DEFAULTS = {
     "overlap_steps": False,
     "kv_load_failure": "recompute",
     "kv_transfer_timeout": 30.0,
+    "max_pin_time": 3600.0,
+    "max_pinned_share": 0.5,
+    "max_pinned_share_per_tenant": 0.5,
+    "max_grammar_time_per_token": 0.002,
+    "max_grammar_cache_bytes": 67_108_864,
     "use_cache_eviction": False,
     "cache_eviction_config": CacheEvictionConfig(),
     "use_sparse_attention": False,
@@ -53,7 +58,9 @@ OTHERS = {
     "reserve_full_prompt": False, "request_timeout": 7.0, "queue_timeout": 7.0, "overlap_steps": True,
     "kv_load_failure": "fail", "kv_transfer_timeout": 7.0, "use_cache_eviction": True,
     "cache_eviction_config": CacheEvictionConfig(start_size=64), "use_sparse_attention": True,
-    "sparse_attention_config": SparseAttentionConfig(mode="xattention"),
+    "sparse_attention_config": SparseAttentionConfig(mode="xattention"), "max_pin_time": 7.0,
+    "max_pinned_share": 0.7, "max_pinned_share_per_tenant": 0.3, "max_grammar_time_per_token": 7.0,
+    "max_grammar_cache_bytes": 7,
 }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -156,6 +158,13 @@ async def test_an_idle_engine_process_ends_with_a_rank(checkpoint, preloaded_eng
     assert not is_zombie(engine)
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Return when all threads of a process are stopped."""
+    threads = Path(f"/proc/{pid}/task")
+    while not all("(stopped)" in (thread / "status").read_text() for thread in threads.iterdir()):
+        time.sleep(0.01)
+
+
 async def test_a_stopped_rank_ends_with_its_engine(checkpoint, preloaded_engines):
     llm, engine = await engine_of_two_ranks(checkpoint)
     [rank] = [child.pid for child in psutil.Process(engine).children()]
@@ -192,6 +201,7 @@ def test_neither_engine_nor_rank_outlives_the_front(checkpoint, is_stopped):
         assert len(pids) == 2  # engine and rank 1
         if is_stopped:
             os.kill(pids[0], signal.SIGSTOP)
+            wait_until_stopped(pids[0])
         os.kill(front.pid, signal.SIGKILL)
         assert all(map(wait_for_end, pids))
 
@@ -217,13 +227,13 @@ def test_ranks_end_with_their_group():
 
 def test_a_communicator_ends_when_the_number_of_its_file_is_another_ones():
     """A store of torch that cannot open its file at its end aborts the process."""
-    file = os.memfd_create("rendezvous")
+    file = os.memfd_create("of-this-test")
     communicator = GlooCommunicator(Shard(0, 1), file, timeout=5.0)
     os.close(file)
     with socket.socket() as other:
         assert other.fileno() == file
         del communicator
-        assert [fd for fd in os.listdir("/proc/self/fd") if "rendezvous" in target_of(fd)] == []
+        assert [fd for fd in os.listdir("/proc/self/fd") if "of-this-test" in target_of(fd)] == []
 
 
 def target_of(descriptor: str) -> str:

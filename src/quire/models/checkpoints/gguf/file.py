@@ -80,7 +80,8 @@ class GGUFFile:
             self._num_values = 0  # in arrays, so far
             self._read()
         except _FAULTS as error:
-            raise ModelError(f"{path} cannot be read as a GGUF file: {error}") from error
+            # the names that it quotes may be as long as the file says
+            raise ModelError(f"{path} cannot be read as a GGUF file: {error!s:.1000}") from error
 
     def _read(self) -> None:
         if self.data[:4] != _MAGIC:
