@@ -20,7 +20,7 @@ from quire.server.access_log import AccessLog
 from quire.server.api_keys import digests_of, key_digest, key_refusal, presented_keys
 from quire.server.browsers import CallerRules
 from quire.server.errors import TIMEOUT, ApiError, as_api_error
-from quire.server.middleware import OPEN_PATHS
+from quire.server.paths import MONITORING_PATHS
 from quire.server.responses import Health
 
 ENGINES_PATH = "/route/engines"
@@ -99,7 +99,7 @@ class _Handlers:
             if preflight is not None:
                 return preflight
         keys = self._management_keys if is_administration else self._keys
-        if keys and request.path not in OPEN_PATHS:
+        if keys and request.path not in MONITORING_PATHS:
             given = [
                 request.headers.get(name, "").encode("utf-8", "surrogateescape")
                 for name in ("Authorization", "X-Api-Key")

@@ -9,7 +9,6 @@ When standard input closes, the process and its fork end.
 from __future__ import annotations
 
 import os
-import resource
 import select
 import signal
 import sys
@@ -21,6 +20,7 @@ import msgspec
 from quire.grammar.compilation import COMPILER_STACK_BYTES
 from quire.grammar.interface import failure_message
 from quire.grammar.llguidance_backend import LLGuidanceBackend
+from quire.memory_limit import limit_memory
 from quire.structured_outputs import StructuredOutputsParams
 
 LONGEST_ERROR = 1000  # characters
@@ -97,9 +97,7 @@ def _tried(backend: LLGuidanceBackend, trial: Trial, start: TrialStart) -> Trial
 def _compile_and_exit(backend: LLGuidanceBackend, trial: Trial, start: TrialStart, write_end: int) -> None:
     try:
         os.nice(trial.niceness)
-        most = _num_bytes_mapped() + COMPILER_STACK_BYTES + start.memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit_memory(COMPILER_STACK_BYTES + start.memory_bytes)
         signal.setitimer(signal.ITIMER_PROF, trial.cpu_seconds)  # its signal ends the process
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when it has no memory
         spec = StructuredOutputsParams(**trial.spec)  # type: ignore[arg-type]
@@ -122,11 +120,6 @@ def _compile(backend: LLGuidanceBackend, spec: StructuredOutputsParams, write_en
     except BaseException as raised:
         answer.error = failure_message(raised)[:LONGEST_ERROR]
     os.write(write_end, msgspec.json.encode(answer))
-
-
-def _num_bytes_mapped() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    return pages * resource.getpagesize()
 
 
 def _num_bytes_written() -> int:

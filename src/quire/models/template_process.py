@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from quire.errors import InvalidRequestError
+from quire.memory_limit import limit_memory
 from quire.models.chat_template import ChatTemplate
 from quire.models.template_messages import MAX_ANSWER_BYTES, Conversation, TemplateStart
 
@@ -24,9 +23,7 @@ from quire.models.template_messages import MAX_ANSWER_BYTES, Conversation, Templ
 def main() -> None:
     """Render what standard input asks for, until it closes."""
     start: TemplateStart = json.loads(sys.stdin.buffer.readline())
-    most = _num_bytes_mapped() + start["memory_bytes"]
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(start["memory_bytes"])
     templates: list[ChatTemplate] = []
 
     def compile_template() -> str:
@@ -62,11 +59,6 @@ def _answer(call: Callable[[], str], start: TemplateStart) -> None:
     signal.setitimer(signal.ITIMER_PROF, 0)
     sys.stdout.buffer.write(answer + b"\n")
     sys.stdout.buffer.flush()
-
-
-def _num_bytes_mapped() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    return pages * resource.getpagesize()
 
 
 if __name__ == "__main__":

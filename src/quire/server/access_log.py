@@ -15,15 +15,13 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.line_writer import LineWriter
+from quire.server.paths import MONITORING_PATHS
 
 if TYPE_CHECKING:
     from quire.request_output import RequestOutput
 
 CLIENT_LEFT = 499
 """nginx's status for a client that left before its answer; nobody reads it."""
-
-QUIET_PATHS = frozenset({"/health", "/live", "/metrics"})
-"""Paths that are logged only if they fail: machines ask for them all the time."""
 
 MAX_LINE_LENGTH = 2048  # bytes
 
@@ -97,8 +95,8 @@ class AccessLog:
         self.writer = LineWriter(descriptor, self._line_of_dropped)
 
     def write(self, record: AccessRecord) -> None:
-        """Write the line of a request that has ended; never waits."""
-        if record.path in QUIET_PATHS and record.status < 400:
+        """Write the line of a request that has ended (on `MONITORING_PATHS`, if it failed); never waits."""
+        if record.path in MONITORING_PATHS and record.status < 400:
             return
         self.writer.write(self._to_line(record.fields()))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -21,6 +20,7 @@ from quire.errors import (
     RequestTimeoutError,
 )
 from quire.server.access_log import note_error
+from quire.server.raw_response import closing_response
 from quire.server.responses import ErrorDetail, ErrorResponse, encode
 
 log = logging.getLogger(__name__)
@@ -78,16 +78,7 @@ class ApiError(Exception):
 
     def closing_response(self) -> bytes:
         """Return the whole HTTP response as it is sent, for a connection that closes after it."""
-        body = self.body()
-        fields = {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            "Connection": "close",
-            **self.headers,
-        }
-        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in fields.items()]
-        return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+        return closing_response(self.status, "application/json", self.body(), headers=self.headers)
 
     @property
     def reason(self) -> str:

@@ -11,10 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.access_log import access_record_of
 from quire.server.api_keys import key_refusal, presented_keys
 from quire.server.errors import ApiError
+from quire.server.paths import MONITORING_PATHS
 from quire.server.tenants import Tenant, Tenants
 
 MAX_REQUEST_ID_LENGTH = 128  # characters
-OPEN_PATHS = frozenset({"/health", "/live", "/metrics"})
 
 _REQUEST_ID = re.compile(r"[!-~]+")  # visible ASCII
 
@@ -52,7 +52,7 @@ class RequestEnvelope:
 
 
 class KeyCheck:
-    """ASGI middleware: refuses requests without a valid API key, except for `OPEN_PATHS`.
+    """ASGI middleware: refuses requests without a valid API key, except for `MONITORING_PATHS`.
 
     `scope["state"]` has the request's `Tenant` as `tenant`, if it was asked for a key.
 
@@ -67,7 +67,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._tenants.needs_key:
+        if scope["type"] != "http" or scope["path"] in MONITORING_PATHS or not self._tenants.needs_key:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

@@ -15,6 +15,8 @@ from http import HTTPStatus
 from typing_extensions import override
 
 from quire.server.listening import bound_socket
+from quire.server.raw_response import closing_response
+from quire.server.stopping import cancelled_at_end
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +120,8 @@ class _Listener:
         self._open.pop(connection, None)
 
     async def _serve(self) -> None:
-        accepting = asyncio.create_task(self._accept())
-        await self._stopped.wait()
-        accepting.cancel()
-        await asyncio.gather(accepting, return_exceptions=True)
+        async with cancelled_at_end(self._accept()):
+            await self._stopped.wait()
         for connection in list(self._open):
             connection.abort()
 
@@ -209,10 +209,4 @@ def _refusal(status: int, detail: str = "") -> bytes:
 
 
 def _written(answer: Answer, *, with_body: bool = True) -> bytes:
-    head = (
-        f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
-        f"Content-Type: {answer.media_type}\r\n"
-        f"Content-Length: {len(answer.body)}\r\n"
-        "Connection: close\r\n\r\n"
-    )
-    return head.encode() + (answer.body if with_body else b"")
+    return closing_response(answer.status, answer.media_type, answer.body, with_body=with_body)

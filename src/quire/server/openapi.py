@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from quire.server import responses
-from quire.server.middleware import OPEN_PATHS
+from quire.server.paths import MONITORING_PATHS
 
 _REF = "#/components/schemas/{}"
 _JSON = "application/json"
@@ -102,7 +102,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     for status, meaning in endpoint.errors.items():
         answers[str(status)] = {"description": meaning, "content": _content(endpoint.error_answer)}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": answers}
-    if endpoint.path not in OPEN_PATHS:
+    if endpoint.path not in MONITORING_PATHS:
         operation["security"] = [{}, {"bearer": []}]
         answers["401"] = {
             "description": "The API key is missing or wrong.",

@@ -1,10 +1,13 @@
-"""Paths as clients spell them: with a slash at the end, or without /v1."""
+"""Paths: which ones machines ask for, and how clients spell them (a slash at the end, or no /v1)."""
 
 from __future__ import annotations
 
 import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+MONITORING_PATHS = frozenset({"/health", "/live", "/metrics"})
+"""Asked for all the time, by machines that have no key."""
 
 _WITHOUT_VERSION = re.compile(r"/(chat/completions|completions|models)(/|\Z)")
 
