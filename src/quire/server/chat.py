@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from quire.dialogue.formats import ToolCallFormat
 from quire.request_output import CompletionOutput, RequestOutput
+from quire.server.completions_call import CompletionsCall
 from quire.server.generation import OutputStream, end_reason, naming_fields
-from quire.server.generation_call import GenerationCall
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import ChatCompletionRequest
 from quire.server.responses import (
@@ -33,7 +33,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     return await _ChatCall(request, body).response()
 
 
-class _ChatCall(GenerationCall[ChatCompletionRequest]):
+class _ChatCall(CompletionsCall[ChatCompletionRequest]):
     id_prefix = "chatcmpl"
     answer_type = ChatCompletion
     event_type = ChatCompletionChunk

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
+from quire.server.completions_call import CompletionsCall
 from quire.server.generation import OutputStream, end_reason, naming_fields
-from quire.server.generation_call import GenerationCall
 from quire.server.logprobs import CompletionLogprobsWriter, joined
 from quire.server.protocol import CompletionRequest
 from quire.server.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -21,7 +21,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     return await _CompletionCall(request, body).response()
 
 
-class _CompletionCall(GenerationCall[CompletionRequest]):
+class _CompletionCall(CompletionsCall[CompletionRequest]):
     id_prefix = "cmpl"
     answer_type = event_type = Completion
 

@@ -1,43 +1,52 @@
-"""What /v1/completions and /v1/chat/completions have in common: one call, answered whole or as a stream."""
+"""What every API that generates has in common: one call, answered whole or as a stream."""
 
 from __future__ import annotations
 
 import abc
-import asyncio
 import contextlib
 import dataclasses
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from msgspec import UNSET, UnsetType
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.request_output import CompletionOutput, RequestOutput
+from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.access_log import access_record_of
 from quire.server.context import context_of, request_id_of, tenant_of
-from quire.server.generation import OutputStream, SequenceProgress, generate, usage_of
-from quire.server.protocol import GenerationRequest
-from quire.server.responses import (
-    SSE_DONE,
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    TokenUsage,
-    json_response,
-    sse_event,
-)
+from quire.server.generation import OutputStream, generate
+from quire.server.responses import json_response
 from quire.server.streaming import event_stream, unless_disconnected
-
-PROMPTS_PER_TURN = 32
-"""Prompts whose part of the answer is made in one turn of the event loop."""
 
 if TYPE_CHECKING:
     from quire.front.input_processor import ProcessedRequest
 
-BodyT = TypeVar("BodyT", bound=GenerationRequest)
+
+class GenerationBody(Protocol):
+    """What a body that asks for generation has, whichever API it is of."""
+
+    @property
+    def model(self) -> str:
+        """The served model's name."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the answer is sent as it is generated."""
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            InvalidRequestError: a value out of range, or two that contradict each other.
+        """
+
+    def request_options(self) -> dict[str, Any]:
+        """Return the fields of `RequestOptions` that were given."""
+
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 class GenerationCall(abc.ABC, Generic[BodyT]):
@@ -53,8 +62,6 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     """
 
     id_prefix: ClassVar[str]
-    answer_type: ClassVar[type[Completion | ChatCompletion]]
-    event_type: ClassVar[type[Completion | ChatCompletionChunk]]
 
     def __init__(self, request: Request, body: BodyT) -> None:
         self._request = request
@@ -64,16 +71,10 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._id = f"{self.id_prefix}-{request_id_of(request)}"
         self._tenant = tenant_of(request)
         self._admit: Callable[[ProcessedRequest], Awaitable[None]] | None = None
-        if body.kv_transfer_params is not None:
+        self._options = body.request_options()
+        if "kv_transfer_params" in self._options:
             self._tenant.require_kv_transfer()
         self._params = self._within_model(body.sampling_params())
-        self._include_usage = body.include_usage
-        self._head: dict[str, Any] = {
-            "id": self._id,
-            "created": int(time.time()),
-            "model": self._context.model_name,
-            "system_fingerprint": self._context.system_fingerprint,
-        }
 
     def _within_model(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with no more output tokens than the model's maximum length, unless it is strict."""
@@ -89,7 +90,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     def _request_options(self) -> dict[str, Any]:
         """Return options of the engine's requests: the client's, and its tenant's."""
-        options = self._tenant.request_options(self._body.request_options())
+        options = self._tenant.request_options(self._options)
         if not self._context.config.strict:
             options["shorten_output"] = True
         return options if self._admit is None else {**options, "before_submit": self._admit}
@@ -102,20 +103,6 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     @abc.abstractmethod
     def _streams(self) -> Sequence[OutputStream]:
         """Return the engine's outputs, one stream for each prompt."""
-
-    @abc.abstractmethod
-    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
-        """Return one choice of a whole answer."""
-
-    @abc.abstractmethod
-    def _opening(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> list[Any]:
-        """Return what a streamed choice begins with."""
-
-    @abc.abstractmethod
-    def _continuation(
-        self, prompt_index: int, completion: CompletionOutput, new_text: str, first_new_token: int
-    ) -> list[Any]:
-        """Return what is new in a streamed choice."""
 
     async def response(self) -> Response:
         """Answer the call, whole or as a stream.
@@ -160,80 +147,18 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             access_record=access_record_of(self._request.scope),
         )
 
-    async def _whole_answer(self) -> Completion | ChatCompletion:
+    async def _final_outputs(self) -> list[RequestOutput]:
+        """Return the last output of each prompt."""
         final: dict[int, RequestOutput] = {}
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 final[prompt_index] = output
-        ordered = [final[index] for index in sorted(final)]
-        choices: list[Any] = []
-        for prompt_index, output in enumerate(ordered):
-            completions = sorted(output.outputs, key=lambda completion: completion.index)
-            choices += [self._choice(prompt_index, output, completion) for completion in completions]
-            if prompt_index % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
-                await asyncio.sleep(0)
-        return self.answer_type(
-            choices=choices,
-            usage=self._usage(ordered),
-            kv_transfer_params=self._kv_transfer_params(ordered[0]),
-            **self._head,
-        )
+        return [final[index] for index in sorted(final)]
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
+    @abc.abstractmethod
+    async def _whole_answer(self) -> msgspec.Struct:
+        """Return the answer, once it is complete."""
+
+    @abc.abstractmethod
+    def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of the answer."""
-        progress: dict[int, SequenceProgress] = {}
-        latest: dict[int, RequestOutput] = {}
-        so_far = self._body.includes_usage_so_far
-        no_usage = None if self._include_usage else UNSET
-        async with contextlib.aclosing(self._outputs()) as outputs:
-            async for prompt_index, output in outputs:
-                latest[prompt_index] = output
-                usage = self._usage([output]) if so_far else no_usage
-                events = [
-                    self._event([piece], usage)
-                    for completion in output.outputs
-                    for piece in self._pieces(progress, prompt_index, output, completion)
-                ]
-                if events and output.finished:
-                    events[-1].kv_transfer_params = self._kv_transfer_params(output)
-                if events:
-                    yield b"".join(map(sse_event, events))
-        if self._include_usage:
-            yield sse_event(self._event([], self._usage(list(latest.values()))))
-        yield SSE_DONE
-
-    def _pieces(
-        self,
-        progress: dict[int, SequenceProgress],
-        prompt_index: int,
-        output: RequestOutput,
-        completion: CompletionOutput,
-    ) -> list[Any]:
-        """Return what is new in one sequence, as choices of streamed events."""
-        index = self._choice_index(prompt_index, completion)
-        pieces: list[Any] = []
-        sent = progress.get(index)
-        if sent is None:
-            sent = progress[index] = SequenceProgress()
-            pieces += self._opening(prompt_index, output, completion)
-        if not sent.ended:
-            new_text, first_new_token = sent.advance(completion)
-            pieces += self._continuation(prompt_index, completion, new_text, first_new_token)
-        return pieces
-
-    def _choice_index(self, prompt_index: int, completion: CompletionOutput) -> int:
-        return prompt_index * self._params.n + completion.index
-
-    def _usage(self, outputs: Sequence[RequestOutput]) -> TokenUsage:
-        return usage_of(outputs, count_completion=not self._body.only_scores_prompt)
-
-    def _kv_transfer_params(self, output: RequestOutput) -> Mapping[str, Any] | UnsetType:
-        """Return where the KV of the call's prompt is kept; of several prompts, nothing is said."""
-        if output.kv_transfer_params is None or len(self._request_ids) > 1:
-            return UNSET
-        return output.kv_transfer_params
-
-    def _event(
-        self, choices: list[Any], usage: TokenUsage | UnsetType | None
-    ) -> Completion | ChatCompletionChunk:
-        return self.event_type(choices=choices, usage=usage, **self._head)

@@ -1,0 +1,139 @@
+"""What /v1/completions and /v1/chat/completions have in common: the shapes of OpenAI's answers."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from typing_extensions import override
+
+from quire.request_output import CompletionOutput, RequestOutput
+from quire.server.generation import SequenceProgress, usage_of
+from quire.server.generation_call import GenerationCall
+from quire.server.protocol import GenerationRequest
+from quire.server.responses import (
+    SSE_DONE,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    TokenUsage,
+    sse_event,
+)
+
+PROMPTS_PER_TURN = 32
+"""Prompts whose part of the answer is made in one turn of the event loop."""
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+class CompletionsCall(GenerationCall[RequestT]):
+    """A call whose answer has choices, for each prompt one or several."""
+
+    answer_type: ClassVar[type[Completion | ChatCompletion]]
+    event_type: ClassVar[type[Completion | ChatCompletionChunk]]
+
+    def __init__(self, request: Request, body: RequestT) -> None:
+        super().__init__(request, body)
+        self._include_usage = body.include_usage
+        self._head: dict[str, Any] = {
+            "id": self._id,
+            "created": int(time.time()),
+            "model": self._context.model_name,
+            "system_fingerprint": self._context.system_fingerprint,
+        }
+
+    @abc.abstractmethod
+    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
+        """Return one choice of a whole answer."""
+
+    @abc.abstractmethod
+    def _opening(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> list[Any]:
+        """Return what a streamed choice begins with."""
+
+    @abc.abstractmethod
+    def _continuation(
+        self, prompt_index: int, completion: CompletionOutput, new_text: str, first_new_token: int
+    ) -> list[Any]:
+        """Return what is new in a streamed choice."""
+
+    @override
+    async def _whole_answer(self) -> Completion | ChatCompletion:
+        ordered = await self._final_outputs()
+        choices: list[Any] = []
+        for prompt_index, output in enumerate(ordered):
+            completions = sorted(output.outputs, key=lambda completion: completion.index)
+            choices += [self._choice(prompt_index, output, completion) for completion in completions]
+            if prompt_index % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
+                await asyncio.sleep(0)
+        return self.answer_type(
+            choices=choices,
+            usage=self._usage(ordered),
+            kv_transfer_params=self._kv_transfer_params(ordered[0]),
+            **self._head,
+        )
+
+    @override
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events of the answer."""
+        progress: dict[int, SequenceProgress] = {}
+        latest: dict[int, RequestOutput] = {}
+        so_far = self._body.includes_usage_so_far
+        no_usage = None if self._include_usage else UNSET
+        async with contextlib.aclosing(self._outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                latest[prompt_index] = output
+                usage = self._usage([output]) if so_far else no_usage
+                events = [
+                    self._event([piece], usage)
+                    for completion in output.outputs
+                    for piece in self._pieces(progress, prompt_index, output, completion)
+                ]
+                if events and output.finished:
+                    events[-1].kv_transfer_params = self._kv_transfer_params(output)
+                if events:
+                    yield b"".join(map(sse_event, events))
+        if self._include_usage:
+            yield sse_event(self._event([], self._usage(list(latest.values()))))
+        yield SSE_DONE
+
+    def _pieces(
+        self,
+        progress: dict[int, SequenceProgress],
+        prompt_index: int,
+        output: RequestOutput,
+        completion: CompletionOutput,
+    ) -> list[Any]:
+        """Return what is new in one sequence, as choices of streamed events."""
+        index = self._choice_index(prompt_index, completion)
+        pieces: list[Any] = []
+        sent = progress.get(index)
+        if sent is None:
+            sent = progress[index] = SequenceProgress()
+            pieces += self._opening(prompt_index, output, completion)
+        if not sent.ended:
+            new_text, first_new_token = sent.advance(completion)
+            pieces += self._continuation(prompt_index, completion, new_text, first_new_token)
+        return pieces
+
+    def _choice_index(self, prompt_index: int, completion: CompletionOutput) -> int:
+        return prompt_index * self._params.n + completion.index
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> TokenUsage:
+        return usage_of(outputs, count_completion=not self._body.only_scores_prompt)
+
+    def _kv_transfer_params(self, output: RequestOutput) -> Mapping[str, Any] | UnsetType:
+        """Return where the KV of the call's prompt is kept; of several prompts, nothing is said."""
+        if output.kv_transfer_params is None or len(self._request_ids) > 1:
+            return UNSET
+        return output.kv_transfer_params
+
+    def _event(
+        self, choices: list[Any], usage: TokenUsage | UnsetType | None
+    ) -> Completion | ChatCompletionChunk:
+        return self.event_type(choices=choices, usage=usage, **self._head)
