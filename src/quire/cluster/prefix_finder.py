@@ -17,7 +17,6 @@ from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.models.tokenizer import Tokenizer
 from quire.server.protocol import MAX_OBJECTS, MAX_VALUES, ChatCompletionRequest, CompletionRequest
-from quire.server.template_messages import messages_for_template
 from quire.server.validation import count_outside_strings
 from quire.step import IntArray
 
@@ -119,7 +118,7 @@ class PrefixFinder:
             name = format_of_template(self.tokenizer.chat_template_source or "")
             use = request.tool_use()
             text = self.tokenizer.apply_chat_template(
-                messages_for_template(request.messages, None if name is None else FORMATS[name]),
+                request.template_messages(None if name is None else FORMATS[name]),
                 tools=None if use is None else [tool.for_template() for tool in use.tools],
             )
             return len(text), self.tokenizer.encode(text[:MAX_CHARACTERS], add_special_tokens=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import time
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from quire.config import ServerConfig
+from quire.dialogue.formats import FORMATS, ToolCallFormat, format_of_template
 from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError
 from quire.server.leniency import IgnoredNames
@@ -49,6 +51,14 @@ class ServerContext:
         self.tenants = Tenants(config) if tenants is None else tenants
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
         self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
+
+    @functools.cached_property
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """The format in which the served model calls tools; None if it is unknown."""
+        name: str | None = self.config.tool_call_format
+        if name == "auto":
+            name = format_of_template(self.llm.tokenizer.chat_template_source or "")
+        return None if name is None else FORMATS[name]
 
     def require_model(self, name: str) -> None:
         """Raise `ApiError` 404 unless `name` is the served model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -17,12 +17,11 @@ from pydantic import (
     Field,
     StringConstraints,
     Tag,
-    ValidationInfo,
     create_model,
-    field_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from quire.dialogue.formats import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import NonNegativeInt, PositiveInt, limits_of
@@ -36,13 +35,18 @@ from quire.sampling_params import (
     StopText,
     TokenId,
 )
+from quire.server.chat_messages import ChatMessage, messages_for_template
 from quire.server.leniency import Ignorable, Leniency
 from quire.server.response_format import ResponseFormat, StructuredOutputs
-from quire.server.strict_model import StrictModel, body_fields, optional_field
+from quire.server.strict_model import (
+    Ignored,
+    StrictModel,
+    Unsupported,
+    body_fields,
+    optional_field,
+    text_or_list,
+)
 from quire.server.tool_fields import (
-    MAX_CALLS,
-    CallId,
-    MessageToolCall,
     ToolChoice,
     Tools,
     tool_use_of,
@@ -63,10 +67,7 @@ _OTHERWISE_IN_BODIES = (  # in another form, or of only one of the bodies
     "structured_outputs",
 )
 
-Unsupported: TypeAlias = None
-Ignored = Annotated[None, Ignorable()]
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
-Role = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 UNION_TAGS = frozenset(
     {"=text", "=texts", "=tokens", "=token_lists", "=parts", "=schema", "=named", "=allowed"}
@@ -83,15 +84,6 @@ def _prompt_form(value: Any) -> str | None:
     if isinstance(first, list):
         return "=token_lists"
     return "=texts" if isinstance(first, str) else "=tokens"
-
-
-def _one_of(form: str, list_form: str, meaning: str) -> Discriminator:
-    """Tell a string from a list; anything else is refused with `meaning`."""
-
-    def form_of(value: Any) -> str | None:
-        return form if isinstance(value, str) else list_form if isinstance(value, list) else None
-
-    return Discriminator(form_of, custom_error_type="form", custom_error_message=f"it must be {meaning}")
 
 
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
@@ -115,7 +107,7 @@ Stop = Annotated[
         Field(fail_fast=True, max_length=limits_of(SamplingParams)["stop"].bounds["max_length"]),
         Tag("=texts"),
     ],
-    _one_of("=text", "=texts", "a string or a list of strings"),
+    text_or_list("=texts", "a string or a list of strings"),
 ]
 
 
@@ -320,58 +312,6 @@ class CompletionRequest(GenerationRequest):
         return self.checked_params(fields)
 
 
-class TextPart(StrictModel):
-    """A part of a message's content."""
-
-    path_prefix = "messages[].content[]."
-
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    Annotated[str, Tag("=text")]
-    | Annotated[list[TextPart], Field(fail_fast=True, min_length=1), Tag("=parts")],
-    _one_of("=text", "=parts", "a string or a list of text parts"),
-]
-
-
-class ChatMessage(StrictModel):
-    """One message; which roles there are, and in which order, is the chat template's affair."""
-
-    path_prefix = "messages[]."
-
-    role: Role
-    content: Content | None = Field(
-        None, validate_default=True, description="Only an assistant's message may have none."
-    )
-    name: Role | None = Field(None, description="Of the speaker or the tool, for templates that show it.")
-    tool_call_id: CallId | None = Field(
-        None, description="In a tool's message: which call it is the result of."
-    )
-    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = Field(
-        None, description="The tools that the assistant called."
-    )
-    annotations: Ignored = None
-    audio: Unsupported = None
-    function_call: Unsupported = None
-    refusal: Ignored = None
-
-    @field_validator("content")
-    @classmethod
-    def _require_content(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and info.data.get("role") != "assistant":
-            raise PydanticCustomError("no_content", "only an assistant's message may have no content")
-        return content
-
-    @property
-    def text(self) -> str:
-        """The content, its parts joined; "" if there is none."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-
 class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
@@ -422,6 +362,10 @@ class ChatCompletionRequest(GenerationRequest):
             InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
         """
         return tool_use_of(self.tools, self.tool_choice, parallel_tool_calls=self.parallel_tool_calls)
+
+    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
+        """Return the messages as chat templates expect them."""
+        return messages_for_template(self.messages, call_format)
 
     def sampling_params(self) -> SamplingParams:
         """Return the engine's parameters.

@@ -8,12 +8,13 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     ValidationError,
     ValidationInfo,
@@ -30,6 +31,10 @@ _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_e
 
 UNKNOWN_NAME = "unknown_name"
 """Type of the validation error about a name that a model does not have; `name` and `hint` in its context."""
+
+
+Unsupported: TypeAlias = None
+Ignored = Annotated[None, Ignorable()]
 
 
 class StrictModel(BaseModel):
@@ -137,6 +142,15 @@ def _takes_integer(annotation: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(map(_takes_integer, arguments))
     return annotation is int
+
+
+def text_or_list(list_tag: str, meaning: str) -> Discriminator:
+    """Tell a string, tagged `=text`, from a list; anything else is refused with `meaning`."""
+
+    def form_of(value: Any) -> str | None:
+        return "=text" if isinstance(value, str) else list_tag if isinstance(value, list) else None
+
+    return Discriminator(form_of, custom_error_type="form", custom_error_message=f"it must be {meaning}")
 
 
 def optional_field(cls: type, name: str, *, alias: str | None = None) -> Any:
