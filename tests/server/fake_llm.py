@@ -80,6 +80,7 @@ class FakeLLM:
         self.is_silent = False
         self.connector_stats = None
         self.kv_transfer_params = None  # that a connector returns
+        self.stop_reason = None  # of all completions
         self._stop_events = {}
 
     def chat(self, messages, sampling_params, *, request_id=None, **options):
@@ -87,6 +88,9 @@ class FakeLLM:
             raise InvalidRequestError("the template wants a user message last", param="messages")
         text = messages[-1]["content"]
         return self.generate(text, sampling_params, request_id=request_id, **options)
+
+    async def tokenize_chat(self, messages, **options):
+        return [BOS, *map(ord, messages[-1]["content"] or "")]
 
     async def generate(self, prompt, sampling_params, *, request_id=None, before_submit=None, **options):
         if self.dead:
@@ -185,6 +189,7 @@ class FakeLLM:
                     token_ids=shown,
                     logprobs=logprobs,
                     finish_reason=forced or (reason if done else None),
+                    stop_reason=self.stop_reason if done else None,
                     error="a NaN in the logits" if forced is FinishReason.ERROR else None,
                 )
             )

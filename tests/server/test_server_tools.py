@@ -6,13 +6,11 @@ import re
 import httpx
 import openai
 import pytest
-from fake_llm import FakeLLM, FakeTokenizer
+from scripted_llm import CALLS, ScriptedLLM
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
-from quire.status import FinishReason
 
-TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}<tool_call>"
 USER = {"role": "user", "content": "Hi"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {
@@ -24,10 +22,6 @@ PING_FOR_TEMPLATE = {
     "type": "function",
     "function": {"name": "ping", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-CALLS = (
-    'Well.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "}\\"é"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
-)
 
 
 def tool_with(parameters):
@@ -37,34 +31,6 @@ def tool_with(parameters):
 def allowed_ping(mode):
     ping = {"type": "function", "function": {"name": "ping"}}
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [ping]}}
-
-
-class ScriptedTokenizer(FakeTokenizer):
-    chat_template_source = TEMPLATE
-
-    def added_token_id(self, text):
-        return {"<tool_call>": 7}.get(text)
-
-
-class ScriptedLLM(FakeLLM):
-    reply = CALLS
-
-    def __init__(self):
-        super().__init__()
-        self.tokenizer = ScriptedTokenizer()
-        self.conversation = None
-
-    def chat(self, messages, sampling_params, *, tools=None, marks=(), **options):
-        self.conversation = messages, tools, marks
-        last = [{"role": "user", "content": messages[-1]["content"] or "call"}]
-        return super().chat(last, sampling_params, **options)
-
-    def _tokens(self, params, index):
-        text = self.reply if index == 0 else "No."
-        tokens = [ord(character) for character in text]
-        limit = params.max_tokens or len(text)
-        reason = FinishReason.STOP if limit >= len(text) else FinishReason.LENGTH
-        return tokens[:limit], (text[:limit], reason)
 
 
 @pytest.fixture

@@ -178,6 +178,22 @@ class AsyncLLM:
             **options,
         )
 
+    async def tokenize_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
+        """Return the tokens of the prompt that the chat template makes of a conversation.
+
+        Args:
+            messages: of the conversation.
+            options: those of `chat` that the template gets to see, such as `tools`.
+
+        Raises:
+            InvalidRequestError: the template refuses the conversation, or it is too long for the model.
+        """
+        await self.wait_until_ready()
+        params = SamplingParams()
+        call = functools.partial(self._requests.prepare_chat, messages, params, **options)
+        processed = await self._threads.run(length_of(messages, params), call, may_wait=True)
+        return processed.core_request.prompt_token_ids
+
     def abort(self, request_id: str) -> None:
         """Abort a request; its generator yields a last output with finish reason "abort"."""
         self._requests.abort(request_id)

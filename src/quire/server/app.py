@@ -20,6 +20,9 @@ from starlette.routing import Route
 from quire.config import ServerConfig
 from quire.errors import EngineDeadError, nearest_name
 from quire.server.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error
+from quire.server.anthropic.answers import ErrorAnswer, MessageAnswer, TokenCount, error_answer
+from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
+from quire.server.anthropic.call import count_message_tokens, create_message
 from quire.server.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
@@ -28,7 +31,7 @@ from quire.server.docs_page import docs_page
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.leniency import HEADER, Leniency
 from quire.server.middleware import KeyCheck, RequestEnvelope
-from quire.server.openapi import GENERATION_ERRORS, Endpoint, openapi_document
+from quire.server.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint, openapi_document
 from quire.server.paths import CanonicalPath
 from quire.server.probes import health_of
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -108,7 +111,7 @@ def _middleware(config: ServerConfig, tenants: Tenants, log: AccessLog | None) -
 
 
 def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint's handler, given its body, with everything it raises as an OpenAI-shaped answer."""
+    """Return the endpoint's handler, given its body, with everything it raises as an answer."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -119,7 +122,7 @@ def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
             note_error(request.scope, "client_left")
             return Response(status_code=CLIENT_LEFT)
         except Exception as error:  # as_api_error logs what it does not know
-            return as_api_error(error, request_id=request_id_of(request)).response()
+            return as_api_error(error, request_id=request_id_of(request)).response(endpoint.error_shape)
 
     return answer
 
@@ -258,6 +261,27 @@ ENDPOINTS = (
         answer=ChatCompletion,
         event=ChatCompletionChunk,
         errors=GENERATION_ERRORS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/messages",
+        handler=create_message,
+        body=MessagesRequest,
+        answer=MessageAnswer,
+        event=MessageAnswer,
+        errors=GENERATION_ERRORS,
+        error_answer=ErrorAnswer,
+        error_shape=error_answer,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=count_message_tokens,
+        body=CountTokensRequest,
+        answer=TokenCount,
+        errors=PROMPT_ERRORS,
+        error_answer=ErrorAnswer,
+        error_shape=error_answer,
     ),
     Endpoint(method="GET", path="/v1/models", handler=list_models, answer=ModelList),
     Endpoint(

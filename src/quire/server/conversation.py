@@ -46,22 +46,24 @@ class Conversation:
     Args:
         context: of the server.
         body: with the messages and tools.
-        params: of the answer, without what tools demand of it.
+        params: of the answer, without what tools demand of it; None: there is to be none.
 
     Raises:
         InvalidRequestError: the model cannot call tools, or not as it must.
     """
 
-    def __init__(self, context: ServerContext, body: ConversationBody, params: SamplingParams) -> None:
+    def __init__(
+        self, context: ServerContext, body: ConversationBody, params: SamplingParams | None = None
+    ) -> None:
         self._context = context
         self._messages = body.template_messages(context.tool_call_format)
         self._tool_use = body.tool_use()
         self._call_format: ToolCallFormat | None = None
         self._readers: dict[int, AnswerReader] = {}  # by index of the completion
-        self.params = params
+        self.params = SamplingParams() if params is None else params
         if self._tool_use is not None:
             self._call_format = _required_format(context)
-            self.params = _params_with_tools(params, self._tool_use, self._call_format, context)
+            self.params = _params_with_tools(self.params, self._tool_use, self._call_format, context)
 
     @property
     def is_structured_by_tools(self) -> bool:
@@ -75,10 +77,21 @@ class Conversation:
             request_id: of the engine's request.
             options: of the engine's request.
         """
-        if self._tool_use is not None and self._call_format is not None:
-            tools = [tool.for_template() for tool in self._tool_use.tools]
-            options = {"tools": tools, "marks": self._call_format.marks, **options}
-        return self._context.llm.chat(self._messages, self.params, request_id=request_id, **options)
+        if self._call_format is not None:
+            options = {"marks": self._call_format.marks, **options}
+        return self._context.llm.chat(
+            self._messages, self.params, request_id=request_id, **self._template_options(), **options
+        )
+
+    async def count_prompt_tokens(self) -> int:
+        """Return the number of tokens of the prompt."""
+        return len(await self._context.llm.tokenize_chat(self._messages, **self._template_options()))
+
+    def _template_options(self) -> dict[str, Any]:
+        """Return what the chat template gets to see besides the messages."""
+        if self._tool_use is None:
+            return {}
+        return {"tools": [tool.for_template() for tool in self._tool_use.tools]}
 
     def reader(self, completion: CompletionOutput) -> AnswerReader:
         """Return what reads the text of one completion."""

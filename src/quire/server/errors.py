@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -25,6 +27,9 @@ from quire.server.responses import ErrorDetail, ErrorResponse, encode
 
 log = logging.getLogger(__name__)
 
+ErrorShape: TypeAlias = "Callable[[ApiError], msgspec.Struct]"
+"""Returns an error as clients of one API expect it."""
+
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 UNAVAILABLE = "service_unavailable_error"
@@ -35,6 +40,12 @@ _REQUEST_CODES = {
     ContextLengthError: "context_length_exceeded",
     DuplicateRequestError: "duplicate_request_id",
 }
+
+
+def openai_error(error: ApiError) -> ErrorResponse:
+    """Return an error as OpenAI's clients expect it: `{"error": {...}}`."""
+    detail = ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
+    return ErrorResponse(error=detail)
 
 
 class ApiError(Exception):
@@ -67,14 +78,13 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> bytes:
-        """Return the JSON body, `{"error": {...}}`."""
-        detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
-        return encode(ErrorResponse(error=detail))
+    def body(self, shape: ErrorShape = openai_error) -> bytes:
+        """Return the JSON body, in the shape of an API."""
+        return encode(shape(self))
 
-    def response(self) -> Response:
+    def response(self, shape: ErrorShape = openai_error) -> Response:
         """Return the whole HTTP response."""
-        return _ErrorAnswer(self)
+        return _ErrorAnswer(self, shape)
 
     def closing_response(self) -> bytes:
         """Return the whole HTTP response as it is sent, for a connection that closes after it."""
@@ -89,8 +99,8 @@ class ApiError(Exception):
 class _ErrorAnswer(Response):
     """The answer that an error is, which the access log gets to know."""
 
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(error.body(), error.status, error.headers, media_type="application/json")
+    def __init__(self, error: ApiError, shape: ErrorShape) -> None:
+        super().__init__(error.body(shape), error.status, error.headers, media_type="application/json")
         self._reason = error.reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

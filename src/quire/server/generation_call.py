@@ -16,6 +16,7 @@ from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.access_log import access_record_of
 from quire.server.context import context_of, request_id_of, tenant_of
+from quire.server.errors import ApiError
 from quire.server.generation import OutputStream, generate
 from quire.server.responses import json_response
 from quire.server.streaming import event_stream, unless_disconnected
@@ -113,9 +114,15 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         """
         receive = self._request.receive
         if self._body.stream:
-            return await event_stream(receive, self._events(), request_id=request_id_of(self._request))
+            return await event_stream(
+                receive, self._events(), self._error_event, request_id=request_id_of(self._request)
+            )
         answer = await unless_disconnected(receive, self._whole_answer())
         return json_response(answer)
+
+    def _error_event(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
+        return b"data: " + error.body() + b"\n\n"
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         return self._limited_outputs() if self._tenant.usage.has_limits else self._generate()

@@ -14,16 +14,21 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from quire.server import responses
+from quire.server.errors import ErrorShape, openai_error
 from quire.server.paths import MONITORING_PATHS
 
 _REF = "#/components/schemas/{}"
 _JSON = "application/json"
 _PARAMETER = re.compile(r"\{(\w+)\}")
-GENERATION_ERRORS = {
+PROMPT_ERRORS = {
     400: "The request is invalid; `param` is the field at fault.",
     404: "The model is not served here.",
     413: "The body is larger than the server's max_body_bytes.",
     415: "The body is not JSON.",
+    503: "The engine is not available.",
+}
+GENERATION_ERRORS = {
+    **PROMPT_ERRORS,
     429: "The queue is full; see Retry-After.",
     500: "The request failed in the engine.",
     503: "The engine is not available, or the server is shutting down.",
@@ -43,6 +48,7 @@ class Endpoint:
     event: type[msgspec.Struct] | None = None
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
     error_answer: type[msgspec.Struct] = responses.ErrorResponse
+    error_shape: ErrorShape = openai_error
 
     @property
     def summary(self) -> str:

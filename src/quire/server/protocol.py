@@ -69,11 +69,6 @@ _OTHERWISE_IN_BODIES = (  # in another form, or of only one of the bodies
 
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 
-UNION_TAGS = frozenset(
-    {"=text", "=texts", "=tokens", "=token_lists", "=parts", "=schema", "=named", "=allowed"}
-)
-"""Names of the forms that a field may take; they are no part of a field's path."""
-
 
 def _prompt_form(value: Any) -> str | None:
     if isinstance(value, str):

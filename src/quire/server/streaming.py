@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.access_log import note_error
-from quire.server.errors import ClientGoneError, as_api_error
+from quire.server.errors import ApiError, ClientGoneError, as_api_error
 
 T = TypeVar("T")
 
@@ -45,9 +45,15 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 async def event_stream(
-    receive: Receive, events: AsyncGenerator[bytes, None], *, request_id: str
+    receive: Receive,
+    events: AsyncGenerator[bytes, None],
+    error_event: Callable[[ApiError], bytes],
+    *,
+    request_id: str,
 ) -> EventStream:
     """Return the response that streams `events`, once the first of them is there.
+
+    An error after it is sent as what `error_event` makes of it.
 
     Waiting for the first one lets every refusal be a plain response with its own status.
 
@@ -56,7 +62,7 @@ async def event_stream(
         Exception: whatever made the first event fail.
     """
     first = await unless_disconnected(receive, _first(events))
-    return EventStream(first, events, request_id=request_id)
+    return EventStream(first, events, error_event, request_id=request_id)
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
@@ -72,12 +78,20 @@ class EventStream(Response):
     media_type = "text/event-stream"
     charset = "utf-8"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], *, request_id: str) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        error_event: Callable[[ApiError], bytes],
+        *,
+        request_id: str,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._first = first
         self._events = events
+        self._error_event = error_event
         self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,6 +115,5 @@ class EventStream(Response):
         except Exception as error:  # whatever it is, the client must hear of it
             answer = as_api_error(error, request_id=self._request_id)
             note_error(scope, answer.reason)
-            event = b"data: " + answer.body() + b"\n\n"
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": self._error_event(answer), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -33,6 +33,9 @@ UNKNOWN_NAME = "unknown_name"
 """Type of the validation error about a name that a model does not have; `name` and `hint` in its context."""
 
 
+TAG_PREFIX = "="
+"""Of the names of the forms that a field may take; they are no part of a field's path."""
+
 Unsupported: TypeAlias = None
 Ignored = Annotated[None, Ignorable()]
 

@@ -163,7 +163,7 @@ def _path_text(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in protocol.UNION_TAGS and part != "[key]":
+        elif not part.startswith(strict_model.TAG_PREFIX) and part != "[key]":
             text += f".{part}" if text else part
     return text
 

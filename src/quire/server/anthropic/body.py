@@ -1,0 +1,378 @@
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from quire.dialogue.formats import ToolCallFormat
+from quire.dialogue.tools import ToolUse
+from quire.errors import InvalidRequestError
+from quire.limits import PositiveInt, limits_of
+from quire.sampling_params import SamplingParams, StopText
+from quire.server.leniency import Leniency
+from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field, text_or_list
+from quire.server.tool_fields import (
+    MAX_TOOLS,
+    CallId,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    ToolFunction,
+    ToolName,
+    tool_use_of,
+)
+from quire.structured_outputs import StructuredOutputsParams
+
+
+class TextBlock(StrictModel):
+    """Text."""
+
+    path_prefix = "content[]."
+
+    type: Literal["text"]
+    text: str
+    cache_control: Ignored = None
+    citations: Ignored = None
+
+
+class ThinkingBlock(StrictModel):
+    """What the model thought in an earlier turn."""
+
+    path_prefix = "messages[].content[]."
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Ignored = None
+    cache_control: Ignored = None
+
+
+class RedactedThinkingBlock(StrictModel):
+    """A thought that only another service can read; the model is not shown it."""
+
+    path_prefix = "messages[].content[]."
+
+    type: Literal["redacted_thinking"]
+    data: Ignored = None
+
+
+class ToolUseBlock(StrictModel):
+    """A tool that the model called in an earlier turn."""
+
+    path_prefix = "messages[].content[]."
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: ToolName
+    input: dict[str, Any]
+    cache_control: Ignored = None
+    caller: Ignored = None
+
+
+TextBlocks = Annotated[
+    Annotated[str, Tag("=text")] | Annotated[list[TextBlock], Field(fail_fast=True), Tag("=parts")],
+    text_or_list("=parts", "a string or a list of text blocks"),
+]
+
+
+class ToolResultBlock(StrictModel):
+    """What a tool that the model called returned."""
+
+    path_prefix = "messages[].content[]."
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: TextBlocks | None = None
+    is_error: bool | None = Field(None, description="The model is shown the content only.")
+    cache_control: Ignored = None
+
+
+_TAGS_OF_TYPES = {
+    "text": "=text_block",
+    "thinking": "=thinking",
+    "redacted_thinking": "=redacted",
+    "tool_use": "=tool_use",
+    "tool_result": "=tool_result",
+}
+
+
+def _block_form(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return _TAGS_OF_TYPES.get(kind) if isinstance(kind, str) else None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("=text_block")]
+    | Annotated[ThinkingBlock, Tag("=thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("=redacted")]
+    | Annotated[ToolUseBlock, Tag("=tool_use")]
+    | Annotated[ToolResultBlock, Tag("=tool_result")],
+    Discriminator(
+        _block_form,
+        custom_error_type="form",
+        custom_error_message="its type must be text, tool_use, tool_result, thinking or redacted_thinking; "
+        "images and documents are not taken",
+    ),
+]
+Blocks = Annotated[
+    Annotated[str, Tag("=text")] | Annotated[list[Block], Field(fail_fast=True), Tag("=parts")],
+    text_or_list("=parts", "a string or a list of content blocks"),
+]
+
+
+class Message(StrictModel):
+    """One turn."""
+
+    path_prefix = "messages[]."
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class CustomTool(StrictModel):
+    """A tool of the client's."""
+
+    path_prefix = "tools[]."
+
+    type: Literal["custom"] | None = Field(None, description="Tools that a server runs are not there.")
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(description="JSON schema of the input, an object.")
+    strict: bool | None = Field(None, description="Enforce the schema.")
+    allowed_callers: Ignored = None
+    cache_control: Ignored = None
+    defer_loading: Ignored = None
+    eager_input_streaming: Ignored = None
+    input_examples: Ignored = None
+
+    def as_function(self) -> FunctionTool:
+        """Return the tool as chat completions describe it."""
+        function = ToolFunction(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return FunctionTool(type="function", function=function)
+
+
+class ToolChoice(StrictModel):
+    """Whether tools may be called, must be, and which."""
+
+    path_prefix = "tool_choice."
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = Field(None, description="Only with the type tool.")
+    disable_parallel_tool_use: bool | None = None
+
+    def as_choice(self) -> Any:
+        """Return the choice as chat completions have it.
+
+        Raises:
+            InvalidRequestError: a name is missing, or given with another type.
+        """
+        if (self.name is not None) != (self.type == "tool"):
+            problem = "needs" if self.name is None else "does not take"
+            raise InvalidRequestError(
+                f"tool_choice.type is {self.type!r}, which {problem} a name", param="tool_choice.name"
+            )
+        if self.name is not None:
+            return NamedTool(type="function", function=FunctionName(name=self.name))
+        return "required" if self.type == "any" else self.type
+
+
+class JsonFormat(StrictModel):
+    """A JSON schema that the answer must be valid against."""
+
+    path_prefix = "output_config.format."
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="The schema; at most 64 KiB as text.")
+
+
+class OutputConfig(StrictModel):
+    """The form of the answer."""
+
+    path_prefix = "output_config."
+
+    format: JsonFormat | None = None
+    effort: Ignored = None
+
+
+class CountTokensRequest(StrictModel):
+    """Body of POST /v1/messages/count_tokens."""
+
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] = Field(
+        description="The conversation so far."
+    )
+    system: TextBlocks | None = Field(None, description="What the model is told before the conversation.")
+    tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
+        None, description="What the model may call; at most 128."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None, description="Whether tools may be called, must be, and which. Default: auto."
+    )
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(None, description="The older name of output_config.format.")
+    thinking: Ignored = None
+    cache_control: Ignored = None
+    context_management: Ignored = None
+    mcp_servers: Unsupported = None
+    container: Unsupported = None
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which tools the answer may or must call; None: none.
+
+        Raises:
+            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
+        """
+        choice = self.tool_choice
+        return tool_use_of(
+            None if self.tools is None else [tool.as_function() for tool in self.tools],
+            None if choice is None else choice.as_choice(),
+            parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+        )
+
+    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
+        """Return the messages as chat templates expect them.
+
+        Raises:
+            InvalidRequestError: blocks are in messages where they make no sense.
+        """
+        rendered: list[dict[str, Any]] = []
+        if self.system is not None and (text := _text(self.system)):
+            rendered.append({"role": "system", "content": text})
+        names: dict[str, str] = {}
+        for message in self.messages:
+            if message.role == "assistant":
+                rendered.append(_assistant_message(message, names, call_format))
+            else:
+                rendered += _other_messages(message, names)
+        return rendered
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: PositiveInt = Field(description="Maximum number of output tokens.")
+    stop_sequences: (
+        Annotated[
+            list[StopText],
+            Field(fail_fast=True, max_length=limits_of(SamplingParams)["stop"].bounds["max_length"]),
+        ]
+        | None
+    ) = optional_field(SamplingParams, "stop")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
+    temperature: float | None = optional_field(SamplingParams, "temperature")
+    top_k: int | None = optional_field(SamplingParams, "top_k")
+    top_p: float | None = optional_field(SamplingParams, "top_p")
+    inference_geo: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    speed: Ignored = None
+
+    @classmethod
+    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
+        """Take what asks for nothing."""
+        if isinstance(values.get("stop_sequences"), list):
+            values["stop_sequences"] = [text for text in values["stop_sequences"] if text != ""]
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+        """
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "stop": None if self.stop_sequences is None else tuple(self.stop_sequences),
+            "structured_outputs": self._structure(),
+        }
+        fields = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(max_tokens=self.max_tokens, **fields)
+
+    def request_options(self) -> dict[str, Any]:
+        """Return the fields of `RequestOptions` that were given: there are none."""
+        return {}
+
+    def _structure(self) -> StructuredOutputsParams | None:
+        newer = None if self.output_config is None else self.output_config.format
+        if newer is not None and self.output_format is not None:
+            raise InvalidRequestError(
+                "output_config.format and output_format are the same; give one of them", param="output_format"
+            )
+        form = newer or self.output_format
+        return None if form is None else StructuredOutputsParams(json=form.schema_)
+
+
+def _text(content: str | Sequence[TextBlock] | None) -> str:
+    """Return the text of blocks, a line each."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(block.text for block in content)
+
+
+def _assistant_message(
+    message: Message, names: dict[str, str], call_format: ToolCallFormat | None
+) -> dict[str, Any]:
+    """Return a message of the model's; note the names of the tools that it calls by the calls' ids."""
+    if isinstance(message.content, str):
+        return {"role": "assistant", "content": message.content}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in message.content:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case ToolUseBlock():
+                names[block.id] = block.name
+                as_text = call_format is not None and call_format.arguments_as_text
+                arguments = json.dumps(block.input, ensure_ascii=False) if as_text else block.input
+                function = {"name": block.name, "arguments": arguments}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ToolResultBlock():
+                raise InvalidRequestError(
+                    "an assistant's message has a tool_result block; results are the user's", param="messages"
+                )
+    rendered: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        rendered["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        rendered["tool_calls"] = calls
+        if call_format is not None and call_format.null_content and not texts:
+            rendered["content"] = None
+    return rendered
+
+
+def _other_messages(message: Message, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Return a user's or the system's message: the results of tools in it are messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    rendered: list[dict[str, Any]] = []
+    texts: list[TextBlock] = []
+    for block in message.content:
+        match block:
+            case TextBlock():
+                texts.append(block)
+            case ToolResultBlock(tool_use_id=call_id):
+                if call_id not in names:
+                    raise InvalidRequestError(
+                        f"a tool_result has the tool_use_id {call_id!r}, which no tool_use before it has",
+                        param="messages",
+                    )
+                result = {"role": "tool", "tool_call_id": call_id, "name": names[call_id]}
+                rendered.append({**result, "content": _text(block.content)})
+            case _:
+                raise InvalidRequestError(
+                    f"a message of the {message.role}'s has a {block.type} block, which is the assistant's",
+                    param="messages",
+                )
+    if texts or not rendered:
+        rendered.append({"role": message.role, "content": _text(texts)})
+    return rendered

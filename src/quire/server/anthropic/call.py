@@ -1,0 +1,224 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from typing_extensions import override
+
+from quire.dialogue.events import AnswerEvent, ArgumentsDelta, CallBegin, CallEnd, ContentDelta
+from quire.request_output import CompletionOutput, RequestOutput
+from quire.server.anthropic.answers import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    InputJsonDelta,
+    MessageAnswer,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    StopDetails,
+    StopReason,
+    StreamEvent,
+    TextContent,
+    TextDelta,
+    TokenCount,
+    ToolUseContent,
+    Usage,
+    error_answer,
+    named_event,
+)
+from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
+from quire.server.context import context_of
+from quire.server.conversation import AnswerReader, Conversation
+from quire.server.errors import ApiError
+from quire.server.generation import OutputStream, SequenceProgress, naming_fields
+from quire.server.generation_call import GenerationCall
+from quire.server.responses import json_response
+from quire.status import FinishReason
+
+CALL_ID_PREFIX = "toolu_"
+
+_FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": "output_config.format"}
+
+
+async def create_message(request: Request, body: MessagesRequest) -> Response:
+    """Answer a conversation in Anthropic's form, whole or, with `stream`, as server-sent events."""
+    return await _MessagesCall(request, body).response()
+
+
+async def count_message_tokens(request: Request, body: CountTokensRequest) -> Response:
+    """Count the tokens of a conversation's prompt."""
+    context = context_of(request)
+    context.require_model(body.model)
+    number = await Conversation(context, body).count_prompt_tokens()
+    return json_response(TokenCount(input_tokens=number))
+
+
+class _MessagesCall(GenerationCall[MessagesRequest]):
+    id_prefix = "msg"
+
+    def __init__(self, request: Request, body: MessagesRequest) -> None:
+        super().__init__(request, body)
+        self._conversation = Conversation(self._context, body, self._params)
+        self._params = self._conversation.params
+
+    @property
+    def _request_ids(self) -> Sequence[str]:
+        return [self._engine_id]
+
+    def _streams(self) -> Sequence[OutputStream]:
+        fields = _FIELD_NAMES
+        if self._conversation.is_structured_by_tools:
+            fields = {**fields, "structured_outputs": "tools"}
+        return [naming_fields(fields, self._conversation.outputs(self._engine_id, self._request_options()))]
+
+    @override
+    async def _whole_answer(self) -> MessageAnswer:
+        [output] = await self._final_outputs()
+        [completion] = output.outputs
+        reader = self._conversation.reader(completion)
+        content = _content_of(reader, completion.text)
+        stop = _stop_details(completion, reader)
+        return self._message(output, content, stop.stop_reason, stop.stop_sequence)
+
+    @override
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        progress = SequenceProgress()
+        blocks: _StreamedBlocks | None = None
+        async with contextlib.aclosing(self._outputs()) as outputs:
+            async for _, output in outputs:
+                [completion] = output.outputs
+                events: list[StreamEvent] = []
+                if blocks is None:
+                    blocks = _StreamedBlocks(self._conversation.reader(completion))
+                    events.append(MessageStart(self._message(output, [], None, None)))
+                new_text, _ = progress.advance(completion)
+                events += blocks.events(new_text, is_last=completion.finished)
+                if completion.finished:
+                    details = _stop_details(completion, blocks.reader)
+                    events += [MessageDelta(details, _usage_of(output)), MessageStop()]
+                if events:
+                    yield b"".join(map(named_event, events))
+
+    @override
+    def _error_event(self, error: ApiError) -> bytes:
+        return named_event(error_answer(error))
+
+    def _message(
+        self,
+        output: RequestOutput,
+        content: list[ContentBlock],
+        stop_reason: StopReason | None,
+        stop_sequence: str | None,
+    ) -> MessageAnswer:
+        return MessageAnswer(
+            id=self._id,
+            model=self._context.model_name,
+            content=content,
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            usage=_usage_of(output),
+        )
+
+
+class _StreamedBlocks:
+    """Turns an answer's events into those of its content blocks, of which one at a time is open."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self.reader = reader
+        self._index = -1
+        self._open: type[ContentBlock] | None = None
+
+    def events(self, new_text: str, *, is_last: bool) -> list[StreamEvent]:
+        """Return what is new with a piece of the answer's text."""
+        events: list[StreamEvent] = []
+        for event in self.reader.events(new_text, is_last=is_last):
+            events += self._translated(event)
+        return events + self._close() if is_last else events
+
+    def _translated(self, event: AnswerEvent) -> list[StreamEvent]:
+        match event:
+            case ContentDelta(text=text):
+                start = [] if self._open is TextContent else self._begin(TextContent(text=""))
+                return [*start, BlockDelta(self._index, TextDelta(text))]
+            case CallBegin(name=name):
+                call_id = self.reader.new_call_id(CALL_ID_PREFIX)
+                return self._begin(ToolUseContent(id=call_id, name=name, input={}))
+            case ArgumentsDelta(text=text):
+                return [BlockDelta(self._index, InputJsonDelta(text))]
+            case CallEnd():
+                return self._close()
+
+    def _begin(self, block: ContentBlock) -> list[StreamEvent]:
+        closed = self._close()
+        self._index += 1
+        self._open = type(block)
+        return [*closed, BlockStart(self._index, block)]
+
+    def _close(self) -> list[StreamEvent]:
+        if self._open is None:
+            return []
+        self._open = None
+        return [BlockStop(self._index)]
+
+
+def _content_of(reader: AnswerReader, text: str) -> list[ContentBlock]:
+    """Return the blocks of a whole answer."""
+    blocks: list[ContentBlock] = []
+    arguments: dict[int, str] = {}  # of calls, by the index of the block
+    for event in reader.events(text, is_last=True):
+        match event:
+            case ContentDelta(text=piece):
+                if blocks and isinstance(blocks[-1], TextContent):
+                    blocks[-1].text += piece
+                else:
+                    blocks.append(TextContent(text=piece))
+            case CallBegin(name=name):
+                arguments[len(blocks)] = ""
+                blocks.append(ToolUseContent(id=reader.new_call_id(CALL_ID_PREFIX), name=name, input={}))
+            case ArgumentsDelta(text=piece):
+                arguments[len(blocks) - 1] += piece
+    for index, written in arguments.items():
+        call = blocks[index]
+        assert isinstance(call, ToolUseContent)
+        call.input = _object_of(written)
+    return blocks
+
+
+def _object_of(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments; what was cut off is no JSON, and nothing of it can be told."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _stop_details(completion: CompletionOutput, reader: AnswerReader) -> StopDetails:
+    reason: StopReason
+    sequence = None
+    if completion.finish_reason is FinishReason.LENGTH:
+        reason = "max_tokens"
+    elif reader.has_calls:
+        reason = "tool_use"
+    elif isinstance(completion.stop_reason, str):
+        reason, sequence = "stop_sequence", completion.stop_reason
+    else:
+        reason = "end_turn"
+    return StopDetails(stop_reason=reason, stop_sequence=sequence)
+
+
+def _usage_of(output: RequestOutput) -> Usage:
+    cached = output.num_cached_tokens
+    return Usage(
+        input_tokens=len(output.prompt_token_ids) - cached,
+        output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
+        cache_read_input_tokens=cached,
+    )
