@@ -263,3 +263,14 @@ def test_refusals_belong_to_the_request(tmp_path: Path, template: str | None, me
 
 def test_strftime_now(tmp_path: Path) -> None:
     assert len(_set_template(tmp_path, "{{ strftime_now('%Y') }}").apply_chat_template(MESSAGES)) == 4
+
+
+def test_variables_of_a_template(tmp_path: Path) -> None:
+    template = "{{ enable_thinking }} {{ documents }} {{ add_generation_prompt }}"
+    tokenizer = _set_template(tmp_path, template)
+    variables = {"enable_thinking": False, "documents": [1]}
+    assert tokenizer.apply_chat_template(MESSAGES, variables=variables) == "False [1] True"
+    for name in ("messages", "tools", "add_generation_prompt"):
+        with pytest.raises(InvalidRequestError, match=name) as caught:
+            tokenizer.apply_chat_template(MESSAGES, variables={name: []})
+        assert caught.value.param == "chat_template_kwargs"

@@ -165,6 +165,8 @@ async def test_a_second_turn_with_results(claude, llm):
             "role": "assistant",
             "content": "Let me see.",
             "reasoning_content": "Ask.",
+            "reasoning": "Ask.",
+            "thinking": "Ask.",
             "tool_calls": [{"id": "toolu_1", "type": "function", "function": function}],
         },
         {"role": "tool", "tool_call_id": "toolu_1", "name": "get_weather", "content": "Warm."},
@@ -279,3 +281,20 @@ async def test_a_strict_server_refuses_it(llm):
         answer = await http.post("/v1/messages", json=body)
     assert answer.status_code == 400
     assert "surprise" in answer.json()["error"]["message"]
+
+
+async def test_a_thought_is_a_block_before_the_others(claude, llm):
+    llm.tokenizer.chat_template_source += "<think>{% if enable_thinking %}"
+    llm.reply = f"<think>\nHm, hm.\n</think>\n\n{CALLS}"
+    thought = (await create(claude, thinking={"type": "enabled", "budget_tokens": 1024})).content[0]
+    assert (thought.type, thought.thinking, thought.signature) == ("thinking", "Hm, hm.", "")
+    assert llm.seen[-1].options["chat_template_kwargs"] == {"enable_thinking": True}
+    stream = await create(claude, stream=True)
+    events = [event async for event in stream if event.type.startswith("content_block")]
+    kinds = [event.content_block.type for event in events if event.type == "content_block_start"]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    assert "".join(one.thinking for one in deltas if one.type == "thinking_delta") == "Hm, hm."
+    answer = await create(claude, thinking={"type": "disabled"})
+    assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"]
+    assert llm.seen[-1].options["chat_template_kwargs"] == {"enable_thinking": False}

@@ -115,11 +115,13 @@ class PrefixFinder:
     def _tokenized(self, request: ChatCompletionRequest | CompletionRequest) -> tuple[int, list[int]]:
         """Return the length of a prompt, in characters or ids, and the ids of what is looked at of it."""
         if isinstance(request, ChatCompletionRequest):
-            name = format_of_template(self.tokenizer.chat_template_source or "")
+            template = self.tokenizer.chat_template_source or ""
+            name = format_of_template(template)
             use = request.tool_use()
             text = self.tokenizer.apply_chat_template(
                 request.template_messages(None if name is None else FORMATS[name]),
                 tools=None if use is None else [tool.for_template() for tool in use.tools],
+                variables=request.thinking_options().variables(template),
             )
             return len(text), self.tokenizer.encode(text[:MAX_CHARACTERS], add_special_tokens=False)
         if len(request.prompts) > 1:

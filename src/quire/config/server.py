@@ -31,6 +31,19 @@ ToolCallFormatName = Literal[
     "qwen3_coder",
 ]
 
+ReasoningFormatName = Literal[
+    "auto",
+    "none",
+    "cohere",
+    "exaone",
+    "gemma4",
+    "granite",
+    "kimi",
+    "mistral",
+    "seed",
+    "think",
+]
+
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
@@ -53,6 +66,11 @@ class ServerConfig:
     tool_call_format: ToolCallFormatName = knob(
         default="auto",
         help="Format in which the model calls tools. auto: known from its chat template.",
+    )
+    reasoning_format: ReasoningFormatName = knob(
+        default="auto",
+        help="Format of what the model thinks before it answers. auto: known from its chat template; none: "
+        "what it thinks is content.",
     )
     api_key: str = knob(
         default="",

@@ -1,9 +1,9 @@
-"""The parser of answers: which of a text is content, and which is calls of tools.
+"""The parser of answers: which of a text is thought, which is content, and which is calls of tools.
 
 A call begins, for whoever reads the events, when its name is known. What turns out to be no call before that
 is content, with the marks around it. A call that has begun and is malformed ends where it is malformed, with
 the arguments that it has by then; what follows up to the mark that ends it belongs to no one. White space
-beside a call is no content.
+beside a call or a thought is neither content nor thought.
 """
 
 from __future__ import annotations
@@ -12,27 +12,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.dialogue.call_reading import CallReader, NotACallError
-from quire.dialogue.events import AnswerEvent, ArgumentsDelta, ContentDelta
+from quire.dialogue.events import AnswerEvent, ArgumentsDelta, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import ToolCallFormat
 from quire.dialogue.incoming_text import SPACE, IncomingText, Reading
+from quire.dialogue.thoughts import ExpectedThought
 
 
 class AnswerParser:
     """Takes one answer's text as it comes.
 
     Args:
-        call_format: in which the model calls tools.
+        call_format: in which the model calls tools; None: it has none to call.
         tools: JSON schema of each tool's arguments, by the tool's name.
+        thought: with which the answer may begin; None: with none.
     """
 
-    def __init__(self, call_format: ToolCallFormat, tools: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        call_format: ToolCallFormat | None,
+        tools: Mapping[str, Mapping[str, Any]],
+        thought: ExpectedThought | None = None,
+    ) -> None:
         self._format = call_format
+        self._thought = thought
         self._events: list[AnswerEvent] = []
         self._text = IncomingText()
         self._space: list[str] = []  # after content, or before anything
         self._has_content = False
         self._follows_call = False
-        self._calls = CallReader(self._text, tools, call_format.known_only, self._events.append)
+        known_only = call_format is not None and call_format.known_only
+        self._calls = CallReader(self._text, tools, known_only, self._events.append)
         self._reading = self._read()
 
     @property
@@ -57,34 +66,68 @@ class AnswerParser:
         return events
 
     def _read(self) -> Reading[None]:
-        markers = (*self._format.openings, *self._format.ignored)
-        yield from self._read_start()
+        if self._thought is not None:
+            yield from self._read_thought(self._thought)
+        if self._format is None:
+            yield from self._read_content()
+        else:
+            yield from self._read_start(self._format)
+            yield from self._read_content_and_calls(self._format)
+        if not self._follows_call and any(self._space):
+            self._events.append(ContentDelta("".join(self._space)))
+
+    def _read_thought(self, thought: ExpectedThought) -> Reading[None]:
+        """Read the thought that begins the answer, if one does."""
+        space = yield from self._text.whole_run(SPACE)
+        has_start = yield from self._text.match(thought.format.start)
+        if not thought.is_open and not has_start:
+            self._add_content(space)
+            return
+        yield from self._text.skip_space()
+        unsaid: list[str] = []  # white space that something may follow
+        marker = ""
+        while not marker:
+            self._text.mark()
+            piece, marker = yield from self._text.piece_before((thought.format.end,))
+            if not piece and not marker:
+                return
+            if said := piece.rstrip():
+                self._events.append(ReasoningDelta("".join(unsaid) + said))
+                unsaid.clear()
+            unsaid.append(piece[len(said) :])
+        yield from self._text.skip_space()
+
+    def _read_content(self) -> Reading[None]:
+        while piece := (yield from self._text.piece()):
+            self._text.mark()
+            self._add_content(piece)
+
+    def _read_content_and_calls(self, call_format: ToolCallFormat) -> Reading[None]:
+        markers = (*call_format.openings, *call_format.ignored)
         while True:
             self._text.mark()
             before, marker = yield from self._text.piece_before(markers)
             self._add_content(before)
-            while marker in self._format.openings:
-                marker = yield from self._read_calls(marker)
+            while marker in call_format.openings:
+                marker = yield from self._read_calls(call_format, marker)
             if not before and not marker and not (yield from self._text.peek()):
-                break
-        if not self._follows_call and any(self._space):
-            self._events.append(ContentDelta("".join(self._space)))
+                return
 
-    def _read_start(self) -> Reading[None]:
+    def _read_start(self, call_format: ToolCallFormat) -> Reading[None]:
         """Read calls that begin the answer without a mark."""
-        if self._format.start:
+        if call_format.start:
             self._add_content((yield from self._text.whole_run(SPACE)))
-            if (yield from self._text.peek()) == self._format.start:
-                yield from self._read_calls("")
+            if (yield from self._text.peek()) == call_format.start:
+                yield from self._read_calls(call_format, "")
 
-    def _read_calls(self, opening: str) -> Reading[str]:
+    def _read_calls(self, call_format: ToolCallFormat, opening: str) -> Reading[str]:
         """Read calls after the mark that begins them; return the mark of the next ones, if it has come."""
         num_before = self._calls.num_calls
         self._text.mark()
         is_broken = False
         remainder = ""
         try:
-            yield from self._format.notation.read(self._calls)
+            yield from call_format.notation.read(self._calls)
         except NotACallError:
             is_broken = self._calls.is_open
             if is_broken:
@@ -97,19 +140,19 @@ class AnswerParser:
         self._follows_call = True
         self._add_content(remainder)
         if is_broken:
-            return (yield from self._skip_broken_call())
-        if not remainder and self._format.closings:
+            return (yield from self._skip_broken_call(call_format))
+        if not remainder and call_format.closings:
             yield from self._text.skip_space()
-            yield from self._text.match(*self._format.closings)
+            yield from self._text.match(*call_format.closings)
         return ""
 
-    def _skip_broken_call(self) -> Reading[str]:
+    def _skip_broken_call(self, call_format: ToolCallFormat) -> Reading[str]:
         """Drop what follows in a broken call; return the mark that begins the next ones, if there is one."""
-        markers = (*self._format.closings, *self._format.openings)
+        markers = (*call_format.closings, *call_format.openings)
         while True:
             before, marker = yield from self._text.piece_before(markers)
             if marker or not before:
-                return marker if marker in self._format.openings else ""
+                return marker if marker in call_format.openings else ""
 
     def _add_content(self, text: str) -> None:
         """Say more to the user; white space at the end only once something follows it."""
@@ -133,6 +176,8 @@ def _merged(events: list[AnswerEvent]) -> list[AnswerEvent]:
         last = merged[-1] if merged else None
         if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
             merged[-1] = ContentDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            merged[-1] = ReasoningDelta(last.text + event.text)
         elif isinstance(event, ArgumentsDelta) and isinstance(last, ArgumentsDelta):
             merged[-1] = ArgumentsDelta(last.index, last.text + event.text)
         else:

@@ -14,6 +14,13 @@ class ContentDelta:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CallBegin:
     """A call begins; the calls of an answer count from 0."""
 
@@ -36,4 +43,4 @@ class CallEnd:
     index: int
 
 
-AnswerEvent: TypeAlias = ContentDelta | CallBegin | ArgumentsDelta | CallEnd
+AnswerEvent: TypeAlias = ContentDelta | ReasoningDelta | CallBegin | ArgumentsDelta | CallEnd

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 
 from quire.dialogue.call_reading import CallNotation
@@ -11,9 +10,7 @@ from quire.dialogue.grammar_writing import GrammarWriter
 from quire.dialogue.json_calls import JsonCalls, ListedOrNamedCalls, NamedCalls
 from quire.dialogue.literal_calls import BareKeyCalls, PythonicCalls
 from quire.dialogue.tagged_calls import TaggedCalls
-
-_EXPRESSION = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
-_TOOLS = re.compile(r"""(?<![\w."'])tools(?![\w"'])""")
+from quire.dialogue.template_names import uses_name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,7 +211,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
 
 def has_place_for_tools(template: str) -> bool:
     """Whether a chat template says anything of a request's tools."""
-    return any(_TOOLS.search(found[0]) for found in _EXPRESSION.finditer(template))
+    return uses_name(template, "tools")
 
 
 def format_of_template(source: str) -> str | None:

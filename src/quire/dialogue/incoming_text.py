@@ -79,6 +79,11 @@ class IncomingText:
                 return self._consume(self._position + len(literal))
         return ""
 
+    def piece(self) -> Reading[str]:
+        """Return the next piece of the text, however long; "" at the end."""
+        yield from self.peek()
+        return self._consume(len(self._text))
+
     def piece_before(self, markers: Sequence[str]) -> Reading[tuple[str, str]]:
         """Return a piece of the text before the first of `markers`, and the marker once it has come.
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.messages import EngineCoreRequest, EngineInfo
@@ -110,6 +111,7 @@ class InputProcessor:
         params: SamplingParams,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         marks: Iterable[str] = (),
         **options: Any,
     ) -> ProcessedRequest:
@@ -119,11 +121,14 @@ class InputProcessor:
             messages: of the conversation.
             params: as given by the caller.
             tools: that the model may call, as OpenAI's API describes them.
+            chat_template_kwargs: variables for the chat template, such as enable_thinking.
             marks: texts that are shown in the output even if they are special tokens.
             options: as for `process`.
         """
         self._check_conversation(messages)
-        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tools=tools)
+        text = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tools=tools, variables=chat_template_kwargs
+        )
         token_ids = self._encode_prompt(text, add_special_tokens=False)
         processed = self.process(token_ids, params, prompt_text=text, **options)
         found = map(self._tokenizer.added_token_id, marks)

@@ -60,21 +60,25 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> str:
         """Return the text of a conversation; with `add_generation_prompt`, up to where the answer starts.
+
+        `variables` are what else the template may use.
 
         Raises:
             InvalidRequestError: the template refuses these messages.
         """
-        variables = {
+        all_variables = {
             **self._special_tokens,
+            "documents": None,
+            **variables,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
-            "documents": None,
         }
         try:
-            return self._template.render(variables)
+            return self._template.render(all_variables)
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"

@@ -24,3 +24,4 @@ class Conversation(TypedDict):
     messages: list[dict[str, object]]
     add_generation_prompt: bool
     tools: list[dict[str, object]] | None
+    variables: dict[str, object]

@@ -41,6 +41,7 @@ def _rendered(template: ChatTemplate, line: bytes) -> str:
         conversation["messages"],
         add_generation_prompt=conversation["add_generation_prompt"],
         tools=conversation["tools"],
+        variables=conversation["variables"],
     )
 
 

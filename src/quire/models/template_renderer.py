@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from quire.config import ChatTemplateConfig
@@ -60,8 +61,11 @@ class TemplateRenderer:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the text of a conversation; with `add_generation_prompt`, up to where the answer starts.
+
+        `variables` are what else the template may use.
 
         Raises:
             InvalidRequestError: the template is not valid, refuses these messages, or takes too much.
@@ -72,6 +76,7 @@ class TemplateRenderer:
             messages=[dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             tools=None if tools is None else [dict(tool) for tool in tools],
+            variables=dict(variables),
         )
         try:
             line = _line(conversation)

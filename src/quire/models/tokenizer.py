@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -28,6 +29,8 @@ _SHORT_TEXT = 2_000
 """Characters up to which the library's `encode` is used: it holds the interpreter's lock, but takes none of
 the library's threads, which may all be busy with long texts."""
 
+
+_TEMPLATES_OWN = frozenset({"messages", "add_generation_prompt", "tools"})
 
 DEFAULT_LIMITS = ChatTemplateConfig()
 
@@ -135,20 +138,29 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return a conversation as the text that the model was trained on.
 
         Encode it with `add_special_tokens=False`: the template has put them in. The call waits for another
-        process, which renders it. `tools` are those that the model may call, as OpenAI's API describes them.
+        process, which renders it. `tools` are those that the model may call, as OpenAI's API describes them;
+        `variables` are what else the template may use, such as enable_thinking.
 
         Raises:
-            InvalidRequestError: the model has no template, or its template refuses the messages or takes too
-                much time or memory for them.
+            InvalidRequestError: the model has no template, its template refuses the messages or takes too
+                much time or memory for them, or a variable has a name that is taken.
             RequestTimeoutError: the machine is too busy.
             QueueFullError: no process can be started.
         """
+        taken = sorted(_TEMPLATES_OWN & variables.keys())
+        if taken:
+            raise InvalidRequestError(
+                f"chat_template_kwargs has {taken[0]!r}, which the chat template gets from elsewhere; leave "
+                "it out",
+                param="chat_template_kwargs",
+            )
         return self._template_renderer.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
 
     def check_chat_template(self) -> None:

@@ -133,6 +133,7 @@ async def _answer_to_body(
     """Return the handler's answer, which says what had no effect."""
     context = context_of(request)
     leniency = Leniency(is_strict=context.config.strict)
+    request.scope["state"]["leniency"] = leniency
     body = await read_body(
         request,
         model,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec.structs
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import override
 
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.completions_call import CompletionsCall
+from quire.server.context import leniency_of
 from quire.server.conversation import Conversation
 from quire.server.generation import OutputStream, end_reason, naming_fields
 from quire.server.logprobs import chat_logprobs
@@ -21,6 +24,8 @@ from quire.server.responses import (
     ChatDelta,
     ChatEndReason,
     ChatLogprobs,
+    CompletionTokensDetails,
+    TokenUsage,
 )
 from quire.server.tool_answers import deltas_of, message_of
 
@@ -39,6 +44,9 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         super().__init__(request, body)
         self._conversation = Conversation(self._context, body, self._params)
         self._params = self._conversation.params
+        can_think = self._context.thought_format is not None
+        template, leniency = self._context.chat_template, leniency_of(request)
+        body.thinking_options().note_effort_without_effect(template, leniency, can_think=can_think)
 
     @property
     def _request_ids(self) -> Sequence[str]:
@@ -52,6 +60,16 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         elif body.response_format is not None and body.structured_outputs is None:
             fields["structured_outputs"] = "response_format"
         return [naming_fields(fields, self._conversation.outputs(self._engine_id, self._request_options()))]
+
+    @override
+    def _usage(self, outputs: Sequence[RequestOutput]) -> TokenUsage:
+        usage = super()._usage(outputs)
+        counts = [self._conversation.num_thought_tokens(one) for output in outputs for one in output.outputs]
+        known = [count for count in counts if count is not None]
+        if not known:
+            return usage
+        details = CompletionTokensDetails(reasoning_tokens=sum(known))
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def _end_reason(self, completion: CompletionOutput) -> ChatEndReason | None:
         reason = end_reason(completion)

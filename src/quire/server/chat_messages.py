@@ -14,6 +14,8 @@ from quire.server.tool_fields import MAX_CALLS, CallId, MessageToolCall
 
 Role = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
+NAMES_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # in templates
+
 
 class TextPart(StrictModel):
     """A part of a message's content."""
@@ -47,6 +49,10 @@ class ChatMessage(StrictModel):
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = Field(
         None, description="The tools that the assistant called."
     )
+    reasoning_content: str | None = Field(
+        None, description="What the assistant thought, for templates that show it."
+    )
+    reasoning: str | None = Field(None, description="The newer name of reasoning_content.")
     annotations: Ignored = None
     audio: Unsupported = None
     function_call: Unsupported = None
@@ -89,6 +95,9 @@ def messages_for_template(
             one["tool_calls"] = [call.for_template(arguments_as_text=as_text) for call in calls]
             if call_format is not None and call_format.null_content and not one["content"]:
                 one["content"] = None
+        thought = message.reasoning_content or message.reasoning
+        if thought:
+            one.update(dict.fromkeys(NAMES_OF_THOUGHTS, thought))
         if message.tool_call_id is not None:
             one["tool_call_id"] = message.tool_call_id
         name = message.name or names.get(message.tool_call_id or "")

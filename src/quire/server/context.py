@@ -12,9 +12,10 @@ from starlette.requests import Request
 
 from quire.config import ServerConfig
 from quire.dialogue.formats import FORMATS, ToolCallFormat, format_of_template
+from quire.dialogue.thoughts import THOUGHT_FORMATS, ThoughtFormat, thought_format_of_template
 from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError
-from quire.server.leniency import IgnoredNames
+from quire.server.leniency import IgnoredNames, Leniency
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
 from quire.server.tenants import Tenant, Tenants
@@ -57,8 +58,21 @@ class ServerContext:
         """The format in which the served model calls tools; None if it is unknown."""
         name: str | None = self.config.tool_call_format
         if name == "auto":
-            name = format_of_template(self.llm.tokenizer.chat_template_source or "")
+            name = format_of_template(self.chat_template)
         return None if name is None else FORMATS[name]
+
+    @functools.cached_property
+    def thought_format(self) -> ThoughtFormat | None:
+        """The format of what the served model thinks; None: it does not, or that is content."""
+        name: str | None = self.config.reasoning_format
+        if name == "auto":
+            name = thought_format_of_template(self.chat_template)
+        return None if name is None or name == "none" else THOUGHT_FORMATS[name]
+
+    @property
+    def chat_template(self) -> str:
+        """The jinja2 text of the model's chat template; empty if there is none."""
+        return self.llm.tokenizer.chat_template_source or ""
 
     def require_model(self, name: str) -> None:
         """Raise `ApiError` 404 unless `name` is the served model."""
@@ -91,6 +105,12 @@ def request_id_of(request: Request) -> str:
     """Return the request's X-Request-Id, the client's or a fresh one."""
     request_id: str = request.scope["state"]["request_id"]
     return request_id
+
+
+def leniency_of(request: Request) -> Leniency:
+    """Return how the body of `request` is read, and what in it had no effect."""
+    leniency: Leniency = request.scope["state"]["leniency"]
+    return leniency
 
 
 def tenant_of(request: Request) -> Tenant:

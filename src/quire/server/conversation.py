@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 import string
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.call_grammar import structure_of_answer
-from quire.dialogue.events import AnswerEvent, ContentDelta
+from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import ToolCallFormat, has_place_for_tools
+from quire.dialogue.thought_tokens import ThoughtTokens
+from quire.dialogue.thoughts import ExpectedThought, ThoughtFormat, expected_thought
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import ServerContext
 from quire.server.generation import OutputStream
+from quire.server.reasoning import Thinking
 
 _SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
 _SHORT_ID_LENGTH = 9
@@ -39,6 +44,9 @@ class ConversationBody(Protocol):
             call_format: of the model's calls; None if it is unknown.
         """
 
+    def thinking_options(self) -> Thinking:
+        """Return how the model is to think."""
+
 
 class Conversation:
     """A conversation that the model is to continue.
@@ -59,7 +67,10 @@ class Conversation:
         self._messages = body.template_messages(context.tool_call_format)
         self._tool_use = body.tool_use()
         self._call_format: ToolCallFormat | None = None
+        self._thinking = body.thinking_options()
+        self._thought: ExpectedThought | None = None  # known with the first output
         self._readers: dict[int, AnswerReader] = {}  # by index of the completion
+        self._thought_tokens: dict[int, ThoughtTokens] = {}  # likewise
         self.params = SamplingParams() if params is None else params
         if self._tool_use is not None:
             self._call_format = _required_format(context)
@@ -77,28 +88,67 @@ class Conversation:
             request_id: of the engine's request.
             options: of the engine's request.
         """
-        if self._call_format is not None:
-            options = {"marks": self._call_format.marks, **options}
-        return self._context.llm.chat(
-            self._messages, self.params, request_id=request_id, **self._template_options(), **options
+        stream = self._context.llm.chat(
+            self._messages,
+            self.params,
+            request_id=request_id,
+            marks=tuple(self._marks()),
+            **self._template_options(),
+            **options,
         )
+        thought_format = self._context.thought_format
+        return stream if thought_format is None else self._noting_thought(thought_format, stream)
 
     async def count_prompt_tokens(self) -> int:
         """Return the number of tokens of the prompt."""
         return len(await self._context.llm.tokenize_chat(self._messages, **self._template_options()))
 
+    def _marks(self) -> Iterator[str]:
+        """Yield the texts that are read in answers, also where they are special tokens."""
+        if self._call_format is not None:
+            yield from self._call_format.marks
+        if (thought_format := self._context.thought_format) is not None:
+            yield from (thought_format.start, thought_format.end)
+
     def _template_options(self) -> dict[str, Any]:
         """Return what the chat template gets to see besides the messages."""
-        if self._tool_use is None:
-            return {}
-        return {"tools": [tool.for_template() for tool in self._tool_use.tools]}
+        options: dict[str, Any] = {}
+        if self._tool_use is not None:
+            options["tools"] = [tool.for_template() for tool in self._tool_use.tools]
+        if variables := self._thinking.variables(self._context.chat_template):
+            options["chat_template_kwargs"] = variables
+        return options
+
+    async def _noting_thought(self, thought_format: ThoughtFormat, stream: OutputStream) -> OutputStream:
+        """Pass on `stream`, having noted what its prompt says of a thought."""
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
+                if self._thought is None:
+                    self._thought = expected_thought(thought_format, output.prompt or "")
+                yield output
 
     def reader(self, completion: CompletionOutput) -> AnswerReader:
         """Return what reads the text of one completion."""
         reader = self._readers.get(completion.index)
         if reader is None:
-            reader = self._readers[completion.index] = AnswerReader(self._call_format, self._tool_use)
+            reader = AnswerReader(
+                self._call_format, self._tool_use, self._thought, shows_thought=self._thinking.is_shown
+            )
+            self._readers[completion.index] = reader
         return reader
+
+    def num_thought_tokens(self, completion: CompletionOutput) -> int | None:
+        """Return how many tokens of a completion so far are thought; None: of this model, that is unknown."""
+        if self._context.thought_format is None:
+            return None
+        if self._thought is None:
+            return 0
+        counter = self._thought_tokens.get(completion.index)
+        if counter is None:
+            tokenizer = self._context.llm.tokenizer
+            counter = ThoughtTokens(self._thought, tokenizer.token_text, tokenizer.added_token_id)
+            self._thought_tokens[completion.index] = counter
+        return counter.update(completion.token_ids)
 
 
 class AnswerReader:
@@ -107,12 +157,22 @@ class AnswerReader:
     Args:
         call_format: in which the model calls tools; None: it calls none.
         use: of tools by the answer.
+        thought: with which the answer may begin; None: with none.
+        shows_thought: whether its events are returned.
     """
 
-    def __init__(self, call_format: ToolCallFormat | None, use: ToolUse | None) -> None:
+    def __init__(
+        self,
+        call_format: ToolCallFormat | None,
+        use: ToolUse | None,
+        thought: ExpectedThought | None,
+        *,
+        shows_thought: bool,
+    ) -> None:
         self._parser: AnswerParser | None = None
-        if call_format is not None and use is not None:
-            self._parser = AnswerParser(call_format, use.schemas)
+        if call_format is not None or thought is not None:
+            self._parser = AnswerParser(call_format, {} if use is None else use.schemas, thought)
+        self._shows_thought = shows_thought
         self._short_ids = call_format is not None and call_format.short_ids
 
     @property
@@ -124,7 +184,10 @@ class AnswerReader:
         """Return what is new with a piece of the text."""
         if self._parser is None:
             return [ContentDelta(new_text)] if new_text else []
-        return self._parser.feed(new_text) + (self._parser.finish() if is_last else [])
+        events = self._parser.feed(new_text) + (self._parser.finish() if is_last else [])
+        if self._shows_thought:
+            return events
+        return [event for event in events if not isinstance(event, ReasoningDelta)]
 
     def new_call_id(self, prefix: str = "call_") -> str:
         """Return an id for a call: with the prefix, unless the template wants short ones."""

@@ -37,6 +37,7 @@ from quire.sampling_params import (
 )
 from quire.server.chat_messages import ChatMessage, messages_for_template
 from quire.server.leniency import Ignorable, Leniency
+from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ResponseFormat, StructuredOutputs
 from quire.server.strict_model import (
     Ignored,
@@ -329,6 +330,15 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may have several calls. Default: true."
     )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="How much the model thinks, as far as its chat template knows efforts; none: not."
+    )
+    include_reasoning: bool | None = Field(
+        None, description="Return what the model thinks as reasoning_content. Default: true."
+    )
     audio: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
@@ -336,7 +346,6 @@ class ChatCompletionRequest(GenerationRequest):
     prediction: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
-    reasoning_effort: Ignored = None
     safety_identifier: Ignored = None
     verbosity: Ignored = None
     web_search_options: Unsupported = None
@@ -361,6 +370,15 @@ class ChatCompletionRequest(GenerationRequest):
     def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them."""
         return messages_for_template(self.messages, call_format)
+
+    def thinking_options(self) -> Thinking:
+        """Return how the model is to think."""
+        return Thinking(
+            is_on=None if self.reasoning_effort is None else self.reasoning_effort != "none",
+            effort=self.reasoning_effort,
+            template_kwargs=self.chat_template_kwargs or {},
+            is_shown=self.include_reasoning is not False,
+        )
 
     def sampling_params(self) -> SamplingParams:
         """Return the engine's parameters.

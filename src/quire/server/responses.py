@@ -23,13 +23,20 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    """Of the output tokens, those before the end of a thought."""
+
+    reasoning_tokens: int
+
+
 class TokenUsage(Struct, frozen=True, kw_only=True):
-    """Number of tokens of one call, over all its prompts and choices."""
+    """Number of tokens of one call, over all its prompts and choices; details only of models that think."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(Struct, kw_only=True):
@@ -104,10 +111,15 @@ class ToolCall(Struct, kw_only=True):
 
 
 class AssistantMessage(Struct, kw_only=True):
-    """The model's message; `content` is null if it is nothing but calls of tools."""
+    """The model's message; `content` is null if it is nothing but thought or calls of tools.
+
+    `reasoning` is the newer name of `reasoning_content`; both are there if the model has thought.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
@@ -151,10 +163,12 @@ class ToolCallDelta(Struct, kw_only=True):
 
 
 class ChatDelta(Struct, kw_only=True):
-    """What is new in a streamed message: its role, then pieces of content or calls, nothing at the end."""
+    """What is new in a streamed message: its role, then thought, content or calls, and nothing at the end."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

@@ -1,10 +1,10 @@
-"""Answers that may call tools, in the shapes of chat completions."""
+"""Answers with thoughts and calls of tools, in the shapes of chat completions."""
 
 from __future__ import annotations
 
 from msgspec import UNSET
 
-from quire.dialogue.events import AnswerEvent, ArgumentsDelta, CallBegin, ContentDelta
+from quire.dialogue.events import AnswerEvent, ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
 from quire.server.conversation import AnswerReader
 from quire.server.responses import (
     AssistantMessage,
@@ -19,18 +19,26 @@ from quire.server.responses import (
 def message_of(reader: AnswerReader, text: str) -> AssistantMessage:
     """Return a whole answer as a message."""
     content: list[str] = []
+    thought: list[str] = []
     calls: list[ToolCall] = []
     for event in reader.events(text, is_last=True):
         match event:
             case ContentDelta(text=piece):
                 content.append(piece)
+            case ReasoningDelta(text=piece):
+                thought.append(piece)
             case CallBegin(name=name):
                 function = FunctionCall(name=name, arguments="")
                 calls.append(ToolCall(id=reader.new_call_id(), function=function))
             case ArgumentsDelta(text=piece):
                 calls[-1].function.arguments += piece
-    said = "".join(content)
-    return AssistantMessage(content=said if said or not calls else None, tool_calls=calls or UNSET)
+    shown = "".join(thought) if thought else UNSET
+    return AssistantMessage(
+        content="".join(content) if content or not (thought or calls) else None,
+        reasoning_content=shown,
+        reasoning=shown,
+        tool_calls=calls or UNSET,
+    )
 
 
 def deltas_of(reader: AnswerReader, text: str, *, is_last: bool) -> list[ChatDelta]:
@@ -43,6 +51,8 @@ def _delta(reader: AnswerReader, event: AnswerEvent) -> ChatDelta | None:
     match event:
         case ContentDelta(text=text):
             return ChatDelta(content=text)
+        case ReasoningDelta(text=text):
+            return ChatDelta(reasoning_content=text, reasoning=text)
         case CallBegin(index=index, name=name):
             function = CalledFunctionDelta(name=name, arguments="")
             call = ToolCallDelta(index=index, id=reader.new_call_id(), type="function", function=function)

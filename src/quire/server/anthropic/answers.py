@@ -18,6 +18,13 @@ class TextContent(Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingContent(Struct, kw_only=True, tag_field="type", tag="thinking"):
+    """What the model thinks; there is no signature, since it can be sent back as it is."""
+
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseContent(Struct, kw_only=True, tag_field="type", tag="tool_use"):
     """A call; its input is empty in a stream, where it comes in pieces, and where the answer was cut off."""
 
@@ -26,7 +33,7 @@ class ToolUseContent(Struct, kw_only=True, tag_field="type", tag="tool_use"):
     input: dict[str, Any]
 
 
-ContentBlock: TypeAlias = TextContent | ToolUseContent
+ContentBlock: TypeAlias = TextContent | ThinkingContent | ToolUseContent
 
 
 class Usage(Struct, kw_only=True):
@@ -75,6 +82,12 @@ class TextDelta(Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
+class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
+    """More of a thought."""
+
+    thinking: str
+
+
 class InputJsonDelta(Struct, tag_field="type", tag="input_json_delta"):
     """More of a call's input, which is JSON once the block has ended."""
 
@@ -85,7 +98,7 @@ class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
     """More of a block."""
 
     index: int
-    delta: TextDelta | InputJsonDelta
+    delta: TextDelta | ThinkingDelta | InputJsonDelta
 
 
 class BlockStop(Struct, tag_field="type", tag="content_block_stop"):

@@ -13,7 +13,9 @@ from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt, limits_of
 from quire.sampling_params import SamplingParams, StopText
+from quire.server.chat_messages import NAMES_OF_THOUGHTS
 from quire.server.leniency import Leniency
+from quire.server.reasoning import Thinking
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field, text_or_list
 from quire.server.tool_fields import (
     MAX_TOOLS,
@@ -199,6 +201,16 @@ class OutputConfig(StrictModel):
     effort: Ignored = None
 
 
+class ThinkingConfig(StrictModel):
+    """Whether the model thinks before it answers."""
+
+    path_prefix = "thinking."
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Ignored = None
+    display: Ignored = None
+
+
 class CountTokensRequest(StrictModel):
     """Body of POST /v1/messages/count_tokens."""
 
@@ -215,7 +227,9 @@ class CountTokensRequest(StrictModel):
     )
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="The older name of output_config.format.")
-    thinking: Ignored = None
+    thinking: ThinkingConfig | None = Field(
+        None, description="Whether the model thinks, if its chat template has a switch."
+    )
     cache_control: Ignored = None
     context_management: Ignored = None
     mcp_servers: Unsupported = None
@@ -233,6 +247,11 @@ class CountTokensRequest(StrictModel):
             None if choice is None else choice.as_choice(),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         )
+
+    def thinking_options(self) -> Thinking:
+        """Return how the model is to think."""
+        is_on = None if self.thinking is None else self.thinking.type != "disabled"
+        return Thinking(is_on=is_on, is_shown=is_on is not False)
 
     def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them.
@@ -342,7 +361,7 @@ def _assistant_message(
                 )
     rendered: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
-        rendered["reasoning_content"] = "\n".join(thoughts)
+        rendered.update(dict.fromkeys(NAMES_OF_THOUGHTS, "\n".join(thoughts)))
     if calls:
         rendered["tool_calls"] = calls
         if call_format is not None and call_format.null_content and not texts:

@@ -11,7 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import override
 
-from quire.dialogue.events import AnswerEvent, ArgumentsDelta, CallBegin, CallEnd, ContentDelta
+from quire.dialogue.events import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegin,
+    CallEnd,
+    ContentDelta,
+    ReasoningDelta,
+)
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.anthropic.answers import (
     BlockDelta,
@@ -28,6 +35,8 @@ from quire.server.anthropic.answers import (
     StreamEvent,
     TextContent,
     TextDelta,
+    ThinkingContent,
+    ThinkingDelta,
     TokenCount,
     ToolUseContent,
     Usage,
@@ -148,6 +157,9 @@ class _StreamedBlocks:
             case ContentDelta(text=text):
                 start = [] if self._open is TextContent else self._begin(TextContent(text=""))
                 return [*start, BlockDelta(self._index, TextDelta(text))]
+            case ReasoningDelta(text=text):
+                start = [] if self._open is ThinkingContent else self._begin(ThinkingContent(thinking=""))
+                return [*start, BlockDelta(self._index, ThinkingDelta(text))]
             case CallBegin(name=name):
                 call_id = self.reader.new_call_id(CALL_ID_PREFIX)
                 return self._begin(ToolUseContent(id=call_id, name=name, input={}))
@@ -180,6 +192,11 @@ def _content_of(reader: AnswerReader, text: str) -> list[ContentBlock]:
                     blocks[-1].text += piece
                 else:
                     blocks.append(TextContent(text=piece))
+            case ReasoningDelta(text=piece):
+                if blocks and isinstance(blocks[-1], ThinkingContent):
+                    blocks[-1].thinking += piece
+                else:
+                    blocks.append(ThinkingContent(thinking=piece))
             case CallBegin(name=name):
                 arguments[len(blocks)] = ""
                 blocks.append(ToolUseContent(id=reader.new_call_id(CALL_ID_PREFIX), name=name, input={}))

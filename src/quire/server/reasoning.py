@@ -1,0 +1,63 @@
+"""Thinking as a body asks for it, and what the model's chat template is told of that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from quire.dialogue.template_names import uses_name
+from quire.errors import InvalidRequestError
+from quire.server.leniency import Leniency
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Thinking:
+    """How the model is to think before it answers.
+
+    Args:
+        is_on: whether it is to; None: as the chat template has it by default.
+        effort: how much; None: likewise.
+        template_kwargs: variables for the chat template, which win over the effort.
+        is_shown: whether the client gets the thought.
+    """
+
+    is_on: bool | None = None
+    effort: ReasoningEffort | None = None
+    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_shown: bool = True
+
+    def variables(self, template: str) -> dict[str, Any]:
+        """Return the variables for a chat template.
+
+        There is a switch that turns thinking on and off, and `reasoning_effort`, as far as the template uses
+        these names.
+        """
+        variables: dict[str, Any] = {}
+        if self.is_on is not None:
+            variables = {name: self.is_on for name in _SWITCHES if uses_name(template, name)}
+        has_effort = self.effort is not None and not (self.effort == "none" and variables)
+        if has_effort and uses_name(template, "reasoning_effort"):
+            variables["reasoning_effort"] = self.effort
+        return {**variables, **self.template_kwargs}
+
+    def note_effort_without_effect(self, template: str, leniency: Leniency, *, can_think: bool) -> None:
+        """Note an effort that the chat template has no place for.
+
+        Raises:
+            InvalidRequestError: the server is strict.
+        """
+        asks_for_nothing = self.effort is None or (self.effort == "none" and not can_think)
+        if asks_for_nothing or any(uses_name(template, name) for name in (*_SWITCHES, "reasoning_effort")):
+            return
+        if leniency.is_strict:
+            raise InvalidRequestError(
+                f"reasoning_effort is {self.effort!r}, which is not supported by the model's chat template; "
+                "leave it out",
+                param="reasoning_effort",
+            )
+        leniency.ignore("reasoning_effort")

@@ -1,0 +1,198 @@
+"""What answers think: each format at every split, alone and before content and calls, and its tokens."""
+
+from __future__ import annotations
+
+import json
+import typing
+
+import pytest
+from answers import SCHEMAS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opcodes import num_opcodes
+from quire.config.server import ReasoningFormatName
+from quire.dialogue.answer_parser import AnswerParser
+from quire.dialogue.events import ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
+from quire.dialogue.formats import FORMATS
+from quire.dialogue.thought_tokens import ThoughtTokens
+from quire.dialogue.thoughts import (
+    THOUGHT_FORMATS,
+    ExpectedThought,
+    expected_thought,
+    thought_format_of_template,
+)
+
+TRICKY = 'a < b, <tool_call> is {"name": "ping"}, </thin\n\n[/THINK <| é漢🙂 <|END'
+CALL = '<tool_call>\n{"name": "ping", "arguments": {"a": "<think>"}}\n</tool_call>'
+
+
+def told(name, pieces, *, is_open=False, tools=None):
+    """(thought, content, calls) of an answer in these pieces, in which the thought comes first."""
+    thought = ExpectedThought(THOUGHT_FORMATS[name], is_open)
+    parser = AnswerParser(None if tools is None else FORMATS[tools], SCHEMAS, thought)
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    kinds = [isinstance(event, ReasoningDelta) for event in events]
+    assert kinds == sorted(kinds, reverse=True)
+    calls = [[one.name, ""] for one in events if isinstance(one, CallBegin)]
+    for event in events:
+        if isinstance(event, ArgumentsDelta):
+            calls[event.index][1] += event.text
+    texts = [
+        "".join(one.text for one in events if isinstance(one, kind))
+        for kind in (ReasoningDelta, ContentDelta)
+    ]
+    return *texts, [(called, json.loads(arguments)) for called, arguments in calls]
+
+
+def at_every_split(name, answer, expected, **fields):
+    assert told(name, answer, **fields) == expected
+    for at in range(len(answer)):
+        assert told(name, [answer[:at], answer[at:]], **fields) == expected
+
+
+@pytest.mark.parametrize("name", THOUGHT_FORMATS)
+def test_each_format_at_every_split(name):
+    one = THOUGHT_FORMATS[name]
+    thought = TRICKY.replace(one.end, "")
+    answer = f"{thought}\n{one.end}\n\nIt is {one.end} fine.\n"
+    expected = (thought, f"It is {one.end} fine.\n", [])
+    at_every_split(name, f"{one.start}\n{answer}", expected)
+    at_every_split(name, answer, expected, is_open=True)
+    at_every_split(name, f"\n{one.start}{answer}", expected, is_open=True)
+
+
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "pythonic"])
+def test_a_thought_before_content_and_calls(tools):
+    calls = {
+        "hermes": f"Well.\n{CALL}",
+        "llama3_json": '{"name": "ping", "parameters": {}}',
+        "pythonic": "[ping()]",
+    }
+    content = "Well." if tools == "hermes" else ""
+    called = [("ping", {"a": "<think>"} if tools == "hermes" else {})]
+    answer = f"<think>\nI call {calls[tools]}.\n</think>\n\n{calls[tools]}"
+    at_every_split("think", answer, (f"I call {calls[tools]}.", content, called), tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_open", "expected"),
+    [
+        ("<think>\n\n</think>\n\nHi", False, ("", "Hi", [])),
+        ("</think>Hi", True, ("", "Hi", [])),
+        ("Hm, and then ", True, ("Hm, and then", "", [])),
+        ("<think>Hm </thin", False, ("Hm </thin", "", [])),
+        (" Hi <think>no</think> ", False, ("", " Hi <think>no</think> ", [])),
+        ("<thin", False, ("", "<thin", [])),
+        (" \n", False, ("", " \n", [])),
+        ("", True, ("", "", [])),
+        ("<think>a</think>b</think>c", False, ("a", "b</think>c", [])),
+    ],
+)  # fmt: skip
+def test_unusual_answers(answer, is_open, expected):
+    at_every_split("think", answer, expected, is_open=is_open)
+
+
+@pytest.mark.parametrize("name", THOUGHT_FORMATS)
+@given(st.data())
+@settings(max_examples=25)
+def test_nothing_of_a_thought_is_content_nor_the_other_way_round(name, data):
+    one = THOUGHT_FORMATS[name]
+    part = st.sampled_from(
+        [one.start, one.end[:-1], one.end[1:], one.end[:3], "\n", "<tool_call>"]
+    ) | st.text(max_size=5)
+    text = st.lists(part, max_size=8).map("".join)
+    thought = data.draw(text.filter(lambda text: one.end not in text + one.end[:-1])).strip()
+    content = data.draw(text).strip()
+    is_open = data.draw(st.booleans())
+    if is_open and thought.startswith(one.start):
+        thought = "x" + thought
+    answer = f"{'' if is_open else one.start}{thought} {one.end}\n{content}"
+    ends = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
+    pieces = [answer[a:b] for a, b in zip([0, *ends], [*ends, len(answer)], strict=True)]
+    assert told(name, pieces, is_open=is_open) == (thought, content, [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [
+        ("<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<think>old</think><|im_start|>assistant\n<think>", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", None),
+        ("", False),
+    ],
+)
+def test_what_a_prompt_begins(prompt, is_open):
+    one = THOUGHT_FORMATS["think"]
+    expected = None if is_open is None else ExpectedThought(one, is_open)
+    assert expected_thought(one, prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{%- if enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}", "think"),
+        ("{{ '<|Assistant|><think>\\n' }}", "think"),
+        ("[SYSTEM_PROMPT]Draft in [THINK] your thoughts [/THINK]", "mistral"),
+        ("Write your thoughts after 'Here is my thought process:' and", "granite"),
+        ("<seed:think>", "seed"),
+        ("<|START_THINKING|><|END_THINKING|>", "cohere"),
+        ("{{ '<|channel>thought\\n<channel|>' }}", "gemma4"),
+        ("I think so", None),
+    ],
+)
+def test_the_format_of_a_template(template, name):
+    assert thought_format_of_template(template) == name
+
+
+def test_each_format_can_be_configured():
+    assert {"auto", "none", *THOUGHT_FORMATS} == set(typing.get_args(ReasoningFormatName))
+
+
+@given(st.data())
+def test_tokens_of_thoughts_are_counted(data):
+    is_open, is_token = data.draw(st.booleans()), data.draw(st.booleans())
+    marks = ["<think>", "</think>"] if is_token else ["<th", "ink>", "</", "think", ">", "</think>b"]
+    tokens = data.draw(st.lists(st.sampled_from([*marks, "a", " ", "\n", "b</"]), max_size=12))
+    texts = sorted(set(tokens))
+    ids = [texts.index(token) for token in tokens]
+    counter = ThoughtTokens(
+        ExpectedThought(THOUGHT_FORMATS["think"], is_open),
+        texts.__getitem__,
+        lambda text: texts.index(text) if is_token and text in texts else None,
+    )
+    for end in sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=3))):
+        counter.update(ids[:end])
+    assert counter.update(ids) == num_thought_tokens(tokens, is_open)
+
+
+def num_thought_tokens(tokens, is_open):
+    """From the definition: those that end behind the first mark and before the second is complete."""
+    num_begun = 0
+    if not is_open:
+        prefixes = ["".join(tokens[:count]).lstrip() for count in range(len(tokens) + 1)]
+        begun = [count for count, text in enumerate(prefixes) if text.startswith("<think>")]
+        if not begun:
+            return 0
+        num_begun = begun[0]
+    thought = tokens[num_begun:]
+    counts = [count for count in range(len(thought) + 1) if "</think>" not in "".join(thought[:count])]
+    return counts[-1]
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("repeated", ["word </thi ", "\n "])
+def test_the_cost_is_linear_in_the_text(repeated, size):
+    def cost(times):
+        parser = AnswerParser(None, {}, ExpectedThought(THOUGHT_FORMATS["think"], is_open=True))
+        text = times * repeated + "</think>" + times * repeated
+
+        def read():
+            for at in range(0, len(text), size):
+                parser.feed(text[at : at + size])
+            parser.finish()
+
+        return num_opcodes(read)
+
+    assert cost(400) < 4.5 * cost(100)
