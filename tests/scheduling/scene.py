@@ -50,13 +50,14 @@ class Scene:
         draft_accuracy: float = 0.7,
         commit_blocks=None,
         kv_events=None,
+        clock=None,
         **config,
     ) -> None:
         pins = {"max_pinned_share": 1.0, "max_pinned_share_per_tenant": 1.0}
         config = SchedulerConfig(**{"block_size": BLOCK_SIZE, "watermark": 0.0, **pins, **config}).validate()
         self.config = config
         self.clock = Clock()
-        context = {"clock": self.clock, "connector": connector, "grammars": grammars}
+        context = {"clock": clock or self.clock, "connector": connector, "grammars": grammars}
         context |= {"commit_blocks": commit_blocks, "kv_events": kv_events}
         if draft_length is not None:
             context["draft_length"] = draft_length

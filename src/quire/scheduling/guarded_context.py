@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import operator
+import time
 from collections.abc import Callable
 
 from quire.kv.block_hash import BlockKey
@@ -15,18 +17,53 @@ logger = logging.getLogger(__name__)
 
 
 def guarded(context: SchedulerContext) -> SchedulerContext:
-    """Return a context whose drafts, growth and events fail without the scheduler having to notice.
+    """Return a context whose clock, drafts, growth and events fail without the scheduler having to notice.
 
-    What fails is logged. There are no drafts then, no further memory, and no word of the event.
+    What fails is logged. Time stands still then, there are no drafts, no further memory, and no word of the
+    event.
     """
     return dataclasses.replace(
         context,
+        clock=context.clock if context.clock is time.monotonic else SteadyClock(context.clock),
         draft_length=context.draft_length
         if context.draft_length is no_drafts
         else _counting(context.draft_length, "draft_length"),
         commit_blocks=context.commit_blocks and _growing(context.commit_blocks),
         kv_events=context.kv_events and GuardedEvents(context.kv_events),
     )
+
+
+class SteadyClock:
+    """A clock that never goes back: from where it was, it goes on with the one that it reads.
+
+    When that one fails, it stands still.
+
+    Args:
+        read: returns seconds; it must not fail here, at first.
+    """
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
+        self._last_read = read()
+        self._offset = 0.0
+        self._has_failed = False
+
+    def __call__(self) -> float:
+        """Return seconds."""
+        try:
+            now = self._read()
+            if not math.isfinite(now):
+                raise ValueError(f"it reads {now}")
+            self._has_failed = False
+        except Exception:
+            if not self._has_failed:
+                logger.exception("the clock failed; time stands still until it can be read again")
+            self._has_failed = True
+            now = self._last_read
+        if now < self._last_read:
+            self._offset += self._last_read - now
+        self._last_read = now
+        return now + self._offset
 
 
 def _counting(count: Callable[[int], int], name: str) -> Callable[[int], int]:

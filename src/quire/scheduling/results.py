@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Collection
 
 import numpy as np
 
@@ -104,23 +105,22 @@ class ResultsPhase:
         running = self.running
         found = zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True)
         by_slot = {slot: ids for name, ids in found if (slot := running.slot_of(name)) is not None}
-        width = max(map(len, by_slot.values()), default=0)
-        padded = [[*ids, *[NO_TOKEN] * (width - len(ids))] for ids in by_slot.values()]
-        drafts = np.array(padded, np.int32).reshape(len(by_slot), width)
-        self._propose(np.array(list(by_slot), np.int32), drafts)
+        self._propose(np.array(list(by_slot), np.int32), _padded(by_slot.values()))
 
     def replace_drafts(self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput) -> None:
         """Replace the drafts in the newest step in flight; a request keeps at most as many as it had."""
         given = dict(zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True))
         planned = scheduler_output.num_drafts
-        for row in np.flatnonzero(planned).tolist():
-            request_id = scheduler_output.request_ids[row]
-            drafts = _without_padding(given.get(request_id, []))[: planned[row]]
+        rows = np.flatnonzero(planned)
+        request_ids = [scheduler_output.request_ids[row] for row in rows.tolist()]
+        drafts = _padded([given.get(request_id, []) for request_id in request_ids])
+        for row, request_id, ids in zip(rows.tolist(), request_ids, drafts.tolist(), strict=True):
+            kept = _without_padding(ids)[: planned[row]]
             if request_id in self.grammars:
-                drafts = self.grammars.valid_drafts(request_id, drafts)
+                kept = self.grammars.valid_drafts(request_id, kept)
             scheduler_output.draft_token_ids[row] = NO_TOKEN
-            scheduler_output.draft_token_ids[row, : len(drafts)] = drafts
-            num_fewer = int(planned[row]) - len(drafts)
+            scheduler_output.draft_token_ids[row, : len(kept)] = kept
+            num_fewer = int(planned[row]) - len(kept)
             scheduler_output.num_tokens[row] -= num_fewer
             self.running.num_computed[scheduler_output.slots[row]] -= num_fewer
             self.stats.num_scheduled_tokens -= num_fewer
@@ -333,8 +333,15 @@ class ResultsPhase:
         )
 
 
+def _padded(drafts: Collection[list[int]]) -> IntArray:
+    """Return rows of drafts as an array [rows, most drafts]; raises if any of them is no number."""
+    width = max(map(len, drafts), default=0)
+    padded = [[*ids, *[NO_TOKEN] * (width - len(ids))] for ids in drafts]
+    return np.array(padded, np.int32).reshape(len(drafts), width)
+
+
 def _without_padding(draft_ids: list[int]) -> list[int]:
-    return list(itertools.takewhile(lambda token_id: token_id != NO_TOKEN, draft_ids))
+    return list(itertools.takewhile(lambda token_id: token_id >= 0, draft_ids))
 
 
 def _note_stop_token(request: Request, token_id: int) -> None:

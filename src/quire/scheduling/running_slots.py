@@ -145,7 +145,7 @@ class RunningSlots:
     # -- drafts --------------------------------------------------------------------------------------------
 
     def propose(self, slots: IntArray, draft_ids: IntArray) -> None:
-        """Take drafts ([slots, K], up to the first NO_TOKEN), as many as may still become output.
+        """Take drafts ([slots, K], up to the first that is no token), as many as may still become output.
 
         The last token that a request may have is never a draft: verifying always samples one more.
         """
@@ -154,7 +154,7 @@ class RunningSlots:
             padding = ((0, 0), (0, width - self.draft_ids.shape[1]))
             self.draft_ids = np.pad(self.draft_ids, padding, constant_values=NO_TOKEN)
         room = np.maximum(self.token_limit[slots] - self.num_tokens[slots] - 1, 0)
-        count = np.minimum(np.logical_and.accumulate(draft_ids != NO_TOKEN, axis=1).sum(axis=1), room)
+        count = np.minimum(np.logical_and.accumulate(draft_ids >= 0, axis=1).sum(axis=1), room)
         count[self.num_pending[slots] > 0] = 0  # they guess a position that a step in flight computes
         count[self.num_computed[slots] + 1 < self.num_tokens[slots]] = 0  # most of a prompt comes first
         self.draft_ids[slots, :width] = draft_ids
