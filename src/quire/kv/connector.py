@@ -52,8 +52,9 @@ class KVConnector(ABC):
         never offered: it has to be computed, for its logits.
 
         Returns:
-            The number of tokens; they may end within a block. None: not known yet, ask in a later step. And
-            whether the load would be asynchronous, False if there is nothing to load.
+            The number of tokens; they may end within a block. None: not known yet, ask in a later step,
+            for up to `kv_transfer_timeout`. And whether the load would be asynchronous, False if there is
+            nothing to load.
         """
 
     @abstractmethod

@@ -12,6 +12,7 @@ import msgspec
 from quire.errors import InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.request import Request
+from quire.scheduling.step_clock import StepClock
 from quire.step import IntArray, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -22,10 +23,16 @@ class ConnectorCalls:
 
     Args:
         connector: None: nothing is ever found elsewhere.
+        clock: of the steps.
+        patience: seconds for which a request waits for the connector to know whether it has KV.
     """
 
-    def __init__(self, connector: KVConnector | None) -> None:
+    def __init__(self, connector: KVConnector | None, clock: StepClock, *, patience: float) -> None:
         self._connector = connector
+        self._clock = clock
+        self._patience = patience
+        self._unanswered: dict[str, float] = {}  # since when the connector does not know, by request id
+        self._loaded: set[int] = set()  # blocks that it was told to load, and whose load has not failed
 
     def arrive(self, request: Request) -> None:
         """See `KVConnector.request_arrived`.
@@ -48,21 +55,47 @@ class ConnectorCalls:
             return 0, False
         try:
             count, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
-            count = None if count is None else operator.index(count)
+            count, is_async = None if count is None else operator.index(count), bool(is_async)
         except Exception:
             logger.exception("the KV connector failed to look request %r up", request.request_id)
             return 0, False
-        return count, bool(is_async)
+        return self._answer_of(request, count), is_async
+
+    def _answer_of(self, request: Request, count: int | None) -> int | None:
+        """Return the answer, or 0 if none has come for as long as a load may take."""
+        if count is not None:
+            self._unanswered.pop(request.request_id, None)
+            return count
+        since = self._unanswered.setdefault(request.request_id, self._clock.now)
+        if self._clock.now < since + self._patience:
+            return None
+        logger.error(
+            "the KV connector has not said for %g s (kv_transfer_timeout) whether it has KV of request %r, "
+            "which is now computed",
+            self._patience,
+            request.request_id,
+        )
+        request.kv_load_failed = True
+        return 0
 
     def begin_load(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> bool:
         """See `KVConnector.update_state_after_alloc`; False if that fails."""
         assert self._connector is not None, "without a connector nothing is found elsewhere"
+        self._loaded.update(block_ids.tolist())
         try:
             self._connector.update_state_after_alloc(request, block_ids.tolist(), num_external_tokens)
         except Exception:
             logger.exception("the KV connector failed to load for request %r", request.request_id)
             return False
         return True
+
+    def take_failed(self, block_ids: frozenset[int]) -> frozenset[int]:
+        """Return which of these blocks, whose load is said to have failed, were to be loaded; each once."""
+        failed = block_ids & self._loaded
+        if failed != block_ids:
+            logger.error("the KV connector says that it failed to load blocks that it was not told to load")
+        self._loaded -= failed
+        return failed
 
     def cancel_load(self, request_id: str) -> None:
         """See `KVConnector.cancel_load`."""
@@ -80,6 +113,7 @@ class ConnectorCalls:
         """
         if self._connector is None:
             return False, None
+        self._unanswered.pop(request.request_id, None)
         try:
             is_read_later, params = self._connector.request_finished(request, block_ids.tolist())
             is_read_later = bool(is_read_later)

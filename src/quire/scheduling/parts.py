@@ -57,7 +57,8 @@ class SchedulerParts:
         self._context = context = guarded(context)
         self._max_model_len = max_model_len
         self.stats = SchedulerStats(num_blocks=num_blocks)
-        self.connector = ConnectorCalls(context.connector)
+        self.clock = StepClock(context.clock)
+        self.connector = ConnectorCalls(context.connector, self.clock, patience=config.kv_transfer_timeout)
         self.outbox = Outbox()
         self.in_flight = StepsInFlight()
         self.deadlines = Deadlines()
@@ -106,7 +107,6 @@ class SchedulerParts:
         self.step_mix = step_mix(config)
         self.suspects = Suspects()
         self.sharing = StepSharing(self.kv, self.running, self.in_flight, self.eviction)
-        self.clock = StepClock(context.clock)
 
     def _note_replaced_policy(self) -> None:
         self.stats.num_replaced_policies += 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -74,26 +75,42 @@ def _failed(planned: SchedulerOutput, computed: ModelRunnerOutput, what: str) ->
     return dataclasses.replace(failed, kv_connector_output=computed.kv_connector_output)
 
 
-def valid_news(output: KVConnectorOutput, num_blocks: int) -> KVConnectorOutput:
+def valid_news(output: object, num_blocks: int) -> KVConnectorOutput:
     """Return what a connector's worker side has reported, without what names no request or block."""
-    sent, received = _request_ids(output.finished_sending), _request_ids(output.finished_receiving)
-    failed = _block_ids(output.failed_block_ids, num_blocks)
-    valid = KVConnectorOutput(sent, received, failed)
-    if valid != output:
-        logger.error("the KV connector has reported what names no request or block: %.300r", output)
-    return valid
-
-
-def _request_ids(found: object) -> frozenset[str]:
-    items = found if isinstance(found, Iterable) else ()
-    return frozenset(item for item in items if isinstance(item, str))
-
-
-def _block_ids(found: object, num_blocks: int) -> frozenset[int]:
-    items = found if isinstance(found, Iterable) else ()
-    return frozenset(
-        int(item) for item in items if isinstance(item, (int, np.integer)) and 0 <= item < num_blocks
+    if not isinstance(output, KVConnectorOutput):
+        logger.error("the KV connector has reported %s, not KVConnectorOutput", type(output).__name__)
+        return KVConnectorOutput()
+    return KVConnectorOutput(
+        _valid(output.finished_sending, "finished_sending", _is_name),
+        _valid(output.finished_receiving, "finished_receiving", _is_name),
+        frozenset(
+            map(
+                int,
+                _valid(output.failed_block_ids, "failed_block_ids", lambda one: _is_block(one, num_blocks)),
+            )
+        ),
     )
+
+
+def _valid(found: object, what: str, is_valid: Callable[[object], bool]) -> frozenset[Any]:
+    """Return those of the items that are valid; none if they cannot even be read."""
+    try:
+        items = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else [found]
+        valid = [item for item in items if is_valid(item)]
+    except Exception:
+        logger.exception("what the KV connector has reported as %s cannot be read", what)
+        return frozenset()
+    if len(valid) < len(items):
+        logger.error("the KV connector has reported as %s what names no request or block", what)
+    return frozenset(valid)
+
+
+def _is_name(item: object) -> bool:
+    return isinstance(item, str)
+
+
+def _is_block(item: object, num_blocks: int) -> bool:
+    return isinstance(item, (int, np.integer)) and 0 <= int(item) < num_blocks
 
 
 def _missing_samples(

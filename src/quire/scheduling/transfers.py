@@ -42,8 +42,8 @@ class TransferPhase:
 
     def take(self, output: KVConnectorOutput, step: SchedulerOutput) -> None:
         """Apply what the connector's worker side has reported with a step."""
-        if output.failed_block_ids:
-            self._fail_blocks(output.failed_block_ids, step.slots)
+        if failed := output.failed_block_ids and self.connector.take_failed(output.failed_block_ids):
+            self._fail_blocks(failed, step.slots)
         for request_id in sorted(output.finished_receiving):
             load = self.loads.get(request_id)
             if load is not None and not load.has_arrived and load.first_step <= step.step:
