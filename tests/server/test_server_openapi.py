@@ -94,7 +94,7 @@ def test_document_has_the_limits_of_the_engine():
 def test_document_lists_every_route_and_status():
     assert set(DOCUMENT["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/v1/requests",
-        "/v1/requests/{request_id}", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/requests/{request_id}", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
         "/health", "/live", "/metrics", "/engine", "/version",
     }  # fmt: skip
     generation = DOCUMENT["paths"]["/v1/completions"]["post"]

@@ -31,6 +31,9 @@ from quire.server.docs_page import docs_page
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.leniency import HEADER, Leniency
 from quire.server.middleware import KeyCheck, RequestEnvelope
+from quire.server.openai_responses.answers import ResponseAnswer
+from quire.server.openai_responses.body import ResponsesRequest
+from quire.server.openai_responses.call import create_response
 from quire.server.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint, openapi_document
 from quire.server.paths import CanonicalPath
 from quire.server.probes import health_of
@@ -261,6 +264,15 @@ ENDPOINTS = (
         body=ChatCompletionRequest,
         answer=ChatCompletion,
         event=ChatCompletionChunk,
+        errors=GENERATION_ERRORS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses",
+        handler=create_response,
+        body=ResponsesRequest,
+        answer=ResponseAnswer,
+        event=ResponseAnswer,
         errors=GENERATION_ERRORS,
     ),
     Endpoint(

@@ -73,6 +73,14 @@ class FunctionTool(StrictModel):
         return Tool(function.name, function.description or "", parameters, bool(function.strict))
 
 
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool | None
+) -> FunctionTool:
+    """Return a tool that another API describes in its own way."""
+    function = ToolFunction(name=name, description=description, parameters=parameters, strict=strict)
+    return FunctionTool(type="function", function=function)
+
+
 class FunctionName(StrictModel):
     """The name of one of the tools."""
 
@@ -88,6 +96,11 @@ class NamedTool(StrictModel):
 
     type: Literal["function"]
     function: FunctionName
+
+
+def named_tool(name: str) -> NamedTool:
+    """Return the choice of a tool that another API describes in its own way."""
+    return NamedTool(type="function", function=FunctionName(name=name))
 
 
 class AllowedTools(StrictModel):

@@ -20,11 +20,10 @@ from quire.server.strict_model import Ignored, StrictModel, Unsupported, optiona
 from quire.server.tool_fields import (
     MAX_TOOLS,
     CallId,
-    FunctionName,
     FunctionTool,
-    NamedTool,
-    ToolFunction,
     ToolName,
+    function_tool,
+    named_tool,
     tool_use_of,
 )
 from quire.structured_outputs import StructuredOutputsParams
@@ -152,10 +151,7 @@ class CustomTool(StrictModel):
 
     def as_function(self) -> FunctionTool:
         """Return the tool as chat completions describe it."""
-        function = ToolFunction(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
-        )
-        return FunctionTool(type="function", function=function)
+        return function_tool(self.name, self.description, self.input_schema, strict=self.strict)
 
 
 class ToolChoice(StrictModel):
@@ -179,7 +175,7 @@ class ToolChoice(StrictModel):
                 f"tool_choice.type is {self.type!r}, which {problem} a name", param="tool_choice.name"
             )
         if self.name is not None:
-            return NamedTool(type="function", function=FunctionName(name=self.name))
+            return named_tool(self.name)
         return "required" if self.type == "any" else self.type
 
 

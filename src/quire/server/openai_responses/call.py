@@ -1,0 +1,205 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from typing_extensions import override
+
+from quire.dialogue.formats import ToolCallFormat
+from quire.dialogue.tools import ToolUse
+from quire.request_output import CompletionOutput, RequestOutput
+from quire.server.conversation import Conversation
+from quire.server.errors import ApiError
+from quire.server.generation import OutputStream, SequenceProgress, naming_fields
+from quire.server.generation_call import GenerationCall
+from quire.server.logprobs import chat_logprobs
+from quire.server.openai_responses.answers import (
+    Completed,
+    Created,
+    Failed,
+    Incomplete,
+    IncompleteDetails,
+    InProgress,
+    InputTokensDetails,
+    OutputItem,
+    OutputTokensDetails,
+    ResponseAnswer,
+    ResponseError,
+    ResponseEvent,
+    StreamError,
+    Usage,
+    named_event,
+)
+from quire.server.openai_responses.body import ResponsesRequest
+from quire.server.openai_responses.items import Item, messages_of
+from quire.server.openai_responses.output import ResponseOutput
+from quire.server.responses import TokenLogprob
+from quire.status import FinishReason
+
+_FIELD_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens", "structured_outputs": "text.format"}
+
+
+async def create_response(request: Request, body: ResponsesRequest) -> Response:
+    """Answer a conversation as a response, whole or, with `stream`, as server-sent events."""
+    return await _ResponsesCall(request, body, body.items).response()
+
+
+class _Input:
+    """What the model is to answer.
+
+    Args:
+        body: of the request.
+        items: of the whole conversation.
+    """
+
+    def __init__(self, body: ResponsesRequest, items: Sequence[Item]) -> None:
+        self._body = body
+        self._items = items
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which tools the answer may or must call; None: none."""
+        return self._body.tool_use()
+
+    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
+        """Return the conversation as chat templates expect it."""
+        return messages_of(self._body.instructions, self._items, call_format)
+
+
+class _ResponsesCall(GenerationCall[ResponsesRequest]):
+    id_prefix = "resp"
+
+    def __init__(self, request: Request, body: ResponsesRequest, items: Sequence[Item]) -> None:
+        super().__init__(request, body)
+        self._id = f"resp_{secrets.token_hex(16)}"
+        self._created_at = int(time.time())
+        self._numbers = itertools.count()
+        self._conversation = Conversation(self._context, _Input(body, items), self._params)
+        self._params = self._conversation.params
+
+    @property
+    def _request_ids(self) -> Sequence[str]:
+        return [self._engine_id]
+
+    def _streams(self) -> Sequence[OutputStream]:
+        fields = _FIELD_NAMES
+        if self._conversation.is_structured_by_tools:
+            fields = {**fields, "structured_outputs": "tools"}
+        return [naming_fields(fields, self._conversation.outputs(self._engine_id, self._request_options()))]
+
+    @override
+    async def _whole_answer(self) -> ResponseAnswer:
+        [output] = await self._final_outputs()
+        [completion] = output.outputs
+        items = ResponseOutput(self._conversation.reader(completion), self._numbers)
+        items.feed(
+            completion.text,
+            self._logprobs(completion, 0),
+            is_last=True,
+            is_complete=not _is_cut_off(completion),
+        )
+        return self._ended(output, completion, items.items)
+
+    @override
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        progress = SequenceProgress()
+        items: ResponseOutput | None = None
+        async with contextlib.aclosing(self._outputs()) as outputs:
+            async for _, output in outputs:
+                [completion] = output.outputs
+                events: list[ResponseEvent] = []
+                if items is None:
+                    items = ResponseOutput(self._conversation.reader(completion), self._numbers)
+                    begun = self._answer("in_progress", [])
+                    events.append(Created(sequence_number=next(self._numbers), response=begun))
+                    events.append(InProgress(sequence_number=next(self._numbers), response=begun))
+                new_text, first_new_token = progress.advance(completion)
+                events += items.feed(
+                    new_text,
+                    self._logprobs(completion, first_new_token),
+                    is_last=completion.finished,
+                    is_complete=not _is_cut_off(completion),
+                )
+                if completion.finished:
+                    ended = self._ended(output, completion, items.items)
+                    last = Completed if ended.status == "completed" else Incomplete
+                    events.append(last(sequence_number=next(self._numbers), response=ended))
+                if events:
+                    yield b"".join(map(named_event, events))
+
+    @override
+    def _error_event(self, error: ApiError) -> bytes:
+        code = error.code or error.kind
+        failed = self._answer("failed", [])
+        failed.error = ResponseError(code, error.message)
+        told = StreamError(
+            sequence_number=next(self._numbers), code=code, message=error.message, param=error.param
+        )
+        last = Failed(sequence_number=next(self._numbers), response=failed)
+        return named_event(told) + named_event(last)
+
+    def _logprobs(self, completion: CompletionOutput, first_token: int) -> list[TokenLogprob]:
+        written = chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
+        return [] if written is None else written.content
+
+    def _ended(
+        self, output: RequestOutput, completion: CompletionOutput, items: list[OutputItem]
+    ) -> ResponseAnswer:
+        answer = self._answer("completed", items)
+        if _is_cut_off(completion):
+            answer.status = "incomplete"
+            answer.incomplete_details = IncompleteDetails("max_output_tokens")
+        num_input, num_output = len(output.prompt_token_ids), len(completion.token_ids)
+        answer.usage = Usage(
+            input_tokens=num_input,
+            input_tokens_details=InputTokensDetails(output.num_cached_tokens),
+            output_tokens=num_output,
+            output_tokens_details=OutputTokensDetails(),
+            total_tokens=num_input + num_output,
+        )
+        return answer
+
+    def _answer(self, status: Any, items: list[OutputItem]) -> ResponseAnswer:
+        body = self._body
+        text = {} if body.text is None else _dumped(body.text)
+        return ResponseAnswer(
+            id=self._id,
+            created_at=self._created_at,
+            status=status,
+            background=False,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._context.model_name,
+            output=items,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=None,
+            store=False,
+            temperature=self._params.temperature,
+            text={"format": {"type": "text"}, **text},
+            tool_choice=_dumped(body.tool_choice) or "auto",
+            tools=[_dumped(tool) for tool in body.tools or ()],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=self._params.top_p,
+            truncation=body.truncation or "disabled",
+            user=body.user,
+        )
+
+
+def _is_cut_off(completion: CompletionOutput) -> bool:
+    return completion.finish_reason is FinishReason.LENGTH
+
+
+def _dumped(value: Any) -> Any:
+    """Return a part of the body as it came."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(by_alias=True, exclude_unset=True)
+    return value

@@ -1,0 +1,128 @@
+"""The items of a response, as its text comes."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from quire.dialogue import events as dialogue
+from quire.server.conversation import AnswerReader
+from quire.server.openai_responses.answers import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    ItemAdded,
+    ItemDone,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    PartAdded,
+    PartDone,
+    ResponseEvent,
+    TextDelta,
+    TextDone,
+)
+from quire.server.responses import TokenLogprob
+
+
+class ResponseOutput:
+    """Turns an answer's text into items, and tells what is new as events.
+
+    Args:
+        reader: of the answer.
+        numbers: of the response's events.
+    """
+
+    def __init__(self, reader: AnswerReader, numbers: Iterator[int]) -> None:
+        self.items: list[OutputItem] = []
+        self._reader = reader
+        self._numbers = numbers
+        self._is_open = False
+        self._pieces: list[str] = []  # of the open item
+        self._logprobs: list[TokenLogprob] = []
+        self._unsent_logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
+
+    def feed(
+        self, text: str, logprobs: list[TokenLogprob], *, is_last: bool, is_complete: bool
+    ) -> list[ResponseEvent]:
+        """Return what is new with a piece of the text.
+
+        Args:
+            text: of the answer.
+            logprobs: of its tokens; only text has them.
+            is_last: whether nothing follows.
+            is_complete: whether the model ended the answer, rather than a limit.
+        """
+        new: list[ResponseEvent] = []
+        self._unsent_logprobs += logprobs
+        for event in self._reader.events(text, is_last=is_last):
+            match event:
+                case dialogue.ContentDelta(text=piece):
+                    new += self._more_text(piece)
+                case dialogue.CallBegin(name=name):
+                    new += self._begin_call(name)
+                case dialogue.ArgumentsDelta(text=piece):
+                    new += self._more_arguments(piece)
+                case dialogue.CallEnd():
+                    new += self._end_item()
+        if is_last:
+            new += self._end_item(is_complete=is_complete)
+        return new
+
+    def _more_text(self, text: str) -> list[ResponseEvent]:
+        new: list[ResponseEvent] = []
+        if not self._is_open or not isinstance(self.items[-1], OutputMessage):
+            new += self._begin(OutputMessage(id=f"msg_{secrets.token_hex(16)}", content=[]))
+            new.append(PartAdded(**self._place(), part=OutputText(text="")))
+        logprobs, self._unsent_logprobs = self._unsent_logprobs, []
+        self._pieces.append(text)
+        self._logprobs += logprobs
+        return [*new, TextDelta(**self._place(), delta=text, logprobs=logprobs)]
+
+    def _begin_call(self, name: str) -> list[ResponseEvent]:
+        self._unsent_logprobs = []
+        call_id = self._reader.new_call_id()
+        return self._begin(
+            OutputCall(id=f"fc_{secrets.token_hex(16)}", call_id=call_id, name=name, arguments="")
+        )
+
+    def _more_arguments(self, text: str) -> list[ResponseEvent]:
+        self._pieces.append(text)
+        return [ArgumentsDelta(**self._place(), delta=text)]
+
+    def _begin(self, item: OutputItem) -> list[ResponseEvent]:
+        ended = self._end_item()
+        self.items.append(item)
+        self._pieces, self._logprobs = [], []
+        self._is_open = True
+        number, index = next(self._numbers), len(self.items) - 1
+        return [*ended, ItemAdded(sequence_number=number, output_index=index, item=copy.deepcopy(item))]
+
+    def _end_item(self, *, is_complete: bool = True) -> list[ResponseEvent]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self.items[-1]
+        item.status = "completed" if is_complete else "incomplete"
+        written = "".join(self._pieces)
+        new: list[ResponseEvent] = []
+        if isinstance(item, OutputMessage):
+            part = OutputText(text=written, logprobs=self._logprobs)
+            item.content.append(part)
+            new.append(TextDone(**self._place(), text=written, logprobs=self._logprobs))
+            new.append(PartDone(**self._place(), part=part))
+        else:
+            item.arguments = written
+            new.append(ArgumentsDone(**self._place(), name=item.name, arguments=written))
+        number, index = next(self._numbers), len(self.items) - 1
+        return [*new, ItemDone(sequence_number=number, output_index=index, item=item)]
+
+    def _place(self) -> dict[str, Any]:
+        """Return where an event about the last item belongs."""
+        return {
+            "sequence_number": next(self._numbers),
+            "output_index": len(self.items) - 1,
+            "item_id": self.items[-1].id,
+        }
