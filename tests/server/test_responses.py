@@ -129,6 +129,30 @@ async def test_logprobs_of_the_text(client, http, llm):
     assert [entry["token"] for entries in streamed for entry in entries] == list("Yes.")
 
 
+async def test_a_thought_is_an_item_before_the_others(client, http, llm):
+    llm.tokenizer.chat_template_source += "<think>{% if enable_thinking %}"
+    llm.reply = f"<think>\nHm, hm.\n</think>\n\n{CALLS}"
+    answer = await create(client, reasoning={"effort": "high"})
+    thought, *others = answer.output
+    assert (thought.type, thought.content[0].text, thought.summary) == ("reasoning", "Hm, hm.", [])
+    assert [item.type for item in others] == ["message", "function_call", "function_call"]
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+    assert llm.seen[-1].options["chat_template_kwargs"] == {"enable_thinking": True}
+    events = await raw_events(http)
+    about_thought = [event for event in events if event.get("output_index") == 0]
+    kinds = [event["type"].removeprefix("response.") for event in about_thought]
+    assert list(dict.fromkeys(kinds)) == [
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+        "content_part.done", "output_item.done",
+    ]  # fmt: skip
+    assert "".join(event["delta"] for event in about_thought if "delta" in event) == "Hm, hm."
+    await create(
+        client,
+        input=[{"role": "user", "content": "Hi"}, thought.to_dict(), {"role": "user", "content": "So?"}],
+    )
+    assert llm.conversation[0][1]["reasoning_content"] == "Hm, hm."
+
+
 async def test_a_whole_conversation(client, llm):
     items = [
         {"role": "developer", "content": "Be kind."},
@@ -161,7 +185,7 @@ async def test_a_whole_conversation(client, llm):
         {
             "role": "assistant",
             "content": "Let me see.",
-            "reasoning_content": "Ask.",
+            **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Ask."),
             "tool_calls": [call("c1", "get_weather", {"city": "Rome"}), call("c2", "ping", {})],
         },
         {"role": "tool", "content": "Warm.", "tool_call_id": "c1", "name": "get_weather"},
@@ -251,7 +275,7 @@ async def test_a_failure_within_a_stream(client):
 
 
 async def test_what_has_no_effect_is_named(http):
-    body = {"model": "fake", "input": "Hi", "reasoning": {"effort": "low"}, "service_tier": "flex"}
+    body = {"model": "fake", "input": "Hi", "reasoning": {"summary": "detailed"}, "service_tier": "flex"}
     answer = await http.post("/v1/responses", json=body)
     assert answer.status_code == 200
-    assert answer.headers["X-Ignored-Parameters"] == "reasoning, service_tier"
+    assert answer.headers["X-Ignored-Parameters"] == "service_tier, reasoning.summary"

@@ -40,11 +40,14 @@ SETTINGS = {
 }
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 DOCUMENT = openapi_document(ENDPOINTS, "1")
+FAILURE = re.compile('"error":(?!null)')
+
 CASES = [
     pytest.param(path, method, mode, id=f"{method} {path} {mode.value}")
     for path, operations in DOCUMENT["paths"].items()
     for method, operation in operations.items()
     for mode in ([POSITIVE, NEGATIVE] if "requestBody" in operation else [POSITIVE])
+    if (path, mode) != ("/v1/messages/count_tokens", NEGATIVE)  # its fields are those of /v1/messages
 ]
 
 
@@ -62,7 +65,7 @@ def test_no_request_breaks_the_server(schema, path, method, mode):
         if response.headers["content-type"][0].startswith(
             "text/event-stream"
         ):  # schemathesis may cut it short
-            assert '"error":' not in response.text
+            assert not FAILURE.search(response.text)
             return
         case.validate_response(response, checks=CHECKS)
 

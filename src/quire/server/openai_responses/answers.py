@@ -30,6 +30,21 @@ class OutputMessage(Struct, kw_only=True, tag_field="type", tag="message"):
     content: list[OutputText]
 
 
+class ReasoningText(Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """What the model thinks."""
+
+    text: str
+
+
+class OutputReasoning(Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thinks before a message or a call; it is not summarized."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText]
+
+
 class OutputCall(Struct, kw_only=True, tag_field="type", tag="function_call"):
     """A call of one of the request's tools; the arguments are JSON as the model wrote it."""
 
@@ -40,7 +55,7 @@ class OutputCall(Struct, kw_only=True, tag_field="type", tag="function_call"):
     status: ItemStatus = "in_progress"
 
 
-OutputItem: TypeAlias = OutputMessage | OutputCall
+OutputItem: TypeAlias = OutputReasoning | OutputMessage | OutputCall
 
 
 class InputTokensDetails(Struct):
@@ -51,9 +66,9 @@ class InputTokensDetails(Struct):
 
 
 class OutputTokensDetails(Struct):
-    """Of the output tokens, those of thoughts."""
+    """Of the output tokens, those before the end of a thought."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class Usage(Struct, kw_only=True):
@@ -96,6 +111,7 @@ class ResponseAnswer(Struct, kw_only=True):
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    reasoning: Mapping[str, Any]
     store: bool
     temperature: float
     text: Mapping[str, Any]
@@ -166,17 +182,17 @@ class ItemDone(ResponseEvent, kw_only=True, tag="response.output_item.done"):
 
 
 class PartAdded(ItemEvent, kw_only=True, tag="response.content_part.added"):
-    """A part of a message begins."""
+    """A part of a message or a thought begins."""
 
     content_index: int = 0
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class PartDone(ItemEvent, kw_only=True, tag="response.content_part.done"):
-    """A part of a message is complete."""
+    """A part of a message or a thought is complete."""
 
     content_index: int = 0
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class TextDelta(ItemEvent, kw_only=True, tag="response.output_text.delta"):
@@ -193,6 +209,20 @@ class TextDone(ItemEvent, kw_only=True, tag="response.output_text.done"):
     content_index: int = 0
     text: str
     logprobs: list[TokenLogprob]
+
+
+class ReasoningDelta(ItemEvent, kw_only=True, tag="response.reasoning_text.delta"):
+    """More of a thought."""
+
+    content_index: int = 0
+    delta: str
+
+
+class ReasoningDone(ItemEvent, kw_only=True, tag="response.reasoning_text.done"):
+    """A thought is complete."""
+
+    content_index: int = 0
+    text: str
 
 
 class ArgumentsDelta(ItemEvent, kw_only=True, tag="response.function_call_arguments.delta"):

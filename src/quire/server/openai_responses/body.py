@@ -12,6 +12,7 @@ from quire.limits import PositiveInt
 from quire.request_options import RequestOptions, ShortText
 from quire.sampling_params import NumLogprobs, SamplingParams
 from quire.server.openai_responses.items import Items, MessageItem
+from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ANY_OBJECT, SchemaName
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field, text_or_list
 from quire.server.tool_fields import (
@@ -138,6 +139,18 @@ class TextOptions(StrictModel):
     verbosity: Ignored = None
 
 
+class ReasoningOptions(StrictModel):
+    """How the model thinks."""
+
+    path_prefix = "reasoning."
+
+    effort: ReasoningEffort | None = Field(
+        None, description="How much, as far as the chat template knows efforts; none: not at all."
+    )
+    summary: Ignored = None
+    generate_summary: Ignored = None
+
+
 class StreamOptions(StrictModel):
     """What a stream carries besides."""
 
@@ -180,6 +193,7 @@ class ResponsesRequest(StrictModel):
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may have several calls. Default: true."
     )
+    reasoning: ReasoningOptions | None = None
     truncation: Literal["disabled", "auto"] | None = Field(
         None, description="auto has no effect: input that is too long is refused."
     )
@@ -192,7 +206,6 @@ class ResponsesRequest(StrictModel):
     max_tool_calls: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
-    reasoning: Ignored = None
     safety_identifier: Ignored = None
     service_tier: Ignored = None
     conversation: Unsupported = None
@@ -222,6 +235,11 @@ class ResponsesRequest(StrictModel):
             choice if choice is None or isinstance(choice, str) else choice.as_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
         )
+
+    def thinking_options(self) -> Thinking:
+        """Return how the model is to think."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return Thinking(is_on=None if effort is None else effort != "none", effort=effort)
 
     def sampling_params(self) -> SamplingParams:
         """Return the engine's parameters.

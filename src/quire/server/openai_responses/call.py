@@ -17,6 +17,7 @@ from typing_extensions import override
 from quire.dialogue.formats import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.request_output import CompletionOutput, RequestOutput
+from quire.server.context import leniency_of
 from quire.server.conversation import Conversation
 from quire.server.errors import ApiError
 from quire.server.generation import OutputStream, SequenceProgress, naming_fields
@@ -42,6 +43,7 @@ from quire.server.openai_responses.answers import (
 from quire.server.openai_responses.body import ResponsesRequest
 from quire.server.openai_responses.items import Item, messages_of
 from quire.server.openai_responses.output import ResponseOutput
+from quire.server.reasoning import Thinking
 from quire.server.responses import TokenLogprob
 from quire.status import FinishReason
 
@@ -73,6 +75,10 @@ class _Input:
         """Return the conversation as chat templates expect it."""
         return messages_of(self._body.instructions, self._items, call_format)
 
+    def thinking_options(self) -> Thinking:
+        """Return how the model is to think."""
+        return self._body.thinking_options()
+
 
 class _ResponsesCall(GenerationCall[ResponsesRequest]):
     id_prefix = "resp"
@@ -84,6 +90,9 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
         self._numbers = itertools.count()
         self._conversation = Conversation(self._context, _Input(body, items), self._params)
         self._params = self._conversation.params
+        can_think = self._context.thought_format is not None
+        template, leniency = self._context.chat_template, leniency_of(request)
+        body.thinking_options().note_effort_without_effect(template, leniency, can_think=can_think)
 
     @property
     def _request_ids(self) -> Sequence[str]:
@@ -162,7 +171,7 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
             input_tokens=num_input,
             input_tokens_details=InputTokensDetails(output.num_cached_tokens),
             output_tokens=num_output,
-            output_tokens_details=OutputTokensDetails(),
+            output_tokens_details=OutputTokensDetails(self._conversation.num_thought_tokens(completion) or 0),
             total_tokens=num_input + num_output,
         )
         return answer
@@ -182,6 +191,7 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
             output=items,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=None,
+            reasoning={} if body.reasoning is None else _dumped(body.reasoning),
             store=False,
             temperature=self._params.temperature,
             text={"format": {"type": "text"}, **text},

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from quire.dialogue.formats import ToolCallFormat
+from quire.server.chat_messages import NAMES_OF_THOUGHTS
 from quire.server.strict_model import Ignored, StrictModel, text_or_list
 from quire.server.tool_fields import CalledFunction, CallId, MessageToolCall, ToolName
 
@@ -235,7 +236,7 @@ class _Turns:
 
     def think(self, text: str) -> None:
         """Begin a turn of the model's with a thought."""
-        self._begin()["reasoning_content"] = text
+        self._begin().update(dict.fromkeys(NAMES_OF_THOUGHTS, text))
 
     def answer(self, text: str) -> None:
         """Add text to the model's turn, or begin another if it has some already."""

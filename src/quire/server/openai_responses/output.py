@@ -17,9 +17,13 @@ from quire.server.openai_responses.answers import (
     OutputCall,
     OutputItem,
     OutputMessage,
+    OutputReasoning,
     OutputText,
     PartAdded,
     PartDone,
+    ReasoningDelta,
+    ReasoningDone,
+    ReasoningText,
     ResponseEvent,
     TextDelta,
     TextDone,
@@ -61,6 +65,8 @@ class ResponseOutput:
             match event:
                 case dialogue.ContentDelta(text=piece):
                     new += self._more_text(piece)
+                case dialogue.ReasoningDelta(text=piece):
+                    new += self._more_thought(piece)
                 case dialogue.CallBegin(name=name):
                     new += self._begin_call(name)
                 case dialogue.ArgumentsDelta(text=piece):
@@ -80,6 +86,15 @@ class ResponseOutput:
         self._pieces.append(text)
         self._logprobs += logprobs
         return [*new, TextDelta(**self._place(), delta=text, logprobs=logprobs)]
+
+    def _more_thought(self, text: str) -> list[ResponseEvent]:
+        new: list[ResponseEvent] = []
+        if not self._is_open or not isinstance(self.items[-1], OutputReasoning):
+            new += self._begin(OutputReasoning(id=f"rs_{secrets.token_hex(16)}", content=[]))
+            new.append(PartAdded(**self._place(), part=ReasoningText(text="")))
+        self._unsent_logprobs = []
+        self._pieces.append(text)
+        return [*new, ReasoningDelta(**self._place(), delta=text)]
 
     def _begin_call(self, name: str) -> list[ResponseEvent]:
         self._unsent_logprobs = []
@@ -106,18 +121,23 @@ class ResponseOutput:
         self._is_open = False
         item = self.items[-1]
         item.status = "completed" if is_complete else "incomplete"
-        written = "".join(self._pieces)
-        new: list[ResponseEvent] = []
-        if isinstance(item, OutputMessage):
-            part = OutputText(text=written, logprobs=self._logprobs)
-            item.content.append(part)
-            new.append(TextDone(**self._place(), text=written, logprobs=self._logprobs))
-            new.append(PartDone(**self._place(), part=part))
-        else:
-            item.arguments = written
-            new.append(ArgumentsDone(**self._place(), name=item.name, arguments=written))
+        new = self._end_content(item, "".join(self._pieces))
         number, index = next(self._numbers), len(self.items) - 1
         return [*new, ItemDone(sequence_number=number, output_index=index, item=item)]
+
+    def _end_content(self, item: OutputItem, written: str) -> list[ResponseEvent]:
+        """Put what was written into its item; return the events that tell of it."""
+        if isinstance(item, OutputCall):
+            item.arguments = written
+            return [ArgumentsDone(**self._place(), name=item.name, arguments=written)]
+        if isinstance(item, OutputReasoning):
+            item.content.append(thought := ReasoningText(text=written))
+            return [ReasoningDone(**self._place(), text=written), PartDone(**self._place(), part=thought)]
+        item.content.append(part := OutputText(text=written, logprobs=self._logprobs))
+        return [
+            TextDone(**self._place(), text=written, logprobs=self._logprobs),
+            PartDone(**self._place(), part=part),
+        ]
 
     def _place(self) -> dict[str, Any]:
         """Return where an event about the last item belongs."""
