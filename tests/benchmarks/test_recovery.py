@@ -10,7 +10,7 @@ import recovery
 from quire import LLM
 
 
-def test_a_stream_goes_on_with_the_same_tokens_and_the_tiers_blocks(monkeypatch):
+def test_a_stream_goes_on_with_the_same_tokens_and_the_tiers_blocks(monkeypatch, preloaded_engines):
     monkeypatch.setattr(recovery, "SIGNALS", (signal.SIGKILL,))
     prompt = list(range(10, 60))
     with LLM("mini") as llm:
