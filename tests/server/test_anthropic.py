@@ -1,8 +1,8 @@
 """/v1/messages through the real anthropic client, with answers that the test writes."""
 
+import importlib
 import json
 
-import anthropic
 import httpx
 import httpx2
 import pytest
@@ -17,13 +17,19 @@ WEATHER = {"name": "get_weather", "description": "The weather.", "input_schema":
 PING = {"name": "ping", "input_schema": {"type": "object"}}
 
 
+@pytest.fixture(scope="module")
+def anthropic():
+    """The package, which takes two seconds to import."""
+    return importlib.import_module("anthropic")
+
+
 @pytest.fixture
 def llm():
     return ScriptedLLM()
 
 
 @pytest.fixture
-async def claude(app):
+async def claude(app, anthropic):
     transport = httpx2.ASGITransport(app=app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
         yield anthropic.AsyncAnthropic(
@@ -45,7 +51,7 @@ def shown(block):
     return block.type, getattr(block, "text", None), getattr(block, "name", None)
 
 
-async def refused(claude, **fields):
+async def refused(anthropic, claude, **fields):
     with pytest.raises(anthropic.BadRequestError) as caught:
         await create(claude, **fields)
     body = caught.value.body
@@ -53,7 +59,7 @@ async def refused(claude, **fields):
     return body["error"]["message"]
 
 
-async def test_a_plain_answer(claude, llm):
+async def test_a_plain_answer(claude, llm, anthropic):
     llm.reply = "It is warm."
     answer = await create(
         claude, tools=anthropic.NOT_GIVEN, extra_body={"temperature": 0.5, "top_k": 3, "top_p": 0.9}
@@ -198,7 +204,7 @@ async def test_no_tool_is_called_if_none_may_be(claude, llm):
 
 
 @pytest.mark.parametrize("field", ["output_config", "output_format"])
-async def test_an_answer_of_a_schema(claude, llm, field):
+async def test_an_answer_of_a_schema(claude, llm, field, anthropic):
     form = {"type": "json_schema", "schema": SCHEMA}
     body = {field: {"format": form} if field == "output_config" else form}
     await create(claude, tools=anthropic.NOT_GIVEN, extra_body=body)
@@ -243,11 +249,11 @@ async def test_tokens_are_counted(claude, llm):
         ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers"),
     ],
 )
-async def test_refusals(claude, fields, words):
-    assert words in await refused(claude, **fields)
+async def test_refusals(anthropic, claude, fields, words):
+    assert words in await refused(anthropic, claude, **fields)
 
 
-async def test_errors_have_anthropics_types(claude, llm):
+async def test_errors_have_anthropics_types(claude, llm, anthropic):
     for prompt, kind, error in (
         ("queue", anthropic.RateLimitError, "rate_limit_error"),
         ("crash", anthropic.InternalServerError, "api_error"),
@@ -260,7 +266,7 @@ async def test_errors_have_anthropics_types(claude, llm):
         await create(claude, model="other")
 
 
-async def test_a_failure_within_a_stream_is_its_last_event(claude):
+async def test_a_failure_within_a_stream_is_its_last_event(claude, anthropic):
     with pytest.raises(anthropic.APIStatusError) as caught:
         async for _ in await create(claude, messages=[{"role": "user", "content": "fail"}], stream=True):
             pass
