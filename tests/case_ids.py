@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 
 MAX_LENGTH = 60  # characters of one value
@@ -26,13 +27,14 @@ def _is_composed(value: object) -> bool:
 
 def _written(value: object) -> str:
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={_written(one)}" for key, one in value.items())
+        shown = itertools.islice(value.items(), MAX_LENGTH)
+        return ",".join(f"{key}={_written(one)}" for key, one in shown)
     if isinstance(value, set | frozenset):
         value = sorted(value, key=_written)
     elif isinstance(value, functools.partial):
         value = [value.func, *value.args, *([value.keywords] if value.keywords else [])]
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(map(_written, value[:MAX_LENGTH]))}]"  # each is a character or more
     if _is_composed(value):
         return f"{type(value).__name__}({_written(_changed_fields(value))})"
     if hasattr(value, "__name__"):

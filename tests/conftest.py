@@ -21,6 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure(config):
     """Let no test fail because the machine is busy."""
+    gc.disable()  # until all tests are collected: what imports and tests leave is no garbage
     if config.pluginmanager.hasplugin("hypothesispytest"):
         from hypothesis import HealthCheck, settings
 
@@ -32,6 +33,7 @@ def pytest_collection_finish():
     """Keep collected tests and imported modules out of garbage collections, some of which tests ask for."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_make_parametrize_id(val):
