@@ -58,7 +58,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def preloaded_engines():
-    """Let engine processes, and those of ranks, start with torch imported (tests/preloaded.py)."""
+    """Let processes that engines and fronts consist of start with torch imported (tests/preloaded.py)."""
     import preloaded  # not on the path yet when this file is read
 
     with preloaded.engines():

@@ -16,6 +16,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.request_output import RequestOutput
 
+pytestmark = pytest.mark.usefixtures("preloaded_engines")
+
 QUESTIONS = [
     "What is a KV block?",
     "What is chunked prefill, and why does it help requests that are already decoding?",
@@ -168,7 +170,7 @@ def test_with_another_block_size(numbers):
         ("reference-bfloat16", 2),
     ],
 )
-def test_after_a_restart_on_another_number_of_threads(numbers, num_threads, preloaded_engines):
+def test_after_a_restart_on_another_number_of_threads(numbers, num_threads):
     with LLM(
         "mini", **NUMBERS[numbers], num_kv_blocks=1024, engine_process=True, num_threads=num_threads
     ) as llm:

@@ -16,6 +16,8 @@ from quire.recording.replay import replay
 from quire.status import FinishReason
 from quire.structured_outputs import StructuredOutputsParams
 
+pytestmark = pytest.mark.usefixtures("preloaded_engines")
+
 SMALL = {"num_kv_blocks": 256, "num_threads": 1}
 SCHEMA = {
     "type": "object",

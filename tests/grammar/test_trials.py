@@ -15,6 +15,8 @@ from quire.grammar.interface import SlowGrammarError
 from quire.grammar.trials import TriedGrammars
 from quire.structured_outputs import StructuredOutputsParams
 
+pytestmark = pytest.mark.usefixtures("preloaded_engines")
+
 PATTERNS = [{"type": "string", "pattern": f"^.*{'ab' * count}.*$"} for count in range(60)]
 BOMB = StructuredOutputsParams(json=json.dumps({"allOf": PATTERNS}))  # takes minutes and gigabytes
 

@@ -16,6 +16,8 @@ from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutErro
 from quire.models import template_renderer
 from quire.models.template_renderer import TemplateRenderer
 
+pytestmark = pytest.mark.usefixtures("preloaded_engines")
+
 # The first message says what is done: a template that is fine for most conversations.
 TEMPLATE = """
 {%- set do = messages[0].content -%}
