@@ -161,7 +161,7 @@ class SamplingParams:
             )
         self._check_best_of()
         self._check_beam_search()
-        if self.structured_outputs is not None:
+        if self.structured_outputs is not None and self.structured_outputs.structure is not None:
             self._check_structured_outputs()
 
     @property

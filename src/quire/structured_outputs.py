@@ -16,8 +16,45 @@ MAX_CHOICES = 1024
 
 
 @config
+class ThoughtParams:
+    """A thought with which the output may begin; a structure applies to what comes after it.
+
+    Made where the prompt is tokenized. If `is_open`, the output begins within the thought, otherwise perhaps
+    with `start`. The thought ends with `end`.
+    """
+
+    start: str = knob(default="", help="Text before the thought.")
+    end: str = knob(default="", help="Text after the thought.")
+    is_open: bool = knob(default=False, help="Whether the prompt ends with the text before it.")
+    start_token_ids: tuple[int, ...] = knob(
+        default=(), unit="token ids", help="Tokens of the text before it."
+    )
+    end_token_id: int | None = knob(
+        default=None, help="The token that is the text after it. None: it consists of several."
+    )
+    budget: int | None = knob(
+        default=None, unit="tokens", help="Maximum length of the thought. None: as long as it gets."
+    )
+    closing_token_ids: tuple[int, ...] = knob(
+        default=(), unit="token ids", help="Tokens that end a thought whose budget is spent."
+    )
+
+    def __post_init__(self) -> None:
+        if (
+            not self.end
+            or not (self.is_open or (self.start and self.start_token_ids))
+            or (self.budget is not None and (self.budget < 0 or not self.closing_token_ids))
+        ):
+            raise _invalid_structure(
+                f"structured_outputs.thought has the end {self.end!r:.80}, the budget {self.budget} and "
+                f"{len(self.closing_token_ids)} closing tokens; it needs marks, and a budget must be at "
+                "least 0 and needs closing tokens"
+            )
+
+
+@config
 class StructuredOutputsParams:
-    """A grammar that the output must follow: exactly one of the fields.
+    """A grammar that the output must follow: exactly one of the fields, or none but a thought.
 
     A schema given as a dict is kept as text. A malformed or too large specification is refused with an
     `InvalidRequestError`; the engine finds out whether it can be compiled.
@@ -37,10 +74,13 @@ class StructuredOutputsParams:
     grammar: str | None = knob(
         default=None, help="Context-free grammar, in Lark or GBNF notation; at most 16 KiB."
     )
+    thought: ThoughtParams | None = knob(
+        default=None, help="What may come before; set by the server for models that think."
+    )
 
     def __post_init__(self) -> None:
-        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
-        if len(given) != 1:
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1 and (given or self.thought is None):
             raise _invalid_structure(
                 f"structured_outputs has {', '.join(given) or 'no field'}; it must have exactly one of json, "
                 "regex, choice and grammar"
@@ -52,6 +92,17 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None:
                 _check_text(f"structured_outputs.{name}", getattr(self, name), MAX_GRAMMAR_BYTES)
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """What must come after the thought; None: anything may."""
+        if self.thought is None:
+            return self
+        has_structure = any(getattr(self, name) is not None for name in _KINDS)
+        return dataclasses.replace(self, thought=None) if has_structure else None
+
+
+_KINDS = ("json", "regex", "choice", "grammar")
 
 
 def _schema_text(schema: Any) -> str:

@@ -155,3 +155,21 @@ async def test_an_effort_without_effect_is_named(effort):
     with pytest.raises(openai.BadRequestError) as caught:
         await create(client_of(llm, strict=True), reasoning_effort=effort)
     assert caught.value.param == "reasoning_effort"
+
+
+async def test_a_budget_and_its_message():
+    llm = ThinkingLLM()
+    client = client_of(llm, thinking_budget_message="Enough.")
+    await create(client, extra_body={"thinking_token_budget": 9})
+    control = llm.seen[0].options["thought"]
+    assert (control.format.end, control.budget, control.budget_message) == ("</think>", 9, "Enough.")
+    await create(client)
+    assert "thought" not in llm.seen[1].options
+    await create(client, response_format={"type": "json_object"})
+    assert llm.seen[2].options["thought"].budget is None
+
+
+async def test_a_budget_for_a_model_that_does_not_think():
+    with pytest.raises(openai.BadRequestError) as caught:
+        await create(client_of(ThinkingLLM("no")), extra_body={"thinking_token_budget": 9})
+    assert caught.value.param == "thinking_token_budget"

@@ -30,8 +30,9 @@ Call tools as <tool_call>{"name": ..., "arguments": ...}</tool_call>:
 {%- endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-MARKS = ("<tool_call>", "</tool_call>")
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 USER = {"role": "user", "content": "Hi"}
 TOOL = {
     "type": "function",
@@ -76,9 +77,10 @@ def engine(model):
     asyncio.run(llm.shutdown())
 
 
-@pytest.fixture
-async def client(engine):
-    app = create_app(engine, ServerConfig(served_model_name="random"))
+@pytest.fixture(params=["none"])
+async def client(engine, request):
+    config = ServerConfig(served_model_name="random", reasoning_format=request.param)
+    app = create_app(engine, config)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
         yield openai.AsyncOpenAI(
@@ -133,3 +135,41 @@ async def test_a_schema_that_cannot_be_enforced_is_refused(client):
     with pytest.raises(openai.BadRequestError) as caught:
         await create(client, tools=[tool], tool_choice="required")
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("client", ["auto"], indirect=True)
+@pytest.mark.parametrize("required", [True, False], ids=["a call", "a schema"])
+async def test_a_grammar_applies_after_the_thought_and_its_budget(client, required):
+    schema = {"name": "s", "schema": TOOL["function"]["parameters"]}
+    form = {"type": "json_schema", "json_schema": schema}
+    structure = (
+        {"tool_choice": "required"} if required else {"response_format": form, "tools": openai.NOT_GIVEN}
+    )
+    fields = {**structure, "n": 2, "seed": 3, "parallel_tool_calls": False if required else openai.NOT_GIVEN}
+    extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 7}
+    answer = await create(client, extra_body=extra, **fields)
+    written = [one.message.tool_calls[0].function.arguments if required else one.message.content
+               for one in answer.choices]  # fmt: skip
+    for arguments in written:
+        require_valid(arguments)
+    assert [bool(one.message.reasoning) for one in answer.choices] == [True, True]
+    assert 2 * 7 <= answer.usage.completion_tokens_details.reasoning_tokens <= 2 * 8  # with a line break
+    told = [["", ""], ["", ""]]
+    async for chunk in await create(client, stream=True, extra_body=extra, **fields):
+        for one in chunk.choices:
+            told[one.index][0] += getattr(one.delta, "reasoning", "")
+            told[one.index][1] += one.delta.content or ""
+            for call in one.delta.tool_calls or []:
+                told[one.index][1] += call.function.arguments
+    assert told == [[one.message.reasoning, text] for one, text in zip(answer.choices, written, strict=True)]
+
+
+@pytest.mark.parametrize("client", ["auto"], indirect=True)
+async def test_a_budget_without_a_grammar(client):
+    extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 5, "min_tokens": 20}
+    answer = await create(client, tools=openai.NOT_GIVEN, max_tokens=20, extra_body=extra)
+    assert answer.usage.completion_tokens_details.reasoning_tokens in (5, 6)
+    assert answer.choices[0].message.content
+    free = {"enable_thinking": False}
+    answer = await create(client, max_tokens=4, extra_body={"chat_template_kwargs": free, "min_tokens": 4})
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0

@@ -72,6 +72,11 @@ class ServerConfig:
         help="Format of what the model thinks before it answers. auto: known from its chat template; none: "
         "what it thinks is content.",
     )
+    thinking_budget_message: str = knob(
+        default="",
+        help="Text that is put before the end of a thought whose thinking_token_budget is spent, such as: "
+        "Time is up, so I answer now.",
+    )
     api_key: str = knob(
         default="",
         help="Key that clients must send, as bearer token or x-api-key; several, separated by spaces, are "

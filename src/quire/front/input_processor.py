@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids
+from quire.front.thoughts import ThoughtControl, params_with_thought
 from quire.front.token_bounds import TokenBound
 from quire.request_options import RequestOptions, require_text
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -113,6 +114,7 @@ class InputProcessor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         marks: Iterable[str] = (),
+        thought: ThoughtControl | None = None,
         **options: Any,
     ) -> ProcessedRequest:
         """Like `process`, for a conversation, which the chat template turns into a prompt.
@@ -123,6 +125,7 @@ class InputProcessor:
             tools: that the model may call, as OpenAI's API describes them.
             chat_template_kwargs: variables for the chat template, such as enable_thinking.
             marks: texts that are shown in the output even if they are special tokens.
+            thought: what is asked of the thought that the answer may begin with; None: nothing.
             options: as for `process`.
         """
         self._check_conversation(messages)
@@ -130,6 +133,8 @@ class InputProcessor:
             list(messages), add_generation_prompt=True, tools=tools, variables=chat_template_kwargs
         )
         token_ids = self._encode_prompt(text, add_special_tokens=False)
+        if thought is not None:
+            params = params_with_thought(params, thought, text, self._tokenizer)
         processed = self.process(token_ids, params, prompt_text=text, **options)
         found = map(self._tokenizer.added_token_id, marks)
         shown = frozenset(token_id for token_id in found if token_id is not None)

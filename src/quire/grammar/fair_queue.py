@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 from collections import OrderedDict
@@ -70,5 +69,5 @@ class _TenantQueue:
 
 
 def _num_characters(spec: StructuredOutputsParams) -> int:
-    values = (getattr(spec, field.name) for field in dataclasses.fields(spec))
+    values = (spec.json, spec.regex, spec.choice, spec.grammar)
     return sum(sum(map(len, value)) for value in values if value is not None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.errors import InvalidRequestError
+from quire.grammar.thought import Spelling
 from quire.step import IntArray
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -79,6 +80,22 @@ class LLGuidanceBackend:
         with self._reading:
             _, eos_token_ids = self._tokenizer
             return self._read_tokenizer(), sorted(eos_token_ids)
+
+    @functools.cached_property
+    def spelling(self) -> Spelling:
+        """The bytes of the model's tokens.
+
+        Raises:
+            InvalidRequestError: as `compile` does about the tokenizer.
+        """
+        with self._reading:
+            tokenizer, eos_token_ids = self._tokenizer
+
+        def decode(token_id: int) -> bytes:
+            text: bytes = tokenizer.decode_bytes([token_id])
+            return text
+
+        return Spelling(decode, tokenizer.vocab_size, eos_token_ids)
 
     @functools.cached_property
     def _tokenizer(self) -> tuple[LLTokenizer, frozenset[int]]:

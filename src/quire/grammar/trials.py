@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 import msgspec
@@ -22,9 +22,10 @@ import msgspec
 from quire.errors import InvalidRequestError
 from quire.grammar.interface import Grammar, SlowGrammarError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
+from quire.grammar.thought import ThoughtEnd, ThoughtGrammar
 from quire.grammar.time_limit import TimeLimitedGrammar
 from quire.grammar.trial_process import LONGEST_ANSWER, Trial, TrialAnswer, TrialStart
-from quire.structured_outputs import StructuredOutputsParams
+from quire.structured_outputs import StructuredOutputsParams, ThoughtParams
 
 QUICK_CPU_SECONDS = 0.03  # more than most grammars take
 CPU_SECONDS = 0.5  # that compiling one grammar may take
@@ -69,6 +70,8 @@ class TriedGrammars:
             InvalidRequestError: what is wrong with the specification, or that it exceeds a limit.
             SlowGrammarError: it takes longer than most.
         """
+        if spec.thought is not None:
+            return self._after_thought(spec.thought, spec.structure, self.compile)
         answer = self._try(spec, QUICK_CPU_SECONDS, QUICK_NICENESS)
         if answer.is_slow:
             raise SlowGrammarError
@@ -80,6 +83,8 @@ class TriedGrammars:
         Raises:
             InvalidRequestError: as `compile` does.
         """
+        if spec.thought is not None:
+            return self._after_thought(spec.thought, spec.structure, self.compile_slowly)
         return self._compiled(spec, self._try(spec, self._cpu_seconds, NICENESS))
 
     def close(self) -> None:
@@ -89,6 +94,16 @@ class TriedGrammars:
             processes, self._all = self._all, set()
         for process in processes:
             _end(process)
+
+    def _after_thought(
+        self,
+        thought: ThoughtParams,
+        structure: StructuredOutputsParams | None,
+        compile_structure: Callable[[StructuredOutputsParams], Grammar],
+    ) -> Grammar:
+        grammar = None if structure is None else compile_structure(structure)
+        spelling = self._backend.spelling
+        return ThoughtGrammar(thought, grammar, ThoughtEnd(thought, spelling), spelling)
 
     def _compiled(self, spec: StructuredOutputsParams, answer: TrialAnswer) -> Grammar:
         if answer.error is not None:

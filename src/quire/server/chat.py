@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import override
 
+from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.completions_call import CompletionsCall
 from quire.server.context import leniency_of
@@ -44,6 +45,12 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         super().__init__(request, body)
         self._conversation = Conversation(self._context, body, self._params)
         self._params = self._conversation.params
+        if body.thinking_token_budget is not None and self._context.thought_format is None:
+            raise InvalidRequestError(
+                f"thinking_token_budget is {body.thinking_token_budget}, but the model's chat template does "
+                "not tell how it thinks; leave it out, or start the server with --reasoning-format",
+                param="thinking_token_budget",
+            )
         can_think = self._context.thought_format is not None
         template, leniency = self._context.chat_template, leniency_of(request)
         body.thinking_options().note_effort_without_effect(template, leniency, can_think=can_think)

@@ -17,6 +17,7 @@ from quire.dialogue.thought_tokens import ThoughtTokens
 from quire.dialogue.thoughts import ExpectedThought, ThoughtFormat, expected_thought
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
+from quire.front.thoughts import ThoughtControl
 from quire.request_output import CompletionOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import ServerContext
@@ -93,6 +94,7 @@ class Conversation:
             self.params,
             request_id=request_id,
             marks=tuple(self._marks()),
+            **self._thought_options(),
             **self._template_options(),
             **options,
         )
@@ -102,6 +104,14 @@ class Conversation:
     async def count_prompt_tokens(self) -> int:
         """Return the number of tokens of the prompt."""
         return len(await self._context.llm.tokenize_chat(self._messages, **self._template_options()))
+
+    def _thought_options(self) -> dict[str, Any]:
+        thought_format = self._context.thought_format
+        budget = self._thinking.budget
+        if thought_format is None or (budget is None and self.params.structured_outputs is None):
+            return {}
+        message = self._context.config.thinking_budget_message
+        return {"thought": ThoughtControl(thought_format, budget, message)}
 
     def _marks(self) -> Iterator[str]:
         """Yield the texts that are read in answers, also where they are special tokens."""

@@ -336,6 +336,9 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="How much the model thinks, as far as its chat template knows efforts; none: not."
     )
+    thinking_token_budget: NonNegativeInt | None = Field(
+        None, description="Maximum number of tokens of what the model thinks; then the answer begins."
+    )
     include_reasoning: bool | None = Field(
         None, description="Return what the model thinks as reasoning_content. Default: true."
     )
@@ -377,6 +380,7 @@ class ChatCompletionRequest(GenerationRequest):
             is_on=None if self.reasoning_effort is None else self.reasoning_effort != "none",
             effort=self.reasoning_effort,
             template_kwargs=self.chat_template_kwargs or {},
+            budget=self.thinking_token_budget,
             is_shown=self.include_reasoning is not False,
         )
 

@@ -24,12 +24,14 @@ class Thinking:
         effort: how much; None: likewise.
         template_kwargs: variables for the chat template, which win over the effort.
         is_shown: whether the client gets the thought.
+        budget: maximum number of tokens of the thought; None: as many as it takes.
     """
 
     is_on: bool | None = None
     effort: ReasoningEffort | None = None
     template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_shown: bool = True
+    budget: int | None = None
 
     def variables(self, template: str) -> dict[str, Any]:
         """Return the variables for a chat template.

@@ -203,7 +203,9 @@ class ThinkingConfig(StrictModel):
     path_prefix = "thinking."
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Ignored = None
+    budget_tokens: PositiveInt | None = Field(
+        None, description="Maximum number of tokens of the thought; with the type enabled."
+    )
     display: Ignored = None
 
 
@@ -247,7 +249,8 @@ class CountTokensRequest(StrictModel):
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""
         is_on = None if self.thinking is None else self.thinking.type != "disabled"
-        return Thinking(is_on=is_on, is_shown=is_on is not False)
+        budget = self.thinking.budget_tokens if is_on and self.thinking is not None else None
+        return Thinking(is_on=is_on, is_shown=is_on is not False, budget=budget)
 
     def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them.

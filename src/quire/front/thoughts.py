@@ -1,0 +1,63 @@
+"""What a chat asks of the thought that its answer may begin with, as the engine must know it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from quire.dialogue.thoughts import ThoughtFormat, expected_thought
+from quire.sampling_params import SamplingParams
+from quire.structured_outputs import StructuredOutputsParams, ThoughtParams
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ThoughtControl:
+    """What a chat asks of the thought.
+
+    Args:
+        format: of the model's thoughts.
+        budget: maximum number of tokens; None: as many as it takes.
+        budget_message: said before the thought is ended because the budget is spent.
+    """
+
+    format: ThoughtFormat
+    budget: int | None = None
+    budget_message: str = ""
+
+
+def params_with_thought(
+    params: SamplingParams, control: ThoughtControl, prompt: str, tokenizer: Tokenizer
+) -> SamplingParams:
+    """Return `params` whose structure applies after the thought, which may have a budget.
+
+    They are unchanged if there is neither, or if the prompt has ended the thought.
+
+    Args:
+        params: of the answer.
+        control: of its thought.
+        prompt: text that it is the answer to.
+        tokenizer: of the model.
+    """
+    structure = params.structured_outputs
+    expected = expected_thought(control.format, prompt)
+    if expected is None or (structure is None and control.budget is None):
+        return params
+    marks = control.format
+    closing = f"{control.budget_message}{marks.space_before_end}{marks.end}{marks.space_after_end}"
+    thought = ThoughtParams(
+        start=marks.start,
+        end=marks.end,
+        is_open=expected.is_open,
+        start_token_ids=tuple(tokenizer.encode(marks.start, add_special_tokens=False)),
+        end_token_id=tokenizer.added_token_id(marks.end),
+        budget=control.budget,
+        closing_token_ids=tuple(tokenizer.encode(closing, add_special_tokens=False)),
+    )
+    if structure is None:
+        with_thought = StructuredOutputsParams(thought=thought)
+    else:
+        with_thought = dataclasses.replace(structure, thought=thought)
+    return dataclasses.replace(params, structured_outputs=with_thought)

@@ -1,0 +1,269 @@
+"""A thought before structured output: free up to its end, which a budget may force.
+
+The budget counts tokens. When it is spent, one token after the other is the only one allowed: a forced end
+needs nothing else from scheduler and sampler than a grammar does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.grammar.interface import Grammar
+from quire.step import IntArray
+from quire.structured_outputs import ThoughtParams
+
+_NUM_BYTES = 1_000  # of a thought without a structure after it
+_ALL = -1  # a word of a bitmask that allows all of its tokens
+
+
+class Spelling:
+    """The bytes of a model's tokens.
+
+    Args:
+        decode: returns those of one token.
+        num_tokens: of the tokenizer.
+        eos_token_ids: end a sequence.
+    """
+
+    def __init__(
+        self, decode: Callable[[int], bytes], num_tokens: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.eos_token_ids = eos_token_ids
+        self._decode = decode
+        self._num_tokens = num_tokens
+
+    def text(self, token_id: int) -> bytes:
+        """Return the bytes of a token; none of an id that the tokenizer does not have."""
+        return self._decode(token_id) if token_id < self._num_tokens else b""
+
+    @functools.cached_property
+    def all_texts(self) -> list[bytes]:
+        """The bytes of each token."""
+        return [self._decode(token_id) for token_id in range(self._num_tokens)]
+
+
+class ThoughtEnd:
+    """The mark that ends a thought: one token, or a text that tokens share with what stands around it.
+
+    Args:
+        thought: whose end it is.
+        spelling: of the tokens.
+    """
+
+    def __init__(self, thought: ThoughtParams, spelling: Spelling) -> None:
+        self._token_id = thought.end_token_id
+        self._text = thought.end.encode()
+        self._spelling = spelling
+        self._overlong: dict[int, list[int]] = {}
+
+    def after(self, matched: int, token_id: int) -> int | None:
+        """Return how many bytes of the mark have come after a token; None: all of it.
+
+        Args:
+            matched: bytes that had come before.
+            token_id: of the token.
+        """
+        if self._token_id is not None:
+            return None if token_id == self._token_id else 0
+        text = self._text[:matched] + self._spelling.text(token_id)
+        if self._text in text:
+            return None
+        longest = min(len(text), len(self._text) - 1)
+        return next(n for n in range(longest, -1, -1) if text.endswith(self._text[:n]))
+
+    def overlong_tokens(self, matched: int) -> list[int]:
+        """Return the tokens that have more than the rest of the mark, after `matched` bytes of it."""
+        if self._token_id is not None:
+            return []
+        if matched not in self._overlong:
+            texts = enumerate(self._spelling.all_texts)
+            self._overlong[matched] = [one for one, text in texts if self._has_more(matched, text)]
+        return self._overlong[matched]
+
+    def is_overlong(self, matched: int, token_id: int) -> bool:
+        """Whether a token has more than the rest of the mark, after `matched` bytes of it."""
+        return self._token_id is None and self._has_more(matched, self._spelling.text(token_id))
+
+    def _has_more(self, matched: int, text: bytes) -> bool:
+        if self._text[-1] not in text:
+            return False
+        together = self._text[:matched] + text
+        at = together.find(self._text)
+        return 0 <= at < len(together) - len(self._text)
+
+
+class ThoughtGrammar(Grammar):
+    """A thought, and then what a structure allows; anything if there is none.
+
+    With a structure, tokens that end the sequence are not allowed in a thought, nor tokens that have its end
+    and more, of which the structure could not know. A thought that is not open may be left out; it begins
+    with just the tokens of `start` then, since whatever else comes is the structure's.
+
+    Args:
+        thought: that may come first.
+        structure: in its initial state; None: none.
+        end: of the thought, shared by the grammars of equal ones.
+        spelling: of the model's tokens.
+    """
+
+    def __init__(
+        self, thought: ThoughtParams, structure: Grammar | None, end: ThoughtEnd, spelling: Spelling
+    ) -> None:
+        self._thought = thought
+        self._structure = structure
+        self._end = end
+        self._spelling = spelling
+        self._head: list[int] = []  # tokens of the mark that begins the thought
+        self._has_begun = thought.is_open
+        self._matched: list[int] = []  # bytes of the mark that ends it, after each token of the thought
+        self._is_over = False
+        self._num_after = 0  # tokens accepted since
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated size in its initial state."""
+        return _NUM_BYTES + (0 if self._structure is None else self._structure.num_bytes)
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Advance over these tokens; False, and nothing changes, if they are not allowed."""
+        count = self._advance(token_ids)
+        if count == len(token_ids):
+            return True
+        self.rollback(count)
+        return False
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` accepted tokens."""
+        after = min(num_tokens, self._num_after)
+        if after and self._structure is not None:
+            self._structure.rollback(after)
+        self._num_after -= after
+        before = num_tokens - after
+        if not self._has_begun:
+            self._is_over = self._num_after > 0
+        elif before:
+            self._is_over = False
+        within = min(before, len(self._matched))
+        del self._matched[len(self._matched) - within :]
+        if before > within:
+            del self._head[len(self._head) - (before - within) :]
+            self._has_begun = False
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens could be accepted, one after the other. Changes nothing."""
+        count = self._advance(token_ids)
+        self.rollback(count)
+        return count
+
+    def fill_bitmask(self, row: IntArray) -> None:
+        """Write which tokens may come next: [ceil(vocabulary / 32)]."""
+        if not self._is_over and (forced := self._forced_token) is not None:
+            row[:] = 0
+            _set(row, forced)
+        elif self._structure is None:
+            row[:] = _ALL
+        elif self._is_over or not self._has_begun:
+            self._structure.fill_bitmask(row)
+            if not self._is_over:
+                _set(row, self._thought.start_token_ids[0])
+        else:
+            row[:] = _ALL
+            overlong = self._end.overlong_tokens(self._num_matched)
+            for token_id in (*self._spelling.eos_token_ids, *overlong):
+                row.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+    def copy(self) -> ThoughtGrammar:
+        """Return an independent grammar in the same state."""
+        structure = None if self._structure is None else self._structure.copy()
+        other = ThoughtGrammar(self._thought, structure, self._end, self._spelling)
+        other._head, other._matched = self._head.copy(), self._matched.copy()
+        other._has_begun, other._is_over, other._num_after = self._has_begun, self._is_over, self._num_after
+        return other
+
+    @property
+    def _num_matched(self) -> int:
+        """Bytes of the mark that ends the thought which have come."""
+        return self._matched[-1] if self._matched else 0
+
+    @property
+    def _forced_token(self) -> int | None:
+        """The only token that may come before the thought is over, if there is only one."""
+        if not self._has_begun:
+            has_part = self._structure is not None and self._head
+            return self._thought.start_token_ids[len(self._head)] if has_part else None
+        budget = self._thought.budget
+        if budget is None or len(self._matched) < budget:
+            return None
+        return self._thought.closing_token_ids[len(self._matched) - budget]
+
+    def _advance(self, token_ids: Sequence[int]) -> int:
+        """Accept tokens up to the first that is not allowed; return how many."""
+        for count, token_id in enumerate(token_ids):
+            if self._is_over:
+                accepted = self._accept_after(token_id)
+            elif self._has_begun:
+                accepted = self._accept_thought(token_id)
+            else:
+                accepted = self._accept_head(token_id)
+            if not accepted:
+                return count
+        return len(token_ids)
+
+    def _accept_after(self, token_id: int) -> bool:
+        if self._structure is not None and not self._structure.accept([token_id]):
+            return False
+        self._is_over = True
+        self._num_after += 1
+        return True
+
+    def _accept_head(self, token_id: int) -> bool:
+        if self._structure is None:
+            return self._accept_free_head(token_id)
+        start = self._thought.start_token_ids
+        if token_id == start[len(self._head)]:
+            self._head.append(token_id)
+            self._has_begun = len(self._head) == len(start)
+            return True
+        return not self._head and self._accept_after(token_id)
+
+    def _accept_free_head(self, token_id: int) -> bool:
+        """Accept any token; white space may stand before the mark, and anything after it in one token."""
+        start = self._thought.start.encode()
+        text = b"".join(map(self._spelling.text, (*self._head, token_id))).lstrip()
+        self._has_begun = text.startswith(start)
+        if not self._has_begun and not start.startswith(text):
+            return self._accept_after(token_id)
+        self._head.append(token_id)
+        return True
+
+    def _accept_thought(self, token_id: int) -> bool:
+        forced = self._forced_token
+        if forced is not None:
+            matched = 0
+            accepted = token_id == forced
+            is_last = len(self._matched) + 1 == self._closed_length
+        else:
+            after = self._end.after(self._num_matched, token_id)
+            matched = 0 if after is None else after
+            accepted = self._structure is None or not self._hides_end(token_id)
+            is_last = after is None
+        if accepted:
+            self._matched.append(matched)
+            self._is_over = is_last
+        return accepted
+
+    @property
+    def _closed_length(self) -> int:
+        """Tokens of a thought whose end the budget has forced."""
+        return (self._thought.budget or 0) + len(self._thought.closing_token_ids)
+
+    def _hides_end(self, token_id: int) -> bool:
+        """Whether a structure could not begin where the thought ends with this token."""
+        return token_id in self._spelling.eos_token_ids or self._end.is_overlong(self._num_matched, token_id)
+
+
+def _set(row: IntArray, token_id: int) -> None:
+    row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
