@@ -15,7 +15,7 @@ from quire.execution.cache_evictor import CacheEvictor
 from quire.execution.kv_transfers import KVTransfers
 from quire.execution.logprobs import position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch, RunnerRequest
-from quire.execution.proposer import Proposer
+from quire.execution.proposer import GuardedProposer, Proposer
 from quire.execution.sampler import Sampler, SamplerOutput, nonfinite_error
 from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.sparse_prefill import SparsePrefill
@@ -99,7 +99,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._block_size = block_size
         self._vocab_size = model.config.vocab_size
-        self._proposer = proposer
+        self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
         self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
         self._sampler = Sampler(max_num_seqs, self._vocab_size, model.kernels.sampling)
         self._batch = PersistentBatch(

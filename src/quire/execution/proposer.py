@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
+from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
 from quire.kernels.batch import AttentionBatch
-from quire.step import IntArray
+from quire.step import NO_TOKEN, IntArray
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -36,3 +41,56 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray:
         """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]."""
+
+
+class GuardedProposer(Proposer):
+    """Proposes what its proposer does, until that raises or returns what are no drafts; then nothing.
+
+    Args:
+        proposer: may fail at any call.
+        vocab_size: token ids are below it.
+    """
+
+    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
+        self._proposer: Proposer | None = proposer
+        self._vocab_size = vocab_size
+
+    @override
+    def copy_blocks(self, copies: IntArray) -> None:
+        if self._proposer is not None:
+            try:
+                self._proposer.copy_blocks(copies)
+            except Exception:
+                self._give_up()
+
+    @override
+    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
+        if self._proposer is not None:
+            try:
+                self._proposer.follow(token_ids, batch)
+            except Exception:
+                self._give_up()
+
+    @override
+    def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray:
+        shape = len(rows.slots), num_drafts
+        if self._proposer is not None:
+            try:
+                return self._checked(self._proposer.propose(rows, num_drafts), shape)
+            except Exception:
+                self._give_up()
+        return np.full(shape, NO_TOKEN, dtype=np.int32)
+
+    def _checked(self, drafts: object, shape: tuple[int, int]) -> IntArray:
+        if not (isinstance(drafts, np.ndarray) and drafts.dtype.kind == "i" and drafts.shape == shape):
+            raise TypeError(f"the drafts are not an array {list(shape)} of integers: {drafts!r:.100}")
+        if drafts.size and not (drafts.min() >= NO_TOKEN and drafts.max() < self._vocab_size):
+            raise ValueError(
+                f"the drafts have ids from {drafts.min()} to {drafts.max()}; the vocabulary has ids 0 to "
+                f"{self._vocab_size - 1}"
+            )
+        return drafts
+
+    def _give_up(self) -> None:
+        self._proposer = None
+        logger.exception("the proposer of drafts failed; until the engine ends, nothing is proposed")
