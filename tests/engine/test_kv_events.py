@@ -269,3 +269,26 @@ def test_replay_without_publishing_is_a_config_error():
     with pytest.raises(ConfigError, match=r"set EngineConfig\.kv_events_endpoint too"):
         EngineConfig(kv_events_replay_endpoint=LOCAL)
     EngineConfig(kv_events_endpoint=LOCAL, kv_events_replay_endpoint=LOCAL)
+
+
+def test_a_batch_that_cannot_be_encoded_is_a_gap(publisher, follow, caplog):
+    subscriber = follow(publisher)
+    publish_until_received(publisher, subscriber, 1)
+    publisher.publish([BlockRemoved([object()])])
+    publisher.publish([removed(10**6)])
+    assert receive_up_to(subscriber, 10**6)[-2:] == [None, 10**6]
+    assert "cannot be encoded" in caplog.text
+
+
+def test_a_thread_that_fails_blocks_neither_publishing_nor_closing(caplog):
+    publisher = KVEventPublisher(LOCAL, buffer_steps=3)
+    publisher._send_batch = None
+    publisher.publish([removed(1)])
+    publisher._thread.join(PATIENCE)
+    assert not publisher._thread.is_alive()
+    for number in range(9):
+        publisher.publish([removed(number)])
+    assert len(publisher._queue) <= 3
+    publisher.close()
+    publisher.close()
+    assert "not published any more" in caplog.text

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -329,9 +329,9 @@ class EngineCore:
         if isinstance(self._grammars, TriedGrammars):
             self._grammars.close()
         if self._connector is not None:
-            _close(self._connector)
+            _close(self._connector.close, "the KV connector")
         if self._publisher is not None:
-            self._publisher.close()
+            _close(self._publisher.close, "the publisher of KV events")
         self._close_ranks()
         return outputs
 
@@ -359,19 +359,18 @@ class EngineCore:
 
     def _publish_kv_events(self) -> None:
         if self._kv_events is not None and self._publisher is not None:
-            events = self._kv_events.take()
             try:
-                if events:
+                if events := self._kv_events.take():
                     self._publisher.publish(events)
             except Exception:  # a step's outputs are worth more than its events
-                logger.exception("%d KV events could not be published", len(events))
+                logger.exception("the KV events of a step could not be published")
 
 
-def _close(connector: KVConnector) -> None:
+def _close(close: Callable[[], None], what: str) -> None:
     try:
-        connector.close()
+        close()
     except Exception:
-        logger.exception("the KV connector could not be closed")
+        logger.exception("%s could not be closed", what)
 
 
 def _publisher(config: EngineConfig) -> KVEventPublisher | None:

@@ -64,6 +64,7 @@ class KVEventPublisher:
         self._queue: deque[tuple[int, KVEventBatch]] = deque()
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)  # (number, batch), encoded
         self._buffer_steps = buffer_steps
+        self._encode = msgspec.msgpack.Encoder().encode
         self._is_closing = False
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
@@ -114,7 +115,7 @@ class KVEventPublisher:
 
     def close(self) -> None:
         """Send all queued batches and close the sockets; idempotent."""
-        if self._is_closing:
+        if self._wake.fileno() < 0:
             return
         self._is_closing = True
         self._wake_thread()
@@ -142,11 +143,21 @@ class KVEventPublisher:
 
     def _run(self) -> None:
         """Send queued batches and serve replays until closed; runs in the thread."""
+        try:
+            self._serve()
+        except Exception:
+            logger.exception("KV events are not published any more")
+        finally:
+            self._is_closing = True
+            self._live.close(linger=LINGER)
+            if self._replay:
+                self._replay.close(linger=LINGER)
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
         if self._replay:
             poller.register(self._replay, zmq.POLLIN)
-        encode = msgspec.msgpack.Encoder().encode
         is_last = False
         while not is_last:
             ready = dict(poller.poll())
@@ -154,15 +165,19 @@ class KVEventPublisher:
             if self._woken.fileno() in ready:
                 self._woken.recv(4096)
             while self._queue:
-                number, batch = self._queue.popleft()
-                message = (number.to_bytes(8, "big"), encode(batch))
-                self._buffer.append(message)
-                self._live.send_multipart((TOPIC, *message))
+                self._send_batch(*self._queue.popleft())
             if self._replay and self._replay in ready:
                 self._answer_replay(self._replay)
-        self._live.close(linger=LINGER)
-        if self._replay:
-            self._replay.close(linger=LINGER)
+
+    def _send_batch(self, number: int, batch: KVEventBatch) -> None:
+        """Send a batch; one that cannot be encoded is lost, which subscribers see by its number."""
+        try:
+            message = (number.to_bytes(8, "big"), self._encode(batch))
+        except Exception:
+            logger.exception("a batch of KV events cannot be encoded, and is lost")
+            return
+        self._buffer.append(message)
+        self._live.send_multipart((TOPIC, *message))
 
     def _answer_replay(self, replay: Socket) -> None:
         frames = replay.recv_multipart()
