@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
+
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.assembly import (
     ProgressCallback,
@@ -340,6 +342,8 @@ class EngineCore:
             stats = connector.stats()
             if stats is not None and not isinstance(stats, KVConnectorStats | KVPeerStats):
                 raise TypeError(f"stats() returned {type(stats).__name__}, not KVConnectorStats")
+            if stats is not None:
+                msgspec.convert(msgspec.to_builtins(stats), type(stats))  # the front reads no other types
             return stats
         except Exception:
             if not self._stats_failure_is_logged:

@@ -30,8 +30,8 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.errors import QuireError
-from quire.scheduling.outputs import EngineCoreOutput
-from quire.status import RequestStatus
+from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
+from quire.status import FinishReason, RequestStatus
 
 logger = logging.getLogger(__name__)
 
@@ -149,25 +149,31 @@ class EngineLoop:
         self._send_answers()
         outputs, progressed = self.core.step()
         idle = not self.core.has_unfinished_requests()
-        now = self._clock()
-        is_legitimate = progressed or idle or self._note_stall(now)
-        if idle or (is_legitimate and now >= self._stats_due):
-            self._stats_due = now + STATS_INTERVAL
-            self._send(StepOutputs(outputs, self.core.stats()))
-        else:
-            self._send_outputs(outputs)
+        self._send_outputs(outputs, self._stats_after_step(progressed=progressed, idle=idle))
         if progressed or idle:
             self.stall_wait, self._stalled_since, self._stall_is_logged = STALL_WAIT, None, False
             self._awaiting_since = None
         return progressed
 
+    def _stats_after_step(self, *, progressed: bool, idle: bool) -> SchedulerStats | None:
+        """Return the statistics to send with a step's outputs, if any are due; empty ones, if that fails."""
+        try:
+            now = self._clock()
+            is_legitimate = progressed or idle or self._note_stall(now)
+            if not idle and not (is_legitimate and now >= self._stats_due):
+                return None
+            self._stats_due = now + STATS_INTERVAL
+            return self.core.stats()
+        except Exception:  # the outputs of the step are not to be lost
+            logger.exception("there are no statistics of a step")
+            return SchedulerStats() if progressed or idle else None
+
     def _answer(self, call_id: int, make_reply: Callable[[], Reply]) -> None:
         """Answer a call; what is raised is its answer, and ends no engine."""
         try:
-            reply = make_reply()
+            self._send(make_reply())
         except Exception as error:
-            reply = _failed(call_id, error)
-        self._send(reply)
+            self._send(_failed(call_id, error))
 
     def _answer_later(
         self, call_id: int, begin: Callable[[], Future[Any]], reply: Callable[[int, Any], Reply]
@@ -223,9 +229,37 @@ class EngineLoop:
                 logger.exception("a request could not be queued")
             self._send(RequestRefused(request.sequence_ids, ErrorInfo.of(error)))
 
-    def _send_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        if outputs:
-            self._send(StepOutputs(outputs))
+    def _send_outputs(self, outputs: list[EngineCoreOutput], stats: SchedulerStats | None = None) -> None:
+        if not outputs and stats is None:
+            return
+        try:
+            self._send(StepOutputs(outputs, stats))
+        except Exception:
+            logger.exception("the outputs of a step cannot be sent together; each is sent by itself")
+            for output in outputs:
+                self._send_output(output)
+            self._send_stats(stats)
+
+    def _send_output(self, output: EngineCoreOutput) -> None:
+        """Send one output; if that cannot be sent, end its sequence."""
+        try:
+            self._send(StepOutputs([output]))
+        except Exception as error:
+            logger.exception("an output of request %r cannot be sent; the request ends", output.request_id)
+            self.core.finish([output.request_id], RequestStatus.FINISHED_ERROR)
+            message = f"an output of this request cannot be sent: {ErrorInfo.of(error).message}"
+            end = EngineCoreOutput(output.request_id, [], finish_reason=FinishReason.ERROR, error=message)
+            self._send(StepOutputs([end]))
+
+    def _send_stats(self, stats: SchedulerStats | None) -> None:
+        """Send statistics; empty ones, which are a sign of life, too, if they cannot be sent."""
+        if stats is None:
+            return
+        try:
+            self._send(StepOutputs([], stats))
+        except Exception:
+            logger.exception("the statistics of a step cannot be sent")
+            self._send(StepOutputs([], SchedulerStats()))
 
 
 def _failed(call_id: int, error: BaseException) -> Reply:

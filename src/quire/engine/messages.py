@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,12 +33,13 @@ class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
-        """Describe `error`."""
+        """Describe `error`, whatever it is."""
+        param, retry_after = getattr(error, "param", None), getattr(error, "retry_after", None)
         return cls(
             kind=type(error).__name__,
-            message=str(error) or repr(error),
-            param=getattr(error, "param", None),
-            retry_after=getattr(error, "retry_after", 1.0),
+            message=_message_of(error),
+            param=param if isinstance(param, str) else None,
+            retry_after=float(retry_after) if isinstance(retry_after, (int, float)) else 1.0,
         )
 
     def to_exception(self) -> QuireError:
@@ -50,6 +52,15 @@ class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
         if issubclass(known, QueueFullError):
             return known(self.message, retry_after=self.retry_after)
         return known(self.message)
+
+
+def _message_of(error: BaseException) -> str:
+    """Return what `error` says, as text that can be sent: without lone surrogates."""
+    try:
+        message = str(error) or repr(error)
+    except Exception as failure:
+        message = f"its message cannot be shown: {type(failure).__name__}"
+    return message.encode(errors="backslashreplace").decode()
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -253,6 +264,8 @@ FromEngine = (
     Starting | LoadProgress | Ready | StartupFailed | StepOutputs | RequestRefused | Reply | EngineFailed
 )
 
+_CALL_TAGS = {call.__struct_config__.tag for call in (GetStats, ResetPrefixCache, Explain, SaveKV, RestoreKV)}
+
 encode = msgspec.msgpack.Encoder().encode
 _decode_to_engine = msgspec.msgpack.Decoder(ToEngine)
 _decode_from_engine = msgspec.msgpack.Decoder(FromEngine)
@@ -262,6 +275,22 @@ def decode_to_engine(data: bytes | memoryview) -> ToEngine:
     """Decode a message from the front."""
     message: ToEngine = _decode_to_engine.decode(data)
     return message
+
+
+def refusal_of(data: bytes, error: msgspec.DecodeError) -> RequestRefused | Reply:
+    """Return the answer to a message from the front that cannot be decoded.
+
+    Raises:
+        DecodeError: it cannot be seen whom the message concerns.
+    """
+    why = ErrorInfo(InvalidRequestError.__name__, f"the engine cannot read this request: {error}")
+    match msgspec.msgpack.decode(data):
+        case [EngineCoreRequest.__struct_config__.tag, sequences, *_]:
+            ids = [sequence_id for sequence_id, _ in msgspec.convert(sequences, list[tuple[str, Any]])]
+            return RequestRefused(ids, why)
+        case [tag, int(call_id), *_] if tag in _CALL_TAGS:
+            return Reply(call_id, done=False, error=why)
+    raise error
 
 
 def decode_from_engine(data: bytes | memoryview) -> FromEngine:

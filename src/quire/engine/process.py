@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
 import zmq
 
 from quire.engine.messages import (
@@ -44,6 +45,7 @@ from quire.engine.messages import (
     encode,
     input_address,
     output_address,
+    refusal_of,
 )
 from quire.engine.output_window import OutputWindow
 from quire.errors import EngineDeadError
@@ -102,13 +104,21 @@ class Connection:
                 data = self._input.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = decode_to_engine(data)
-            if isinstance(message, Acknowledge):
-                self._window.note_processed(message.num_bytes)
-            else:
-                handle(message)
+            self._deliver_one(data, handle)
             if time.monotonic() >= end:
                 return
+
+    def _deliver_one(self, data: bytes, handle: Callable[[ToEngine], None]) -> None:
+        try:
+            message = decode_to_engine(data)
+        except msgspec.DecodeError as error:
+            logger.error("a message from the front cannot be read, and is refused: %s", error)
+            self.send(refusal_of(data, error))
+            return
+        if isinstance(message, Acknowledge):
+            self._window.note_processed(message.num_bytes)
+        else:
+            handle(message)
 
     def close(self) -> None:
         """Send all queued messages and close the sockets."""

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
+from quire.engine.messages import ErrorInfo
 from quire.errors import EngineDeadError
 from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutput
@@ -152,7 +153,9 @@ class OverlappedStepper(Stepper):
 
 def describe_failure(error: Exception) -> str:
     """Return the error message for a request whose step has failed."""
-    return f"the step that computed this request failed: {type(error).__name__}: {error}"
+    return (
+        f"the step that computed this request failed: {type(error).__name__}: {ErrorInfo.of(error).message}"
+    )
 
 
 def _does_something(scheduled: SchedulerOutput) -> bool:
