@@ -203,8 +203,8 @@ class LiveRequests:
             raise EngineDeadError("the engine has died and is being started again; try again later")
         self._note_work()
         call_id = next(self._call_ids)
-        self._calls[call_id] = on_reply
         self.client.send(make(call_id))
+        self._calls[call_id] = on_reply  # the engine owes nothing that it has not been sent
 
     @property
     def next_due(self) -> float | None:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from quire.config import EngineConfig
@@ -82,6 +83,7 @@ class EngineProcess:
         self._acknowledgements = Acknowledgements()
         self._ready = False
         self._failure = ""
+        self._is_unreadable = False
         context = zmq.Context(io_threads=1)
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
         self._process = _start_process(self._directory)
@@ -127,7 +129,7 @@ class EngineProcess:
             timeout: None: wait indefinitely.
 
         Raises:
-            EngineDeadError: the process has ended, and no messages are left.
+            EngineDeadError: the process has ended, and no messages are left, or the next cannot be read.
         """
         if not self._finalizer.alive:
             raise EngineDeadError("the engine has been shut down")
@@ -135,6 +137,8 @@ class EngineProcess:
         messages = self._drain()
         if messages:
             return messages
+        if self._is_unreadable:
+            raise EngineDeadError(self._failure)
         poller = zmq.Poller()
         poller.register(self._output, zmq.POLLIN)
         poller.register(self.death_fd, zmq.POLLIN)
@@ -184,7 +188,7 @@ class EngineProcess:
         messages: list[FromEngine] = []
         num_received = num_bytes = 0
         self.has_more = True
-        while num_received < MAX_RECEIVED and num_bytes < MAX_RECEIVED_BYTES:
+        while num_received < MAX_RECEIVED and num_bytes < MAX_RECEIVED_BYTES and not self._is_unreadable:
             try:
                 data = self._output.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -193,7 +197,12 @@ class EngineProcess:
             num_received += 1
             num_bytes += len(data)
             self._acknowledgements.note_received(data)
-            message = decode_from_engine(data)
+            try:
+                message = decode_from_engine(data)
+            except msgspec.DecodeError as error:  # what comes after it would lack tokens
+                self._is_unreadable = True
+                self._failure = f"the engine has sent a message that cannot be read: {error}"
+                break
             if isinstance(message, Starting):
                 shutil.rmtree(self._directory, ignore_errors=True)  # both sockets are connected
             self._ready = self._ready or isinstance(message, Ready)

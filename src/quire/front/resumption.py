@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from quire.config import EngineConfig
-from quire.engine.messages import EngineCoreRequest
+from quire.engine.messages import EngineCoreRequest, ErrorInfo
 from quire.errors import RequestQuarantinedError
 from quire.front.output_processor import OutputProcessor, RequestState
 from quire.scheduling.outputs import EngineCoreOutput
@@ -104,15 +104,23 @@ class Resumption:
 
     def _resume(self, state: RequestState) -> None:
         state.is_sent, state.has_new_output = True, False
+        try:
+            self._send_again(state)
+        except Exception as error:  # the requests after it are to be sent, too
+            logger.exception("request %r cannot be sent to the engine; it ends", state.request_id)
+            message = f"this request cannot be sent to the engine: {ErrorInfo.of(error).message}"
+            self._outputs.apply(failed_outputs(state, message, ""))
+
+    def _send_again(self, state: RequestState) -> None:
         if not state.num_crashes:  # it came while there was no engine
             self._send(state.processed.core_request)
             return
+        request = continuation(state, self._config.scheduler.request_timeout, time.monotonic())
+        self._send(request)
         self._awaited.append(state)
         self.num_resumed += 1
-        request = continuation(state, self._config.scheduler.request_timeout, time.monotonic())
         if state.prompt_logprobs is not None:
             state.num_repeated_prompt_logprobs = len(state.prompt_logprobs) - 1
-        self._send(request)
 
     def _quarantine(self, state: RequestState, reason: str) -> None:
         limit = self._config.supervision.max_request_crashes
