@@ -133,7 +133,8 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_request_ended(servi
             ended.set()
 
     async def app(scope, receive, send):
-        await (await event_stream(receive, events(), request_id="1"))(scope, receive, send)
+        response = await event_stream(receive, events(), lambda error: b"", request_id="1")
+        await response(scope, receive, send)
 
     connection = serving(app, write_timeout=SHORT)(receive_buffer=4096).connect()
     connection.send(request())
