@@ -2,9 +2,9 @@
 
     python benchmarks/attacking_connections.py NAME PORT
 
-runs one attack on a server of this machine, and prints as JSON how often the attacker saw what: statuses, and
-connections that were closed without an answer or still open at the end. `attacks.py` runs it as a process of
-its own, so that it does not delay what that measures.
+runs one attack on a server of this machine once standard input has a line, and prints as JSON how often the
+attacker saw what: statuses, and connections that were closed without an answer or still open at the end.
+`attacks.py` runs it as a process of its own, so that it does not delay what that measures.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -131,13 +132,20 @@ CONNECTION_ATTACKS = {
 }
 
 
+async def _run(attack: ConnectionAttack, port: int) -> Counter[str]:
+    return await attack.run(port)
+
+
 def main() -> None:
     """Run the attack that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("attack", choices=CONNECTION_ATTACKS)
     parser.add_argument("port", type=int)
     options = parser.parse_args()
-    print(json.dumps(asyncio.run(CONNECTION_ATTACKS[options.attack].run(options.port))))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    seen = asyncio.run(_run(CONNECTION_ATTACKS[options.attack], options.port))
+    print(json.dumps({"seen": seen, "last_seconds": None}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Starts `quire serve`, opens streams of one token at a time, and sends each attack while they run. For each it
 prints the time between two tokens of the streams (p50 and p99 in milliseconds) before and during the attack,
 the slowest answer of /health, how much more memory the server's front took, and what the attacker was
-answered. Attacks below requests are those of attacking_connections.py.
+answered; also, how much of the machine's time its host gave to others meanwhile. The attacks are those of
+attacking_requests.py and attacking_connections.py, each of which is run by a process of its own.
 
     python benchmarks/attacks.py [--attack NAME ...] [--model DIR] [--streams 16] [--python PATH] [--json]
 
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -31,51 +31,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 from attacking_connections import CONNECTION_ATTACKS
+from attacking_requests import REQUEST_ATTACKS, completion
 
 QUIET = 4.0  # seconds of the streams before each attack
 LEAST = 3.0  # seconds for which an attack is watched at least
-MOST = 60.0  # seconds after which an attack that has no answer counts as unanswered
 HEALTH_INTERVAL = 0.02
-
-
-@dataclasses.dataclass
-class Attack:
-    """Requests to one path, which are sent at once."""
-
-    path: str
-    bodies: Sequence[bytes]
-    last: bytes | None = None  # a small request of the same tenant, whose time is measured
-
-
-def _completion(**fields: object) -> bytes:
-    return json.dumps({"model": "mini", "max_tokens": 64, "ignore_eos": True, **fields}).encode()
-
-
-def _chat(messages: list[dict[str, str]]) -> bytes:
-    return json.dumps({"model": "mini", "max_tokens": 8, "messages": messages}).encode()
-
-
-def _nearly_matched_stop_strings() -> list[str]:
-    """Return stop strings of 32 kB altogether that begin alike, as long as the limit of them allows."""
-    return ["e" * (1000 - index) + "a" + "e" * 1000 for index in range(16)]
-
-
-def _grammars(specs: list[dict[str, object]]) -> Attack:
-    bodies = [_completion(prompt="a", ignore_eos=False, structured_outputs=spec) for spec in specs]
-    regex = {"regex": "[a-d]{1,9}"}
-    small = _completion(prompt="a", ignore_eos=False, max_tokens=4, structured_outputs=regex)
-    return Attack("completions", bodies, last=small)
-
-
-def _all_of(pieces: Sequence[str]) -> dict[str, object]:
-    """Return a schema whose regular expressions take minutes to combine."""
-    patterns = [{"type": "string", "pattern": f"^.*{piece}.*$"} for piece in pieces]
-    return {"json": json.dumps({"allOf": patterns})}
 
 
 def _write_looping_model(directory: Path) -> None:
@@ -85,46 +50,6 @@ def _write_looping_model(directory: Path) -> None:
         shutil.copy(file, directory)
     loops = "{% for a in messages %}" * 3 + "{% endfor %}" * 3
     (directory / "chat_template.jinja").write_text(loops + "{{ messages[0].content }}")
-
-
-SIZE = 4_000_000  # characters; requests may have 4 MiB
-
-ATTACKS: dict[str, Callable[[], Attack]] = {
-    "prompt of 4 MB, words": lambda: Attack(
-        "completions", [_completion(prompt="hello world " * (SIZE // 12))]
-    ),
-    "prompt of 4 MB, one word": lambda: Attack("completions", [_completion(prompt="a" * SIZE)]),
-    "prompt of 4 MB, line ends": lambda: Attack("completions", [_completion(prompt="\n" * (SIZE // 2))]),
-    "three prompts of 4 MB": lambda: Attack("completions", [_completion(prompt="a b 1" * (SIZE // 5))] * 3),
-    "prompt of 1.3 million ids": lambda: Attack("completions", [_completion(prompt=[12] * (SIZE // 4))]),
-    "chat of 4 MB": lambda: Attack(
-        "chat/completions", [_chat([{"role": "user", "content": "hello world " * (SIZE // 12)}])]
-    ),
-    "chat of 110,000 messages": lambda: Attack(
-        "chat/completions", [_chat([{"role": "user", "content": "a"}] * 110_000)]
-    ),
-    "stop strings of 32 kB": lambda: Attack(
-        "completions",
-        [
-            _completion(
-                prompt="e" * 64, n=16, max_tokens=256, stop=_nearly_matched_stop_strings(), seed=index
-            )
-            for index in range(8)
-        ],
-    ),
-    "bad_words of 256 x 15 kB": lambda: Attack(
-        "completions",
-        [_completion(prompt="a", bad_words=[f"{index} " + "hello " * 2500 for index in range(256)])],
-    ),
-    "template bomb": lambda: Attack(
-        "chat/completions", [_chat([{"role": "user", "content": "a"}] * 700)] * 3
-    ),
-    "40 regex bombs": lambda: _grammars([_all_of([f"{n}ab" * k for k in range(24)]) for n in range(40)]),
-    "hostile schema": lambda: _grammars([_all_of(["ab" * k for k in range(60)])]),
-    "1,024 prompts x n=4": lambda: Attack(
-        "completions", [_completion(prompt=[f"Tell me {index}" for index in range(1024)], n=4, max_tokens=4)]
-    ),
-}
 
 
 def _free_port() -> int:
@@ -185,7 +110,7 @@ class Server:
 async def steady_stream(server: Server, gaps: list[tuple[float, float]]) -> None:
     """Stream completions one after another; add (time, seconds since the last token) of each token."""
     while True:
-        body = _completion(prompt="Once upon a time", max_tokens=1500, stream=True)
+        body = completion(prompt="Once upon a time", max_tokens=1500, stream=True)
         async with server.sent("POST", "/v1/completions", body) as reader:
             started, last = time.perf_counter(), None
             try:
@@ -223,32 +148,33 @@ async def watch_memory(server: Server, peaks: list[int]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def status_of(server: Server, path: str, body: bytes) -> str:
-    """Send one of the attack's requests; return the status of the answer, once it is complete."""
-    try:
-        async with asyncio.timeout(MOST):
-            async with server.sent("POST", f"/v1/{path}", body) as reader:
-                answer = await reader.read()
-    except TimeoutError:
-        return "none"
-    except ConnectionError:
-        return "reset"
-    return answer.split(maxsplit=2)[1].decode() if answer else "closed"
+class Attacker:
+    """An attack in a process of its own, which waits until it is told to begin."""
 
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
 
-async def outcomes(server: Server, name: str) -> tuple[Counter[str], float]:
-    """Run an attack; return how often the attacker saw which status, and `seconds_of_last`."""
-    if name in CONNECTION_ATTACKS:
-        script = Path(__file__).with_name("attacking_connections.py")
-        attacker = await asyncio.create_subprocess_exec(
-            sys.executable, script, name, str(server.port), stdout=asyncio.subprocess.PIPE
+    @classmethod
+    async def prepared(cls, name: str, port: int) -> Attacker:
+        """Return the attacker once it has made all that it will send."""
+        script = Path(__file__).with_name(
+            "attacking_connections.py" if name in CONNECTION_ATTACKS else "attacking_requests.py"
         )
-        out, _ = await attacker.communicate()
-        return Counter(json.loads(out)), math.nan
-    attack = ATTACKS[name]()
-    sent = [asyncio.create_task(status_of(server, attack.path, body)) for body in attack.bodies]
-    last_seconds = await seconds_of_last(server, attack)
-    return Counter(await asyncio.gather(*sent)), last_seconds
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, script, name, str(port), stdin=pipe, stdout=pipe
+        )
+        assert process.stdout is not None
+        await process.stdout.readline()
+        return cls(process)
+
+    async def run(self) -> tuple[Counter[str], float]:
+        """Attack; return how often the attacker saw which status, and how long its small request took."""
+        out, _ = await self._process.communicate(b"\n")
+        outcome = json.loads(out)
+        return Counter(outcome["seen"]), math.nan if outcome["last_seconds"] is None else outcome[
+            "last_seconds"
+        ]
 
 
 def _milliseconds(
@@ -259,14 +185,9 @@ def _milliseconds(
     return statistics.median(chosen), statistics.quantiles(chosen, n=100)[98], max(chosen)
 
 
-async def seconds_of_last(server: Server, attack: Attack) -> float:
-    """Return how long the attack's small request takes; infinite: it fails, NaN: there is none."""
-    if attack.last is None:
-        return math.nan
-    await asyncio.sleep(0.2)  # so that all others have arrived
-    started = time.perf_counter()
-    status = await status_of(server, attack.path, attack.last)
-    return time.perf_counter() - started if status == "200" else math.inf
+def _stolen_seconds() -> float:
+    """Return for how long this machine's cores were ready to run, and its host ran something else."""
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 async def measure(server: Server, name: str, num_streams: int) -> dict[str, object]:
@@ -280,17 +201,19 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
     if server.monitoring_port:
         watchers.append(asyncio.create_task(watch_health(server, server.monitoring_port, monitoring)))
     watchers.append(asyncio.create_task(watch_memory(server, peaks)))
+    attacker = await Attacker.prepared(name, server.port)
     await asyncio.sleep(1)
     started = time.perf_counter()
     await asyncio.sleep(QUIET)
-    attacked, before_memory = time.perf_counter(), peaks[0]
-    seen, last_seconds = await outcomes(server, name)
+    attacked, before_memory, stolen = time.perf_counter(), peaks[0], _stolen_seconds()
+    seen, last_seconds = await attacker.run()
     answered = time.perf_counter()
     await asyncio.sleep(max(0.5, LEAST - (answered - attacked)))
     for watcher in watchers:
         watcher.cancel()
     await asyncio.gather(*watchers, return_exceptions=True)
     ended = time.perf_counter()
+    stolen = (_stolen_seconds() - stolen) / ((ended - attacked) * (psutil.cpu_count() or 1))
     before, during = _milliseconds(gaps, started, attacked), _milliseconds(gaps, attacked, ended)
     return {
         "attack": name,
@@ -302,6 +225,7 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
         "health": _milliseconds(health, attacked, ended)[2],
         "monitoring": _milliseconds(monitoring, attacked, ended)[2],
         "health_before": _milliseconds(health, started, attacked)[2],
+        "stolen": stolen * 100,
         "memory": (peaks[0] - before_memory) / 2**20,
         "last_seconds": last_seconds,
         "seconds": answered - attacked,
@@ -311,7 +235,7 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
 
 async def main() -> None:
     """Run the attacks that were asked for and print a line for each."""
-    names = [*ATTACKS, *CONNECTION_ATTACKS]
+    names = [*REQUEST_ATTACKS, *CONNECTION_ATTACKS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--attack", action="append", choices=names, help="default: all")
     parser.add_argument("--model", default="mini", help="a name, or a directory named mini")
@@ -324,7 +248,7 @@ async def main() -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     if not options.json:
         print("attack | p50, p99 before | p50, p99, worst during | ", end="")
-        print("worst /health, monitoring port (ms) | MiB | s, of the small request | status")
+        print("worst /health, monitoring port (ms) | % stolen | MiB | s, of the small request | status")
     with tempfile.TemporaryDirectory() as directory:
         looping = Path(directory) / "mini"
         _write_looping_model(looping)
@@ -342,7 +266,8 @@ def show(row: dict[str, object], *, as_json: bool) -> None:
     """Print the line of one attack."""
     line = (
         "{attack} | {p50_before:.1f}, {p99_before:.1f} | {p50:.1f}, {p99:.1f}, {worst:.0f} | "
-        "{health:.0f}, {monitoring:.0f} | {memory:.0f} | {seconds:.1f}, {last_seconds:.1f} | {status}"
+        "{health:.0f}, {monitoring:.0f} | {stolen:.0f} | "
+        "{memory:.0f} | {seconds:.1f}, {last_seconds:.1f} | {status}"
     )
     print(json.dumps(row) if as_json else line.format(**row), flush=True)
 
