@@ -111,3 +111,10 @@ def test_without_descriptors_one_request_fails(tried, monkeypatch):
         with pytest.raises(InvalidRequestError, match="Too many open files"):
             tried.compile(StructuredOutputsParams(regex="a"))
     assert follows(tried, "[a-c]+", "abc")
+
+
+def test_a_trial_process_shares_the_session_so_that_its_priority_counts(tried):
+    tried.compile(StructuredOutputsParams(regex="a"))
+    [process] = tried._all
+    assert os.getsid(process.pid) == os.getsid(0)
+    assert os.getpgid(process.pid) == process.pid  # Ctrl-C does not reach it

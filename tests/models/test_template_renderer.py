@@ -145,6 +145,14 @@ def test_messages_are_plain_data(renderer, content):
     assert caught.value.param == "messages"
 
 
+def test_the_process_shares_the_session_so_that_its_priority_counts(renderer):
+    before = processes()
+    rendered(renderer, "Hi")
+    [started] = processes() - before
+    assert os.getsid(started) == os.getsid(0)
+    assert os.getpgid(started) == started  # Ctrl-C does not reach it
+
+
 def test_a_process_that_dies_while_idle_is_replaced(renderer):
     before = processes()
     rendered(renderer, "Hi")

@@ -139,7 +139,7 @@ class TriedGrammars:
                 [sys.executable, "-m", "quire.grammar.trial_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,
+                process_group=0,  # no Ctrl-C; of a session of its own, its priority would not count
             )
             self._all.add(process)
         assert process.stdin is not None

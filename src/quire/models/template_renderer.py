@@ -150,7 +150,7 @@ class _Process:
                     [sys.executable, "-m", "quire.models.template_process"],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
-                    start_new_session=True,
+                    process_group=0,  # no Ctrl-C; of a session of its own, its priority would not count
                 )
             except OSError as error:
                 raise QueueFullError(
