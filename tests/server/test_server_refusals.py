@@ -1,5 +1,6 @@
 """Every request that cannot be served gets its status, OpenAI's error shape, and a message to act on."""
 
+import asyncio
 import json
 
 import httpx
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from live_server import MAX_BODY_BYTES
 
 from quire.config import ServerConfig
+from quire.server import validation
 from quire.server.app import create_app
 from quire.server.protocol import MAX_OBJECTS, MAX_VALUES
 from quire.server.validation import count_outside_strings
@@ -319,9 +321,10 @@ async def test_values_are_not_counted_within_strings(http):
     st.recursive(
         st.none() | st.integers() | st.text('a{,"\\\n'),
         lambda inner: st.lists(inner) | st.dictionaries(st.text('a{,"\\'), inner),
-    )
+    ),
+    st.integers(1, 9),
 )
-def test_what_is_outside_strings_equals_a_scan(value):
+def test_what_is_outside_strings_equals_a_scan(value, piece_bytes):
     body = json.dumps(value).encode()
     naive = {b"{": 0, b",": 0}
     in_string = escaped = False
@@ -330,7 +333,23 @@ def test_what_is_outside_strings_equals_a_scan(value):
             naive[mark] += 1
         in_string ^= character == ord('"') and not escaped
         escaped = character == ord("\\") and not escaped
+    assert count_outside_strings(body, b"{,", piece_bytes=piece_bytes) == naive
     assert count_outside_strings(body, b"{,") == naive
+
+
+async def test_the_event_loop_turns_while_a_large_body_is_looked_at():
+    num_turns = 0
+
+    async def count_turns():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    await validation._require_few_values(b" " * MAX_BODY_BYTES, max_values=1)
+    counting.cancel()
+    assert num_turns >= MAX_BODY_BYTES // validation.COUNTED_PER_TURN - 1
 
 
 def test_ten_megabytes_over_a_socket(live):
