@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from quire.server.http_server import HttpServer
     from quire.server.tenants import Tenants
 
+_COLLECTION_THRESHOLDS = (
+    700,
+    10,
+    100,
+)  # Python's own, but for one full collection in a hundred of the others
 _LAST_BYTES_TIMEOUT = 1  # seconds; for answers that are complete in the engine but not yet sent
 _END_TIMEOUT = 0.5  # seconds; for the engine to end by itself after that
 
@@ -138,11 +143,20 @@ async def _serve_until_stopped(
         try:
             if await finished_unless_set(stop.graceful, llm.wait_until_ready()):
                 app = make_app()
-                gc.freeze()  # objects alive now stay: collections, which hold up everybody, can skip them
+                spare_full_collections()
                 async with listening.with_current_certificate(), _monitored(app.state.context, monitoring):
                     await _serve_engine(app, listening, stop)
         finally:
             await llm.shutdown(end_timeout=0.0 if stop.immediate.is_set() else _END_TIMEOUT)
+
+
+def spare_full_collections() -> None:
+    """Have fewer and smaller full garbage collections, which hold up everybody.
+
+    Objects alive now stay, and can be skipped. 4,000 connections have 160,000 more, which would take 100 ms.
+    """
+    gc.freeze()
+    gc.set_threshold(*_COLLECTION_THRESHOLDS)
 
 
 @contextlib.asynccontextmanager
