@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import threading
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from raw_http import COMPLETION, RawConnection, chunked, completion_head, reques
 from starlette.responses import Response
 
 from quire.config import ServerConfig
-from quire.server import acceptor, http_protocol, request_head
+from quire.server import acceptor, http_protocol, loop_turns, request_head
 from quire.server.app import create_app
 from quire.server.connections import Connections, default_limit
 from quire.server.deadline import Deadline
@@ -293,6 +294,45 @@ def test_a_turn_parses_no_more_than_its_bytes(serving, llm, monkeypatch, size):
     assert connection.answer().status == 200
     assert len(turns) > 1
     assert max(turns) <= http_protocol.BYTES_PER_TURN + 2 * len(request_head.END)
+
+
+def test_a_turn_of_the_event_loop_is_shared_by_few_connections(serving, monkeypatch):
+    num_connections = 3 * loop_turns.CALLS_PER_TURN
+    loop_turn, turns_taken = 0, []
+    has_begun, all_sent = threading.Event(), threading.Event()
+    take_turn = http_protocol.HttpProtocol._take_turn
+
+    def noted_turn(self):
+        turns_taken.append(loop_turn)
+        take_turn(self)
+
+    async def app(scope, receive, send):
+        async def count_loop_turns():
+            nonlocal loop_turn
+            while len(turns_taken) < num_connections:
+                loop_turn += 1
+                await asyncio.sleep(0)
+
+        if scope["path"] == "/first":
+            turns_taken.clear()
+            has_begun.set()
+            all_sent.wait(60)  # so that all that is sent meanwhile is read in one turn
+            await count_loop_turns()
+        await Response(b"a")(scope, receive, send)
+
+    new = serving(app)
+    first, *others = [new().connect() for _ in range(1 + num_connections)]
+    for connection in others:
+        connection.send(request("/warm"))
+        assert connection.answer().status == 200
+    monkeypatch.setattr(http_protocol.HttpProtocol, "_take_turn", noted_turn)
+    first.send(request("/first"))
+    assert has_begun.wait(60)
+    for connection in others:
+        connection.send(request("/other"))
+    all_sent.set()
+    assert all(connection.answer().status == 200 for connection in (first, *others))
+    assert max(Counter(turns_taken).values()) <= loop_turns.CALLS_PER_TURN
 
 
 class Clock:

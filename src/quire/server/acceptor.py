@@ -15,7 +15,7 @@ from quire.server.errors import UNAVAILABLE, ApiError
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_PER_TURN = 32
+ACCEPTED_PER_TURN = 8
 RETRY_INTERVAL = 0.1  # seconds; between attempts to accept while the system lacks descriptors or memory
 _BACKLOG = 4096  # connections that the system keeps until they are accepted; its own limit may be lower
 _READ_BEFORE_REFUSAL = 65_536  # bytes

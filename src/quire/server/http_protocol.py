@@ -1,9 +1,10 @@
 """HTTP/1.1 on one connection, with limits on what its client may take.
 
 A request is parsed when the one before it has been answered, a bounded number of bytes in each turn of the
-event loop. So a connection with thousands of pipelined requests, or with a body of millions of chunks, holds
-no more memory than another and takes its turn. uvicorn parses whatever has arrived at once, limits neither
-the size of headers nor the time that anything takes, and waits for ever for a client that does not read.
+event loop, for a bounded number of connections. So a connection with thousands of pipelined requests, or with
+a body of millions of chunks, holds no more memory than another and takes its turn, and thousands that send at
+the same moment delay nothing but each other. uvicorn parses whatever has arrived at once, limits neither the
+size of headers nor the time that anything takes, and waits for ever for a client that does not read.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from quire.server.access_log import AccessLog, AccessRecord, note_error, record_
 from quire.server.connections import Connection, Connections
 from quire.server.deadline import Deadline
 from quire.server.errors import TIMEOUT, ApiError
+from quire.server.loop_turns import LoopTurns
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -54,6 +56,7 @@ class HttpProtocol(HttpToolsProtocol):
         limits: what the connection may take.
         connections: all open connections; this one is added when it is made, in the place of `handshake`.
         handshake: what stands for this connection in `connections` until then.
+        turns: in which what all connections receive is parsed.
         access_log: where a request is logged that does not get as far as the application; None: nowhere.
     """
 
@@ -65,12 +68,14 @@ class HttpProtocol(HttpToolsProtocol):
         connections: Connections,
         handshake: Connection,
         *,
+        turns: LoopTurns,
         access_log: AccessLog | None = None,
     ) -> None:
         super().__init__(config, server_state, {})
         self._limits = limits
         self._open_connections = connections
         self._handshake = handshake
+        self._turns = turns
         self._access_log = access_log
         self._next = _Part.HEAD
         self._received = bytearray()  # and not yet parsed
@@ -117,22 +122,22 @@ class HttpProtocol(HttpToolsProtocol):
             self._receiving.set(self._limits.header_timeout)
             self._open_connections.waits(self)
         self._received += data
+        self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
         if not self._has_turn:
-            self._parse()
+            self._has_turn = True
+            self._turns.call_soon(self._take_turn)
 
     def _take_turn(self) -> None:
-        self._has_turn = False
-        self._parse()
-
-    def _parse(self) -> None:
         """Parse a turn's worth of what has been received, at most to the end of a request."""
+        self._has_turn = False
         left = BYTES_PER_TURN
         while left > 0 and self._received and (piece := self._next_piece(left)):
             left -= len(piece)
             self._feed(piece)
         if left <= 0 and self._received:
-            self._has_turn = True
-            self.loop.call_soon(self._take_turn)
+            self._wait_for_turn()
         self._regulate()
 
     def _regulate(self) -> None:
@@ -291,9 +296,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._next is _Part.HEAD:
             self._wait_for_request()
-        if self._received and not self._has_turn:
-            self._has_turn = True
-            self.loop.call_soon(self._take_turn)
+        if self._received:
+            self._wait_for_turn()
         self.flow.resume_reading()
 
     def _wait_for_request(self) -> None:

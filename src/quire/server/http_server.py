@@ -14,6 +14,7 @@ from quire.server.acceptor import Acceptor
 from quire.server.access_log import AccessLog
 from quire.server.connections import Connection, Connections, default_limit
 from quire.server.http_protocol import HttpProtocol
+from quire.server.loop_turns import LoopTurns
 
 
 class HttpServer(uvicorn.Server):
@@ -47,10 +48,17 @@ class HttpServer(uvicorn.Server):
         """Listen on the sockets."""
         limits = self._limits
         connections = Connections(limits.max_connections or default_limit())
+        turns = LoopTurns(asyncio.get_running_loop())
 
         def make_protocol(handshake: Connection) -> asyncio.Protocol:
             return HttpProtocol(
-                self.config, self.server_state, limits, connections, handshake, access_log=self._log
+                self.config,
+                self.server_state,
+                limits,
+                connections,
+                handshake,
+                turns=turns,
+                access_log=self._log,
             )
 
         self.servers: list[Acceptor] = [  # type: ignore[assignment]  # uvicorn closes them, and no more
