@@ -36,7 +36,7 @@ def guarded(context: SchedulerContext) -> SchedulerContext:
 class SteadyClock:
     """A clock that never goes back: from where it was, it goes on with the one that it reads.
 
-    When that one fails, it stands still.
+    When that one fails, it stands still. One reading that is too low does not set it forward afterwards.
 
     Args:
         read: returns seconds; it must not fail here, at first.
@@ -44,7 +44,7 @@ class SteadyClock:
 
     def __init__(self, read: Callable[[], float]) -> None:
         self._read = read
-        self._last_read = read()
+        self._last_read = self._highest_read = read()
         self._offset = 0.0
         self._has_failed = False
 
@@ -62,7 +62,9 @@ class SteadyClock:
             now = self._last_read
         if now < self._last_read:
             self._offset += self._last_read - now
-        self._last_read = now
+        elif self._last_read < self._highest_read <= now:
+            self._offset -= self._highest_read - self._last_read
+        self._last_read, self._highest_read = now, max(now, self._highest_read)
         return now + self._offset
 
 
