@@ -23,6 +23,7 @@ ACTIONS = {  # by name of the driver's method, how often
     "compile": 6,
     "let_connector_misbehave": 5,
     "let_policy_misbehave": 2,
+    "let_surroundings_misbehave": 3,
     "change_memory": 1,
     "propose": 3,
     "replace_drafts": 3,

@@ -297,6 +297,9 @@ class MixedDriver:
         if self.world.policies:
             self.counts[f"policy: {self.world.spoil_a_policy(choose)}"] += 1
 
+    def let_surroundings_misbehave(self, choose: Chooser) -> None:
+        self.counts[f"surroundings: {self.world.spoil_a_call(choose)}"] += 1
+
     def change_memory(self, choose: Chooser) -> None:
         """More memory for the cache, or all that was left is gone."""
         world = self.world

@@ -90,18 +90,27 @@ class CacheEvents:
     def __init__(self) -> None:
         self.digests: dict[int, bytes] = {}
         self.wrong: list[str] = []  # what it should not have been told
+        self.num_failures = 0  # of the next calls
+
+    def _fail_if_told(self) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise BrokenPipeError
 
     def stored(self, block_id, key) -> None:
         if block_id in self.digests or key.digest in self.digests.values():
             self.wrong.append(f"block {block_id} stored twice")
         self.digests[block_id] = key.digest
+        self._fail_if_told()
 
     def removed(self, block_id, key) -> None:
         if self.digests.pop(block_id, None) != key.digest:
             self.wrong.append(f"block {block_id} removed, which is not stored")
+        self._fail_if_told()
 
     def cleared(self) -> None:
         self.digests.clear()
+        self._fail_if_told()
 
 
 class World:
@@ -112,6 +121,8 @@ class World:
         self.policies = misbehaving_policies(config) if choose.chance(35) else {}
         self.may_misorder = False  # the order has failed, or has said what is not so
         self.now = 1000.0
+        self.faults: dict[str, object] = {}  # what a call raises or answers next, by its name
+        self._told_time = 0.0  # by the clock, last
         self.num_blocks = max(choose.integer(24, 200) // config.block_size, 2)
         self.grows = choose.chance(30)
         self.num_blocks_of_memory = choose.integer(1, self.num_blocks) if self.grows else self.num_blocks
@@ -143,7 +154,28 @@ class World:
         )
 
     def clock(self) -> float:
+        if self.now == self._told_time:  # else time would stand still, and nobody could tell who is overdue
+            fault = self._take_fault("clock")
+            if fault is not None:
+                return fault
+        self._told_time = self.now
         return self.now
+
+    def _take_fault(self, call: str):
+        """Return what a call is to answer instead, or raise it; None: it works."""
+        fault = self.faults.pop(call, None)
+        if isinstance(fault, Exception):
+            raise fault
+        return fault
+
+    def spoil_a_call(self, choose: Chooser) -> str:
+        """Let a call of the scheduler to its surroundings fail; return which."""
+        call = choose.among(["clock", "commit_blocks", "draft_length", "events"])
+        if call == "events":
+            self.events.num_failures = choose.integer(1, 3)
+        else:
+            self.faults[call] = choose.among([OSError("no luck"), float("nan"), "text", -7, ()])
+        return call
 
     def spoil_a_policy(self, choose: Chooser) -> str:
         """Let a call of a policy fail; return which."""
@@ -158,9 +190,15 @@ class World:
         return f"{field}.{fault.method}"
 
     def draft_length(self, num_running: int) -> int:
+        fault = self._take_fault("draft_length")
+        if fault is not None:
+            return fault
         return self.most_drafts if num_running <= 3 else min(self.most_drafts, 1)
 
     def commit_blocks(self, count: int) -> int:
+        fault = self._take_fault("commit_blocks")
+        if fault is not None:
+            return fault
         granted = min(count, self.num_blocks_of_memory)
         self.num_blocks_of_memory -= granted
         return granted

@@ -73,7 +73,14 @@ class MixedMachine(RuleBasedStateMachine):
     @rule(
         seed=SEEDS,
         what=st.sampled_from(
-            ["let_connector_misbehave", "let_policy_misbehave", "change_memory", "pause", "reset"]
+            [
+                "let_connector_misbehave",
+                "let_policy_misbehave",
+                "let_surroundings_misbehave",
+                "change_memory",
+                "pause",
+                "reset",
+            ]
         ),
     )
     def disturb(self, what, seed):
