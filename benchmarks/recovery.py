@@ -3,7 +3,7 @@
 An engine is killed (SIGKILL) or aborted (SIGABRT) while it decodes. The time until the stream's next token is
 divided where the front hears of the next engine: that it runs, that it reads weights, and that it is ready;
 the rest is the prompt, which is computed again or loaded from a KV tier. The tokens must be those of a run
-that nothing disturbs.
+that nothing disturbs. Engines with and without a spare process (`spare_engine`) take turns.
 
     python benchmarks/recovery.py [--model mini] [--prompt-len 1000] [--rounds 3] [--json]
 
@@ -23,12 +23,14 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from random_model import random_model
 
 from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
+from quire.config import SupervisionConfig
 from quire.engine.messages import LoadProgress, Ready, Starting, StepOutputs
 from quire.front.supervision import EngineCrashed
 from quire.scheduling.outputs import KVConnectorStats
@@ -39,7 +41,8 @@ TOKENS_BEFORE = 4  # of the stream, before the engine is struck
 TOKENS_AFTER = 16  # that are compared
 TIERS = ("none", "memory", "disk")
 SIGNALS = (signal.SIGKILL, signal.SIGABRT)
-STORING_TIMEOUT = 60.0
+SPARE_MODES = {"with": True, "without": False}
+TIMEOUT = 60.0  # of storing a prompt, and of starting a spare
 PARAMS = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
 
 
@@ -95,7 +98,11 @@ class Recovery:
     is_equal: bool
 
 
-def open_llm(model: str, tier: str, directory: str) -> AsyncLLM:
+Recoveries = dict[str, dict[str, dict[str, list[Recovery]]]]
+"""By tier, spare and the signal's name."""
+
+
+def open_llm(model: str, tier: str, directory: str, *, has_spare: bool) -> AsyncLLM:
     """Return an engine in a process of its own, with a tier that stores each prompt at once."""
     options: dict[str, Any] = {}
     if tier != "none":
@@ -103,25 +110,35 @@ def open_llm(model: str, tier: str, directory: str) -> AsyncLLM:
     if tier == "disk":
         options["kv_tier_path"] = directory
     scheduler = SchedulerConfig(block_size=BLOCK_SIZE, num_kv_blocks=256)
-    return AsyncLLM(EngineConfig(model=model, scheduler=scheduler, **options))
+    supervision = SupervisionConfig(spare_engine=has_spare)
+    return AsyncLLM(EngineConfig(model=model, scheduler=scheduler, supervision=supervision, **options))
 
 
 async def wait_until_stored(llm: AsyncLLM, num_blocks: int) -> None:
     """Return when an engine's tier has all full blocks of the prompt."""
-    end = time.monotonic() + STORING_TIMEOUT
-    while time.monotonic() < end:
-        stats = (await llm.stats()).kv_connector
-        assert isinstance(stats, KVConnectorStats)
-        if stats.num_stored_blocks + stats.num_loaded_blocks >= num_blocks:
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError(f"the tier has not stored {num_blocks} blocks within {STORING_TIMEOUT:g} s")
+    async with asyncio.timeout(TIMEOUT):
+        while True:
+            stats = (await llm.stats()).kv_connector
+            assert isinstance(stats, KVConnectorStats)
+            if stats.num_stored_blocks + stats.num_loaded_blocks >= num_blocks:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def wait_for_spare(llm: AsyncLLM) -> None:
+    """Return when the process that is to become the next engine has imported everything."""
+    async with asyncio.timeout(TIMEOUT):
+        while not llm._engine._spare.is_ready():
+            await asyncio.sleep(0.01)
 
 
 async def measure(
     llm: AsyncLLM, prompt: list[int], undisturbed: list[int], number: int, has_tier: bool
 ) -> Recovery:
     """Strike the engine with a signal while it has a stream, and return how that goes on."""
+    await llm.wait_until_ready()
+    if llm.config.supervision.spare_engine:
+        await wait_for_spare(llm)
     recorder = Recorder(llm)
     with mock.patch.object(llm._engine, "receive", recorder.receive):
         async with contextlib.aclosing(llm.generate(prompt, PARAMS)) as stream:
@@ -158,24 +175,28 @@ async def measure(
 
 async def measure_tier(
     model: str, tier: str, prompt: list[int], undisturbed: list[int], rounds: int
-) -> dict[str, list[Recovery]]:
-    """Return the recoveries of engines with one kind of tier, by the signal's name."""
-    recoveries: dict[str, list[Recovery]] = {number.name: [] for number in SIGNALS}
-    with tempfile.TemporaryDirectory() as directory:
-        llm = open_llm(model, tier, directory)
-        try:
-            for _ in range(rounds):
-                for number in SIGNALS:
+) -> dict[str, dict[str, list[Recovery]]]:
+    """Return the recoveries of engines with one kind of tier, by spare and the signal's name."""
+    recoveries: dict[str, dict[str, list[Recovery]]] = {
+        spare: {number.name: [] for number in SIGNALS} for spare in SPARE_MODES
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        llms = {}
+        for spare, has_spare in SPARE_MODES.items():
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            llms[spare] = open_llm(model, tier, directory, has_spare=has_spare)
+            stack.push_async_callback(llms[spare].shutdown)
+        for _ in range(rounds):
+            for number in SIGNALS:
+                for spare, llm in llms.items():
                     recovery = await measure(llm, prompt, undisturbed, number, tier != "none")
-                    recoveries[number.name].append(recovery)
-        finally:
-            await llm.shutdown()
+                    recoveries[spare][number.name].append(recovery)
     return recoveries
 
 
 async def tokens_undisturbed(model: str, prompt: list[int]) -> list[int]:
     """Return the tokens of a stream whose engine does not die."""
-    llm = open_llm(model, "none", "")
+    llm = open_llm(model, "none", "", has_spare=False)
     try:
         async for output in llm.generate(prompt, PARAMS):
             tokens = output.outputs[0].token_ids
@@ -184,28 +205,36 @@ async def tokens_undisturbed(model: str, prompt: list[int]) -> list[int]:
     return list(tokens)
 
 
-async def measure_all(model: str, prompt_len: int, rounds: int) -> dict[str, dict[str, list[Recovery]]]:
-    """Return all recoveries, by the tier and the signal's name."""
+async def measure_all(model: str, prompt_len: int, rounds: int) -> Recoveries:
+    """Return all recoveries."""
     rng = random.Random(0)
     prompt = [rng.randrange(FIRST_ID, END_ID) for _ in range(prompt_len)]
     undisturbed = await tokens_undisturbed(model, prompt)
     return {tier: await measure_tier(model, tier, prompt, undisturbed, rounds) for tier in TIERS}
 
 
-def report(recoveries: dict[str, dict[str, list[Recovery]]]) -> str:
+def report(recoveries: Recoveries) -> str:
     """Return a table of medians in Markdown."""
     fields = [field.name for field in dataclasses.fields(Recovery) if field.name != "is_equal"]
     lines = [
-        "| tier | signal | next token, s | start | import | load | prompt | computed | loaded | same |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| tier | spare | signal | next token, s | start | import | load | prompt "
+        "| computed | loaded | same |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for tier, by_signal in recoveries.items():
-        for name, rounds in by_signal.items():
-            medians = [statistics.median(getattr(one, field) for one in rounds) for field in fields]
-            cells = [f"{value:.2f}" for value in medians[:5]] + [f"{value:.0f}" for value in medians[5:]]
-            num_equal = sum(one.is_equal for one in rounds)
-            lines.append(f"| {tier} | {name} | {' | '.join(cells)} | {num_equal} of {len(rounds)} |")
+    for tier, spare, name, rounds in each_kind(recoveries):
+        medians = [statistics.median(getattr(one, field) for one in rounds) for field in fields]
+        cells = [f"{value:.2f}" for value in medians[:5]] + [f"{value:.0f}" for value in medians[5:]]
+        num_equal = sum(one.is_equal for one in rounds)
+        lines.append(f"| {tier} | {spare} | {name} | {' | '.join(cells)} | {num_equal} of {len(rounds)} |")
     return "\n".join(lines)
+
+
+def each_kind(recoveries: Recoveries) -> Iterator[tuple[str, str, str, list[Recovery]]]:
+    """Yield (tier, spare, the signal's name, recoveries)."""
+    for tier, by_spare in recoveries.items():
+        for spare, by_signal in by_spare.items():
+            for name, rounds in by_signal.items():
+                yield tier, spare, name, rounds
 
 
 def main() -> int:
@@ -224,8 +253,7 @@ def main() -> int:
         print(json.dumps(recoveries, default=dataclasses.asdict))
     else:
         print(report(recoveries))
-    rounds = [one for by_signal in recoveries.values() for taken in by_signal.values() for one in taken]
-    return int(not all(one.is_equal for one in rounds))
+    return int(not all(one.is_equal for *_, rounds in each_kind(recoveries) for one in rounds))
 
 
 if __name__ == "__main__":

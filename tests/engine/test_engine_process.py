@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+import preloaded
 from engine_checks import TINY, engine_pid, is_zombie, requests_of, tiny_config, wait_for_end
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import SpeculationConfig, SupervisionConfig
@@ -25,17 +26,22 @@ from quire.engine import process
 from quire.engine.messages import GetStats, encode, input_address, output_address
 from quire.engine.process import Connection
 from quire.errors import EngineDeadError
+from quire.front import spare
 from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import python_output, started
 
 LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
 
 FRONT = """
-import sys, asyncio, os, signal
+import sys, asyncio, dataclasses, os, signal
+import preloaded
 from quire import LLM, AsyncLLM, SamplingParams, EngineConfig, SchedulerConfig
+from quire.config import SupervisionConfig
+from quire.front import spare
 from engine_checks import engine_pid, tiny_config
 model, how = sys.argv[1:]
 long = SamplingParams(max_tokens=450, ignore_eos=True)
+spare.START_DELAY = 0.0
 if how == "launching":
     import zmq
     def pause(socket, address):  # the engine runs, and has not been told what to do
@@ -47,10 +53,21 @@ if how in ("launching", "starting"):
     print(engine_pid(), flush=True)
     signal.pause()
 async def main():
-    llm = AsyncLLM(tiny_config(model))
+    supervision = SupervisionConfig(spare_engine=how.endswith("spare"))
+    llm = AsyncLLM(dataclasses.replace(tiny_config(model), supervision=supervision))
     stream = llm.generate("the", long)
     await anext(stream)
-    print(engine_pid(), flush=True)
+    if how.endswith("spare"):
+        engine = llm._engine._process.pid
+        async for output in llm.generate("endless", long):
+            spares = [child.pid for child in preloaded.other_children() if child.pid != engine]
+            if spares:
+                break
+        print(*spares, flush=True)  # while it imports
+        if how == "forked spare" and not os.fork():
+            signal.pause()
+    else:
+        print(engine_pid(), flush=True)
     if how == "forked" and not os.fork():
         signal.pause()  # holds the lifeline open
     if how == "exception":
@@ -101,11 +118,13 @@ def started_front(checkpoint: str, how: str) -> Iterator[tuple[subprocess.Popen,
         ("launching", signal.SIGKILL),
         ("starting", signal.SIGKILL),
         ("forked", signal.SIGKILL),
+        ("spare", signal.SIGKILL),
+        ("forked spare", signal.SIGKILL),
         ("exception", None),
         ("exit", None),
     ],
 )
-def test_the_engine_ends_with_its_front(checkpoint, sockets, how, number):
+def test_the_engine_and_its_spare_end_with_their_front(checkpoint, sockets, how, number):
     with started_front(checkpoint, how) as (front, engine):
         if number is not None:
             os.kill(front.pid, number)
@@ -265,6 +284,43 @@ async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engi
     stats = await llm.stats()
     assert stats.num_free_blocks == stats.num_blocks
     await llm.shutdown()
+
+
+async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engines, monkeypatch):
+    monkeypatch.setattr(spare, "START_DELAY", 0.0)
+    with LLM(checkpoint, **TINY) as undisturbed:
+        [expected] = undisturbed.generate(["the"], LONG)
+    config = tiny_config(checkpoint)
+    llm = AsyncLLM(dataclasses.replace(config, supervision=SupervisionConfig(spare_engine=True)))
+    await llm.wait_until_ready()
+    pid = llm._engine._process.pid
+    num_descriptors = []
+    async with asyncio.timeout(90):
+        for _ in range(2):
+            await until_spare_is_ready(llm)
+            num_descriptors.append(len(os.listdir("/proc/self/fd")))
+            [next_pid] = {child.pid for child in preloaded.other_children()} - {pid}
+            stream = llm.generate("the", LONG)
+            await anext(stream)
+            os.kill(pid, signal.SIGKILL)
+            *_, output = [output async for output in stream]
+            assert output.outputs == expected.outputs
+            assert not is_zombie(pid)
+            pid = next_pid
+            assert llm._engine._process.pid == pid
+            threads = map(int, os.listdir(f"/proc/{pid}/task"))
+            assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_OTHER}
+    assert llm.recovery_stats.num_restarts == 2
+    assert num_descriptors[0] == num_descriptors[1]
+    await llm.shutdown()
+    assert preloaded.other_children() == []
+
+
+async def until_spare_is_ready(llm):
+    """Keep the engine busy until its spare has imported everything; then nothing else happens."""
+    while not llm._engine._spare.is_ready():
+        async for _ in llm.generate("the", LONG):
+            pass
 
 
 async def test_an_engine_killed_at_start_is_noticed(checkpoint, sockets):

@@ -353,6 +353,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     command = [sys.executable, "-m", "quire.cli.main", "serve", "mini", "--port", "0", "--num-threads", "1"]
+    command.append("--no-spare-engine")  # what is struck is the engine
     command += ["--num-kv-blocks", "512", "--watchdog-timeout", str(WATCHDOG_TIMEOUT)]
     command += ["--max-engine-crashes", "1000", "--policy", "priority"]
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:

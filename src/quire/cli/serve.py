@@ -6,7 +6,9 @@ from quire.cli.options import config_options
 from quire.config import EngineConfig, ServerConfig
 
 
-@config_options(positional=("model",), engine=EngineConfig, server=ServerConfig)
+@config_options(
+    positional=("model",), defaults={"spare_engine": True}, engine=EngineConfig, server=ServerConfig
+)
 def serve(engine: EngineConfig, server: ServerConfig) -> None:
     """Serve MODEL over HTTP, in OpenAI's API.
 

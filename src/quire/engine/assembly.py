@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from quire.engine.ranks.group import RankGroup
 from quire.engine.ranks.starting import load_with_ranks, threads_of_rank
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
+from quire.kernels import has_native_kernels
 from quire.kv.connector import KVConnector
 from quire.kv.events import KVEventCollector, KVEventFanOut
 from quire.registry import Registry
@@ -34,6 +36,14 @@ ProgressCallback = Callable[[int, int], None]
 
 SPARE_SHARE = 0.05
 """Fraction of the memory available at start-up that a growing KV cache leaves free."""
+
+SLOW_MODULES = (
+    "quire.execution.model_runner",
+    "quire.kv.paged_cache",
+    "quire.kv.peers.connector",  # which engines with a KV tier look at, too
+    "quire.models.checkpoints.loading",
+)
+"""Modules that are imported where an engine is built, because the front shall not import them."""
 
 SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls", SchedulerInterface, {})
 CONNECTORS: Registry[KVConnector] = Registry("EngineConfig.kv_connector", KVConnector, {})
@@ -122,6 +132,15 @@ def start_ranks(config: EngineConfig) -> RankGroup | None:
         timeout=config.tensor_parallel_timeout,
         shares_kv=config.shares_kv,
     )
+
+
+def import_ahead() -> None:
+    """Import what an engine would import while it is built, torch above all."""
+    _limit_spinning()
+    for name in SLOW_MODULES:
+        importlib.import_module(name)
+    if has_native_kernels():
+        importlib.import_module("quire.kernels.cpu.kernel_set")
 
 
 def _limit_spinning() -> None:

@@ -23,6 +23,13 @@ STACKS_SIGNAL = signal.SIGUSR1
 """Has the engine process write the stacks of its threads to its log."""
 
 
+SPARE_OPTION = "--spare"
+"""Has an engine process import what it needs before it reads its start message, which may never come."""
+
+SPARE_IMPORTED = b"+"
+"""What such a process writes to its standard output when it has imported everything."""
+
+
 class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
     """An exception that can be sent to another process; `kind` is the name of its class."""
 
@@ -84,7 +91,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class EngineStart(msgspec.Struct):
-    """The start message of an engine process, which reads it from standard input as one line of JSON.
+    """The start message of an engine process, which reads it from standard input as a line of JSON.
 
     `module_path` is the front's module search path, so that custom classes are found. `num_blocks_before` is
     the number of KV blocks of the engine that this one replaces; 0: it replaces none.

@@ -1,10 +1,10 @@
-"""The engine process: `python -m quire.engine.process DIRECTORY`, started by `quire.front.process_client`.
+"""The engine process: `python -m quire.engine.process [--spare]`, started by `quire.front.engine_launch`.
 
-DIRECTORY is the private directory of the sockets.
-
-Standard input carries one line, the start message, and then stays open as the *lifeline*: when it closes, the
-front has ended, and this process exits immediately, even within a step. Standard output is only kept open so
-that the front notices when this process ends; anything printed goes to standard error. SIGINT and SIGTERM are
+Standard input carries two lines, the private directory of the sockets and the start message, and then stays
+open as the *lifeline*: when it closes, the front has ended, and this process exits immediately, even within a
+step. With `--spare`, the lines come when an engine is needed, if ever, and this process imports torch before.
+Standard output is kept open so that the front notices when this process ends, and says when a spare has
+imported everything; anything printed goes to standard error. SIGINT and SIGTERM are
 ignored: the front receives them too, and decides between draining and stopping. `STACKS_SIGNAL`, and every
 signal that a fault of the program raises, has the stacks of all threads written to standard error.
 """
@@ -29,6 +29,7 @@ import msgspec
 import zmq
 
 from quire.engine.messages import (
+    SPARE_OPTION,
     STACKS_SIGNAL,
     Acknowledge,
     EngineFailed,
@@ -48,6 +49,7 @@ from quire.engine.messages import (
     refusal_of,
 )
 from quire.engine.output_window import OutputWindow
+from quire.engine.spare import wait_as_spare
 from quire.errors import EngineDeadError
 
 if TYPE_CHECKING:
@@ -129,18 +131,23 @@ def main() -> None:
     """Run an engine until the front shuts it down or ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _redirect_standard_output()
+    output = _redirect_standard_output()
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL)
     logging.basicConfig(format="%(asctime)s engine[%(process)d] %(levelname)s %(message)s")
-    directory = Path(sys.argv[1])
     front = os.getppid()
-    first_line = sys.stdin.buffer.readline()
-    if not first_line:  # the front has ended in the meantime
+    if SPARE_OPTION in sys.argv:
+        wait_as_spare(front, output, FRONT_CHECK_INTERVAL)
+    path = sys.stdin.buffer.readline()
+    if not path:  # the front has ended in the meantime
+        os._exit(0)
+    directory = Path(os.fsdecode(path.removesuffix(b"\n")))
+    start_line = sys.stdin.buffer.readline()
+    if not start_line:
         _remove_and_exit(directory)
     lifeline = threading.Thread(target=_exit_with_front, args=(directory, front), daemon=True)
     lifeline.start()
-    start = decode_start(first_line)
+    start = decode_start(start_line)
     sys.path.extend(entry for entry in start.module_path if entry not in sys.path)
     connection = Connection(directory)
     connection.send(Starting())
@@ -154,10 +161,11 @@ def main() -> None:
     os._exit(exit_code)  # skips the teardown of torch, which takes time
 
 
-def _redirect_standard_output() -> None:
-    """Keep the pipe to the front open, and redirect what is printed to standard error."""
-    os.dup(1)
+def _redirect_standard_output() -> int:
+    """Redirect what is printed to standard error; return a descriptor of the pipe to the front."""
+    output = os.dup(1)
     os.dup2(2, 1)
+    return output
 
 
 def _remove_and_exit(directory: Path) -> NoReturn:

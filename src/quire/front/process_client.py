@@ -7,7 +7,6 @@ import math
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from quire.engine.messages import (
 from quire.engine.output_window import Acknowledgements
 from quire.engine.process_end import describe_end
 from quire.errors import EngineDeadError
+from quire.front.engine_launch import end_process, has_ended, kill_group, start_process
 
 STARTUP_FAILURE_TIMEOUT = 200
 """Milliseconds to wait for the last messages of an engine process that ended before it was ready."""
@@ -62,13 +62,20 @@ class EngineProcess:
         config: of the engine.
         model_path: directory of the model that `config.model` names.
         num_blocks_before: KV blocks of the engine that this one replaces; 0: it replaces none.
+        spare: a process that becomes the engine; None: one is started.
 
     Attributes:
         has_more: whether more messages may be there already than `receive` has returned.
         acknowledged_at: when, on the monotonic clock, messages were acknowledged last.
     """
 
-    def __init__(self, config: EngineConfig, model_path: Path, num_blocks_before: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        num_blocks_before: int = 0,
+        spare: subprocess.Popen[bytes] | None = None,
+    ) -> None:
         # Before the process is started: this rejects what cannot be sent to it.
         start = encode_start(
             EngineStart(
@@ -84,9 +91,14 @@ class EngineProcess:
         self._ready = False
         self._failure = ""
         self._is_unreadable = False
-        context = zmq.Context(io_threads=1)
-        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
-        self._process = _start_process(self._directory)
+        self._process = start_process() if spare is None else spare
+        try:
+            context = zmq.Context(io_threads=1)
+            self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
+        except BaseException:
+            end_process(os.getpid(), self._process)
+            raise
+        self._write(os.fsencode(self._directory) + b"\n")  # the process removes it if this one dies
         sockets: list[zmq.Socket[bytes]] = []
         self._finalizer = weakref.finalize(
             self, _clean_up, os.getpid(), self._process, context, sockets, self._directory
@@ -95,7 +107,7 @@ class EngineProcess:
         self._output = context.socket(zmq.PULL)
         sockets += (self._input, self._output)
         self._bind()
-        self._write_start(start)
+        self._write(start)
 
     @property
     def pid(self) -> int:
@@ -156,7 +168,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the process at once; `receive` tells when it has ended."""
-        _kill_group(self._process)
+        kill_group(self._process)
 
     def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Tell the engine to end, kill it after `timeout` seconds, and clean up."""
@@ -172,10 +184,10 @@ class EngineProcess:
         self._input.bind(input_address(self._directory))
         self._output.bind(output_address(self._directory))
 
-    def _write_start(self, start: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is dead already; receive() will raise
-            self._process.stdin.write(start)
+            self._process.stdin.write(line)
             self._process.stdin.flush()
 
     def _acknowledge(self) -> None:
@@ -215,47 +227,11 @@ class EngineProcess:
     def _describe_exit(self) -> str:
         if self._failure:
             return self._failure
-        if not _has_ended(self._process, SHUTDOWN_TIMEOUT):
+        if not has_ended(self._process, SHUTDOWN_TIMEOUT):
             return f"the engine process {self.pid} has closed its output; its log is on standard error"
-        _kill_group(self._process)  # its ranks, if any of them is stopped
+        kill_group(self._process)  # its ranks, if any of them is stopped
         how = describe_end(self._process.wait())
         return f"the engine process {self.pid} {how}; its log is on standard error"
-
-
-def _start_process(directory: Path) -> subprocess.Popen[bytes]:
-    """Start the engine process, which removes `directory` if this process dies."""
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "quire.engine.process", str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,  # so that it can be killed together with what it has started
-        )
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-
-
-def _has_ended(process: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Return whether the process ends within `timeout` seconds; it is not reaped."""
-    if process.returncode is not None:
-        return True
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:  # this program ignores SIGCHLD, so that the kernel reaps
-        return True
-    try:
-        ended, _, _ = select.select([descriptor], [], [], timeout)
-    finally:
-        os.close(descriptor)
-    return bool(ended)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and what it has started, unless it is reaped, and its number perhaps another's."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):  # this program ignores SIGCHLD
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _clean_up(
@@ -265,15 +241,10 @@ def _clean_up(
     sockets: Sequence[zmq.Socket[bytes]],
     directory: Path,
 ) -> None:
-    """Kill the process if it is still running, reap it, and remove sockets, pipes and files."""
+    """End the process, and remove sockets, pipes and files."""
     if os.getpid() != owner:
         return  # in a fork of the front, which must not end the engine
-    _kill_group(process)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):
-            pipe.close()
+    end_process(owner, process)
     # The context only has weak references to its sockets. In a garbage collection they are gone, and a
     # context that does not close its sockets waits for them for ever.
     for socket in sockets:

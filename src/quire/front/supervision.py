@@ -16,6 +16,7 @@ from quire.config import EngineConfig, SupervisionConfig
 from quire.engine.messages import FromEngine, Ready, StartupFailed, StepOutputs, ToEngine
 from quire.errors import CrashLoopError, EngineDeadError
 from quire.front.process_client import SHUTDOWN_TIMEOUT, EngineProcess
+from quire.front.spare import SpareKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,8 @@ class EngineSupervisor:
         self._extension: tuple[float, float] | None = None  # (when it was due, when it is due instead)
         self._reason = ""  # why the engine ends, if that is known before it does
         self._events = select.epoll()
+        is_spare_wanted = config.supervision.spare_engine and not self._is_final
+        self._spare = SpareKeeper(self._events, is_wanted=is_spare_wanted)
         self._process: EngineProcess | None = EngineProcess(config, model_path)
         self._watch(self._process)
 
@@ -139,7 +142,10 @@ class EngineSupervisor:
         """When, by the clock, `receive` is to be called even if nothing has arrived; None: never."""
         if self._process is None:
             return self._start_at
-        return self._kill_at if self._kill_at is not None else self._overdue_at()
+        due = self._kill_at if self._kill_at is not None else self._overdue_at()
+        if self._spare.start_at is None:
+            return due
+        return self._spare.start_at if due is None else min(due, self._spare.start_at)
 
     def watch_for(self, served: Served) -> None:
         """Take the engine for hung when it lets `served` wait for too long.
@@ -164,6 +170,7 @@ class EngineSupervisor:
         """
         if self._process is None:
             return self._start_when_due(timeout)
+        self._spare.attend(self._read_clock)
         try:
             messages = self._process.receive(timeout)
         except EngineDeadError as error:
@@ -178,6 +185,7 @@ class EngineSupervisor:
         """Start no other engine, neither now nor when the present one ends."""
         self._is_final = True
         self._start_at = None
+        self._spare.close()
 
     def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Tell the engine to end, kill it after `timeout` seconds, and clean up."""
@@ -192,6 +200,7 @@ class EngineSupervisor:
         reason = self._reason or how
         self._forget(process)
         if self._is_final or not self._has_been_ready:
+            self._spare.close()
             raise EngineDeadError(reason)
         return self._plan_start(reason)
 
@@ -199,6 +208,7 @@ class EngineSupervisor:
         now = self._read_clock()
         delay = self._history.note_crash(now)
         if delay is None:
+            self._spare.close()
             raise CrashLoopError(f"{self._history.describe_loop()}; the last reason: {reason}")
         self._start_at = now + delay
         logger.error("the engine has died and is started again in %g s: %s", delay, reason)
@@ -214,8 +224,9 @@ class EngineSupervisor:
         if wait > 0:
             return []
         self.num_restarts += 1
+        spare = self._spare.take()
         try:
-            process = EngineProcess(self._config_of_restart(), self._model_path, self._num_blocks)
+            process = EngineProcess(self._config_of_restart(), self._model_path, self._num_blocks, spare)
         except Exception as error:  # no process, no memory, no descriptor: later there may be
             logger.exception("the engine process could not be started")
             return [self._plan_start(f"the engine process could not be started: {error!r}")]
@@ -249,6 +260,7 @@ class EngineSupervisor:
             case Ready(info):
                 self._is_ready = self._has_been_ready = True
                 self._num_blocks = self._num_blocks or info.num_blocks
+                self._spare.plan(self._last_message)
             case StartupFailed(error) if self._has_been_ready:
                 self._reason = f"the engine could not be built: {error.message}"
             case StepOutputs(outputs) if any(output.new_token_ids for output in outputs):
