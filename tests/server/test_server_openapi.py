@@ -98,6 +98,8 @@ def test_document_lists_every_route_and_status():
     assert set(DOCUMENT["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/v1/requests",
         "/v1/requests/{request_id}", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
+        "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
+        "/v1/responses/{response_id}/input_items",
         "/health", "/live", "/metrics", "/engine", "/version",
     }  # fmt: skip
     generation = DOCUMENT["paths"]["/v1/completions"]["post"]

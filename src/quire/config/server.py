@@ -100,6 +100,16 @@ class ServerConfig:
         help="Refuse parameters that are unknown or have no effect. Otherwise they are accepted, and the "
         "header X-Ignored-Parameters of the answer names them.",
     )
+    response_store: str = knob(
+        default="memory",
+        help="Where the responses of /v1/responses are kept for later turns: memory, until the server ends; "
+        "the path of an SQLite database; or off.",
+    )
+    max_stored_response_bytes: PositiveInt = knob(
+        default=67_108_864,
+        unit="bytes",
+        help="Maximum size of a tenant's stored responses; the oldest make room for new ones.",
+    )
     drain_timeout: NonNegativeFloat = knob(
         default=30.0,
         unit="seconds",

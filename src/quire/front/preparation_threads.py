@@ -6,13 +6,11 @@ Conversations are always prepared in threads, because another process renders th
 from __future__ import annotations
 
 import asyncio
-import collections
-import concurrent.futures
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from quire.errors import QueueFullError, RequestTimeoutError
+from quire.front.worker_thread import TooManyJobsError, WorkerThread
 from quire.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -64,9 +62,9 @@ class PreparationThreads:
     """
 
     def __init__(self) -> None:
-        self._short = _Worker()
-        self._medium = _Worker()
-        self._long = _Worker()
+        self._short, self._medium, self._long = (
+            WorkerThread("quire-tokenizing", MAX_WAITING) for _ in range(3)
+        )
 
     async def run(self, length: int, call: Callable[[], T], *, may_wait: bool = False) -> T:
         """Return what `call` returns, for a request with a text of this length.
@@ -83,7 +81,13 @@ class PreparationThreads:
         """
         if length <= INLINE_LENGTH and not may_wait:
             return call()
-        job = self._worker(length).submit(call)
+        try:
+            job = self._worker(length).submit(call)
+        except TooManyJobsError:
+            raise QueueFullError(
+                f"{MAX_WAITING} requests wait for their text to be tokenized, which is the limit; "
+                "try again later, or send shorter prompts"
+            ) from None
         try:
             async with asyncio.timeout(TIMEOUT):
                 return await asyncio.wrap_future(job)
@@ -93,62 +97,7 @@ class PreparationThreads:
                 "try again later, or send less text"
             ) from None
 
-    def _worker(self, length: int) -> _Worker:
+    def _worker(self, length: int) -> WorkerThread:
         if length <= INLINE_LENGTH:
             return self._short
         return self._medium if length < LONG_LENGTH else self._long
-
-
-class _Job(concurrent.futures.Future[T], Generic[T]):
-    def __init__(self, call: Callable[[], T]) -> None:
-        super().__init__()
-        self._call = call
-
-    def run(self) -> None:
-        """Run the call, unless nobody waits for its result any more."""
-        if not self.set_running_or_notify_cancel():
-            return
-        try:
-            result = self._call()
-        except BaseException as error:
-            self.set_exception(error)
-        else:
-            self.set_result(result)
-
-
-class _Worker:
-    """Runs jobs one after another, in a thread that ends when there are none."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: collections.deque[_Job[Any]] = collections.deque()
-        self._is_running = False
-
-    def submit(self, call: Callable[[], T]) -> _Job[T]:
-        """Return the job that will run `call`.
-
-        Raises:
-            QueueFullError: too many jobs wait.
-        """
-        job = _Job(call)
-        with self._lock:
-            if len(self._jobs) >= MAX_WAITING:
-                raise QueueFullError(
-                    f"{len(self._jobs)} requests wait for their text to be tokenized; the limit is "
-                    f"{MAX_WAITING}; try again later, or send shorter prompts"
-                )
-            self._jobs.append(job)
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="quire-tokenizing", daemon=True).start()
-        return job
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._is_running = False
-                    return
-                job = self._jobs.popleft()
-            job.run()
-            del job  # what it holds may be large

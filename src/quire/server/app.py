@@ -31,9 +31,15 @@ from quire.server.docs_page import docs_page
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.leniency import HEADER, Leniency
 from quire.server.middleware import KeyCheck, RequestEnvelope
-from quire.server.openai_responses.answers import ResponseAnswer
+from quire.server.openai_responses.answers import DeletedResponse, InputItemList, ResponseAnswer
 from quire.server.openai_responses.body import ResponsesRequest
-from quire.server.openai_responses.call import create_response
+from quire.server.openai_responses.handlers import (
+    cancel_response,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from quire.server.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint, openapi_document
 from quire.server.paths import CanonicalPath
 from quire.server.probes import health_of
@@ -245,6 +251,10 @@ async def version(request: Request) -> Response:
     return json_response(Version(version=context_of(request).version))
 
 
+_NO_RESPONSE = {
+    404: "The response is not stored.",
+    503: "The store of responses is not available.",
+}
 _NO_ENGINE = {503: "The engine is not available."}
 
 ENDPOINTS = (
@@ -274,6 +284,34 @@ ENDPOINTS = (
         answer=ResponseAnswer,
         event=ResponseAnswer,
         errors=GENERATION_ERRORS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/{response_id}/cancel",
+        handler=cancel_response,
+        answer=ResponseAnswer,
+        errors={400: "The response is not generated in the background.", **_NO_RESPONSE},
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/responses/{response_id}/input_items",
+        handler=list_input_items,
+        answer=InputItemList,
+        errors={400: "The limit is invalid.", **_NO_RESPONSE},
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/responses/{response_id}",
+        handler=get_response,
+        answer=ResponseAnswer,
+        errors=_NO_RESPONSE,
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/responses/{response_id}",
+        handler=delete_response,
+        answer=DeletedResponse,
+        errors=_NO_RESPONSE,
     ),
     Endpoint(
         method="POST",

@@ -63,7 +63,7 @@ class CompletionsCall(GenerationCall[RequestT]):
         """Return what is new in a streamed choice."""
 
     @override
-    async def _whole_answer(self) -> Completion | ChatCompletion:
+    async def whole_answer(self) -> Completion | ChatCompletion:
         ordered = await self._final_outputs()
         choices: list[Any] = []
         for prompt_index, output in enumerate(ordered):

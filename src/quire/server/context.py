@@ -18,6 +18,8 @@ from quire.server.errors import ApiError
 from quire.server.leniency import IgnoredNames, Leniency
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
+from quire.server.openai_responses.background import BackgroundResponses
+from quire.server.openai_responses.store import ResponseStore
 from quire.server.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
@@ -50,8 +52,16 @@ class ServerContext:
         self.calls = LiveCalls()
         self.ignored_names = IgnoredNames()
         self.tenants = Tenants(config) if tenants is None else tenants
+        self.background = BackgroundResponses()
+        self.responses = _response_store(config)
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
         self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
+
+    async def close(self) -> None:
+        """Store what is still being generated, and close what is open."""
+        await self.background.close()
+        if self.responses is not None:
+            await self.responses.close()
 
     @functools.cached_property
     def tool_call_format(self) -> ToolCallFormat | None:
@@ -93,6 +103,13 @@ class ServerContext:
                 f"{limit} (the server's max_num_queued_reqs); send several smaller calls",
                 param="n",
             )
+
+
+def _response_store(config: ServerConfig) -> ResponseStore | None:
+    if config.response_store == "off":
+        return None
+    path = ":memory:" if config.response_store == "memory" else config.response_store
+    return ResponseStore(path, config.max_stored_response_bytes)
 
 
 def context_of(request: Request) -> ServerContext:

@@ -117,7 +117,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             return await event_stream(
                 receive, self._events(), self._error_event, request_id=request_id_of(self._request)
             )
-        answer = await unless_disconnected(receive, self._whole_answer())
+        answer = await unless_disconnected(receive, self.whole_answer())
         return json_response(answer)
 
     def _error_event(self, error: ApiError) -> bytes:
@@ -163,7 +163,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return [final[index] for index in sorted(final)]
 
     @abc.abstractmethod
-    async def _whole_answer(self) -> msgspec.Struct:
+    async def whole_answer(self) -> msgspec.Struct:
         """Return the answer, once it is complete."""
 
     @abc.abstractmethod

@@ -146,6 +146,7 @@ async def _serve_until_stopped(
                 spare_full_collections()
                 async with listening.with_current_certificate(), _monitored(app.state.context, monitoring):
                     await _serve_engine(app, listening, stop)
+                    await app.state.context.close()
         finally:
             await llm.shutdown(end_timeout=0.0 if stop.immediate.is_set() else _END_TIMEOUT)
 

@@ -89,7 +89,7 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
         return [naming_fields(fields, self._conversation.outputs(self._engine_id, self._request_options()))]
 
     @override
-    async def _whole_answer(self) -> MessageAnswer:
+    async def whole_answer(self) -> MessageAnswer:
         [output] = await self._final_outputs()
         [completion] = output.outputs
         reader = self._conversation.reader(completion)

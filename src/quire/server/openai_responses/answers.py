@@ -124,6 +124,24 @@ class ResponseAnswer(Struct, kw_only=True):
     user: str | None
 
 
+class DeletedResponse(Struct, kw_only=True):
+    """Answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputItemList(Struct, kw_only=True):
+    """Answer of /v1/responses/{id}/input_items."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class ResponseEvent(Struct, kw_only=True, tag_field="type"):
     """An event of a stream; they count from 0."""
 

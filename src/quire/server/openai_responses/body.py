@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
@@ -31,6 +31,7 @@ from quire.structured_outputs import StructuredOutputsParams
 LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
 
+ResponseId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 Metadata = Annotated[dict[ShortText, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
 
 
@@ -163,6 +164,13 @@ class ResponsesRequest(StrictModel):
     """Body of POST /v1/responses."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
+    background: bool | None = Field(
+        None, description="Answer at once, and generate later: ask for the response by its id."
+    )
+    previous_response_id: ResponseId | None = Field(
+        None, description="The response after which the conversation goes on; it must be stored."
+    )
+    store: bool | None = Field(None, description="Keep the response for later turns. Default: true.")
     input: Annotated[
         Annotated[str, Tag("=text")] | Annotated[Items, Tag("=items")],
         text_or_list("=items", "a string or a list of items"),
@@ -247,6 +255,11 @@ class ResponsesRequest(StrictModel):
         Raises:
             InvalidRequestError: a value out of range, or two that contradict each other.
         """
+        if self.background and self.stream:
+            raise InvalidRequestError(
+                "background and stream are both true; ask for a response in the background by its id",
+                param="stream",
+            )
         if self.top_logprobs and not self.wants_logprobs:
             raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include", param="top_logprobs")
         form = None if self.text is None else self.text.format

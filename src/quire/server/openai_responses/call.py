@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""The generation of a response."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import override
 
 from quire.dialogue.formats import ToolCallFormat
@@ -36,23 +35,20 @@ from quire.server.openai_responses.answers import (
     ResponseAnswer,
     ResponseError,
     ResponseEvent,
+    ResponseStatus,
     StreamError,
     Usage,
     named_event,
 )
 from quire.server.openai_responses.body import ResponsesRequest
 from quire.server.openai_responses.items import Item, messages_of
+from quire.server.openai_responses.keeping import Keeping
 from quire.server.openai_responses.output import ResponseOutput
 from quire.server.reasoning import Thinking
 from quire.server.responses import TokenLogprob
 from quire.status import FinishReason
 
 _FIELD_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens", "structured_outputs": "text.format"}
-
-
-async def create_response(request: Request, body: ResponsesRequest) -> Response:
-    """Answer a conversation as a response, whole or, with `stream`, as server-sent events."""
-    return await _ResponsesCall(request, body, body.items).response()
 
 
 class _Input:
@@ -80,12 +76,24 @@ class _Input:
         return self._body.thinking_options()
 
 
-class _ResponsesCall(GenerationCall[ResponsesRequest]):
+class ResponsesCall(GenerationCall[ResponsesRequest]):
+    """The generation of one response.
+
+    Args:
+        request: whose body is `body`.
+        body: what the client asks for.
+        items: of the whole conversation.
+        keeping: stores the response; None: it is not stored.
+    """
+
     id_prefix = "resp"
 
-    def __init__(self, request: Request, body: ResponsesRequest, items: Sequence[Item]) -> None:
+    def __init__(
+        self, request: Request, body: ResponsesRequest, items: Sequence[Item], keeping: Keeping | None
+    ) -> None:
         super().__init__(request, body)
-        self._id = f"resp_{secrets.token_hex(16)}"
+        self._id = f"resp_{secrets.token_hex(16)}"  # a client may send the request's id again
+        self._keeping = keeping
         self._created_at = int(time.time())
         self._numbers = itertools.count()
         self._conversation = Conversation(self._context, _Input(body, items), self._params)
@@ -93,6 +101,11 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
         can_think = self._context.thought_format is not None
         template, leniency = self._context.chat_template, leniency_of(request)
         body.thinking_options().note_effort_without_effect(template, leniency, can_think=can_think)
+
+    @property
+    def id(self) -> str:
+        """The response's id."""
+        return self._id
 
     @property
     def _request_ids(self) -> Sequence[str]:
@@ -105,7 +118,7 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
         return [naming_fields(fields, self._conversation.outputs(self._engine_id, self._request_options()))]
 
     @override
-    async def _whole_answer(self) -> ResponseAnswer:
+    async def whole_answer(self) -> ResponseAnswer:
         [output] = await self._final_outputs()
         [completion] = output.outputs
         items = ResponseOutput(self._conversation.reader(completion), self._numbers)
@@ -115,7 +128,7 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
             is_last=True,
             is_complete=not _is_cut_off(completion),
         )
-        return self._ended(output, completion, items.items)
+        return await self._ended(output, completion, items.items)
 
     @override
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -127,7 +140,7 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
                 events: list[ResponseEvent] = []
                 if items is None:
                     items = ResponseOutput(self._conversation.reader(completion), self._numbers)
-                    begun = self._answer("in_progress", [])
+                    begun = self.answer("in_progress", [])
                     events.append(Created(sequence_number=next(self._numbers), response=begun))
                     events.append(InProgress(sequence_number=next(self._numbers), response=begun))
                 new_text, first_new_token = progress.advance(completion)
@@ -138,7 +151,7 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
                     is_complete=not _is_cut_off(completion),
                 )
                 if completion.finished:
-                    ended = self._ended(output, completion, items.items)
+                    ended = await self._ended(output, completion, items.items)
                     last = Completed if ended.status == "completed" else Incomplete
                     events.append(last(sequence_number=next(self._numbers), response=ended))
                 if events:
@@ -146,23 +159,23 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
 
     @override
     def _error_event(self, error: ApiError) -> bytes:
-        code = error.code or error.kind
-        failed = self._answer("failed", [])
-        failed.error = ResponseError(code, error.message)
         told = StreamError(
-            sequence_number=next(self._numbers), code=code, message=error.message, param=error.param
+            sequence_number=next(self._numbers),
+            code=error.code or error.kind,
+            message=error.message,
+            param=error.param,
         )
-        last = Failed(sequence_number=next(self._numbers), response=failed)
+        last = Failed(sequence_number=next(self._numbers), response=self.failed(error))
         return named_event(told) + named_event(last)
 
     def _logprobs(self, completion: CompletionOutput, first_token: int) -> list[TokenLogprob]:
         written = chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
         return [] if written is None else written.content
 
-    def _ended(
+    async def _ended(
         self, output: RequestOutput, completion: CompletionOutput, items: list[OutputItem]
     ) -> ResponseAnswer:
-        answer = self._answer("completed", items)
+        answer = self.answer("completed", items)
         if _is_cut_off(completion):
             answer.status = "incomplete"
             answer.incomplete_details = IncompleteDetails("max_output_tokens")
@@ -174,25 +187,34 @@ class _ResponsesCall(GenerationCall[ResponsesRequest]):
             output_tokens_details=OutputTokensDetails(self._conversation.num_thought_tokens(completion) or 0),
             total_tokens=num_input + num_output,
         )
+        if self._keeping is not None:
+            await self._keeping.keep(answer)
         return answer
 
-    def _answer(self, status: Any, items: list[OutputItem]) -> ResponseAnswer:
+    def failed(self, error: ApiError) -> ResponseAnswer:
+        """Return the response as it is after a failure."""
+        failed = self.answer("failed", [])
+        failed.error = ResponseError(error.code or error.kind, error.message)
+        return failed
+
+    def answer(self, status: ResponseStatus, items: list[OutputItem]) -> ResponseAnswer:
+        """Return the response in a status, with the items that it has."""
         body = self._body
         text = {} if body.text is None else _dumped(body.text)
         return ResponseAnswer(
             id=self._id,
             created_at=self._created_at,
             status=status,
-            background=False,
+            background=bool(body.background),
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             model=self._context.model_name,
             output=items,
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            previous_response_id=None,
+            previous_response_id=body.previous_response_id,
             reasoning={} if body.reasoning is None else _dumped(body.reasoning),
-            store=False,
+            store=self._keeping is not None,
             temperature=self._params.temperature,
             text={"format": {"type": "text"}, **text},
             tool_choice=_dumped(body.tool_choice) or "auto",

@@ -1,0 +1,222 @@
+"""Responses that are kept for later turns: in an SQLite database, in memory or in a file.
+
+The database is used in a thread, and whatever goes wrong there is an answer to the request that needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import sqlite3
+from collections.abc import Callable
+from typing import TypeVar
+
+from quire.front.worker_thread import TooManyJobsError, WorkerThread
+from quire.server.errors import UNAVAILABLE, ApiError
+
+T = TypeVar("T")
+
+TIMEOUT = 5.0
+"""Seconds after which the database is given up that has not answered."""
+
+MAX_WAITING = 1024  # calls
+MAX_TURNS = 1000
+"""Responses that a conversation may consist of."""
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    previous TEXT,
+    input BLOB NOT NULL,
+    output BLOB NOT NULL,
+    answer BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    UNIQUE (tenant, id)
+);
+CREATE INDEX IF NOT EXISTS sizes ON responses (tenant, number, num_bytes);
+CREATE TABLE IF NOT EXISTS items (
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    response INTEGER NOT NULL REFERENCES responses (number) ON DELETE CASCADE,
+    PRIMARY KEY (tenant, id)
+);
+CREATE INDEX IF NOT EXISTS items_of_responses ON items (response);
+"""
+_SETTINGS = "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA foreign_keys=ON;"
+_CHAIN = """
+WITH RECURSIVE chain(id, previous, input, output, turn) AS (
+    SELECT id, previous, input, output, 1 FROM responses WHERE tenant = :tenant AND id = :id
+    UNION ALL
+    SELECT one.id, one.previous, one.input, one.output, chain.turn + 1
+    FROM responses AS one JOIN chain ON one.id = chain.previous
+    WHERE one.tenant = :tenant AND chain.turn <= :most
+)
+SELECT id, previous, input, output FROM chain ORDER BY turn DESC
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """One response, with the items that it was asked with.
+
+    Args:
+        id: of the response.
+        previous: id of the response before it in the conversation, if there is one.
+        input: JSON list of the items that were new with this request.
+        output: JSON list of the response's items.
+        answer: JSON of the whole response.
+        item_ids: of the response's items.
+    """
+
+    id: str
+    previous: str | None
+    input: bytes
+    output: bytes
+    answer: bytes
+    item_ids: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what is kept."""
+        return len(self.input) + len(self.output) + len(self.answer)
+
+
+class ResponseStore:
+    """Responses by tenant and id.
+
+    Args:
+        path: of the database; ":memory:": it ends with the server.
+        max_bytes: of one tenant's responses; the oldest are dropped beyond that.
+
+    Raises (all methods):
+        ApiError: 503, the database has failed or is late.
+    """
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._thread = WorkerThread("quire-responses", MAX_WAITING)
+        self._connection: sqlite3.Connection | None = None
+
+    async def put(self, tenant: str, response: StoredResponse) -> bool:
+        """Keep a response, or replace the one of its id; return whether it is small enough to be kept."""
+        if response.num_bytes > self._max_bytes:
+            return False
+        await self._run(lambda database: self._put(database, tenant, response))
+        return True
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Return a response, None if it is not there."""
+        query = "SELECT id, previous, input, output, answer FROM responses WHERE tenant = ? AND id = ?"
+        row = await self._run(lambda database: database.execute(query, (tenant, response_id)).fetchone())
+        if row is None:
+            return None
+        response_id, previous, given, output, answer = row
+        return StoredResponse(id=response_id, previous=previous, input=given, output=output, answer=answer)
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Drop a response; return whether it was there."""
+        query = "DELETE FROM responses WHERE tenant = ? AND id = ?"
+        return bool(await self._run(lambda database: database.execute(query, (tenant, response_id)).rowcount))
+
+    async def conversation(self, tenant: str, response_id: str) -> list[bytes]:
+        """Return the items up to and including a response's: JSON lists, the oldest first.
+
+        Raises:
+            ApiError: 404, a response is not there; 400, there are more than `MAX_TURNS`.
+        """
+        values = {"tenant": tenant, "id": response_id, "most": MAX_TURNS}
+        rows = await self._run(lambda database: database.execute(_CHAIN, values).fetchall())
+        missing = rows[0][1] if rows else response_id
+        if len(rows) > MAX_TURNS:
+            raise ApiError(
+                400,
+                f"the conversation has more than {MAX_TURNS} responses; send its items as input instead",
+                param="previous_response_id",
+            )
+        if missing is not None:
+            raise not_found(missing, "previous_response_id")
+        return [part for _, _, given, output in rows for part in (given, output)]
+
+    async def output_with(self, tenant: str, item_id: str) -> bytes | None:
+        """Return the items of the response that an item belongs to: a JSON list; None: there is none."""
+        query = (
+            "SELECT output FROM items JOIN responses ON response = number "
+            "WHERE items.tenant = ? AND items.id = ?"
+        )
+        row = await self._run(lambda database: database.execute(query, (tenant, item_id)).fetchone())
+        return None if row is None else bytes(row[0])
+
+    async def close(self) -> None:
+        """Close the database, unless it is late."""
+        with contextlib.suppress(ApiError):
+            await self._run(lambda database: database.close())
+
+    async def _run(self, call: Callable[[sqlite3.Connection], T]) -> T:
+        """Return what `call` returns in the thread of the database, in a transaction."""
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                return await asyncio.wrap_future(self._thread.submit(lambda: self._within(call)))
+        except TimeoutError:
+            problem = f"has not answered within {TIMEOUT:g} s"
+        except TooManyJobsError as error:
+            problem = f"is too busy: {error}"
+        except sqlite3.Error as error:
+            problem = f"has failed: {error}"
+        raise ApiError(
+            503,
+            f"the store of responses {problem}; set store to false, and leave out previous_response_id",
+            kind=UNAVAILABLE,
+            code="response_store_unavailable",
+        )
+
+    def _within(self, call: Callable[[sqlite3.Connection], T]) -> T:
+        if self._connection is None:
+            connection = sqlite3.connect(self._path, check_same_thread=False)
+            connection.executescript(_SETTINGS + _TABLES)
+            self._connection = connection
+        with self._connection:
+            return call(self._connection)
+
+    def _put(self, database: sqlite3.Connection, tenant: str, response: StoredResponse) -> None:
+        values = (
+            tenant, response.id, response.previous, response.input, response.output, response.answer,
+            response.num_bytes,
+        )  # fmt: skip
+        database.execute(
+            "INSERT INTO responses (tenant, id, previous, input, output, answer, num_bytes) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (tenant, id) DO UPDATE SET "
+            "output = excluded.output, answer = excluded.answer, num_bytes = excluded.num_bytes",
+            values,
+        )
+        [number] = database.execute(
+            "SELECT number FROM responses WHERE tenant = ? AND id = ?", (tenant, response.id)
+        ).fetchone()
+        database.executemany(
+            "INSERT OR REPLACE INTO items VALUES (?, ?, ?)",
+            [(tenant, item_id, number) for item_id in response.item_ids],
+        )
+        total = "SELECT SUM(num_bytes) FROM responses WHERE tenant = ?"
+        [excess] = database.execute(total, (tenant,)).fetchone()
+        excess -= self._max_bytes
+        oldest = database.execute(
+            "SELECT number, num_bytes FROM responses WHERE tenant = ? ORDER BY number", (tenant,)
+        )
+        while excess > 0:
+            number, num_bytes = oldest.fetchone()
+            database.execute("DELETE FROM responses WHERE number = ?", (number,))
+            excess -= num_bytes
+
+
+def not_found(response_id: str, param: str | None = None) -> ApiError:
+    """Return the answer to a request for a response that is not there."""
+    return ApiError(
+        404,
+        f"there is no response {response_id!r}: it was not stored, has been deleted, or had to make room for "
+        "newer ones (the server's max_stored_response_bytes)",
+        param=param,
+        code="response_not_found",
+    )
