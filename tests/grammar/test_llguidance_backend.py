@@ -291,6 +291,8 @@ def test_ids_that_are_no_text_are_never_allowed(vocab_size):
         ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, ["json", "minimum"]),
         ({"json": {"$ref": "#/nowhere"}}, ["json", "/nowhere"]),
         ({"json": {"not": {"type": "string"}}}, ["json", "not"]),
+        ({"json": {"type": "array", "uniqueItems": True}}, ["json", "uniqueItems"]),
+        ({"json": {"type": "string", "contentEncoding": "base64"}}, ["json", "contentEncoding"]),
         ({"grammar": "start: nothing"}, ["read as Lark", "GBNF (root ::= ...) is understood", "nothing"]),
         ({"grammar": "rule = 'a'"}, ["read as Lark (start: ...)"]),
         ({"grammar": 'rule ::= "a"'}, ["read as GBNF", "Lark (start: ...) is understood", "'root'"]),
@@ -389,3 +391,15 @@ backend.compile(StructuredOutputsParams(regex="a"))
 print(before, "llguidance" in sys.modules, "torch" in sys.modules)
 """
     assert python_output(code) == "False True False\n"
+
+
+@pytest.mark.parametrize("closes_objects", [True, False])
+def test_keys_that_a_schema_does_not_name(closes_objects):
+    backend = LLGuidanceBackend(
+        (MINI / "tokenizer.json").read_text, VOCAB, lambda: EOS, closes_objects=closes_objects
+    )
+    named = {"type": "object", "properties": {"a": {"type": "integer", "nullable": True}}, "required": ["a"]}
+    grammar = backend.compile(StructuredOutputsParams(json=named))
+    invented = TOKENIZER.encode('{"a": null, "b": 1}', add_special_tokens=False)
+    assert (grammar.num_valid(invented) == len(invented)) == (not closes_objects)
+    assert grammar.accept(TOKENIZER.encode('{"a": null}', add_special_tokens=False))

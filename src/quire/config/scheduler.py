@@ -141,6 +141,11 @@ class SchedulerConfig:
         help="Computing time that the grammar of a structured request may take on average for each mask and "
         "for each token that it follows; a request whose grammar takes more ends with an error. 0: no limit.",
     )
+    closed_json_objects: bool = knob(
+        default=True,
+        help="Allow no properties in JSON that its schema does not name, where the schema does not say "
+        "whether there may be any. Otherwise a schema means what it does elsewhere: there may.",
+    )
     overlap_steps: bool = knob(
         default=False,
         help="Schedule the next step while the current one runs. Worthwhile if the model runs on its own "

@@ -9,6 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from quire.errors import InvalidRequestError
+from quire.json_schemas import enforceable_schema
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tool:
@@ -25,6 +28,20 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     strict: bool = False
+
+    def enforceable(self, *, closes_objects: bool) -> Tool:
+        """Return the tool with a schema of which a grammar ignores nothing, see `enforceable_schema`.
+
+        Raises:
+            InvalidRequestError: it cannot be enforced.
+        """
+        try:
+            parameters = enforceable_schema(self.parameters, closes_objects=closes_objects)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"the parameters of tool {self.name!r} cannot be enforced: {error}", param="tools"
+            ) from None
+        return dataclasses.replace(self, parameters=parameters)
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates expect it, which is as OpenAI's API has it."""
@@ -59,6 +76,15 @@ class ToolUse:
         """Whether a grammar must see to it that the answer calls tools as it may."""
         is_restricted = not self.several or len(self.callable_tools) < len(self.tools)
         return self.must_call or is_restricted or any(tool.strict for tool in self.callable_tools)
+
+    def enforceable(self, *, closes_objects: bool) -> ToolUse:
+        """Return the same with schemas of which a grammar ignores nothing, see `enforceable_schema`.
+
+        Raises:
+            InvalidRequestError: a schema cannot be enforced.
+        """
+        tools = tuple(tool.enforceable(closes_objects=closes_objects) for tool in self.tools)
+        return dataclasses.replace(self, tools=tools)
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:

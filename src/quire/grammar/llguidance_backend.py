@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.errors import InvalidRequestError
 from quire.grammar.thought import Spelling
+from quire.json_schemas import enforceable_schema
 from quire.step import IntArray
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -34,6 +35,8 @@ class LLGuidanceBackend:
         read_tokenizer: called once, at the first compilation, for the text of the model's `tokenizer.json`.
         vocab_size: width of the model's logits; ids from the tokenizer's own size on are never allowed.
         read_eos_token_ids: called likewise, for the ids that end a sequence.
+        closes_objects: whether objects have no properties but those that their JSON schema names, unless it
+            says something else.
     """
 
     def __init__(
@@ -41,8 +44,11 @@ class LLGuidanceBackend:
         read_tokenizer: Callable[[], str],
         vocab_size: int,
         read_eos_token_ids: Callable[[], Sequence[int]],
+        *,
+        closes_objects: bool = True,
     ) -> None:
         self.vocab_size = vocab_size
+        self.closes_objects = closes_objects
         self._read_tokenizer = read_tokenizer
         self._read_eos_token_ids = read_eos_token_ids
         self._reading = threading.Lock()
@@ -64,7 +70,7 @@ class LLGuidanceBackend:
             tokenizer, eos_token_ids = self._tokenizer
         num_words = -(-tokenizer.vocab_size // 32)
         try:
-            matcher = LLMatcher(tokenizer, _definition(spec), log_level=0, limits=_limits())
+            matcher = LLMatcher(tokenizer, self._definition(spec), log_level=0, limits=_limits())
             grammar = LLGuidanceGrammar(matcher, eos_token_ids, num_words, num_bytes=num_bytes)
             grammar.fill_bitmask(np.empty(-(-self.vocab_size // 32), dtype=np.int32))
         except ValueError as error:
@@ -80,6 +86,25 @@ class LLGuidanceBackend:
         with self._reading:
             _, eos_token_ids = self._tokenizer
             return self._read_tokenizer(), sorted(eos_token_ids)
+
+    def _definition(self, spec: StructuredOutputsParams) -> str:
+        """Return a specification in llguidance's own form."""
+        from llguidance import LLMatcher
+
+        if spec.json is not None:
+            assert isinstance(spec.json, str)
+            schema = enforceable_schema(json.loads(spec.json), closes_objects=self.closes_objects)
+            # Spaces as `json.dumps` sets them: where any are allowed, a small model may go on for ever.
+            return LLMatcher.grammar_from_json_schema(
+                json.dumps(schema),
+                defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+            )
+        if spec.regex is not None:
+            return LLMatcher.grammar_from_regex(spec.regex)
+        if spec.choice is not None:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, spec.choice)))
+        assert spec.grammar is not None
+        return LLMatcher.grammar_from_lark(_lark(spec.grammar))
 
     @functools.cached_property
     def spelling(self) -> Spelling:
@@ -219,24 +244,6 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-
-
-def _definition(spec: StructuredOutputsParams) -> str:
-    """Return a specification in llguidance's own form."""
-    from llguidance import LLMatcher
-
-    if spec.json is not None:
-        # Spaces as `json.dumps` sets them: where any are allowed, a small model may go on with them for ever.
-        return LLMatcher.grammar_from_json_schema(
-            spec.json,
-            defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-        )
-    if spec.regex is not None:
-        return LLMatcher.grammar_from_regex(spec.regex)
-    if spec.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, spec.choice)))
-    assert spec.grammar is not None
-    return LLMatcher.grammar_from_lark(_lark(spec.grammar))
 
 
 def _lark(grammar: str) -> str:

@@ -35,6 +35,7 @@ class TrialStart(msgspec.Struct):
     eos_token_ids: list[int]
     wall_seconds: float
     memory_bytes: int
+    closes_objects: bool = True
 
 
 class Trial(msgspec.Struct):
@@ -56,7 +57,12 @@ class TrialAnswer(msgspec.Struct):
 def main() -> None:
     """Try out what standard input asks for, until it closes."""
     start = msgspec.json.decode(_read_line(), type=TrialStart)
-    backend = LLGuidanceBackend(lambda: start.tokenizer, start.vocab_size, lambda: start.eos_token_ids)
+    backend = LLGuidanceBackend(
+        lambda: start.tokenizer,
+        start.vocab_size,
+        lambda: start.eos_token_ids,
+        closes_objects=start.closes_objects,
+    )
     backend.tokens()
     os.write(1, msgspec.json.encode(TrialAnswer()) + b"\n")
     while line := _read_line():

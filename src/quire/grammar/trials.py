@@ -163,6 +163,7 @@ class TriedGrammars:
             list(eos_token_ids),
             wall_seconds=WALL_SECONDS,
             memory_bytes=MEMORY_BYTES,
+            closes_objects=self._backend.closes_objects,
         )
 
 

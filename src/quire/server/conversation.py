@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import secrets
 import string
 from collections.abc import Iterator
@@ -18,11 +19,13 @@ from quire.dialogue.thoughts import ExpectedThought, ThoughtFormat, expected_tho
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.front.thoughts import ThoughtControl
+from quire.json_schemas import enforceable_schema
 from quire.request_output import CompletionOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import ServerContext
 from quire.server.generation import OutputStream
 from quire.server.reasoning import Thinking
+from quire.structured_outputs import StructuredOutputsParams
 
 _SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
 _SHORT_ID_LENGTH = 9
@@ -239,6 +242,28 @@ def _params_with_tools(
     """
     if not use.needs_grammar and params.structured_outputs is None:
         return params
-    token_id_of = context.llm.tokenizer.added_token_id
-    structure = structure_of_answer(call_format, use, token_id_of, content=params.structured_outputs)
+    closes_objects = context.llm.config.scheduler.closed_json_objects
+    structure = structure_of_answer(
+        call_format,
+        use.enforceable(closes_objects=closes_objects),
+        context.llm.tokenizer.added_token_id,
+        content=_enforceable_content(params.structured_outputs, closes_objects=closes_objects),
+    )
     return dataclasses.replace(params, structured_outputs=structure)
+
+
+def _enforceable_content(
+    content: StructuredOutputsParams | None, *, closes_objects: bool
+) -> StructuredOutputsParams | None:
+    """Return what the answer must be if it calls no tools, as a grammar can enforce it.
+
+    Raises:
+        InvalidRequestError: its schema cannot be enforced.
+    """
+    if content is None or not isinstance(content.json, str):
+        return content
+    try:
+        schema = enforceable_schema(json.loads(content.json), closes_objects=closes_objects)
+    except ValueError as error:
+        raise InvalidRequestError(f"the schema cannot be used: {error}", param="structured_outputs") from None
+    return dataclasses.replace(content, json=schema)
