@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -30,10 +31,10 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.app import create_app
 from quire.server.completions import create_completion
 from quire.server.context import ServerContext
+from quire.server.http_server import HttpServer
 from quire.server.listening import bound_socket
 from quire.server.middleware import RequestEnvelope
 from quire.server.protocol import CompletionRequest
-from quire.server.serve import http_server
 from quire.status import FinishReason
 
 PROMPT_TOKENS = 200
@@ -102,9 +103,14 @@ APPS = {"Starlette": starlette_app, "FastAPI": fastapi_app}
 def serve(name: str) -> None:
     """Serve one of the applications until this process is killed; print the port first."""
     with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
-        server = http_server(APPS[name](InstantEngine()), lambda: print(port, flush=True), ConnectionConfig())
-        uvloop.run(server.serve(sockets=[bound]))
+        uvloop.run(serve_until_killed(HttpServer(APPS[name](InstantEngine()), ConnectionConfig()), bound))
+
+
+async def serve_until_killed(server: HttpServer, bound: socket.socket) -> None:
+    """Serve on a socket; print its port first."""
+    async with server.serving(bound):
+        print(bound.getsockname()[1], flush=True)
+        await asyncio.Event().wait()
 
 
 async def requests_per_second(port: int, num_connections: int, num_requests: int) -> float:

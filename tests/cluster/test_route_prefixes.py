@@ -21,8 +21,8 @@ from quire.kv.events import BlockStored
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 from quire.server.app import create_app
+from quire.server.http_server import HttpServer
 from quire.server.listening import bound_socket, url_of
-from quire.server.serve import http_server
 
 LOCAL = "tcp://127.0.0.1:*"
 PATIENCE = 60.0  # seconds, for what comes at once
@@ -78,12 +78,8 @@ class Cluster:
         stack = self._serving[index]
         bound = stack.enter_context(contextlib.closing(bound_socket("127.0.0.1", self.ports[index])))
         self.ports[index] = bound.getsockname()[1]
-        listening = asyncio.Event()
-        server = http_server(create_app(llm, ServerConfig()), listening.set, ConnectionConfig())
-        task = asyncio.create_task(server.serve(sockets=[bound]))
-        stack.push_async_callback(lambda: task)
-        stack.callback(setattr, server, "should_exit", True)
-        await listening.wait()
+        server = HttpServer(create_app(llm, ServerConfig()), ConnectionConfig())
+        await stack.enter_async_context(server.serving(bound))
 
     async def stop(self, index):
         await self._serving[index].aclose()

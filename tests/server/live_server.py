@@ -1,13 +1,15 @@
 """The real HTTP server in a thread."""
 
+import asyncio
 import contextlib
 import threading
+from concurrent.futures import Future
 
 import uvloop
 
 from quire.config import ConnectionConfig, EdgeConfig
+from quire.server.http_server import HttpServer
 from quire.server.listening import listener
-from quire.server.serve import http_server
 
 MAX_BODY_BYTES = 1_000_000
 
@@ -18,18 +20,23 @@ def served(app, listens=None, log=None, **limits):
 
     `limits` are those of connections.
     """
-    listening = threading.Event()
     with contextlib.ExitStack() as stack:
         if listens is None:
             listens = stack.enter_context(listener("127.0.0.1", 0, EdgeConfig()))
-        server = http_server(app, listening.set, ConnectionConfig(**limits), listens.tls, log)
-        bound = listens.socket
-        thread = threading.Thread(target=lambda: uvloop.run(server.serve(sockets=[bound])))
+        end = Future()
+
+        async def serve():
+            async with HttpServer(app, ConnectionConfig(**limits), listens.tls, log).serving(listens.socket):
+                listening.set_result(None)
+                await asyncio.wrap_future(end)
+
+        listening = Future()
+        thread = threading.Thread(target=lambda: uvloop.run(serve()))
         thread.start()
         try:
-            assert listening.wait(60)
+            listening.result(60)
             yield listens.url
         finally:
-            server.should_exit = True
+            end.set_result(None)
             thread.join(60)
             assert not thread.is_alive()

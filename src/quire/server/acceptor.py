@@ -76,9 +76,6 @@ class Acceptor:
         for handshake in list(self._handshakes):
             handshake.drop()
 
-    async def wait_closed(self) -> None:
-        """Return when it is closed, which it is when `close` returns."""
-
     def _accept(self) -> None:
         for _ in range(ACCEPTED_PER_TURN):
             try:

@@ -1,13 +1,18 @@
-"""uvicorn with Quire's connections."""
+"""Serving an application over HTTP: uvicorn's request cycle on Quire's connections."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import AsyncIterator
+from email.utils import formatdate
 
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from quire.config import ConnectionConfig
 from quire.server.acceptor import Acceptor
@@ -15,45 +20,71 @@ from quire.server.access_log import AccessLog
 from quire.server.connections import Connection, Connections, default_limit
 from quire.server.http_protocol import HttpProtocol
 from quire.server.loop_turns import LoopTurns
+from quire.server.stopping import cancelled_at_end
+
+logger = logging.getLogger(__name__)
+
+LAST_BYTES_TIMEOUT = 1.0
+"""Seconds that clients have at the end for answers that are complete but not yet sent."""
+
+_LOOK_INTERVAL = 0.01  # seconds; between looks at whether they are
 
 
-class HttpServer(uvicorn.Server):
-    """Serves an application on sockets that are given to `serve`, without handling signals.
+class HttpServer:
+    """Serves an application, without handling signals and without uvicorn's log lines.
 
     Args:
-        config: of uvicorn.
+        app: the application to serve.
         limits: what connections may take.
-        on_listening: called once, when connections are accepted.
-        log: where a request is logged that does not get as far as the application; None: nowhere.
+        tls: with which connections are encrypted; None: they are not.
+        log: where a request is logged that does not get as far as `app`; None: nowhere.
+
+    Attributes:
+        last_bytes_timeout: seconds that unfinished answers have at the end; may be changed until then.
     """
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: ASGIApp,
         limits: ConnectionConfig,
-        on_listening: Callable[[], None],
+        tls: ssl.SSLContext | None = None,
         log: AccessLog | None = None,
     ) -> None:
-        super().__init__(config)
+        self.last_bytes_timeout = LAST_BYTES_TIMEOUT
+        self._config = uvicorn.Config(
+            app,
+            http="httptools",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+        )
+        self._state = ServerState()
         self._limits = limits
-        self._on_listening = on_listening
+        self._tls = tls
         self._log = log
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the caller."""
-        yield
+    @contextlib.asynccontextmanager
+    async def serving(self, bound: socket.socket) -> AsyncIterator[None]:
+        """Serve on a socket for the duration of the context, and close it at the end.
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets."""
+        Connections are accepted as soon as the context begins.
+
+        Args:
+            bound: socket that is bound and does not listen yet.
+        """
+        self._config.load()
+        self._set_date()
         limits = self._limits
         connections = Connections(limits.max_connections or default_limit())
         turns = LoopTurns(asyncio.get_running_loop())
 
         def make_protocol(handshake: Connection) -> asyncio.Protocol:
             return HttpProtocol(
-                self.config,
-                self.server_state,
+                self._config,
+                self._state,
                 limits,
                 connections,
                 handshake,
@@ -61,16 +92,40 @@ class HttpServer(uvicorn.Server):
                 access_log=self._log,
             )
 
-        self.servers: list[Acceptor] = [  # type: ignore[assignment]  # uvicorn closes them, and no more
-            Acceptor(
-                listener,
-                make_protocol,
-                connections,
-                tls=self.config.ssl,
-                handshake_timeout=limits.header_timeout,
-                write_timeout=limits.write_timeout,
-            )
-            for listener in sockets or []
-        ]
-        self.started = True
-        self._on_listening()
+        acceptor = Acceptor(
+            bound,
+            make_protocol,
+            connections,
+            tls=self._tls,
+            handshake_timeout=limits.header_timeout,
+            write_timeout=limits.write_timeout,
+        )
+        try:
+            async with cancelled_at_end(self._keep_date()):
+                yield
+        finally:
+            acceptor.close()
+            bound.close()
+            await self._close_connections()
+
+    async def _keep_date(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._set_date()
+
+    def _set_date(self) -> None:
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+
+    async def _close_connections(self) -> None:
+        """Close all connections: those with unfinished answers after those, if they do not take too long."""
+        state = self._state
+        for connection in list(state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.last_bytes_timeout):
+                while state.connections or state.tasks:
+                    await asyncio.sleep(_LOOK_INTERVAL)
+        if state.tasks:
+            logger.warning("%d requests were cancelled before their answers were complete", len(state.tasks))
+        for task in state.tasks:
+            task.cancel()

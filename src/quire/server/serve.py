@@ -6,28 +6,25 @@ import asyncio
 import contextlib
 import gc
 import socket
-import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from quire.config import ConnectionConfig, EngineConfig, ServerConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.errors import QuireError
 from quire.front.async_llm import AsyncLLM
-from quire.server.access_log import AccessLog, access_log
+from quire.server.access_log import access_log
 from quire.server.connections import raise_descriptor_limit
 from quire.server.listening import Listener, listener
 from quire.server.monitoring import monitored, monitoring_socket
-from quire.server.stopping import StopSignals, finished_unless_set
+from quire.server.stopping import StopSignals, cancelled_at_end, finished_unless_set
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
-    from starlette.types import ASGIApp
 
     from quire.models.tokenizer import Tokenizer
     from quire.server.context import ServerContext
-    from quire.server.http_server import HttpServer
     from quire.server.tenants import Tenants
 
 _COLLECTION_THRESHOLDS = (
@@ -35,8 +32,7 @@ _COLLECTION_THRESHOLDS = (
     10,
     100,
 )  # Python's own, but for one full collection in a hundred of the others
-_LAST_BYTES_TIMEOUT = 1  # seconds; for answers that are complete in the engine but not yet sent
-_END_TIMEOUT = 0.5  # seconds; for the engine to end by itself after that
+_END_TIMEOUT = 0.5  # seconds; for the engine to end by itself, when the last answers are sent
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
@@ -96,41 +92,6 @@ def _tenants(config: ServerConfig) -> Tenants | None:
     return Tenants(config)
 
 
-def http_server(
-    app: ASGIApp,
-    on_listening: Callable[[], None],
-    limits: ConnectionConfig,
-    tls: ssl.SSLContext | None = None,
-    log: AccessLog | None = None,
-) -> HttpServer:
-    """Return uvicorn for `app`, with limits on connections, without its signal handling and its log lines.
-
-    Args:
-        app: the application to serve.
-        on_listening: called once, when connections are accepted.
-        limits: what connections may take.
-        tls: with which connections are encrypted; None: they are not.
-        log: where a request is logged that does not get as far as `app`; None: nowhere.
-    """
-    import uvicorn  # slow: `serve` starts the engine process before
-
-    from quire.server.http_server import HttpServer
-
-    uvicorn_config = uvicorn.Config(
-        app,
-        http="httptools",
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=_LAST_BYTES_TIMEOUT,
-        ssl_context_factory=None if tls is None else lambda *_: tls,
-    )
-    return HttpServer(uvicorn_config, limits, on_listening, log)
-
-
 async def _serve_until_stopped(
     llm: AsyncLLM,
     make_app: Callable[[], Starlette],
@@ -177,25 +138,23 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
 
 async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
     """Serve until a signal stops the server, or engines die again and again."""
+    from quire.server.http_server import HttpServer  # slow: the engine process starts before
+
     context: ServerContext = app.state.context
-    server = http_server(
-        app,
-        lambda: _announce(context, listening),
-        context.config.connections,
-        listening.tls,
-        app.state.access_log,
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listening.socket]))
-    stopping = asyncio.create_task(_stop_gracefully(context, stop))
-    watching = asyncio.create_task(_watch_key_file(context.tenants, stop.hangup))
-    crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
-    await asyncio.wait({serving, stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
-    server.force_exit = stop.immediate.is_set()
-    server.should_exit = True
-    await serving
-    for task in (stopping, crashing, watching):
+    server = HttpServer(app, context.config.connections, listening.tls, app.state.access_log)
+    async with (
+        server.serving(listening.socket),
+        cancelled_at_end(_watch_key_file(context.tenants, stop.hangup)),
+    ):
+        _announce(context, listening)
+        stopping = asyncio.create_task(_stop_gracefully(context, stop))
+        crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
+        await asyncio.wait({stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.immediate.is_set():
+            server.last_bytes_timeout = 0.0
+    for task in (stopping, crashing):
         task.cancel()
-    await asyncio.gather(stopping, crashing, watching, return_exceptions=True)
+    await asyncio.gather(stopping, crashing, return_exceptions=True)
     if not crashing.cancelled():
         raise crashing.result()
 
