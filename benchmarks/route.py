@@ -87,7 +87,7 @@ async def read_message(reader: asyncio.StreamReader) -> bytes:
 def request(**fields: object) -> bytes:
     """Return a request for a completion."""
     body = json.dumps({"model": "fake", "prompt": "word " * 200, "max_tokens": TOKENS, **fields}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: benchmark\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
