@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from quire.errors import InvalidRequestError
 from quire.server import protocol, strict_model
+from quire.server.bodies import bounded_body
 from quire.server.decompression import ENCODINGS, Decompressor
-from quire.server.errors import ApiError, ClientGoneError
+from quire.server.errors import ApiError
 from quire.server.leniency import Leniency
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -51,7 +52,7 @@ async def read_body(
         ClientGoneError: the connection closed before the body was complete.
     """
     _require_json(request)
-    body = await _bounded_body(request, max_body_bytes, _decompressor(request, max_body_bytes))
+    body = await bounded_body(request, max_body_bytes, _decompressor(request, max_body_bytes))
     await _require_few_values(body, protocol.MAX_VALUES + max_prompt_tokens)
     try:
         return model.model_validate_json(body, context=leniency)
@@ -78,27 +79,6 @@ def _decompressor(request: Request, limit: int) -> Decompressor | None:
     if encoding not in ENCODINGS:
         raise ApiError(415, f"Content-Encoding is {encoding!r}; it must be one of {', '.join(ENCODINGS)}")
     return Decompressor(encoding, limit)
-
-
-async def _bounded_body(request: Request, limit: int, decompressor: Decompressor | None) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _body_too_large(int(declared), limit)
-    chunks: list[bytes] = []
-    size = sent = 0
-    try:
-        async for chunk in request.stream():
-            sent += len(chunk)
-            data = chunk if decompressor is None else decompressor.decompress(chunk)
-            size += len(data)
-            if max(size, sent) > limit:
-                raise _body_too_large(max(size, sent), limit)
-            chunks.append(data)
-    except ClientDisconnect:
-        raise ClientGoneError("the client left while it sent its request") from None
-    if decompressor is not None:
-        decompressor.finish()
-    return b"".join(chunks)
 
 
 async def _require_few_values(body: bytes, max_values: int) -> None:
@@ -153,14 +133,6 @@ def _require_utf8(body: bytes) -> None:
         raise InvalidRequestError(
             f"the body is not UTF-8: {error.reason}, 0x{body[error.start]:02x} at byte {error.start}"
         ) from None
-
-
-def _body_too_large(size: int, limit: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the body has {size} bytes or more; the limit is {limit} (the server's max_body_bytes)",
-        code="body_too_large",
-    )
 
 
 def _explained(error: ErrorDetails) -> InvalidRequestError:
