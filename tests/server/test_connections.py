@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
-import logging
 import os
 import resource
 import threading
@@ -13,18 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import served
-from raw_http import COMPLETION, RawConnection, chunked, completion_head, request
 from starlette.responses import Response
 
+from connection_contract import SHORT, ConnectionContract, Served, answer_to_new
 from quire.config import ServerConfig
-from quire.server import acceptor, http_protocol, loop_turns, request_head
+from quire.server import http_protocol, loop_turns, request_head
 from quire.server.app import create_app
 from quire.server.connections import Connections, default_limit
 from quire.server.deadline import Deadline
 from quire.server.streaming import event_stream
+from raw_http import COMPLETION, RawConnection, chunked, completion_head, request
 
-SHORT = 0.05  # seconds
-HEAD_OF_COMPLETION = completion_head(f"Content-Length: {len(COMPLETION)}")
 HOLD = request("/v1/completions", method="POST", body=b'{"model": "fake", "prompt": "hold"}')
 
 
@@ -44,36 +41,54 @@ def serving(llm):
         yield serve
 
 
-@pytest.mark.parametrize(
-    "sent", [b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n\r", request() + b"\r\nGET"]
-)
-def test_a_header_that_is_not_completed(serving, sent):
-    connection = serving(header_timeout=SHORT)().connect()
-    connection.send(sent)
-    if sent.startswith(request()):
-        assert connection.answer().status == 200
-    answer = connection.answer()
-    assert (answer.status, answer.error["code"]) == (408, "request_timeout")
-    assert "header_timeout" in answer.error["message"]
-    assert connection.is_closed()
+class ServedEngine(Served):
+    held = HOLD
+    endless = request("/endless")
+
+    def __init__(self, llm):
+        self._llm = llm
+        self._app = create_app(llm, ServerConfig())
+        self._num_sent = 0
+        self._ended = threading.Event()
+
+    def wait_for_held(self):
+        assert self._llm.held_seen.wait(60)
+
+    def wait_for_end(self):
+        assert self._ended.wait(60)
+        return self._num_sent
+
+    def served_calls(self):
+        return self._llm.seen
+
+    async def app(self, scope, receive, send):
+        """Serve the engine, and the endless answer."""
+        if scope["path"] == "/endless":
+            await (await event_stream(receive, self._events(), request_id="1"))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _events(self):
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield b"x" * 10_000
+                self._num_sent += 10_000
+        finally:
+            self._ended.set()
 
 
-def test_connections_that_send_nothing_are_closed_without_an_answer(serving):
-    new = serving(header_timeout=SHORT)
-    for connection in [new().connect() for _ in range(20)]:
-        assert connection.is_closed()
+class TestServer(ConnectionContract):
+    @pytest.fixture
+    def serve(self, llm):
+        with contextlib.ExitStack() as stack:
 
+            def start(**limits):
+                server = ServedEngine(llm)
+                server.url = stack.enter_context(served(server.app, **limits))
+                return server
 
-@pytest.mark.parametrize("limit", ["body_timeout", "body_idle_timeout"])
-@pytest.mark.parametrize("sent", [HEAD_OF_COMPLETION + b"{", completion_head("Transfer-Encoding: chunked")])
-def test_a_body_that_is_not_completed(serving, llm, limit, sent):
-    connection = serving(**{limit: SHORT})().connect()
-    connection.send(sent)
-    answer = connection.answer()
-    assert answer.status == 408
-    assert limit in answer.error["message"]
-    assert connection.is_closed()
-    assert not llm.seen
+            yield start
 
 
 def test_a_request_does_not_start_before_its_body_is_there(serving):
@@ -86,7 +101,7 @@ def test_a_request_does_not_start_before_its_body_is_there(serving):
     new = serving(app)
     slow = new().connect()
     slow.send(request("/slow", "Content-Length: 4") + b"abc")
-    assert new_answer(new).status == 200
+    assert answer_to_new(new).status == 200
     assert started == ["/live"]
     slow.send(b"d")
     assert slow.answer().status == 200
@@ -104,129 +119,6 @@ def test_a_trickle_does_not_prolong_the_time_for_a_body(serving):
             connection.socket.sendall(b" ")
         else:
             pytest.fail("everything was read")
-
-
-def test_an_idle_connection_is_closed_and_one_whose_request_runs_is_not(serving, llm):
-    new = serving(keep_alive_timeout=SHORT, header_timeout=SHORT, body_timeout=SHORT)
-    held, idle = new().connect(), new().connect()
-    held.send(HOLD)
-    assert llm.held_seen.wait(60)
-    idle.send(request())
-    assert idle.answer().status == 200
-    assert idle.is_closed()
-    held.socket.settimeout(2 * SHORT)
-    with pytest.raises(TimeoutError):
-        held.reader.readline()
-
-
-def test_a_client_that_does_not_read_is_disconnected_and_its_request_ended(serving):
-    ended = threading.Event()
-    num_sent = 0
-
-    async def events():
-        nonlocal num_sent
-        try:
-            while True:
-                await asyncio.sleep(0)
-                yield b"x" * 10_000
-                num_sent += 10_000
-        finally:
-            ended.set()
-
-    async def app(scope, receive, send):
-        response = await event_stream(receive, events(), lambda error: b"", request_id="1")
-        await response(scope, receive, send)
-
-    connection = serving(app, write_timeout=SHORT)(receive_buffer=4096).connect()
-    connection.send(request())
-    assert ended.wait(60)
-    assert num_sent < 20_000_000  # the system's buffers, for the most part
-
-
-def test_when_there_is_no_room_the_connection_that_waited_longest_is_closed(serving, llm):
-    new = serving(max_connections=4)
-    held = new().connect()
-    held.send(HOLD)
-    assert llm.held_seen.wait(60)
-    waiting = [new().connect() for _ in range(3)]
-    for connection in waiting:
-        connection.send(request())
-        assert connection.answer().status == 200
-    waiting[1].send(HEAD_OF_COMPLETION)  # begins a request: now the others have waited longer
-    waiting[2].send(request())
-    assert waiting[2].answer().status == 200
-    assert new_answer(new).status == 200
-    assert waiting[0].is_closed()
-    waiting[1].send(COMPLETION)
-    assert waiting[1].answer().status == 200
-
-
-def new_answer(new):
-    """Return the answer to a request on a connection of its own."""
-    connection = new().connect()
-    connection.send(request())
-    return connection.answer()
-
-
-def test_when_all_connections_are_busy_others_are_refused_until_one_is_not(serving, llm, caplog):
-    new = serving(max_connections=1)
-    held = new().connect()
-    held.send(HOLD)
-    assert llm.held_seen.wait(60)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(10):
-            answer = new_answer(new)
-            assert answer.status == 503
-            assert "max_connections" in answer.error["message"]
-    assert len(caplog.records) == 1
-    held.close()
-    while (answer := new_answer(new)).status == 503:
-        pass
-    assert answer.status == 200
-
-
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", HEAD_OF_COMPLETION + b"{"])
-def test_slow_clients_take_no_place_from_others(serving, sent):
-    new = serving(max_connections=8)
-    for _ in range(40):
-        new().connect().send(sent)
-    for _ in range(10):
-        assert new_answer(new).status == 200
-
-
-@contextlib.contextmanager
-def no_descriptors():
-    """Let this process open no more files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
-        with contextlib.suppress(OSError):
-            while True:
-                stack.callback(os.close, os.dup(0))
-        yield
-
-
-def test_without_descriptors_accepting_pauses_with_one_line_in_the_log(serving, caplog, monkeypatch):
-    monkeypatch.setattr(acceptor, "RETRY_INTERVAL", 0.01)
-    attempts, several = itertools.count(1), threading.Event()
-    pause = acceptor.Acceptor._pause
-
-    def counted(self, error):
-        pause(self, error)
-        if next(attempts) == 5:
-            several.set()
-
-    monkeypatch.setattr(acceptor.Acceptor, "_pause", counted)
-    connection = serving()()
-    with caplog.at_level(logging.WARNING), no_descriptors():
-        connection.connect()
-        connection.send(request())
-        assert several.wait(60)
-        assert len(caplog.records) == 1
-        assert "Too many open files" in caplog.text
-    assert connection.answer().status == 200
 
 
 def test_pipelined_requests_take_turns_with_others(serving):

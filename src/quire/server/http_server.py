@@ -53,6 +53,7 @@ class HttpServer:
         self.last_bytes_timeout = LAST_BYTES_TIMEOUT
         self._config = uvicorn.Config(
             app,
+            interface="asgi3",
             http="httptools",
             lifespan="off",
             ws="none",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,25 +23,36 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Return what `work` returns, but cancel it as soon as the client closes the connection.
 
-    The request's body must have been read. On return, whichever way, `work` has ended.
+    The request's body must have been read. On return, whichever way, `work` has ended. If it has sent the end
+    of an answer, which ASGI calls a disconnection too, it may be cancelled.
 
     Raises:
         ClientGoneError: the client left first.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+    loop = asyncio.get_running_loop()
+    watcher = loop.create_task(_wait_for_disconnect(receive))
+    is_over = False
+
+    def cancel_work(_: asyncio.Task[None]) -> None:
+        if not is_over:
+            limit.reschedule(loop.time())
+
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError("the client left before its answer was complete")
+        async with asyncio.timeout(None) as limit:
+            watcher.add_done_callback(cancel_work)
+            try:
+                return await work
+            finally:
+                is_over = True  # the loop may have queued the callback already
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ClientGoneError("the client left before its answer was complete") from None
     finally:
-        for pending in (task, watcher):
-            pending.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        watcher.cancel()
 
 
 async def event_stream(
