@@ -35,7 +35,8 @@ nearest known name. Of the environment, `quire serve` and `quire route` read `QU
   `ConnectionConfig` and `EdgeConfig`;
   `quire generate` and `quire chat` add those of `SamplingParams`, with a default temperature of 0.
 - The fields of `TenantConfig` stand in the file of `--api-keys-file` ([tenants.md](tenants.md)).
-- `quire route` has those of `RouterConfig` and `EdgeConfig` only ([serving-split.md](serving-split.md)).
+- `quire route` has those of `RouterConfig`, `ConnectionConfig` and `EdgeConfig` only
+  ([serving-split.md](serving-split.md)).
 - `WorkloadConfig`, `ArrivalConfig`, `TargetConfig` and `LatencyConfig` are for `quire bench`
   ([bench.md](bench.md)).
 - The flags of `CacheEvictionConfig` begin with `--eviction-`, those of `KVCrushConfig` with `--kvcrush-`,

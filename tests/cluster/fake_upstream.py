@@ -119,7 +119,7 @@ class FakeEngine:
             raise ConnectionError
         if self.fault == "pauses":
             await self.may_go_on.wait()
-            writer.write(b"".join(map(_chunk, EVENTS[1:])) + b"0\r\n\r\n")
+            writer.write(b"".join(map(chunk, EVENTS[1:])) + b"0\r\n\r\n")
         if self.fault == "long stream":
             await self._send_long_stream(writer)
 
@@ -158,7 +158,7 @@ class FakeEngine:
     async def _send_long_stream(self, writer: asyncio.StreamWriter) -> None:
         event = b"data: " + b"x" * 9990 + b"\n\n"
         for _ in range(4000):
-            writer.write(_chunk(event))
+            writer.write(chunk(event))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await writer.drain()
@@ -197,12 +197,13 @@ def _plain(status: int, body: bytes) -> bytes:
     )
 
 
-def _chunk(data: bytes) -> bytes:
+def chunk(data: bytes) -> bytes:
+    """Return a chunk of a body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def _first_events(*events: bytes) -> bytes:
-    return HEAD_OF_STREAM + b"".join(map(_chunk, events))
+    return HEAD_OF_STREAM + b"".join(map(chunk, events))
 
 
 def _stream() -> bytes:

@@ -1,14 +1,15 @@
 """How clients reach a router: over TLS, over a Unix socket, from browsers, behind proxies."""
 
+import contextlib
 import ssl
 
 import httpx
 
 from certificates import certificate
 from logged import logged
-from quire.cluster.route import routing
+from quire.cluster.route import monitored, routing
 from quire.config import EdgeConfig, RouterConfig
-from quire.server.listening import listener
+from quire.server.listening import bound_socket, listener, url_of
 
 
 async def test_over_tls_and_a_unix_socket(tmp_path, monkeypatch):
@@ -97,3 +98,15 @@ async def test_a_router_logs_each_request(monkeypatch):
     assert entries[0]["request_id"] == "mine"
     assert entries[0]["client"] == "127.0.0.1"
     assert entries[1]["request_id"] not in ("", "mine")
+
+
+async def test_the_monitoring_port_answers_while_the_event_loop_is_blocked(routed, engine):
+    _, router = await routed(engine=[engine], api_key="secret")
+    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
+        async with monitored(router, bound):
+            url = url_of("127.0.0.1", bound)  # the calls that follow block this event loop
+            assert httpx.get(f"{url}/live").json()["status"] == "ok"
+            assert httpx.get(f"{url}/health").json()["status"] == "ok"
+            assert "quire_route_in_flight 0.0" in httpx.get(f"{url}/metrics").text
+            router.calls.begin_drain()
+            assert httpx.get(f"{url}/health").json()["status"] == "draining"

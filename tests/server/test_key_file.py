@@ -42,7 +42,7 @@ def write(tmp_path):
 
 
 def test_keys_belong_to_their_tenants(write):
-    tenants = Tenants(ServerConfig(api_keys_file=write(GOOD), api_key="own-1 own-2"))
+    tenants = Tenants("own-1 own-2", write(GOOD))
     found = {key: tenants.of_key(key.encode()) for key in ("alice-1", "alice-2", "bob-1", "own-1", "own-2")}
     names = ["alice", "alice", "bob@example.com", "default", "default"]
     assert [tenant.name for tenant in found.values()] == names
@@ -143,7 +143,7 @@ def test_any_content_is_tenants_with_keys_or_one_error(write, text):
 
 async def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(write, caplog):
     path = write(GOOD)
-    tenants = Tenants(ServerConfig(api_keys_file=path))
+    tenants = Tenants("", path)
     alice = tenants.of_key(b"alice-1")
     write(GOOD.replace("alice-1", "alice-3").replace("weight = 3", "weight = 40.5"))
     await tenants.reload()
@@ -166,7 +166,7 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(write,
 
 
 async def test_the_file_is_only_read_when_it_has_changed_unless_that_is_forced(write, monkeypatch):
-    tenants = Tenants(ServerConfig(api_keys_file=write(GOOD)))
+    tenants = Tenants("", write(GOOD))
     calls = []
     monkeypatch.setattr(
         "quire.server.tenants.read_key_file", lambda path: calls.append(path) or read_key_file(path)

@@ -12,7 +12,8 @@ from quire.errors import EngineDeadError
 from quire.scheduling.outputs import SchedulerStats
 from quire.server import monitoring
 from quire.server.app import create_app
-from quire.server.listening import bound_socket
+from quire.server.engine_probes import health_of, latest_exposition, stats_kept_current
+from quire.server.listening import bound_socket, url_of
 from quire.server.monitoring import Answer, monitored
 from quire.server.probes import METRICS_AGE, STUCK_AFTER, MonitoredServer
 
@@ -103,6 +104,10 @@ def context(llm):
     return create_app(llm, ServerConfig()).state.context
 
 
+def server_of(context, **options):
+    return MonitoredServer(lambda: health_of(context), lambda: latest_exposition(context), **options)
+
+
 class Clock:
     now = 100.0
 
@@ -111,18 +116,16 @@ class Clock:
 
 
 async def test_it_answers_while_the_event_loop_is_blocked(context):
-    server = MonitoredServer(context)
-    answers = {"/health": server.health, "/live": server.live, "/metrics": server.metrics}
-    async with server.kept_current():
-        with answering(answers) as port:
-            url = f"http://127.0.0.1:{port}"  # the calls that follow block this event loop
+    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
+        async with stats_kept_current(context), server_of(context).answering(bound):
+            url = url_of("127.0.0.1", bound)  # the calls that follow block this event loop
             assert httpx.get(f"{url}/health").json()["status"] == "ok"
             assert httpx.get(f"{url}/live").json()["status"] == "ok"
             assert "quire_requests_running" in httpx.get(f"{url}/metrics").text
 
 
 async def test_it_tells_of_a_dead_engine_and_of_draining(context, llm):
-    server = MonitoredServer(context)
+    server = server_of(context)
     llm.dead = EngineDeadError("gone")
     assert server.health().status == 503
     assert b"gone" in server.health().body
@@ -135,7 +138,7 @@ async def test_it_tells_of_a_dead_engine_and_of_draining(context, llm):
 
 async def test_an_event_loop_that_does_not_turn_is_neither_alive_nor_ready(context):
     clock = Clock()
-    server = MonitoredServer(context, read_clock=clock)
+    server = server_of(context, read_clock=clock)
     clock.now += STUCK_AFTER
     assert (server.live().status, server.health().status) == (200, 200)
     clock.now += 1
@@ -149,16 +152,17 @@ async def test_an_event_loop_that_does_not_turn_is_neither_alive_nor_ready(conte
 
 async def test_the_event_loop_notes_that_it_turns(context):
     clock = Clock()
-    server = MonitoredServer(context, read_clock=clock)
+    server = server_of(context, read_clock=clock)
     clock.now += STUCK_AFTER + 1
-    async with server.kept_current():
-        await asyncio.sleep(0)
-        assert server.live().status == 200
+    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
+        async with server.answering(bound):
+            await asyncio.sleep(0)
+            assert server.live().status == 200
 
 
 async def test_metrics_are_rendered_again_after_a_while_only(context, llm, monkeypatch):
     clock = Clock()
-    server = MonitoredServer(context, read_clock=clock)
+    server = server_of(context, read_clock=clock)
     first = server.metrics().body
     monkeypatch.setattr(type(llm), "latest_stats", SchedulerStats(num_running=7))
     assert server.metrics().body == first

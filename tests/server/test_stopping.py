@@ -16,7 +16,7 @@ from quire.server import stopping
 
 SERVER = """
 import dataclasses, sys, time
-from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+from quire.config import EdgeConfig, EngineConfig, SchedulerConfig, ServerConfig
 from quire.server import app
 from quire.server.serve import serve
 
@@ -34,7 +34,11 @@ app.ENDPOINTS = tuple(
 )
 serve(
     EngineConfig(num_threads=1, scheduler=SchedulerConfig(num_kv_blocks=64)),
-    ServerConfig(port=0, monitoring_port=int(sys.argv[1]), drain_timeout=float(sys.argv[2])),
+    ServerConfig(
+        port=0,
+        drain_timeout=float(sys.argv[2]),
+        edge=EdgeConfig(monitoring_port=int(sys.argv[1])),
+    ),
 )
 """
 

@@ -3,187 +3,213 @@
 from __future__ import annotations
 
 import asyncio
-from uuid import uuid4
+import dataclasses
+from collections.abc import Awaitable, Callable
 
-import msgspec
-from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.cluster.access_logging import ERROR_REASON, REQUEST_ID, Handler, access_logging
-from quire.cluster.cors import CORS
-from quire.cluster.engines import DECODERS, EngineState
+from quire.cluster.client_request import ClientRequest
 from quire.cluster.engines_endpoint import change_engine, list_engines, remove_engine
+from quire.cluster.metrics import RouterMetrics
 from quire.cluster.relay import STOPPING
 from quire.cluster.router import Router
-from quire.cluster.upstream import REQUEST_ID as REQUEST_ID_HEADER
-from quire.server.access_log import AccessLog
-from quire.server.api_keys import digests_of, key_digest, key_refusal, presented_keys
-from quire.server.browsers import CallerRules
-from quire.server.errors import TIMEOUT, ApiError, as_api_error
-from quire.server.paths import MONITORING_PATHS
-from quire.server.responses import Health
+from quire.config import EdgeConfig, RouterConfig
+from quire.server.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error
+from quire.server.bodies import bounded_body
+from quire.server.browsers import CallerCheck, CallerRules, cors_options
+from quire.server.errors import ApiError, ClientGoneError, as_api_error
+from quire.server.middleware import KeyCheck, RequestEnvelope
+from quire.server.responses import Health, json_response
+from quire.server.streaming import unless_disconnected
+from quire.server.tenants import Tenants
 
 ENGINES_PATH = "/route/engines"
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 
+_Handler = Callable[[Request], Awaitable[Response]]
 
-def create_app(router: Router, log: AccessLog | None = None) -> web.Application:
+
+def create_app(router: Router, log: AccessLog | None = None) -> ASGIApp:
     """Return the application that serves `router`, which must have been started.
 
     Args:
         router: to serve.
         log: where each request is logged; None: nowhere.
     """
-    handlers = _Handlers(router)
-    app = web.Application(
-        middlewares=[*([] if log is None else [access_logging(log)]), handlers.envelope],
-        client_max_size=router.config.max_body_bytes,
+    config = router.config
+    endpoints = _Endpoints(router)
+    generation = _Relayed(router, router.generate)
+    others = _routed(
+        Route("/health", _answering(endpoints.health)),
+        Route("/live", _answering(endpoints.live)),
+        Route("/metrics", _answering(endpoints.metrics)),
+        Route("/v1/{rest:path}", _Relayed(router, router.pass_on)),
     )
-    for path in GENERATION_PATHS:
-        app.router.add_post(path, handlers.generate)
-    if handlers.cors is not None:
-        app.on_response_prepare.append(handlers.cors.add_headers)
-    app.router.add_get("/health", handlers.health)
-    app.router.add_get("/metrics", handlers.metrics)
-    app.router.add_get(ENGINES_PATH, handlers.list_engines)
-    app.router.add_post(ENGINES_PATH, handlers.change_engine)
-    app.router.add_delete(ENGINES_PATH, handlers.remove_engine)
-    app.router.add_route("*", "/v1/{rest:.+}", handlers.pass_on)
-    return app
+
+    async def by_path(scope: Scope, receive: Receive, send: Send) -> None:
+        # A tenth of what a request costs the router would be Starlette's.
+        is_generation = scope["path"] in GENERATION_PATHS and scope["method"] == "POST"
+        await (generation if is_generation else others)(scope, receive, send)
+
+    public = _guarded(by_path, config, config.edge, config.api_key)
+    management = _guarded(
+        _routed(Route(ENGINES_PATH, _answering(endpoints.manage_engines), methods=["GET", "POST", "DELETE"])),
+        config,
+        dataclasses.replace(config.edge, cors_origins=()),  # pages of other sites change nothing
+        # Clients' keys may be for the engines to check; who changes the engines must know theirs.
+        config.engine_api_key if config.pass_client_keys else config.api_key,
+    )
+
+    async def by_purpose(scope: Scope, receive: Receive, send: Send) -> None:
+        await (management if scope["path"].startswith(ENGINES_PATH) else public)(scope, receive, send)
+
+    app: ASGIApp = RequestEnvelope(_Counted(by_purpose, router.metrics))
+    return app if log is None else AccessLogging(app, log=log)
 
 
-class _Handlers:
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        config = router.config
-        edge = config.edge
-        self._rules = CallerRules(edge, config.host)
-        self.cors = CORS(edge) if edge.cors_origins else None
-        self._keys = digests_of(config.api_key)
-        # Clients' keys are for the engines to check; who changes the engines must know theirs.
-        self._management_keys = digests_of(config.engine_api_key) if config.pass_client_keys else self._keys
+def _routed(*routes: BaseRoute) -> ASGIApp:
+    return Starlette(routes=routes, exception_handlers={HTTPException: _answer_unrouted})
 
-    @web.middleware
-    async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check who calls, and turn everything that is raised into an answer in OpenAI's shape."""
-        request[REQUEST_ID] = request.headers.get(REQUEST_ID_HEADER) or uuid4().hex
+
+def _guarded(app: ASGIApp, config: RouterConfig, edge: EdgeConfig, api_key: str) -> ASGIApp:
+    """Return an application that refuses callers by `edge`, and those without one of the keys."""
+    app = KeyCheck(app, tenants=Tenants(api_key))
+    if edge.cors_origins:
+        app = CORSMiddleware(app, **cors_options(edge))
+    return CallerCheck(app, rules=CallerRules(edge, config.host))
+
+
+class _Counted:
+    """ASGI middleware: counts the answers to clients."""
+
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
+        self._app = app
+        self._answers = metrics.answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        status = 0
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
         try:
-            response = await self._checked(request, handler)
+            await self._app(scope, receive, send_noting)
+        finally:
+            if status:
+                self._answers.labels(str(status)).inc()
+
+
+class _Relayed:
+    """ASGI application: has a request answered by engines, with everything that is raised as an answer.
+
+    Args:
+        router: that asks engines.
+        answer: of it; answers a request.
+    """
+
+    def __init__(self, router: Router, answer: Callable[[ClientRequest], Awaitable[None]]) -> None:
+        self._router = router
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        request: ClientRequest | None = None
+        try:
+            with self._router.serving():
+                body = await _body(Request(scope, receive), self._router)
+                request = ClientRequest(scope, send, body)
+                await unless_disconnected(receive, self._unless_stopped(request))
+            return
+        except ClientGoneError:
+            if request is not None and request.is_answered:
+                return  # ASGI calls that a disconnection, too
+            note_error(scope, "client_left")
+            response = Response(status_code=CLIENT_LEFT)
+        except Exception as error:  # as_api_error logs what it does not know
+            response = as_api_error(error, request_id=scope["state"]["request_id"]).response()
+        await response(scope, receive, send)
+
+    async def _unless_stopped(self, request: ClientRequest) -> None:
+        """Answer a request; raise `STOPPING` if the router is stopped before an answer has begun."""
+        try:
+            with self._router.cancelled_by_stop():
+                await self._answer(request)
         except asyncio.CancelledError:
             if not self._router.is_stopping:
                 raise  # the client has left
-            response = _response(STOPPING)
-        except web.HTTPException as error:
-            response = _response(_unrouted(request, error))
-        except ConnectionResetError:
-            raise  # the client has left
-        except Exception as error:  # as_api_error logs what it does not know
-            response = _response(as_api_error(error, request_id=request[REQUEST_ID]))
-        self._router.metrics.answers.labels(str(response.status)).inc()
-        return response
+            raise STOPPING from None
 
-    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        is_administration = request.path.startswith(ENGINES_PATH)
-        refusal = self._rules.refusal(
-            method=request.method,
-            http_version=f"{request.version.major}.{request.version.minor}",
-            hosts=request.headers.getall("Host", []),
-            origin=request.headers.get("Origin", ""),
-            content_type=request.headers.get("Content-Type", ""),
-            is_administration=is_administration,
-        )
-        if refusal is not None:
-            raise refusal
-        if self.cors is not None and not is_administration:
-            preflight = self.cors.preflight_answer(request)
-            if preflight is not None:
-                return preflight
-        keys = self._management_keys if is_administration else self._keys
-        if keys and request.path not in MONITORING_PATHS:
-            given = [
-                request.headers.get(name, "").encode("utf-8", "surrogateescape")
-                for name in ("Authorization", "X-Api-Key")
-            ]
-            if keys.isdisjoint(map(key_digest, presented_keys(*given))):
-                raise key_refusal(*given)
-        return await handler(request)
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Have a completion or a chat generated."""
-        async with self._router.serving():
-            return await self._router.generate(request, await self._body(request))
+class _Endpoints:
+    """What the router answers by itself."""
 
-    async def pass_on(self, request: web.Request) -> web.StreamResponse:
-        """Have an engine answer a request that generates nothing."""
-        if request.path.startswith("/v1/requests"):
-            raise ApiError(404, "ask an engine itself for its requests", code="route_not_found")
-        async with self._router.serving():
-            return await self._router.pass_on(request, await self._body(request))
+    def __init__(self, router: Router) -> None:
+        self._router = router
 
-    async def health(self, request: web.Request) -> web.StreamResponse:
+    async def health(self, request: Request) -> Response:
         """Tell whether requests can be served: 200, or 503 with the reason."""
-        if self._router.calls.draining:
-            return _json(Health(status="draining", reason="the router is shutting down"), 503)
-        if any(engine.state is EngineState.UP for engine in self._router.engines.of(DECODERS)):
-            return _json(Health(status="ok"))
-        return _json(Health(status="unavailable", reason="no engine that generates is up"), 503)
+        health = self._router.health()
+        return json_response(health, 200 if health.status == "ok" else 503)
 
-    async def metrics(self, request: web.Request) -> web.StreamResponse:
+    async def live(self, request: Request) -> Response:
+        """Tell that the router is alive, whatever the engines do."""
+        return json_response(Health(status="ok"))
+
+    async def metrics(self, request: Request) -> Response:
         """Return the metrics in the Prometheus text format."""
-        return web.Response(
-            body=self._router.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
+        return Response(self._router.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
-    async def list_engines(self, request: web.Request) -> web.StreamResponse:
-        """List the engines."""
-        return list_engines(self._router)
+    async def manage_engines(self, request: Request) -> Response:
+        """List the engines, after one has been added, changed or removed as the method says."""
+        match request.method:
+            case "POST":
+                await change_engine(self._router, await _body(request, self._router))
+            case "DELETE":
+                await remove_engine(self._router, request.query_params.get("url", ""))
+        return json_response(list_engines(self._router))
 
-    async def change_engine(self, request: web.Request) -> web.StreamResponse:
-        """Add an engine, or change whether it drains."""
-        return await change_engine(self._router, await self._body(request))
 
-    async def remove_engine(self, request: web.Request) -> web.StreamResponse:
-        """Remove the engine that the query names."""
-        return await remove_engine(self._router, request.query.get("url", ""))
+def _answering(handler: _Handler) -> _Handler:
+    """Return the handler with everything that it raises as an answer in OpenAI's shape."""
 
-    async def _body(self, request: web.Request) -> bytes:
-        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding != "identity":
-            raise ApiError(415, f"Content-Encoding is {encoding!r}; bodies must be sent uncompressed")
-        config = self._router.config
+    async def answer(request: Request) -> Response:
         try:
-            async with asyncio.timeout(config.idle_timeout):
-                return await request.read()
-        except TimeoutError:
-            raise ApiError(
-                408, f"the request's body did not come within {config.idle_timeout:g} s", kind=TIMEOUT
-            ) from None
-        except web.HTTPRequestEntityTooLarge:
-            raise ApiError(
-                413,
-                f"the body is larger than {config.max_body_bytes} bytes (the router's max_body_bytes)",
-                code="body_too_large",
-            ) from None
+            return await handler(request)
+        except ClientGoneError:
+            note_error(request.scope, "client_left")
+            return Response(status_code=CLIENT_LEFT)
+        except Exception as error:  # as_api_error logs what it does not know
+            return as_api_error(error, request_id=request.scope["state"]["request_id"]).response()
+
+    return answer
 
 
-def _unrouted(request: web.Request, error: web.HTTPException) -> ApiError:
-    """Return the error of a path that does not exist, or of a method that a path does not have."""
-    if error.status == 404:
-        return ApiError(404, f"there is no {request.path!r:.300}", code="route_not_found")
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"{request.method} is not allowed on {request.path}; use {allowed}"
-        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
-    return ApiError(error.status, error.reason)
+async def _body(request: Request, router: Router) -> bytes:
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"Content-Encoding is {encoding!r}; bodies must be sent uncompressed")
+    return await bounded_body(request, router.config.max_body_bytes)
 
 
-def _response(error: ApiError) -> web.Response:
-    response = web.Response(
-        body=error.body(), status=error.status, headers=error.headers, content_type="application/json"
-    )
-    response[ERROR_REASON] = error.reason
-    return response
-
-
-def _json(payload: msgspec.Struct, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(payload), status=status, content_type="application/json")
+async def _answer_unrouted(request: Request, error: Exception) -> Response:
+    """Answer what the application refuses: an unknown path, or a method that a path does not have."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404:
+        return ApiError(404, f"there is no {path!r:.300}", code="route_not_found").response()
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{request.method} is not allowed on {path}; use {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers).response()
+    return as_api_error(error).response()

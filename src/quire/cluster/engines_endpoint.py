@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-from aiohttp import web
 
 from quire.cluster.engines import MAX_ENGINES, Engine, EngineState, Role
 from quire.cluster.router import Router
@@ -38,23 +37,24 @@ class EngineList(msgspec.Struct, kw_only=True):
     data: list[ListedEngine]
 
 
-def list_engines(router: Router) -> web.Response:
+def list_engines(router: Router) -> EngineList:
     """Return all engines."""
-    engines = [
-        ListedEngine(
-            url=engine.url,
-            role=engine.role,
-            state=engine.state,
-            reason=engine.failure,
-            in_flight=engine.num_requests,
-            waiting_bytes=engine.num_waiting_bytes,
-        )
-        for engine in router.engines.by_url.values()
-    ]
-    return web.Response(body=msgspec.json.encode(EngineList(data=engines)), content_type="application/json")
+    return EngineList(
+        data=[
+            ListedEngine(
+                url=engine.url,
+                role=engine.role,
+                state=engine.state,
+                reason=engine.failure,
+                in_flight=engine.num_requests,
+                waiting_bytes=engine.num_waiting_bytes,
+            )
+            for engine in router.engines.by_url.values()
+        ]
+    )
 
 
-async def change_engine(router: Router, body: bytes) -> web.Response:
+async def change_engine(router: Router, body: bytes) -> None:
     """Add an engine, or change whether one drains; one that drains gets no new requests.
 
     Raises:
@@ -79,10 +79,9 @@ async def change_engine(router: Router, body: bytes) -> web.Response:
     if known is None:
         await router.check(engine)
         router.add(engine)
-    return list_engines(router)
 
 
-async def remove_engine(router: Router, url: str) -> web.Response:
+async def remove_engine(router: Router, url: str) -> None:
     """Remove an engine; requests that it has go on.
 
     Raises:
@@ -93,7 +92,6 @@ async def remove_engine(router: Router, url: str) -> web.Response:
         known = ", ".join(router.engines.by_url) or "none"
         raise ApiError(404, f"there is no engine {url!r:.300}; the engines are: {known}", param="url")
     await router.remove(engine)
-    return list_engines(router)
 
 
 def _new_engine(router: Router, url: str, role: Role | None) -> Engine:

@@ -45,7 +45,7 @@ class _EngineGauges(Collector):
             "Number of KV blocks that the engine is known to have cached, by its KV events.",
             labels=labels,
         )
-        for engine in self._engines:
+        for engine in list(self._engines):  # another thread may add one
             values = [engine.url, engine.role.value]
             up.add_metric(values, float(engine.state is EngineState.UP))
             running.add_metric(values, engine.num_requests)

@@ -6,16 +6,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from aiohttp import web
+from starlette.types import Send
 
-from quire.cluster.access_logging import ERROR_REASON
+from quire.cluster.client_request import ClientRequest
 from quire.cluster.upstream import Answer, EngineRequestError
+from quire.server.access_log import note_error
 from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 
 logger = logging.getLogger(__name__)
 
 _MAX_HELD = 1 << 16  # bytes of an event that is not complete yet
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_WITHOUT_BODY = (204, 304)
 
 STOPPING = ApiError(
     503,
@@ -26,12 +28,12 @@ STOPPING = ApiError(
 
 
 async def relay(
-    request: web.Request, answer: Answer, *, on_broken: Callable[[], None], is_stopping: Callable[[], bool]
-) -> web.StreamResponse:
+    request: ClientRequest, answer: Answer, *, on_broken: Callable[[], None], is_stopping: Callable[[], bool]
+) -> None:
     """Send an answer to the client, byte for byte; a client that is slow slows the engine's connection down.
 
-    If the engine breaks off, a stream of events ends with an event that says so. Any other answer has a
-    length, or a framing, that it then does not have: the client's connection is closed.
+    If the engine breaks off, a stream of events ends with an event that says so. Any other answer does not
+    end as its framing says: the client's connection is closed.
 
     Args:
         request: of the client.
@@ -39,40 +41,48 @@ async def relay(
         on_broken: called if the engine breaks off.
         is_stopping: whether the router is being stopped, which is why this may be cancelled.
     """
+    send = request.send
     if answer.is_whole:
-        return web.Response(body=answer.body, status=answer.status, headers=answer.headers)
-    response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    await response.prepare(request)
+        await _send_whole(request, answer)
+        return
+    await _send_start(send, answer.status, answer.headers)
     send_all = _send_events if answer.is_stream else _send_pieces
+    failure: ApiError | None = None
     try:
         async with answer.watched():
-            await send_all(response, answer)
+            await send_all(send, answer)
     except EngineRequestError as error:
         on_broken()
-        response[ERROR_REASON] = "engine_failed"
         logger.warning("%s", error)
-        if not answer.is_stream:
-            return _cut_off(request, response)
-        await response.write(_error_event(ApiError(502, str(error), kind=SERVER_ERROR, code="engine_failed")))
+        failure = ApiError(502, str(error), kind=SERVER_ERROR, code="engine_failed")
     except asyncio.CancelledError:
         if not is_stopping():
             raise
-        response[ERROR_REASON] = STOPPING.reason
+        failure = STOPPING
+    if failure is not None:
+        note_error(request.scope, failure.reason)
         if not answer.is_stream:
-            return _cut_off(request, response)
-        await response.write(_error_event(STOPPING))
-    await response.write_eof()
-    return response
+            return  # the server closes the connection, since the answer is not complete
+        await _send_piece(send, b"data: " + failure.body() + b"\n\n")
+    await _send_end(request, b"")
 
 
-async def _send_pieces(response: web.StreamResponse, answer: Answer) -> None:
+async def _send_whole(request: ClientRequest, answer: Answer) -> None:
+    headers = answer.headers
+    if request.scope["method"] != "HEAD" and answer.status not in _WITHOUT_BODY:
+        headers = [*headers, (b"content-length", b"%d" % len(answer.body))]
+    await _send_start(request.send, answer.status, headers)
+    await _send_end(request, answer.body)
+
+
+async def _send_pieces(send: Send, answer: Answer) -> None:
     piece = answer.body
     while piece:
-        await response.write(piece)
+        await _send_piece(send, piece)
         piece = await answer.next_piece()
 
 
-async def _send_events(response: web.StreamResponse, answer: Answer) -> None:
+async def _send_events(send: Send, answer: Answer) -> None:
     """Send whole events only, so that an event about a failure is one of its own."""
     held = b""
     piece = answer.body
@@ -80,11 +90,24 @@ async def _send_events(response: web.StreamResponse, answer: Answer) -> None:
         held += piece
         end = _end_of_events(held)
         if end:
-            await response.write(held[:end])
+            await _send_piece(send, held[:end])
             held = held[end:]
         piece = await answer.next_piece()
     if held:
-        await response.write(held)
+        await _send_piece(send, held)
+
+
+async def _send_start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _send_piece(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+async def _send_end(request: ClientRequest, piece: bytes) -> None:
+    await request.send({"type": "http.response.body", "body": piece, "more_body": False})
+    request.is_answered = True
 
 
 def _end_of_events(data: bytes) -> int:
@@ -92,13 +115,3 @@ def _end_of_events(data: bytes) -> int:
     if data.endswith(_EVENT_ENDS) or len(data) > _MAX_HELD:
         return len(data)
     return max(data.rfind(end) + len(end) if end in data else 0 for end in _EVENT_ENDS)
-
-
-def _error_event(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\n"
-
-
-def _cut_off(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    if request.transport is not None:
-        request.transport.abort()
-    return response

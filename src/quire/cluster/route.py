@@ -10,19 +10,19 @@ import ssl
 import sys
 from collections.abc import AsyncIterator
 
-from aiohttp import web
+import uvloop
 
 from quire.cluster.app import create_app
 from quire.cluster.engines import EngineState
 from quire.cluster.router import Router
 from quire.config import RouterConfig
 from quire.server.access_log import AccessLog, access_log
+from quire.server.connections import raise_descriptor_limit
+from quire.server.http_server import HttpServer
 from quire.server.listening import Listener, listener
+from quire.server.monitoring import monitoring_socket
+from quire.server.probes import MonitoredServer
 from quire.server.stopping import StopSignals, finished_unless_set
-
-_KEEP_ALIVE = 60  # seconds; longer than clients keep idle connections, so that they close them first
-_READ_BUFFER = 1 << 16  # bytes
-_LAST_BYTES_TIMEOUT = 5.0  # seconds; for answers that are complete but not yet sent
 
 
 def route(config: RouterConfig) -> None:
@@ -37,11 +37,14 @@ def route(config: RouterConfig) -> None:
         ConfigError: the router cannot listen there, or its certificate cannot be used.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    raise_descriptor_limit()
+    edge = config.edge
     with (
-        listener(config.host, config.port, config.edge) as listening,
-        access_log(config.edge.access_log) as log,
+        listener(config.host, config.port, edge) as listening,
+        monitoring_socket(config.host, edge.monitoring_port) as monitoring,
+        access_log(edge.access_log) as log,
     ):
-        asyncio.run(_route_until_stopped(config, listening, log))
+        uvloop.run(_route_until_stopped(config, listening, monitoring, log))
 
 
 @contextlib.asynccontextmanager
@@ -60,32 +63,27 @@ async def routing(
         log: where each request is logged; None: nowhere.
     """
     router = Router(config)
-    runner = web.AppRunner(
-        create_app(router, log),
-        access_log=None,
-        handler_cancellation=True,  # as soon as a client leaves
-        auto_decompress=False,
-        keepalive_timeout=_KEEP_ALIVE,
-        read_bufsize=_READ_BUFFER,
-        shutdown_timeout=_LAST_BYTES_TIMEOUT,
-    )
+    server = HttpServer(create_app(router, log), config.connections, tls, log)
     try:
         await router.start()
-        await runner.setup()
-        await web.SockSite(runner, bound, ssl_context=tls).start()
-        yield router
+        async with server.serving(bound):
+            try:
+                yield router
+            finally:
+                router.stop_serving()
     finally:
-        router.stop_serving()
-        await runner.cleanup()
         await router.close()
 
 
-async def _route_until_stopped(config: RouterConfig, listening: Listener, log: AccessLog | None) -> None:
+async def _route_until_stopped(
+    config: RouterConfig, listening: Listener, monitoring: socket.socket | None, log: AccessLog | None
+) -> None:
     stop = StopSignals(config.drain_timeout)
     with stop.installed():
         async with (
             listening.with_current_certificate(),
             routing(config, listening.socket, listening.tls, log) as router,
+            monitored(router, monitoring),
         ):
             _announce(router, listening.url)
             await stop.graceful.wait()
@@ -101,6 +99,16 @@ async def _route_until_stopped(config: RouterConfig, listening: Listener, log: A
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(config.drain_timeout):
                     await finished_unless_set(stop.immediate, router.calls.wait_idle())
+
+
+@contextlib.asynccontextmanager
+async def monitored(router: Router, bound: socket.socket | None) -> AsyncIterator[None]:
+    """Answer on the monitoring port, if there is one, for the duration of the context."""
+    if bound is None:
+        yield
+        return
+    async with MonitoredServer(router.health, router.metrics.exposition).answering(bound):
+        yield
 
 
 def _announce(router: Router, url: str) -> None:

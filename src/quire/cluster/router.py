@@ -8,12 +8,10 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
-
-from quire.cluster.access_logging import REQUEST_ID as REQUEST_ID_KEY
+from quire.cluster.client_request import ClientRequest
 from quire.cluster.engine_calls import EngineCalls, PromptKV
 from quire.cluster.engines import DECODERS, PREFILLERS, Engine, Engines, EngineState, Role
 from quire.cluster.health import HealthChecks
@@ -22,11 +20,11 @@ from quire.cluster.prefills import Prefill, PrefillFailedError, Prefills
 from quire.cluster.prefix_memory import PrefixMemory
 from quire.cluster.prompts import GenerationBody, OtherBody, Prompt
 from quire.cluster.relay import relay
-from quire.cluster.upstream import REQUEST_ID, Answer, EngineRequest, EngineRequestError, Upstream, end_to_end
+from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError, Upstream
 from quire.config import RouterConfig
-from quire.errors import InvalidRequestError
 from quire.server.errors import SERVER_ERROR, TIMEOUT, UNAVAILABLE, ApiError
 from quire.server.live_calls import LiveCalls
+from quire.server.responses import Health
 
 if TYPE_CHECKING:
     from quire.cluster.kv_event_feeds import KVEventFeeds
@@ -57,13 +55,13 @@ class Router:
         self._calls = EngineCalls(self.engines, self._upstream, self.metrics)
         self._lookup = _prefix_finder(config)
         self._health = HealthChecks(self._upstream, config.health_interval, _feeds(config, self._lookup))
-        self._serving: set[asyncio.Task[Any]] = set()
+        self._answering: set[asyncio.Task[Any]] = set()
         self._call_ids = itertools.count()
 
     @property
     def num_serving(self) -> int:
         """Number of requests being served."""
-        return len(self._serving)
+        return len(self.calls.by_id)
 
     async def start(self) -> None:
         """Check all configured engines once, and go on checking them."""
@@ -93,9 +91,9 @@ class Router:
         await self._health.check(engine)
 
     def stop_serving(self) -> None:
-        """End all requests that are being served: with an error, as far as that can be told."""
+        """End all requests that are being answered: with an error, as far as that can be told."""
         self.is_stopping = True
-        for task in self._serving:
+        for task in self._answering:
             task.cancel()
 
     async def close(self) -> None:
@@ -105,71 +103,82 @@ class Router:
         if self._lookup is not None:
             self._lookup.close()
 
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
+    def health(self) -> Health:
+        """Return whether requests can be served; any thread may ask."""
+        if self.calls.draining:
+            return Health(status="draining", reason="the router is shutting down")
+        if any(engine.state is EngineState.UP for engine in self.engines.of(DECODERS)):
+            return Health(status="ok")
+        return Health(status="unavailable", reason="no engine that generates is up")
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
         """Count a client's request for the duration of the context.
 
         Raises:
             ApiError: 429, too many are being served; 503 while draining.
         """
         limit = self.config.max_in_flight
-        if len(self._serving) >= limit:
+        if self.num_serving >= limit:
             raise ApiError(
                 429,
-                f"{len(self._serving)} requests are being served; the limit is {limit} (the router's "
+                f"{self.num_serving} requests are being served; the limit is {limit} (the router's "
                 "max_in_flight); try again later",
                 kind="rate_limit_error",
                 code="too_many_requests",
                 headers={"Retry-After": "1"},
             )
+        with self.calls.serving(str(next(self._call_ids)), ()), self.metrics.in_flight.track_inprogress():
+            yield
+
+    @contextlib.contextmanager
+    def cancelled_by_stop(self) -> Iterator[None]:
+        """Have `stop_serving` cancel the current task for the duration of the context."""
         task = asyncio.current_task()
         assert task is not None
-        with self.calls.serving(str(next(self._call_ids)), ()):
-            self._serving.add(task)
-            self.metrics.in_flight.inc()
-            try:
-                yield
-            finally:
-                self.metrics.in_flight.dec()
-                self._serving.discard(task)
+        self._answering.add(task)
+        try:
+            yield
+        finally:
+            self._answering.discard(task)
 
-    async def generate(self, request: web.Request, body: bytes) -> web.StreamResponse:
+    async def generate(self, request: ClientRequest) -> None:
         """Answer a request for a completion or a chat.
 
         Raises:
             InvalidRequestError: the body is not a JSON object, or a header is not UTF-8.
             ApiError: no engine answered.
         """
-        generation = GenerationBody(body)
+        generation = GenerationBody(request.body)
         asked = self._asked(request)
-        await self._look_up(request.path, body, generation.prompt)
+        await self._look_up(request.path, request.body, generation.prompt)
         if not self._is_worth_a_prefill(generation):
-            return await self._answer(request, asked, generation)
+            await self._answer(request, asked, generation)
+            return
         prefills = Prefills(self._calls, self.config, asked, generation)
         try:
-            return await self._answer(request, asked, generation, prefills)
+            await self._answer(request, asked, generation, prefills)
         finally:
             await prefills.close()
 
-    async def pass_on(self, request: web.Request, body: bytes) -> web.StreamResponse:
+    async def pass_on(self, request: ClientRequest) -> None:
         """Answer any other request by an engine that generates.
 
         Raises:
             InvalidRequestError: a header is not UTF-8.
-            ApiError: no engine answered.
+            ApiError: no engine answered, or the path is an engine's own affair.
         """
-        return await self._answer(request, self._asked(request), OtherBody(body))
+        if request.path.startswith("/v1/requests"):
+            raise ApiError(404, "ask an engine itself for its requests", code="route_not_found")
+        await self._answer(request, self._asked(request), OtherBody(request.body))
 
-    def _asked(self, request: web.Request) -> EngineRequest:
+    def _asked(self, request: ClientRequest) -> EngineRequest:
         """Return what engines are asked: the client's headers, but for its host and its key, and no body yet.
 
         Raises:
             InvalidRequestError: a header is not UTF-8.
         """
-        headers = end_to_end(request.headers)
-        for name, value in headers.items():
-            if not _is_utf8(value):
-                raise InvalidRequestError(f"the header {name} is not UTF-8", param=str(name))
+        headers = request.headers()
         headers.popall("Host", None)
         if self.config.engine_api_key and not self.config.pass_client_keys:
             headers["Authorization"] = f"Bearer {self.config.engine_api_key}"
@@ -177,10 +186,9 @@ class Router:
         elif self.config.api_key:
             headers.popall("Authorization", None)
             headers.popall("X-Api-Key", None)
-        headers[REQUEST_ID] = request[REQUEST_ID_KEY]
         return EngineRequest(
-            method=request.method,
-            path=request.rel_url.raw_path_qs,
+            method=request.scope["method"],
+            path=request.target,
             headers=headers,
             body=b"",
             timeout=self.config.first_byte_timeout,
@@ -209,11 +217,11 @@ class Router:
 
     async def _answer(
         self,
-        request: web.Request,
+        request: ClientRequest,
         asked: EngineRequest,
         body: GenerationBody | OtherBody,
         prefills: Prefills | None = None,
-    ) -> web.StreamResponse:
+    ) -> None:
         """Have a request answered by an engine that generates, or by another one if that fails.
 
         Args:
@@ -235,7 +243,8 @@ class Router:
                     answer = await self._begun_answer(stack, engine, prompt, asked, prefill)
                     tried.append(engine)
                     if answer.status not in _BUSY or self._next_engine(prompt, tried) is None:
-                        return await self._relay(request, engine, answer)
+                        await self._relay(request, engine, answer)
+                        return
             except PrefillFailedError:
                 assert prefills is not None
                 prefill = await prefills.next()
@@ -281,12 +290,12 @@ class Router:
             return None
         return self.engines.choose(DECODERS, prompt, excluded=tried)
 
-    async def _relay(self, request: web.Request, engine: Engine, answer: Answer) -> web.StreamResponse:
+    async def _relay(self, request: ClientRequest, engine: Engine, answer: Answer) -> None:
         def note_broken() -> None:
             self.metrics.broken.inc()
             engine.doubt("it broke off in the middle of an answer")
 
-        return await relay(request, answer, on_broken=note_broken, is_stopping=lambda: self.is_stopping)
+        await relay(request, answer, on_broken=note_broken, is_stopping=lambda: self.is_stopping)
 
     def _no_answer(self, failure: EngineRequestError | None) -> ApiError:
         if failure is not None:
@@ -321,14 +330,6 @@ def _feeds(config: RouterConfig, lookup: PrefixFinder | None) -> KVEventFeeds | 
     from quire.cluster.kv_event_feeds import KVEventFeeds
 
     return KVEventFeeds(config, lookup.tokenizer.fingerprint)
-
-
-def _is_utf8(header: str) -> bool:
-    try:
-        header.encode()
-    except UnicodeEncodeError:  # what aiohttp could not decode is there as lone surrogates
-        return False
-    return True
 
 
 def _state_of(engine: Engine) -> str:

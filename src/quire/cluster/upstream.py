@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
 
 import aiohttp
 import msgspec
@@ -25,16 +24,16 @@ _READ_BUFFER = 1 << 16  # bytes; aiohttp stops reading at twice that while the c
 _KEEP_ALIVE = 30  # seconds; shorter than engines keep idle connections
 _OF_ONE_CONNECTION = frozenset(
     {
-        "connection",
-        "content-length",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
+        b"connection",
+        b"content-length",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
     }
 )
 
@@ -99,7 +98,7 @@ class Answer:
 
     def __init__(self, engine: Engine, response: aiohttp.ClientResponse, idle_timeout: float) -> None:
         self.status = response.status
-        self.headers = end_to_end(response.headers)
+        self.headers = [(name, value) for name, value in response.raw_headers if _is_passed_on(name)]
         self.is_stream = response.content_type == "text/event-stream"
         self.is_whole = False
         self.body = b""  # so far
@@ -246,9 +245,13 @@ class Upstream:
             return answer.status, answer.body
 
 
-def end_to_end(headers: Mapping[str, str] | Any) -> Headers:
-    """Return the headers that are not about one connection only."""
-    return Headers((name, value) for name, value in headers.items() if name.lower() not in _OF_ONE_CONNECTION)
+def is_end_to_end(name: bytes) -> bool:
+    """Return whether a header is about more than one connection."""
+    return name.lower() not in _OF_ONE_CONNECTION
+
+
+def _is_passed_on(name: bytes) -> bool:
+    return is_end_to_end(name) and name.lower() != b"date"  # which each server writes itself
 
 
 def _is_delimited(response: aiohttp.ClientResponse) -> bool:

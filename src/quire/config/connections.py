@@ -12,7 +12,7 @@ from quire.limits import NonNegativeInt, PositiveInt, Timeout
 
 @config
 class ConnectionConfig:
-    """Limits of connections to an engine's HTTP server."""
+    """Limits of connections to an HTTP server, be it an engine's or a router."""
 
     max_header_bytes: Annotated[int, Ge(256), Le(1_048_576)] = knob(
         default=16_384,

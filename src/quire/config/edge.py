@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
+
+from annotated_types import Ge, Le
 
 from quire.config.fields import check_limits, config, knob
 from quire.errors import ConfigError
@@ -51,6 +53,11 @@ class EdgeConfig:
         unit="origins",
         help="Web pages that may call the server from a browser, by origin: https://chat.example.com, or * "
         "for all. None: no pages but the server's own.",
+    )
+    monitoring_port: Annotated[int, Ge(0), Le(65535)] = knob(
+        default=0,
+        help="TCP port where a thread of its own answers /health, /live and /metrics, without an API key, "
+        "on the address of the other port, whatever the load. 0: none; the other port answers them, too.",
     )
     access_log: Literal["off", "text", "json"] = knob(
         default="off",

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from annotated_types import Ge, Le
 
+from quire.config.connections import ConnectionConfig
 from quire.config.edge import EdgeConfig
 from quire.config.fields import check_limits, config, knob, refuse_blank_key
 from quire.errors import ConfigError
@@ -104,8 +105,7 @@ class RouterConfig:
     idle_timeout: Timeout = knob(
         default=120.0,
         unit="seconds",
-        help="Silence within an answer after which its engine is given up, at the latest after twice that. "
-        "Also the time that a client has to send its request.",
+        help="Silence within an answer after which its engine is given up, at the latest after twice that.",
     )
     health_interval: Timeout = knob(
         default=1.0,
@@ -118,6 +118,7 @@ class RouterConfig:
         help="Time that running requests have to finish after SIGTERM or Ctrl-C before they are aborted.",
     )
     edge: EdgeConfig = dataclasses.field(default_factory=EdgeConfig)
+    connections: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -55,11 +55,6 @@ class ServerConfig:
     port: Annotated[int, Ge(0), Le(65535)] = knob(
         default=8000, help="TCP port to listen on. 0: any free port."
     )
-    monitoring_port: Annotated[int, Ge(0), Le(65535)] = knob(
-        default=0,
-        help="TCP port where a thread of its own answers /health, /live and /metrics, without an API key, "
-        "whatever the load. 0: none; the other port answers them, too.",
-    )
     served_model_name: str = knob(
         default="", help="Name of the model in requests and responses. Empty: the model's own name."
     )

@@ -28,6 +28,7 @@ from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
 from quire.server.context import STATS_TIMEOUT, ServerContext, context_of, request_id_of
 from quire.server.docs_page import docs_page
+from quire.server.engine_probes import health_of
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.leniency import HEADER, Leniency
 from quire.server.middleware import KeyCheck, RequestEnvelope
@@ -42,7 +43,6 @@ from quire.server.openai_responses.handlers import (
 )
 from quire.server.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint, openapi_document
 from quire.server.paths import CanonicalPath
-from quire.server.probes import health_of
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.requests import get_request, list_requests
 from quire.server.responses import (

@@ -53,7 +53,6 @@ class CallerRules:
         hosts: Sequence[str],
         origin: str = "",
         content_type: str = "",
-        is_administration: bool = False,
     ) -> ApiError | None:
         """Return why a request is refused; None if it is not.
 
@@ -63,7 +62,6 @@ class CallerRules:
             hosts: values of its Host headers.
             origin: its Origin header; empty: there is none.
             content_type: its Content-Type header; empty: there is none.
-            is_administration: it changes the server, which only the server's own pages may.
         """
         if len(hosts) > 1 or (not hosts and http_version == "1.1"):
             return _bad_host_refusal(len(hosts))
@@ -76,15 +74,19 @@ class CallerRules:
                 code="host_not_allowed",
             )
         if origin and method not in _HARMLESS_METHODS and not _asks_first(content_type):
-            origins = frozenset() if is_administration else self._origins
-            if not (_host_of(origin) == host.lower() or "*" in origins or origin in origins):
-                return ApiError(
-                    403,
-                    f"a page of {origin!r:.200} sent this, and may not; add the origin to the server's "
-                    "cors_origins, and send application/json",
-                    code="cross_site_request",
-                )
+            return self._unasked_refusal(origin, host)
         return None
+
+    def _unasked_refusal(self, origin: str, host: str) -> ApiError | None:
+        """Return why what a page sends without being asked is refused; None if it may."""
+        if _host_of(origin) == host.lower() or "*" in self._origins or origin in self._origins:
+            return None
+        return ApiError(
+            403,
+            f"a page of {origin!r:.200} sent this, and may not; add the origin to the server's "
+            "cors_origins, and send application/json",
+            code="cross_site_request",
+        )
 
     def _is_own(self, host: str) -> bool:
         """Whether a Host header names this server."""

@@ -51,7 +51,7 @@ class ServerContext:
         self.metrics = Metrics()
         self.calls = LiveCalls()
         self.ignored_names = IgnoredNames()
-        self.tenants = Tenants(config) if tenants is None else tenants
+        self.tenants = tenants or Tenants(config.api_key, config.api_keys_file)
         self.background = BackgroundResponses()
         self.responses = _response_store(config)
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"

@@ -1,17 +1,16 @@
-"""What /health, /live and /metrics answer, for the event loop and for the thread of the monitoring port."""
+"""What /health, /live and /metrics answer on the monitoring port."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from quire.errors import EngineDeadError
-from quire.server.context import ServerContext
-from quire.server.monitoring import Answer
+from quire.server.monitoring import Answer, monitored
 from quire.server.responses import Health, encode
 from quire.server.stopping import cancelled_at_end
 
@@ -21,51 +20,51 @@ TURN_INTERVAL = 0.25
 STUCK_AFTER = 10.0
 """Seconds without a turn after which the event loop is considered stuck."""
 
-STATS_INTERVAL = 1.0
-"""Seconds between questions for the engine's figures, which a busy engine tells more often by itself."""
-
 METRICS_AGE = 0.1
 """Seconds for which rendered metrics are sent again: rendering takes time from the event loop."""
 
 JSON = "application/json"
 
 
-def health_of(context: ServerContext) -> Health:
-    """Return whether requests can be served; any thread may ask."""
-    if context.calls.draining:
-        return Health(status="draining", reason="the server is shutting down")
-    try:
-        context.llm.check_health()
-    except EngineDeadError as error:
-        return Health(status="unavailable", reason=str(error))
-    return Health(status="ok")
-
-
 class MonitoredServer:
     """Answers for a thread that must not wait for the event loop: from what the loop left behind.
 
     Args:
-        context: of the server.
+        health: returns whether requests can be served; called in that thread.
+        exposition: returns the metrics in the Prometheus text format; called in that thread.
         read_clock: returns seconds.
     """
 
-    def __init__(self, context: ServerContext, *, read_clock: Callable[[], float] = time.monotonic) -> None:
-        self._context = context
+    def __init__(
+        self,
+        health: Callable[[], Health],
+        exposition: Callable[[], bytes],
+        *,
+        read_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._health = health
+        self._exposition = exposition
         self._read_clock = read_clock
         self._last_turn = read_clock()
         self._rendered = b""
         self._rendered_at = -METRICS_AGE
 
     @contextlib.asynccontextmanager
-    async def kept_current(self) -> AsyncIterator[None]:
-        """Note that the event loop turns, and have the engine's figures at hand, while the context lasts."""
-        async with cancelled_at_end(self._note_turns()), cancelled_at_end(self._ask_for_stats()):
-            yield
+    async def answering(self, bound: socket.socket) -> AsyncIterator[None]:
+        """Answer on a socket for the duration of the context, and note that the event loop turns.
+
+        Args:
+            bound: a socket that is bound and does not listen yet; the caller closes it.
+        """
+        answers = {"/health": self.health, "/live": self.live, "/metrics": self.metrics}
+        async with cancelled_at_end(self._note_turns()):
+            with monitored(bound, answers):
+                yield
 
     def health(self) -> Answer:
         """Tell whether requests can be served: 200, or 503 with the reason."""
         stuck = self._stuck()
-        return _answer(health_of(self._context) if stuck is None else stuck)
+        return _answer(self._health() if stuck is None else stuck)
 
     def live(self) -> Answer:
         """Tell whether the event loop turns: 200, or 503 with how long it has not."""
@@ -75,12 +74,7 @@ class MonitoredServer:
         """Return the metrics in the Prometheus text format, at most `METRICS_AGE` seconds old."""
         now = self._read_clock()
         if now - self._rendered_at >= METRICS_AGE:
-            context = self._context
-            is_up = health_of(context).status != "unavailable"
-            context.metrics.engine.update(
-                context.llm.latest_stats, context.llm.recovery_stats, engine_up=is_up
-            )
-            self._rendered, self._rendered_at = context.metrics.exposition(), now
+            self._rendered, self._rendered_at = self._exposition(), now
         return Answer(200, CONTENT_TYPE_LATEST, self._rendered)
 
     def note_turn(self) -> None:
@@ -100,12 +94,6 @@ class MonitoredServer:
         while True:
             self.note_turn()
             await asyncio.sleep(TURN_INTERVAL)
-
-    async def _ask_for_stats(self) -> None:
-        while True:
-            with contextlib.suppress(EngineDeadError):
-                await self._context.llm.stats()
-            await asyncio.sleep(STATS_INTERVAL)
 
 
 def _answer(health: Health) -> Answer:

@@ -17,7 +17,7 @@ from quire.front.async_llm import AsyncLLM
 from quire.server.access_log import access_log
 from quire.server.connections import raise_descriptor_limit
 from quire.server.listening import Listener, listener
-from quire.server.monitoring import monitored, monitoring_socket
+from quire.server.monitoring import monitoring_socket
 from quire.server.stopping import StopSignals, cancelled_at_end, finished_unless_set
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     tenants = _tenants(server_config)
     with (
         listener(server_config.host, server_config.port, server_config.edge) as listening,
-        monitoring_socket(server_config.host, server_config.monitoring_port) as monitoring,
+        monitoring_socket(server_config.host, server_config.edge.monitoring_port) as monitoring,
         access_log(server_config.edge.access_log) as log,
     ):
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
@@ -89,7 +89,7 @@ def _tenants(config: ServerConfig) -> Tenants | None:
         return None
     from quire.server.tenants import Tenants
 
-    return Tenants(config)
+    return Tenants(config.api_key, config.api_keys_file)
 
 
 async def _serve_until_stopped(
@@ -127,13 +127,12 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
     if bound is None:
         yield
         return
+    from quire.server.engine_probes import health_of, latest_exposition, stats_kept_current
     from quire.server.probes import MonitoredServer
 
-    server = MonitoredServer(context)
-    answers = {"/health": server.health, "/live": server.live, "/metrics": server.metrics}
-    async with server.kept_current():
-        with monitored(bound, answers):
-            yield
+    server = MonitoredServer(lambda: health_of(context), lambda: latest_exposition(context))
+    async with stats_kept_current(context), server.answering(bound):
+        yield
 
 
 async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from quire.config import ServerConfig, TenantConfig
+from quire.config import TenantConfig
 from quire.errors import ConfigError
 from quire.server.api_keys import digests_of, key_digest
 from quire.server.errors import ApiError
@@ -104,16 +104,20 @@ class Tenant:
 class Tenants:
     """The tenants of a server, by their keys.
 
-    With a key file, tenants are separate, and the keys of `ServerConfig.api_key` belong to one more, the
-    operator's. Without, all requests have one tenant, whether a key is asked for or not.
+    With a key file, tenants are separate, and the keys of `api_key` belong to one more, the operator's.
+    Without, all requests have one tenant, whether a key is asked for or not.
+
+    Args:
+        api_key: keys, separated by spaces.
+        path: of the key file; empty: there is none.
 
     Raises:
         ConfigError: the key file cannot be read, or is invalid.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._path = config.api_keys_file
-        self._own_digests = digests_of(config.api_key)
+    def __init__(self, api_key: str, path: str = "") -> None:
+        self._path = path
+        self._own_digests = digests_of(api_key)
         self._state = file_state(self._path) if self._path else None
         is_separate = bool(self._path)
         self._default = Tenant(TenantConfig(name=DEFAULT_TENANT, admin=True), is_separate=is_separate)
