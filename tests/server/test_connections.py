@@ -19,6 +19,7 @@ from quire.server import http_protocol, loop_turns, request_head
 from quire.server.app import create_app
 from quire.server.connections import Connections, default_limit
 from quire.server.deadline import Deadline
+from quire.server.errors import ApiError
 from quire.server.streaming import event_stream
 from raw_http import COMPLETION, RawConnection, chunked, completion_head, request
 
@@ -64,7 +65,9 @@ class ServedEngine(Served):
     async def app(self, scope, receive, send):
         """Serve the engine, and the endless answer."""
         if scope["path"] == "/endless":
-            await (await event_stream(receive, self._events(), request_id="1"))(scope, receive, send)
+            await (await event_stream(receive, self._events(), ApiError.body, request_id="1"))(
+                scope, receive, send
+            )
         else:
             await self._app(scope, receive, send)
 
