@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
 
 from quire.engine.messages import SPARE_OPTION
+from quire.front.descriptors import is_readable
 
 
 def start_process(*, is_spare: bool = False) -> subprocess.Popen[bytes]:
@@ -36,10 +36,9 @@ def has_ended(process: subprocess.Popen[bytes], timeout: float) -> bool:
     except ProcessLookupError:  # this program ignores SIGCHLD, so that the kernel reaps
         return True
     try:
-        ended, _, _ = select.select([descriptor], [], [], timeout)
+        return is_readable(descriptor, timeout)
     finally:
         os.close(descriptor)
-    return bool(ended)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

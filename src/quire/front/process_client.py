@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from quire.engine.messages import (
 from quire.engine.output_window import Acknowledgements
 from quire.engine.process_end import describe_end
 from quire.errors import EngineDeadError
+from quire.front.descriptors import is_readable
 from quire.front.engine_launch import end_process, has_ended, kill_group, start_process
 
 STARTUP_FAILURE_TIMEOUT = 200
@@ -174,7 +174,7 @@ class EngineProcess:
         """Tell the engine to end, kill it after `timeout` seconds, and clean up."""
         if self._ready and self._finalizer.alive:
             self.send(Shutdown())
-            select.select([self.death_fd], [], [], timeout)
+            is_readable(self.death_fd, timeout)
         self._finalizer()
 
     def _bind(self) -> None:

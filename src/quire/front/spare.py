@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from quire.engine.process_end import describe_end
+from quire.front.descriptors import is_readable
 from quire.front.engine_launch import end_process, start_process
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class SpareProcess:
 
     def check(self) -> bool:
         """Return whether the process lives."""
-        if not select.select([self.event_fd], [], [], 0)[0]:
+        if not is_readable(self.event_fd, 0):
             return True
         if not os.read(self.event_fd, 1):
             return False

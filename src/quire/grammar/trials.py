@@ -183,11 +183,11 @@ def _ask(process: subprocess.Popen[bytes], question: TrialStart | Trial) -> Tria
     deadline = time.monotonic() + ANSWER_SECONDS
     unsent = memoryview(msgspec.json.encode(question) + b"\n")
     while unsent:
-        _wait([], [process.stdin], deadline)
+        _wait(process.stdin, select.POLLOUT, deadline)
         unsent = unsent[os.write(process.stdin.fileno(), unsent) :]
     answer = b""
     while not answer.endswith(b"\n") and len(answer) <= LONGEST_ANSWER:
-        _wait([process.stdout], [], deadline)
+        _wait(process.stdout, select.POLLIN, deadline)
         piece = os.read(process.stdout.fileno(), LONGEST_ANSWER)
         if not piece:
             raise ConnectionError("the process that compiles grammars has ended; send the request again")
@@ -195,8 +195,10 @@ def _ask(process: subprocess.Popen[bytes], question: TrialStart | Trial) -> Tria
     return msgspec.json.decode(answer, type=TrialAnswer)
 
 
-def _wait(readable: list[IO[bytes]], writable: list[IO[bytes]], deadline: float) -> None:
-    if not any(select.select(readable, writable, [], max(deadline - time.monotonic(), 0))):
+def _wait(pipe: IO[bytes], event: int, deadline: float) -> None:
+    poll = select.poll()  # takes descriptors above 1023, unlike select
+    poll.register(pipe, event)
+    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
         raise TimeoutError(f"the process that compiles grammars has not answered for {ANSWER_SECONDS:g} s")
 
 

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
     from quire.server.context import ServerContext
     from quire.server.tenants import Tenants
 
-_COLLECTION_THRESHOLDS = (
-    700,
-    10,
-    100,
-)  # Python's own, but for one full collection in a hundred of the others
+_COLLECTION_THRESHOLDS = (700, 10, 100)  # Python's own, but for fewer full collections
 _END_TIMEOUT = 0.5  # seconds; for the engine to end by itself, when the last answers are sent
 
 
