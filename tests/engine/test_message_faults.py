@@ -92,9 +92,7 @@ def test_one_completion_of_several_that_cannot_be_sent_spares_the_others(engine,
     engine.assert_empty()
 
 
-@pytest.mark.parametrize(
-    "stats", [SchedulerStats(num_running=object()), ZeroDivisionError("no luck")], ids=repr
-)
+@pytest.mark.parametrize("stats", [SchedulerStats(num_running=object()), ZeroDivisionError("no luck")])
 def test_statistics_that_cannot_be_had_or_sent_lose_no_output(engine, monkeypatch, stats):
     def faulty():
         if isinstance(stats, Exception):
@@ -125,7 +123,7 @@ def test_a_clock_that_fails_loses_no_output(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "stats", [KVConnectorStats(stored_bytes="many"), KVConnectorStats(stored_bytes=object()), 7], ids=repr
+    "stats", [KVConnectorStats(stored_bytes="many"), KVConnectorStats(stored_bytes=object()), 7]
 )
 def test_statistics_of_a_connector_that_nobody_could_read_are_left_out(engine, stats, caplog):
     class Connector:
