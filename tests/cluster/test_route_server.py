@@ -57,7 +57,7 @@ async def test_the_api_key_guards_all_but_health_and_metrics_and_stays_here(rout
     for path in ("/v1/models", "/route/engines", "/nowhere"):
         assert (await http.get(path)).status_code == 401
         assert (await http.get(path, headers={"Authorization": "Bearer wrong"})).status_code == 401
-    for path in ("/health", "/live", "/metrics"):
+    for path in ("/health", "/ready", "/ping", "/live", "/metrics"):
         assert (await http.get(path)).status_code == 200
     key = {"Authorization": "Bearer clé".encode()}
     assert (await http.post("/v1/completions", json=BODY, headers=key)).content == ANSWER

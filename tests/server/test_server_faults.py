@@ -93,9 +93,10 @@ async def test_one_failed_prompt_fails_the_call_and_ends_the_others(http, llm):
 
 async def test_after_the_engine_died_everything_says_so(http):
     await complete(http, "die")
-    health = await http.get("/health")
-    assert health.status_code == 503
-    assert health.json() == {"status": "unavailable", "reason": "the engine process ended with signal 9"}
+    for path in ("/health", "/ready", "/ping"):
+        health = await http.get(path)
+        assert health.status_code == 503
+        assert health.json() == {"status": "unavailable", "reason": "the engine process ended with signal 9"}
     assert (await complete(http, "Hi")).status_code == 503
     assert "quire_engine_up 0.0" in (await http.get("/metrics")).text
 
@@ -103,6 +104,14 @@ async def test_after_the_engine_died_everything_says_so(http):
 async def test_health(http):
     response = await http.get("/health")
     assert (response.status_code, response.json()) == (200, {"status": "ok", "reason": None})
+
+
+def test_head_is_answered_like_get_without_the_body(live):
+    with httpx.Client(base_url=live) as http:  # a body would be read as the next answer
+        for path in ("/health", "/ping", "/v1/models", "/version", "/docs"):
+            head, get = http.head(path), http.get(path)
+            assert (head.status_code, head.content) == (get.status_code, b"") == (200, b"")
+            assert head.headers["content-length"] == get.headers["content-length"]
 
 
 async def test_cancelled_stream_aborts_in_the_engine(live, llm):

@@ -100,7 +100,7 @@ def test_document_lists_every_route_and_status():
         "/v1/requests/{request_id}", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
         "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
-        "/health", "/live", "/metrics", "/engine", "/version",
+        "/health", "/ready", "/ping", "/live", "/metrics", "/engine", "/version",
     }  # fmt: skip
     generation = DOCUMENT["paths"]["/v1/completions"]["post"]
     statuses = {"200", "400", "401", "404", "413", "415", "429", "500", "503", "504"}

@@ -389,7 +389,8 @@ async def test_any_of_several_api_keys(llm):
 async def test_api_key_right_and_open_paths(locked):
     assert (await locked.get("/v1/models", headers={"Authorization": "Bearer söcret".encode()})).is_success
     assert (await locked.get("/v1/models", headers={"x-api-key": "söcret".encode()})).is_success
-    assert (await locked.get("/health")).is_success
+    for path in ("/health", "/ready", "/ping"):
+        assert (await locked.get(path)).is_success
     assert (await locked.get("/metrics")).is_success
 
 

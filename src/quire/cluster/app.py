@@ -26,6 +26,7 @@ from quire.server.bodies import bounded_body
 from quire.server.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.middleware import KeyCheck, RequestEnvelope
+from quire.server.paths import READINESS_PATHS
 from quire.server.responses import Health, json_response
 from quire.server.streaming import unless_disconnected
 from quire.server.tenants import Tenants
@@ -47,7 +48,7 @@ def create_app(router: Router, log: AccessLog | None = None) -> ASGIApp:
     endpoints = _Endpoints(router)
     generation = _Relayed(router, router.generate)
     others = _routed(
-        Route("/health", _answering(endpoints.health)),
+        *(Route(path, _answering(endpoints.health)) for path in READINESS_PATHS),
         Route("/live", _answering(endpoints.live)),
         Route("/metrics", _answering(endpoints.metrics)),
         Route("/v1/{rest:path}", _Relayed(router, router.pass_on)),

@@ -42,7 +42,7 @@ from quire.server.openai_responses.handlers import (
     list_input_items,
 )
 from quire.server.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint, openapi_document
-from quire.server.paths import CanonicalPath
+from quire.server.paths import READINESS_PATHS, CanonicalPath
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.requests import get_request, list_requests
 from quire.server.responses import (
@@ -352,13 +352,16 @@ ENDPOINTS = (
         answer=ServedCall,
         errors={404: "No such request is being served.", **_NO_ENGINE},
     ),
-    Endpoint(
-        method="GET",
-        path="/health",
-        handler=health,
-        answer=Health,
-        errors={503: "The engine is not available, or the server is shutting down."},
-        error_answer=Health,
+    *(
+        Endpoint(
+            method="GET",
+            path=path,
+            handler=health,
+            answer=Health,
+            errors={503: "The engine is not available, or the server is shutting down."},
+            error_answer=Health,
+        )
+        for path in READINESS_PATHS
     ),
     Endpoint(method="GET", path="/live", handler=live, answer=Health),
     Endpoint(method="GET", path="/metrics", handler=metrics, answer=None),

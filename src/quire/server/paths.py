@@ -6,7 +6,10 @@ import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-MONITORING_PATHS = frozenset({"/health", "/live", "/metrics"})
+READINESS_PATHS = ("/health", "/ready", "/ping")
+"""They all tell whether requests can be served; which of them is asked depends on the platform."""
+
+MONITORING_PATHS = frozenset({*READINESS_PATHS, "/live", "/metrics"})
 """Asked for all the time, by machines that have no key."""
 
 _WITHOUT_VERSION = re.compile(r"/(chat/completions|completions|models)(/|\Z)")

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from quire.server.monitoring import Answer, monitored
+from quire.server.paths import READINESS_PATHS
 from quire.server.responses import Health, encode
 from quire.server.stopping import cancelled_at_end
 
@@ -56,7 +57,8 @@ class MonitoredServer:
         Args:
             bound: a socket that is bound and does not listen yet; the caller closes it.
         """
-        answers = {"/health": self.health, "/live": self.live, "/metrics": self.metrics}
+        ready = dict.fromkeys(READINESS_PATHS, self.health)
+        answers = {**ready, "/live": self.live, "/metrics": self.metrics}
         async with cancelled_at_end(self._note_turns()):
             with monitored(bound, answers):
                 yield
