@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import threading
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 from quire.config import EngineConfig
 from quire.errors import (
@@ -35,6 +35,12 @@ class FakeTokenizer:
     def token_text(self, token_id):
         is_character = token_id < VOCAB_SIZE and not 0xD800 <= token_id < 0xE000  # surrogates are none
         return SPECIAL_TEXT.get(token_id) or (chr(token_id) if is_character else "\ufffd")
+
+    special_tokens = MappingProxyType({"bos_token": "<bos>", "eos_token": "<eos>"})
+    added_tokens = MappingProxyType({text: token_id for token_id, text in SPECIAL_TEXT.items()})
+
+    def token_name(self, token_id):
+        return self.token_text(token_id).replace(" ", "_")
 
     def decode(self, ids, *, skip_special_tokens=True):
         kept = [i for i in ids if not (skip_special_tokens and i in SPECIAL_TEXT)]
@@ -91,6 +97,16 @@ class FakeLLM:
 
     async def tokenize_chat(self, messages, **options):
         return [BOS, *map(ord, messages[-1]["content"] or "")]
+
+    async def tokenize(self, text, *, add_special_tokens=True):
+        if len(text) >= MAX_MODEL_LEN:
+            raise ContextLengthError(f"the prompt has {len(text)} tokens", param="prompt")
+        return [BOS] * add_special_tokens + list(map(ord, text))
+
+    async def detokenize(self, token_ids):
+        if token_ids and max(token_ids) >= VOCAB_SIZE:
+            raise InvalidRequestError("a token id is beyond the vocabulary", param="tokens")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     async def generate(self, prompt, sampling_params, *, request_id=None, before_submit=None, **options):
         if self.dead:

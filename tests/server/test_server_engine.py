@@ -236,3 +236,23 @@ async def until(http, holds) -> None:
             listed = (await http.get("/v1/requests")).json()["data"]
             if holds({one["id"]: [re.split(r"\W", text)[0] for text in one["state"]] for one in listed}):
                 return
+
+
+async def test_tokens_are_those_of_the_engine(http, engine):
+    text = "What is 2+2? " + "A long story. " * 200  # tokenized in a thread
+    answer = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    backend = engine.tokenizer.backend
+    encoding = backend.encode(text)
+    assert answer["tokens"] == encoding.ids
+    assert answer["token_strs"] == encoding.tokens
+    decoded = await http.post("/detokenize", json={"tokens": answer["tokens"]})
+    assert decoded.json()["prompt"] == backend.decode(encoding.ids, skip_special_tokens=False)
+    body = {"messages": [USER], "model": engine.info.model}
+    counted = (await http.post("/tokenize", json=body)).json()["count"]
+    usage = (await http.post("/v1/chat/completions", json={**body, "max_tokens": 1})).json()["usage"]
+    assert counted == usage["prompt_tokens"]
+    assert (await http.post("/tokenize", json={"prompt": ""})).json()["count"] == 0
+    too_many = await http.post("/tokenize", json={"prompt": "Hi " * engine.info.max_model_len})
+    assert too_many.json()["error"]["code"] == "context_length_exceeded"
+    unknown = await http.post("/detokenize", json={"tokens": [engine.info.vocab_size]})
+    assert unknown.json()["error"]["param"] == "tokens"

@@ -101,6 +101,7 @@ def test_document_lists_every_route_and_status():
         "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
         "/health", "/ready", "/ping", "/live", "/metrics", "/engine", "/version",
+        "/tokenize", "/detokenize", "/tokenizer_info",
     }  # fmt: skip
     generation = DOCUMENT["paths"]["/v1/completions"]["post"]
     statuses = {"200", "400", "401", "404", "413", "415", "429", "500", "503", "504"}

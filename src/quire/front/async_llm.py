@@ -194,6 +194,30 @@ class AsyncLLM:
         processed = await self._threads.run(length_of(messages, params), call, may_wait=True)
         return processed.core_request.prompt_token_ids
 
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text.
+
+        Args:
+            text: may be empty.
+            add_special_tokens: whether those that the model wants around it are among them.
+
+        Raises:
+            InvalidRequestError: the text is too long for the model, or no Unicode text.
+        """
+        await self.wait_until_ready()
+        call = functools.partial(self._requests.inputs.tokenize, text, add_special_tokens=add_special_tokens)
+        return await self._threads.run(len(text), call)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included.
+
+        Raises:
+            InvalidRequestError: an id is not in the vocabulary.
+        """
+        await self.wait_until_ready()
+        call = functools.partial(self._requests.inputs.detokenize, token_ids)
+        return await self._threads.run(length_of(token_ids, None), call)
+
     def abort(self, request_id: str) -> None:
         """Abort a request; its generator yields a last output with finish reason "abort"."""
         self._requests.abort(request_id)

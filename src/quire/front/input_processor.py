@@ -140,6 +140,24 @@ class InputProcessor:
         shown = frozenset(token_id for token_id in found if token_id is not None)
         return dataclasses.replace(processed, shown_token_ids=shown) if shown else processed
 
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text, which may be empty.
+
+        Raises:
+            InvalidRequestError: it is too long for a prompt, or no Unicode text.
+        """
+        require_text(text, "prompt")
+        return self._encode_prompt(text, add_special_tokens=add_special_tokens) if text else []
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included.
+
+        Raises:
+            InvalidRequestError: an id is not in the vocabulary.
+        """
+        self._check_vocabulary(token_ids, "tokens")
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the prompt's tokens, checked."""
         if not isinstance(prompt, str):

@@ -113,6 +113,13 @@ class LiveRequests:
         assert self._info is not None, "the engine is not ready"
         return self._info
 
+    @property
+    def inputs(self) -> InputProcessor:
+        """What checks and tokenizes requests; available once the engine is ready."""
+        self.raise_failure()
+        assert self._inputs is not None, "the engine is not ready"
+        return self._inputs
+
     def raise_failure(self) -> None:
         """If the engine has ended, raise the reason."""
         if self.failure is not None:
@@ -122,17 +129,13 @@ class LiveRequests:
         self, prompt: str | Sequence[int], params: SamplingParams, **options: Any
     ) -> ProcessedRequest:
         """Validate and tokenize a request; see `InputProcessor.process` for `options` and errors."""
-        self.raise_failure()
-        assert self._inputs is not None, "the engine is not ready"
-        return self._inputs.process(prompt, params, **options)
+        return self.inputs.process(prompt, params, **options)
 
     def prepare_chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, **options: Any
     ) -> ProcessedRequest:
         """Like `prepare`, for a conversation, which the chat template turns into a prompt."""
-        self.raise_failure()
-        assert self._inputs is not None, "the engine is not ready"
-        return self._inputs.process_chat(messages, params, **options)
+        return self.inputs.process_chat(messages, params, **options)
 
     def submit(
         self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None

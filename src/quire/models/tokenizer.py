@@ -29,6 +29,9 @@ _SHORT_TEXT = 2_000
 """Characters up to which the library's `encode` is used: it holds the interpreter's lock, but takes none of
 the library's threads, which may all be busy with long texts."""
 
+_FEW_TOKENS = 1_000
+"""Tokens up to which the library's `decode` is used, likewise."""
+
 
 _TEMPLATES_OWN = frozenset({"messages", "add_generation_prompt", "tools"})
 
@@ -97,9 +100,19 @@ class Tokenizer:
         return encoding
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; bytes that are not UTF-8 show as U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of token ids; bytes that are not UTF-8 show as U+FFFD.
+
+        Other threads run meanwhile if there are many.
+        """
+        if len(ids) <= _FEW_TOKENS:
+            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        else:
+            [text] = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_name(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it, such as `Ġthe`; empty if it has no such id."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
         """Return the text that a token stands for inside a sequence, its leading space included."""
@@ -117,6 +130,16 @@ class Tokenizer:
     def backend(self) -> tokenizers.Tokenizer:
         """The library's own tokenizer, for those who must know how it decodes."""
         return self._backend
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Text of the tokens with a role, by its name, such as bos_token."""
+        return MappingProxyType(self._special_tokens)
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Ids of the tokens that were added to the vocabulary, special or not, by their text."""
+        return MappingProxyType(self._added_token_ids)
 
     @property
     def has_chat_template(self) -> bool:

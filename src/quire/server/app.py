@@ -41,7 +41,13 @@ from quire.server.openai_responses.handlers import (
     get_response,
     list_input_items,
 )
-from quire.server.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint, openapi_document
+from quire.server.openapi import (
+    GENERATION_ERRORS,
+    PROMPT_ERRORS,
+    TOKENIZATION_ERRORS,
+    Endpoint,
+    openapi_document,
+)
 from quire.server.paths import READINESS_PATHS, CanonicalPath
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.requests import get_request, list_requests
@@ -49,6 +55,7 @@ from quire.server.responses import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    DetokenizedText,
     EngineDescription,
     Health,
     KVEventSource,
@@ -57,12 +64,21 @@ from quire.server.responses import (
     ModelList,
     ServedCall,
     ServedCallList,
+    TokenizerInfo,
+    Tokens,
     Version,
     encode,
     json_response,
 )
 from quire.server.root_path import RootPath
 from quire.server.tenants import Tenants
+from quire.server.tokenization import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 from quire.server.validation import read_body
 
 if TYPE_CHECKING:
@@ -334,6 +350,23 @@ ENDPOINTS = (
         error_answer=ErrorAnswer,
         error_shape=error_answer,
     ),
+    Endpoint(
+        method="POST",
+        path="/tokenize",
+        handler=tokenize,
+        body=TokenizeRequest,
+        answer=Tokens,
+        errors=TOKENIZATION_ERRORS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/detokenize",
+        handler=detokenize,
+        body=DetokenizeRequest,
+        answer=DetokenizedText,
+        errors=TOKENIZATION_ERRORS,
+    ),
+    Endpoint(method="GET", path="/tokenizer_info", handler=tokenizer_info, answer=TokenizerInfo),
     Endpoint(method="GET", path="/v1/models", handler=list_models, answer=ModelList),
     Endpoint(
         method="GET",

@@ -104,9 +104,9 @@ class Conversation:
         thought_format = self._context.thought_format
         return stream if thought_format is None else self._noting_thought(thought_format, stream)
 
-    async def count_prompt_tokens(self) -> int:
-        """Return the number of tokens of the prompt."""
-        return len(await self._context.llm.tokenize_chat(self._messages, **self._template_options()))
+    async def prompt_tokens(self) -> list[int]:
+        """Return the tokens of the prompt."""
+        return await self._context.llm.tokenize_chat(self._messages, **self._template_options())
 
     def _thought_options(self) -> dict[str, Any]:
         thought_format = self._context.thought_format

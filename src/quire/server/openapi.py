@@ -27,6 +27,11 @@ PROMPT_ERRORS = {
     415: "The body is not JSON.",
     503: "The engine is not available.",
 }
+TOKENIZATION_ERRORS = {
+    **PROMPT_ERRORS,
+    429: "Too many texts wait to be tokenized.",
+    504: "The text was not tokenized in time.",
+}
 GENERATION_ERRORS = {
     **PROMPT_ERRORS,
     429: "The queue is full; see Retry-After.",

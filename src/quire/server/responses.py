@@ -267,6 +267,42 @@ class EngineDescription(Struct, kw_only=True):
     kv_events: KVEventSource | None = None
 
 
+class Tokens(Struct, kw_only=True):
+    """Answer of /tokenize; `token_strs` are the tokens as the vocabulary spells them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizedText(Struct, kw_only=True):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class AddedToken(Struct, kw_only=True):
+    """A token that was added to the vocabulary; special ones are left out of texts."""
+
+    content: str
+    special: bool
+
+
+class TokenizerInfo(Struct, kw_only=True):
+    """Answer of /tokenizer_info, as in a `tokenizer_config.json`; `tokenizer_class` is of transformers."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    model_max_length: int
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    added_tokens_decoder: dict[str, AddedToken]
+    chat_template: str | None
+
+
 class Version(Struct, kw_only=True):
     """Answer of /version."""
 

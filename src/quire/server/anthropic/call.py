@@ -66,8 +66,8 @@ async def count_message_tokens(request: Request, body: CountTokensRequest) -> Re
     """Count the tokens of a conversation's prompt."""
     context = context_of(request)
     context.require_model(body.model)
-    number = await Conversation(context, body).count_prompt_tokens()
-    return json_response(TokenCount(input_tokens=number))
+    tokens = await Conversation(context, body).prompt_tokens()
+    return json_response(TokenCount(input_tokens=len(tokens)))
 
 
 class _MessagesCall(GenerationCall[MessagesRequest]):
