@@ -38,7 +38,7 @@ async def test_the_prompts_of_a_call_start_a_few_per_turn_of_the_loop():
         request_ids=[f"request-{index}" for index in range(num_prompts)],
         num_sequences=1,
         calls=LiveCalls(),
-        metrics=Metrics(),
+        metrics=Metrics("fake"),
     )
     async with contextlib.aclosing(outputs):
         served = [index async for index, _ in outputs]

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import served
-from raw_http import COMPLETION, RawConnection, chunked, completion_head, request
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
+from raw_http import COMPLETION, RawConnection, chunked, completion_head, request
 
 CHUNKED = "Transfer-Encoding: chunked"
 MAX_HEADER_BYTES = 2000

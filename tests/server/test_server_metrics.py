@@ -8,6 +8,7 @@ from fake_llm import REPLY
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
+from quire.server.vllm_metrics import NAMES
 
 
 async def samples(http):
@@ -39,6 +40,27 @@ async def test_engine_figures(http):
     assert values["quire_timeouts_total",] == 3
     assert values["quire_loaded_kv_tokens_total",] == 64
     assert values["quire_failed_kv_loads_total",] == 2
+
+
+async def test_figures_under_vllms_names(http, client):
+    await client.completions.create(model="fake", prompt="Hi", max_tokens=3)
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families((await http.get("/metrics")).text)
+        if family.name.removesuffix("_total") in {*NAMES, *NAMES.values()}
+    }
+    for ours, theirs in NAMES.items():
+        own, other = families[ours], families[theirs]
+        assert other.type == own.type
+        expected = {
+            (sample.name.replace(ours, theirs), tuple(sample.labels.values())): sample.value
+            for sample in own.samples
+            if "refused" not in sample.labels.values()
+        }
+        added = [(one.labels.pop("model_name"), one.labels.pop("engine")) for one in other.samples]
+        assert set(added) == {("fake", "0")}
+        assert {(one.name, tuple(one.labels.values())): one.value for one in other.samples} == expected
+    assert families["vllm:request_success"].samples[0].labels.keys() >= {"finished_reason"}
 
 
 async def test_figures_of_the_kv_tier(http, llm):

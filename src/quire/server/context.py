@@ -48,7 +48,7 @@ class ServerContext:
         self.model_name = config.served_model_name or llm.info.model
         self.version = importlib.metadata.version("quire")
         self.started_at = int(time.time())
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.model_name)
         self.calls = LiveCalls()
         self.ignored_names = IgnoredNames()
         self.tenants = tenants or Tenants(config.api_key, config.api_keys_file)

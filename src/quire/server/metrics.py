@@ -15,6 +15,7 @@ from quire.front.resumption import RecoveryStats
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
+from quire.server.vllm_metrics import VLLMMetrics
 
 Row = tuple[str, str, float]
 """Name, meaning and value of a metric."""
@@ -293,10 +294,16 @@ def _families(gauges: Iterable[Row], counters: Iterable[Row]) -> Iterator[Metric
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in registries of its own.
 
-    def __init__(self) -> None:
+    Args:
+        model_name: as clients know it; a label of those that have vLLM's names.
+    """
+
+    def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        self._vllm_registry = CollectorRegistry()
+        self._vllm_registry.register(VLLMMetrics(self.registry, model_name))
         self.engine = EngineCollector()
         self.registry.register(self.engine)
         self.prompt_tokens = self._counter(
@@ -330,7 +337,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Return everything in the Prometheus text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(self._vllm_registry)
 
 
 class RequestTimer:
