@@ -58,6 +58,14 @@ def test_token_ids_are_a_prompt(llm):
     assert by_ids.prompt is None
 
 
+def test_prompts_as_vllms_users_write_them(llm):
+    ids = llm.get_tokenizer().encode("the cache")
+    [expected] = llm.generate("the cache", GREEDY)
+    forms = ["the cache", ids, {"prompt": "the cache"}, {"prompt_token_ids": ids, "prompt": "shown"}]
+    for outputs in (llm.generate(forms, GREEDY), [llm.generate(form, GREEDY)[0] for form in forms]):
+        assert [output.outputs for output in outputs] == [expected.outputs] * len(forms)
+
+
 def test_n_completions_have_seeds_of_their_own(llm):
     params = SamplingParams(n=3, seed=7, max_tokens=10, ignore_eos=True)
     (output,) = llm.generate("the", params)
@@ -210,12 +218,28 @@ def test_a_request_that_cannot_be_sent_leaves_nothing(llm, monkeypatch):
     assert not requests_of(llm).outputs
 
 
-@pytest.mark.parametrize("prompts", [{"prompt_token_ids": [1, 2]}, None, iter(["a"]), 5])
+@pytest.mark.parametrize("prompts", [None, iter(["a"]), 5])
 def test_what_is_neither_a_prompt_nor_prompts_is_refused(llm, prompts):
     with pytest.raises(InvalidRequestError, match=f"prompts.*{type(prompts).__name__}"):
         llm.generate(prompts)
     with pytest.raises(InvalidRequestError, match=f"messages.*{type(prompts).__name__}"):
         llm.chat(prompts)
+
+
+@pytest.mark.parametrize(
+    "prompt", [{}, {"prompt": None}, {"text": "a"}, {"prompt": "a", "multi_modal_data": {}}]
+)
+def test_mappings_that_are_no_prompts_are_refused(llm, prompt):
+    for prompts in (prompt, ["a", prompt]):
+        with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
+            llm.generate(prompts)
+
+
+def test_progress_by_vllms_name(llm, capsys):
+    llm.generate("a", GREEDY, use_tqdm=True)
+    assert "1/1" in capsys.readouterr().err
+    llm.generate("a", GREEDY, use_tqdm=False, progress=True)
+    assert capsys.readouterr().err == ""
 
 
 def test_progress_is_shown_on_standard_error(llm, capsys):

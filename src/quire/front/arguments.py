@@ -18,6 +18,10 @@ from quire.errors import ConfigError, InvalidRequestError, nearest_name
 T = TypeVar("T")
 
 TextOrTokenIds = str | Sequence[int]
+PromptForm = TextOrTokenIds | Mapping[str, Any]
+"""Text, token ids, or a mapping with either."""
+
+_PROMPT_KEYS = ("prompt_token_ids", "prompt")  # of mappings; the first of them that is there counts
 
 _Part = type[SchedulerConfig] | type[SpeculationConfig] | type[SupervisionConfig] | type[ChatTemplateConfig]
 _PARTS: dict[str, _Part] = {  # by field of EngineConfig
@@ -57,14 +61,33 @@ def _field_names(cls: type) -> list[str]:
 
 
 def prompts_of(given: Any) -> list[Any]:
-    """Return `given` as a list of prompts; it is one prompt (text or token ids) or a sequence of them.
+    """Return `given` as a list of prompts, each text or token ids; it is one prompt or a sequence of them.
+
+    A prompt may also be a mapping with `prompt` or `prompt_token_ids`, as vLLM has them.
 
     Raises:
-        InvalidRequestError: it is neither.
+        InvalidRequestError: it is none of these.
     """
-    _require_sequence(given, "prompts", "a string, a list of token ids, or a sequence of these")
+    if isinstance(given, Mapping):
+        return [_unwrapped(given)]
+    _require_sequence(given, "prompts", "a string, a list of token ids, a mapping, or a sequence of these")
     is_one = isinstance(given, str) or bool(given and type(given[0]) is int)
-    return [given] if is_one else list(given)
+    return [given] if is_one else [_unwrapped(one) for one in given]
+
+
+def _unwrapped(prompt: Any) -> Any:
+    """Return what a mapping has as a prompt; anything else as it is."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for name in prompt:
+        if name not in _PROMPT_KEYS:
+            raise InvalidRequestError(
+                f"a prompt has {name!r:.80}; it may have {' or '.join(_PROMPT_KEYS)}", param="prompts"
+            )
+    given = [prompt[name] for name in _PROMPT_KEYS if prompt.get(name) is not None]
+    if not given:
+        raise InvalidRequestError(f"a prompt has neither of {' and '.join(_PROMPT_KEYS)}", param="prompts")
+    return given[0]
 
 
 def conversations_of(given: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quire.config import BUILT_IN_MODEL
 from quire.engine.messages import EngineInfo
-from quire.front.arguments import TextOrTokenIds, conversations_of, engine_config, one_for_each, prompts_of
+from quire.front.arguments import PromptForm, conversations_of, engine_config, one_for_each, prompts_of
 from quire.front.batch import Batch
 from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
@@ -77,10 +77,11 @@ class LLM:
 
     def generate(
         self,
-        prompts: TextOrTokenIds | Sequence[TextOrTokenIds],
+        prompts: PromptForm | Sequence[PromptForm],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        use_tqdm: bool | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Complete prompts and return their outputs in the same order.
@@ -90,9 +91,11 @@ class LLM:
         engine stays usable.
 
         Args:
-            prompts: one prompt or several; each is text, or token ids.
+            prompts: one prompt or several; each is text, token ids, or `{"prompt": text}` or
+                `{"prompt_token_ids": ids}`.
             sampling_params: for all prompts, or one for each; None: the defaults.
             progress: show a progress bar on standard error.
+            use_tqdm: vLLM's name of `progress`; it wins if it is given.
             options: fields of `RequestOptions`, for all prompts: priority, cache_salt, tenant, timeout, …
 
         Raises:
@@ -104,7 +107,7 @@ class LLM:
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         prepare = self._session.requests.prepare
         requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
-        return self._run(requests, progress)
+        return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
 
     def chat(
         self,
@@ -112,6 +115,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        use_tqdm: bool | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Like `generate`, for one or several conversations, which the chat template turns into prompts."""
@@ -120,7 +124,7 @@ class LLM:
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         prepare = self._session.requests.prepare_chat
         requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
-        return self._run(requests, progress)
+        return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
 
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler."""
