@@ -130,6 +130,16 @@ def test_what_a_prompt_begins(prompt, is_open):
 
 
 @pytest.mark.parametrize(
+    ("continued", "is_open"),
+    [("", False), ("\n", False), ("Well", None), ("<think>Hm", True), ("<think>Hm</think>So", None)],
+)
+def test_what_the_beginning_of_an_answer_begins(continued, is_open):
+    one = THOUGHT_FORMATS["think"]
+    expected = None if is_open is None else ExpectedThought(one, is_open)
+    assert expected_thought(one, f"<|im_start|>assistant\n{continued}", continued) == expected
+
+
+@pytest.mark.parametrize(
     ("template", "name"),
     [
         ("{%- if enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}", "think"),

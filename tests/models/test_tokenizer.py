@@ -224,6 +224,35 @@ def test_chat_template_equals_transformers(tmp_path: Path, name: str, add_genera
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=add_generation_prompt) == expected
 
 
+@pytest.mark.parametrize("content", ["", "It is", "Two  ", "a\n\nb"])
+def test_a_continued_message_equals_transformers(tmp_path: Path, content: str) -> None:
+    make_tokenizer(tmp_path, chat_template=TEMPLATES["chatml"])
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    whole = from_transformers(tmp_path).apply_chat_template(messages, tokenize=False)
+    tokenizer = read_tokenizer(tmp_path)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    assert whole.startswith(text)
+    assert text.endswith(f"assistant\n{content}")
+
+
+@pytest.mark.parametrize(
+    ("message", "template", "words"),
+    [
+        ({"content": None}, "chatml", "has no text"),
+        ({"content": "a", "tool_calls": [{}]}, "chatml", "calls tools"),
+        ({"content": "a"}, "namespaces", "does not show the content"),
+    ],
+)
+def test_a_message_that_cannot_be_continued(tmp_path: Path, message, template: str, words: str) -> None:
+    make_tokenizer(tmp_path, chat_template=TEMPLATES[template])
+    messages = [*MESSAGES, {"role": "assistant", **message}]
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        read_tokenizer(tmp_path).apply_chat_template(
+            messages, add_generation_prompt=False, continue_final_message=True
+        )
+    assert caught.value.param == "continue_final_message"
+
+
 def _set_template(directory: Path, template: Any) -> Tokenizer:
     make_tokenizer(directory)
     settings = json.loads((directory / "tokenizer_config.json").read_text())

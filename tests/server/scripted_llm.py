@@ -31,8 +31,9 @@ class ScriptedLLM(FakeLLM):
         last = [{"role": "user", "content": messages[-1]["content"] or "call"}]
         return super().chat(last, sampling_params, **options)
 
-    async def tokenize_chat(self, messages, *, tools=None):
+    async def tokenize_chat(self, messages, *, tools=None, **options):
         self.conversation = messages, tools, ()
+        self.tokenize_options = options
         return list(range(len(messages)))
 
     def _tokens(self, params, index):

@@ -256,3 +256,25 @@ async def test_tokens_are_those_of_the_engine(http, engine):
     assert too_many.json()["error"]["code"] == "context_length_exceeded"
     unknown = await http.post("/detokenize", json={"tokens": [engine.info.vocab_size]})
     assert unknown.json()["error"]["param"] == "tokens"
+
+
+async def test_an_answer_continues_the_last_message(http, engine):
+    name = engine.info.model
+    conversation = {"model": name, "messages": [USER, {"role": "assistant", "content": "I am"}]}
+    continued = {**conversation, "continue_final_message": True}
+    tokens = (await http.post("/tokenize", json=continued)).json()["tokens"]
+    assert engine.tokenizer.decode(tokens, skip_special_tokens=False).endswith("I am")
+    limits = {"max_tokens": 8, "temperature": 0}
+    expected = (await http.post("/v1/completions", json={"model": name, "prompt": tokens, **limits})).json()[
+        "choices"
+    ][0]["text"]
+    answer = (await http.post("/v1/chat/completions", json={**continued, **limits})).json()
+    assert answer["choices"][0]["message"]["content"] == expected
+    prefilled = (await http.post("/v1/messages", json={**conversation, **limits})).json()
+    assert prefilled["content"][0]["text"] == expected
+    both = await http.post("/v1/chat/completions", json={**continued, "add_generation_prompt": True})
+    assert both.json()["error"]["param"] == "continue_final_message"
+    bare = await http.post("/tokenize", json={**conversation, "add_generation_prompt": False})
+    whole = await http.post("/tokenize", json=conversation)
+    assert whole.json()["tokens"][: bare.json()["count"]] == bare.json()["tokens"]
+    assert whole.json()["count"] > bare.json()["count"]

@@ -83,11 +83,21 @@ def thought_format_of_template(source: str) -> str | None:
     return None
 
 
-def expected_thought(thought_format: ThoughtFormat, prompt: str) -> ExpectedThought | None:
+def expected_thought(
+    thought_format: ThoughtFormat, prompt: str, continued: str = ""
+) -> ExpectedThought | None:
     """Return the thought that the answer to a prompt may begin with; None: the prompt has ended it.
 
     Templates end a thought in the prompt, an empty one, for a model that is not to think.
+
+    Args:
+        thought_format: of the model.
+        prompt: text that the template has written.
+        continued: the beginning of the answer, if that is at the end of the prompt.
     """
+    if continued.strip():
+        is_open = continued.rfind(thought_format.start) > continued.rfind(thought_format.end)
+        return ExpectedThought(thought_format, is_open=True) if is_open else None
     said = prompt.rstrip()
     if said.endswith(thought_format.end):
         return None

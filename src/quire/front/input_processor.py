@@ -64,6 +64,7 @@ class InputProcessor:
         *,
         request_id: str | None = None,
         prompt_text: str | None = None,
+        add_special_tokens: bool = True,
         shorten_output: bool = False,
         **options: Any,
     ) -> ProcessedRequest:
@@ -74,6 +75,7 @@ class InputProcessor:
             params: as given by the caller.
             request_id: None: generated.
             prompt_text: the text of a prompt of token ids, for the output.
+            add_special_tokens: whether a text gets the tokens that the model wants around it.
             shorten_output: whether a `max_tokens` beyond the model's maximum length means as many as fit.
             options: fields of `RequestOptions`.
 
@@ -85,7 +87,7 @@ class InputProcessor:
         serial = next(self._serial)
         request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
         require_text(request_id, "request_id", allow_empty=False)
-        token_ids = self._token_ids(prompt)
+        token_ids = self._token_ids(prompt, add_special_tokens=add_special_tokens)
         params = self._resolve(params, len(token_ids), shorten_output=shorten_output)
         assert params.seed is not None
         core_request = EngineCoreRequest(
@@ -113,6 +115,9 @@ class InputProcessor:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         marks: Iterable[str] = (),
         thought: ThoughtControl | None = None,
         **options: Any,
@@ -124,15 +129,26 @@ class InputProcessor:
             params: as given by the caller.
             tools: that the model may call, as OpenAI's API describes them.
             chat_template_kwargs: variables for the chat template, such as enable_thinking.
+            add_generation_prompt: whether the prompt ends with what begins the model's message; None: unless
+                the last message is continued.
+            continue_final_message: whether the answer continues the last message.
+            add_special_tokens: whether the tokens that the model wants around a text are added; most
+                templates have written them.
             marks: texts that are shown in the output even if they are special tokens.
             thought: what is asked of the thought that the answer may begin with; None: nothing.
             options: as for `process`.
         """
         self._check_conversation(messages)
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         text = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tools=tools, variables=chat_template_kwargs
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=chat_template_kwargs,
         )
-        token_ids = self._encode_prompt(text, add_special_tokens=False)
+        token_ids = self._encode_prompt(text, add_special_tokens=add_special_tokens)
         if thought is not None:
             params = params_with_thought(params, thought, text, self._tokenizer)
         processed = self.process(token_ids, params, prompt_text=text, **options)
@@ -158,7 +174,7 @@ class InputProcessor:
         self._check_vocabulary(token_ids, "tokens")
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _token_ids(self, prompt: str | Sequence[int], *, add_special_tokens: bool) -> list[int]:
         """Return the prompt's tokens, checked."""
         if not isinstance(prompt, str):
             if isinstance(prompt, Sequence):
@@ -168,7 +184,7 @@ class InputProcessor:
             self._check_vocabulary(token_ids, "prompt")
             return token_ids
         self._check_length(len(prompt) and 1)
-        return self._encode_prompt(prompt)
+        return self._encode_prompt(prompt, add_special_tokens=add_special_tokens)
 
     def _encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt; one that is much too long is refused before it is tokenized."""

@@ -21,11 +21,13 @@ class ThoughtControl:
         format: of the model's thoughts.
         budget: maximum number of tokens; None: as many as it takes.
         budget_message: said before the thought is ended because the budget is spent.
+        continued: the beginning of the answer that is in the prompt already.
     """
 
     format: ThoughtFormat
     budget: int | None = None
     budget_message: str = ""
+    continued: str = ""
 
 
 def params_with_thought(
@@ -42,7 +44,7 @@ def params_with_thought(
         tokenizer: of the model.
     """
     structure = params.structured_outputs
-    expected = expected_thought(control.format, prompt)
+    expected = expected_thought(control.format, prompt, control.continued)
     if expected is None or (structure is None and control.budget is None):
         return params
     marks = control.format

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
@@ -160,10 +161,14 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return a conversation as the text that the model was trained on.
+
+        With `add_generation_prompt`, it ends where the next message begins; with `continue_final_message`
+        instead, where the content of the last one ends.
 
         Encode it with `add_special_tokens=False`: the template has put them in. The call waits for another
         process, which renders it. `tools` are those that the model may call, as OpenAI's API describes them;
@@ -171,7 +176,8 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: the model has no template, its template refuses the messages or takes too
-                much time or memory for them, or a variable has a name that is taken.
+                much time or memory for them, a variable has a name that is taken, or the last message
+                cannot be continued.
             RequestTimeoutError: the machine is too busy.
             QueueFullError: no process can be started.
         """
@@ -182,9 +188,24 @@ class Tokenizer:
                 "it out",
                 param="chat_template_kwargs",
             )
-        return self._template_renderer.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
-        )
+        render = functools.partial(self._template_renderer.render, tools=tools, variables=variables)
+        if not continue_final_message:
+            return render(messages, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt are both true; the answer either continues "
+                "the last message or begins another: leave add_generation_prompt out",
+                param="continue_final_message",
+            )
+        mark = secrets.token_hex(16)  # nobody can have written it before
+        text, found, _ = render(_with_mark(messages, mark), add_generation_prompt=False).rpartition(mark)
+        if not found:
+            raise InvalidRequestError(
+                "the chat template does not show the content of the last message, so it cannot be continued; "
+                "leave continue_final_message out",
+                param="continue_final_message",
+            )
+        return text
 
     def check_chat_template(self) -> None:
         """Render a small conversation, so that later ones find a process.
@@ -214,6 +235,19 @@ class Tokenizer:
         """A token to put in front of another, since some decoders drop a sequence's first space."""
         ids = self.encode("a", add_special_tokens=False)[-1:]
         return ids, self.decode(ids, skip_special_tokens=False)
+
+
+def _with_mark(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
+    """Return the messages with a mark at the end of the last one's content."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if not isinstance(content, str) or last.get("tool_calls"):
+        raise InvalidRequestError(
+            "the last message calls tools or has no text; only a text can be continued: leave "
+            "continue_final_message out, or send the message's text",
+            param="continue_final_message",
+        )
+    return [*messages[:-1], {**last, "content": content + mark}]
 
 
 def _refuse_surrogates(text: str, error: Exception) -> None:

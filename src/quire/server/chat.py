@@ -51,6 +51,8 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
                 "not tell how it thinks; leave it out, or start the server with --reasoning-format",
                 param="thinking_token_budget",
             )
+        options = body.prompt_options()
+        options.note_documents_without_effect(self._context.chat_template, leniency_of(request))
         can_think = self._context.thought_format is not None
         template, leniency = self._context.chat_template, leniency_of(request)
         body.thinking_options().note_effort_without_effect(template, leniency, can_think=can_think)

@@ -42,6 +42,8 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
 
     def _streams(self) -> Sequence[OutputStream]:
         body, options = self._body, self._request_options()
+        if body.add_special_tokens is not None:
+            options["add_special_tokens"] = body.add_special_tokens
         streams: list[OutputStream] = [
             self._context.llm.generate(prompt, self._params, request_id=request_id, **options)
             for prompt, request_id in zip(body.prompts, self._request_ids, strict=True)

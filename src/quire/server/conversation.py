@@ -24,6 +24,7 @@ from quire.request_output import CompletionOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import ServerContext
 from quire.server.generation import OutputStream
+from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -51,6 +52,9 @@ class ConversationBody(Protocol):
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""
 
+    def prompt_options(self) -> PromptOptions:
+        """Return how the messages become a prompt."""
+
 
 class Conversation:
     """A conversation that the model is to continue.
@@ -72,6 +76,7 @@ class Conversation:
         self._tool_use = body.tool_use()
         self._call_format: ToolCallFormat | None = None
         self._thinking = body.thinking_options()
+        self._prompt_options = body.prompt_options()
         self._thought: ExpectedThought | None = None  # known with the first output
         self._readers: dict[int, AnswerReader] = {}  # by index of the completion
         self._thought_tokens: dict[int, ThoughtTokens] = {}  # likewise
@@ -114,7 +119,13 @@ class Conversation:
         if thought_format is None or (budget is None and self.params.structured_outputs is None):
             return {}
         message = self._context.config.thinking_budget_message
-        return {"thought": ThoughtControl(thought_format, budget, message)}
+        return {"thought": ThoughtControl(thought_format, budget, message, self._continued)}
+
+    @property
+    def _continued(self) -> str:
+        """The beginning of the answer that is in the prompt already."""
+        continues = self._prompt_options.continue_final_message
+        return str(self._messages[-1]["content"] or "") if continues else ""
 
     def _marks(self) -> Iterator[str]:
         """Yield the texts that are read in answers, also where they are special tokens."""
@@ -125,10 +136,13 @@ class Conversation:
 
     def _template_options(self) -> dict[str, Any]:
         """Return what the chat template gets to see besides the messages."""
-        options: dict[str, Any] = {}
+        options = self._prompt_options.given()
         if self._tool_use is not None:
             options["tools"] = [tool.for_template() for tool in self._tool_use.tools]
-        if variables := self._thinking.variables(self._context.chat_template):
+        variables = self._thinking.variables(self._context.chat_template)
+        if self._prompt_options.documents is not None:
+            variables = {"documents": self._prompt_options.documents, **variables}
+        if variables:
             options["chat_template_kwargs"] = variables
         return options
 
@@ -137,7 +151,7 @@ class Conversation:
         async with contextlib.aclosing(stream) as outputs:
             async for output in outputs:
                 if self._thought is None:
-                    self._thought = expected_thought(thought_format, output.prompt or "")
+                    self._thought = expected_thought(thought_format, output.prompt or "", self._continued)
                 yield output
 
     def reader(self, completion: CompletionOutput) -> AnswerReader:

@@ -37,6 +37,7 @@ from quire.sampling_params import (
 )
 from quire.server.chat_messages import ChatMessage, messages_for_template
 from quire.server.leniency import Ignorable, Leniency
+from quire.server.prompt_options import PromptFields
 from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ResponseFormat, StructuredOutputs
 from quire.server.strict_model import (
@@ -269,6 +270,9 @@ class CompletionRequest(GenerationRequest):
         None, description="Put the prompt in front of the text. With max_tokens 0: return only the prompt."
     )
     logprobs: NumLogprobs | None = optional_field(SamplingParams, "logprobs")
+    add_special_tokens: bool | None = Field(
+        None, description="Add the tokens that the model wants around a text to it. Default: true."
+    )
     suffix: Unsupported = None
 
     @property
@@ -308,7 +312,7 @@ class CompletionRequest(GenerationRequest):
         return self.checked_params(fields)
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(PromptFields, GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] = Field(

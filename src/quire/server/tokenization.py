@@ -16,6 +16,7 @@ from quire.sampling_params import TokenId
 from quire.server.chat_messages import ChatMessage, messages_for_template
 from quire.server.context import ServerContext, context_of
 from quire.server.conversation import Conversation
+from quire.server.prompt_options import PromptFields
 from quire.server.reasoning import Thinking
 from quire.server.responses import AddedToken, DetokenizedText, TokenizerInfo, Tokens, json_response
 from quire.server.strict_model import StrictModel
@@ -25,17 +26,13 @@ NAMES_PER_TURN = 2_000
 """Tokens that are spelled in one turn of the event loop."""
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(PromptFields):
     """Body of POST /tokenize: a text, or a conversation for the chat template."""
 
     model: str | None = Field(None, description="The served model's name. Default: whichever is served.")
     prompt: str | None = Field(None, description="The text.")
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = Field(
         None, description="The conversation."
-    )
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Add the tokens that the model wants around a text. Default: true.",
     )
     return_token_strs: bool | None = Field(
         None, description="Return the tokens as the vocabulary spells them, too."

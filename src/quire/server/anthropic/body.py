@@ -15,6 +15,7 @@ from quire.limits import PositiveInt, limits_of
 from quire.sampling_params import SamplingParams, StopText
 from quire.server.chat_messages import NAMES_OF_THOUGHTS
 from quire.server.leniency import Leniency
+from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field, text_or_list
 from quire.server.tool_fields import (
@@ -251,6 +252,12 @@ class CountTokensRequest(StrictModel):
         is_on = None if self.thinking is None else self.thinking.type != "disabled"
         budget = self.thinking.budget_tokens if is_on and self.thinking is not None else None
         return Thinking(is_on=is_on, is_shown=is_on is not False, budget=budget)
+
+    def prompt_options(self) -> PromptOptions:
+        """Return how the messages become a prompt: the answer continues a text of the assistant's."""
+        last = self.messages[-1]
+        calls_tools = any(isinstance(block, ToolUseBlock) for block in last.content)
+        return PromptOptions(continue_final_message=(last.role == "assistant" and not calls_tools) or None)
 
     def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them.

@@ -44,6 +44,7 @@ from quire.server.openai_responses.body import ResponsesRequest
 from quire.server.openai_responses.items import Item, messages_of
 from quire.server.openai_responses.keeping import Keeping
 from quire.server.openai_responses.output import ResponseOutput
+from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking
 from quire.server.responses import TokenLogprob
 from quire.status import FinishReason
@@ -74,6 +75,10 @@ class _Input:
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""
         return self._body.thinking_options()
+
+    def prompt_options(self) -> PromptOptions:
+        """Return how the conversation becomes a prompt."""
+        return PromptOptions()
 
 
 class ResponsesCall(GenerationCall[ResponsesRequest]):
