@@ -23,6 +23,13 @@ def help_of(*arguments: str, columns: int = 80) -> str:
     return result.stdout
 
 
+@pytest.mark.parametrize("arguments", [[], ["bench"], ["kv"]])
+def test_a_command_without_its_subcommand_shows_the_page(arguments):
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert result.stdout == help_of(*arguments)
+
+
 def test_the_first_page_lists_every_command_with_examples():
     page = help_of()
     assert all(f"\n  {command} " in page for command in COMMANDS)

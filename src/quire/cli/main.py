@@ -35,7 +35,6 @@ Examples:
 app = typer.Typer(
     name="quire",
     help=MANUAL,
-    no_args_is_help=True,
     add_completion=False,
     cls=ManualGroup,
     rich_markup_mode=None,

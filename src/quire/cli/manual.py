@@ -40,7 +40,14 @@ class ManualCommand(TyperCommand):
 
 
 class ManualGroup(TyperGroup):
-    """A command with subcommands; its --help is the first page of the manual."""
+    """A command with subcommands; by itself, it shows what --help shows: the first page of the manual."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Show the page if there are no arguments; that is no error."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def get_help(self, ctx: Any) -> str:
         """Return the page."""

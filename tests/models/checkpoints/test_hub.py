@@ -1,66 +1,46 @@
-"""Model names to directories, without a network."""
+"""Names of models that are not there: what may have been meant."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
-import huggingface_hub
 import pytest
-from huggingface_hub.utils import filter_repo_objects
 
 from quire.errors import ModelNotFoundError
-from quire.models.checkpoints import hub
+from quire.models.checkpoints.hub import resolve_model
 
 
-def test_a_directory_is_itself(tmp_path: Path) -> None:
-    assert hub.resolve_model(str(tmp_path)) == tmp_path
+@pytest.fixture
+def at_hand(tmp_path, monkeypatch):
+    """A directory and a GGUF file here, and a model in the hub's cache; the hub is not reached."""
+    (tmp_path / "qwen3-small").mkdir()
+    (tmp_path / "llama.gguf").touch()
+    (tmp_path / "notes.txt").touch()
+    cache = tmp_path / "cache"
+    (cache / "models--Qwen--Qwen3-0.6B").mkdir(parents=True)
+    (cache / "datasets--Qwen--Qwen3-0.7B").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    monkeypatch.chdir(tmp_path)
 
 
-def test_the_built_in_model_is_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub, "_BUILT_IN_DIRECTORY", tmp_path)
-    with pytest.raises(ModelNotFoundError, match="incomplete"):
-        hub.resolve_model("mini")
-    (tmp_path / "config.json").write_text("{}")
-    assert hub.resolve_model("mini") == tmp_path
+def unreachable(*_, **__):
+    raise OSError("no network")
 
 
-def test_a_hub_name_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {}
-
-    def snapshot_download(name: str, **kwargs: Any) -> str:
-        asked.update(kwargs, name=name)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert hub.resolve_model("Qwen/Qwen3-0.6B") == tmp_path
-    assert asked["name"] == "Qwen/Qwen3-0.6B"
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert not any(pattern.endswith(".bin") for pattern in asked["allow_patterns"])
-    files = ["model-00001-of-00002.safetensors", "consolidated.safetensors", "original/params.json"]
-    assert list(filter_repo_objects(files, **asked_patterns(asked))) == files[:1]
-
-
-def asked_patterns(asked: dict[str, Any]) -> dict[str, Any]:
-    return {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("minii", "mini"),
+        ("./qwen3-smal", "qwen3-small"),
+        ("llama.gguff", "llama.gguf"),
+        ("Qwen/Qwen3-0.6", "Qwen/Qwen3-0.6B"),
+        ("./minni", "mini"),
+    ],
+)
+def test_the_nearest_model_at_hand_is_named(at_hand, name, meant):
+    with pytest.raises(ModelNotFoundError, match=f"did you mean '{meant}'\\?"):
+        resolve_model(name)
 
 
-def test_what_was_tried_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def unreachable(name: str, **kwargs: Any) -> str:
-        raise OSError("no route to the hub\nand more lines")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(ModelNotFoundError, match=r"no directory of that name.*no route to the hub$"):
-        hub.resolve_model("some/model")
-
-
-def test_a_name_that_no_hub_has(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="not a valid hub name"):
-        hub.resolve_model(str(tmp_path / "not" / "here"))
-
-
-def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    with pytest.raises(ModelNotFoundError, match="is a file"):
-        hub.resolve_model(str(file))
+@pytest.mark.parametrize("name", ["notes", "bert-base", "missing/directory/x", "qwen"])
+def test_a_name_like_no_other_gets_no_hint(at_hand, name):
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve_model(name)
+    assert "did you mean" not in str(caught.value)

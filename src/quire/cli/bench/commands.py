@@ -29,7 +29,6 @@ Examples:
 
 app = typer.Typer(
     help=MANUAL,
-    no_args_is_help=True,
     cls=ManualGroup,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

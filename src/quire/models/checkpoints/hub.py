@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
 from pathlib import Path
 
 from quire.config import BUILT_IN_MODEL
@@ -11,6 +13,7 @@ from quire.models.checkpoints.gguf.location import SUFFIX as GGUF_SUFFIX
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]
 _SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in the publisher's own format
+_LIKENESS = 0.75  # from which a name is taken for a typo, as difflib counts it
 _BUILT_IN_DIRECTORY = Path(__file__).resolve().parents[2] / BUILT_IN_MODEL
 
 
@@ -49,7 +52,10 @@ def _download(name: str, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    tried = f"no model {name!r}: it is not {BUILT_IN_MODEL!r} (built in), there is no directory of that name"
+    tried = (
+        f"no model {name!r}{_hint(name)}: it is not {BUILT_IN_MODEL!r} (built in), there is no directory of "
+        "that name"
+    )
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
     except HFValidationError as error:
@@ -60,3 +66,29 @@ def _download(name: str, wanted: list[str]) -> Path:
             f"{tried}, and the Hugging Face hub did not give it: {type(error).__name__}: "
             f"{reason[0] if reason else 'no reason given'}"
         ) from error
+
+
+def _hint(name: str) -> str:
+    """Return which model that is at hand may be meant by a name that no model has; "" if none is like it."""
+    path = Path(name).expanduser()
+    beside = (str(one) for one in _entries(path.parent) if one.is_dir() or one.suffix == GGUF_SUFFIX)
+    known = sorted({*beside, BUILT_IN_MODEL, *_cached_names()})
+    close = difflib.get_close_matches(str(path), known, n=1, cutoff=_LIKENESS)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _cached_names() -> Iterator[str]:
+    """Yield the names of models in the hub's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    for one in _entries(Path(HF_HUB_CACHE)):
+        kind, _, name = one.name.partition("--")
+        if kind == "models" and name:
+            yield name.replace("--", "/")
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError:
+        return []
