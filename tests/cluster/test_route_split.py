@@ -8,7 +8,7 @@ from fake_upstream import ANSWER, EVENTS, PARAMS, TIMEOUT, FakeEngine
 PROMPT = "a prompt that is worth the detour " * 4
 BODY = {
     "model": "m", "prompt": PROMPT, "max_tokens": 9, "n": 2, "stream": False, "temperature": 0.5,
-    "cache_salt": "s", "min_tokens": 3, "logprobs": 2, "stop": ["x"],
+    "cache_salt": "s", "min_tokens": 3, "logprobs": 2, "stop": ["x"], "n_predict": 9,
 }  # fmt: skip
 FAULTS = [
     "429", "500", "503", "dies", "garbage", "dies in the head", "dies before the body", "hangs",

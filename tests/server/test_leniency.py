@@ -101,8 +101,7 @@ async def test_values_of_other_servers(http, llm, fields, expected):
         ({"top-p": 1}, "top-p", "did you mean 'top_p'?"),
         ({"tpo_p": 1}, "tpo_p", "did you mean 'top_p'?"),
         ({"strem": True}, "strem", "did you mean 'stream'?"),
-        ({"max_new_tokens": 5}, "max_new_tokens", "did you mean 'max_tokens'?"),
-        ({"guided_json": {}}, "guided_json", "did you mean 'structured_outputs'?"),
+        ({"guided_jsn": {}}, "guided_jsn", "did you mean 'guided_json'?"),
         (
             {"stream": True, "stream_options": {"include_usge": True}},
             "stream_options.include_usge",

@@ -10,6 +10,7 @@ import msgspec
 
 from quire.cluster.prefix_memory import chunk_keys
 from quire.errors import InvalidRequestError
+from quire.server.other_names import NAMES_OF_OTHER_SERVERS
 
 if TYPE_CHECKING:
     from quire.cluster.prefix_finder import CachedPrefixes
@@ -33,6 +34,7 @@ _OF_THE_OUTPUT = (  # parameters that have no influence on the KV of the prompt
     "structured_outputs",
     "top_logprobs",
     "use_beam_search",
+    *NAMES_OF_OTHER_SERVERS,
 )
 _ONE_TOKEN = {"max_tokens": Raw(b"1"), "n": Raw(b"1"), "stream": Raw(b"false")}
 _BETWEEN_ENGINES = "kv_transfer_params"

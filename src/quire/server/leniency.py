@@ -25,22 +25,6 @@ _MAX_SHORT_NAME = 5  # characters; up to here, two edits make another word
 _LONGEST_TYPO = 40  # characters
 _NOT_A_LETTER = re.compile(r"[^a-z0-9]")
 _OTHER_SERVERS_NAMES = frozenset({"models", "top_a", "top_n"})  # that are no typos of Quire's
-_SAME_MEANING = {  # other servers' names of what must not be ignored
-    "ebnf": "structured_outputs",
-    "grammar": "structured_outputs",
-    "guided_choice": "structured_outputs",
-    "guided_grammar": "structured_outputs",
-    "guided_json": "structured_outputs",
-    "guided_regex": "structured_outputs",
-    "json_schema": "response_format",
-    "max_new_tokens": "max_tokens",
-    "max_tokens_to_sample": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "regex": "structured_outputs",
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-}
 
 
 class Ignorable:
@@ -106,8 +90,6 @@ def typo_hint(name: str, known: frozenset[str]) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _hint(name: str, known: frozenset[str]) -> str | None:
-    if _SAME_MEANING.get(name) in known:
-        return f"did you mean {_SAME_MEANING[name]!r}?"
     close = [one for one in known if _looks_like(_letters(name), _letters(one))]
     return nearest_name(name, close) if close else None
 

@@ -37,6 +37,7 @@ from quire.sampling_params import (
 )
 from quire.server.chat_messages import ChatMessage, messages_for_template
 from quire.server.leniency import Ignorable, Leniency
+from quire.server.other_names import NAMES_OF_OTHER_SERVERS
 from quire.server.prompt_options import PromptFields
 from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ResponseFormat, StructuredOutputs
@@ -145,6 +146,8 @@ SharedFields = create_model(
 
 class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
     """Fields that completions and chat share."""
+
+    names_of_other_servers = NAMES_OF_OTHER_SERVERS
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
     logit_bias: LogitBias | None = optional_field(SamplingParams, "logit_bias")

@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 from quire.errors import nearest_name
 from quire.limits import Limits, limits_of, unmarked
 from quire.server.leniency import MAX_IGNORED_NAMES, Ignorable, Leniency, typo_hint
+from quire.server.other_names import with_own_names
 
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
@@ -50,6 +51,9 @@ class StrictModel(BaseModel):
 
     path_prefix: ClassVar[str] = ""
     """What a field's path begins with in a whole body."""
+
+    names_of_other_servers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Names that fields also have, and where their values belong; not taken by a strict server."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,10 +89,10 @@ def _without_ignored_names(
     """Return what has an effect; the rest is noted, and refused if it looks like a typo."""
     names = _names_of(cls)
     kept: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in with_own_names(values, cls.names_of_other_servers).items():
         known = names.get(name)
         if known is None:
-            hint = typo_hint(name, supported_names(cls))
+            hint = typo_hint(name, _names_meant(cls))
             if hint is None and not leniency.ignore(cls.path_prefix + name):
                 hint = f"and at most {MAX_IGNORED_NAMES} names without effect are taken"
             if hint is not None:
@@ -135,6 +139,12 @@ def _names_of(cls: type[BaseModel]) -> Mapping[str, _KnownName]:
 def supported_names(cls: type[BaseModel]) -> frozenset[str]:
     """Return the names that a model's body may have and that have an effect."""
     return frozenset(name for name, known in _names_of(cls).items() if known.is_supported)
+
+
+@functools.cache
+def _names_meant(cls: type[StrictModel]) -> frozenset[str]:
+    """Return the names that a typo may be of."""
+    return supported_names(cls).union(cls.names_of_other_servers)
 
 
 def _takes_integer(annotation: Any) -> bool:

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from quire.errors import InvalidRequestError
-from quire.server import protocol, strict_model
+from quire.server import other_names, protocol, strict_model
 from quire.server.bodies import bounded_body
 from quire.server.decompression import ENCODINGS, Decompressor
 from quire.server.errors import ApiError
@@ -147,6 +147,11 @@ def _explained(error: ErrorDetails) -> InvalidRequestError:
             context = error["ctx"]
             path = _path_text((*error["loc"], context["name"]))
             return InvalidRequestError(f"unknown parameter {path!r}; {context['hint']}", param=path)
+        case other_names.TWO_NAMES:
+            name, own_name = error["ctx"]["name"], error["ctx"]["own_name"]
+            return InvalidRequestError(
+                f"{name} and {own_name} mean the same and differ; give one of them", param=name
+            )
         case "missing":
             return InvalidRequestError(f"{path} is missing; it is required", param=param)
         case "none_required":

@@ -1,0 +1,72 @@
+"""What other servers call fields that Quire has under another name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+TWO_NAMES = "two_names"
+"""Type of the validation error about one thing that has two values; `name`, `own_name` in its context."""
+
+NAMES_OF_OTHER_SERVERS: Mapping[str, tuple[str, ...]] = {
+    "ebnf": ("structured_outputs", "grammar"),
+    "grammar": ("structured_outputs", "grammar"),
+    "guided_choice": ("structured_outputs", "choice"),
+    "guided_grammar": ("structured_outputs", "grammar"),
+    "guided_json": ("structured_outputs", "json"),
+    "guided_regex": ("structured_outputs", "regex"),
+    "json_schema": ("structured_outputs", "json"),
+    "max_new_tokens": ("max_tokens",),
+    "max_tokens_to_sample": ("max_tokens",),
+    "min_new_tokens": ("min_tokens",),
+    "n_predict": ("max_tokens",),
+    "num_predict": ("max_tokens",),
+    "regex": ("structured_outputs", "regex"),
+    "repeat_penalty": ("repetition_penalty",),
+    "stop_sequences": ("stop",),
+}
+"""Where the value of a field of vLLM, SGLang, llama.cpp, TGI or Ollama belongs."""
+
+_UNLIMITED = {"n_predict": -1, "num_predict": -1}
+
+
+def with_own_names(values: dict[str, Any], others: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return a body's values with those of other servers' names under Quire's.
+
+    Args:
+        values: by name.
+        others: the path of each name.
+
+    Raises:
+        PydanticCustomError: two names of one thing have different values.
+    """
+    if others.keys().isdisjoint(values):
+        return values
+    own = {name: value for name, value in values.items() if name not in others}
+    for name, path in others.items():
+        value = values.get(name)
+        if value is not None and value != _UNLIMITED.get(name):
+            own[path[0]] = _placed(own.get(path[0]), path, name, value)
+    return own
+
+
+def _placed(there: Any, path: tuple[str, ...], name: str, value: Any) -> Any:
+    """Return what is to be at the first part of `path`, where `there` is already."""
+    if len(path) == 1:
+        if there is not None and there != value:
+            raise PydanticCustomError(
+                TWO_NAMES, "two names of one thing differ", {"name": name, "own_name": path[0]}
+            )
+        return value
+    outer, inner = path
+    if there is not None and not isinstance(there, dict):
+        return there  # which is refused
+    parts = there or {}
+    if parts.get(inner) not in (None, value):
+        own_name = f"{outer}.{inner}"
+        raise PydanticCustomError(
+            TWO_NAMES, "two names of one thing differ", {"name": name, "own_name": own_name}
+        )
+    return {**parts, inner: value}
