@@ -36,12 +36,6 @@ def test_the_first_page_lists_every_command_with_examples():
     assert 'quire generate "What is a KV block?"' in page
 
 
-def test_no_arguments_show_the_first_page():
-    result = CliRunner().invoke(app, [])
-    assert "Commands" in result.output
-    assert "quire serve" in result.output
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_page_has_a_purpose_examples_and_groups(command: str):
     page = help_of(command)
@@ -69,6 +63,14 @@ def test_text_keeps_to_the_width():
 def test_no_flag_is_broken_over_two_lines():
     for columns in range(40, 101):
         assert not any(line.endswith("-") for line in help_of("serve", columns=columns).splitlines())
+
+
+def test_shells_can_complete_flags():
+    environment = {
+        "_QUIRE_COMPLETE": "complete_bash", "COMP_WORDS": "quire serve --max-num-s", "COMP_CWORD": "2"
+    }  # fmt: skip
+    result = CliRunner().invoke(app, [], prog_name="quire", env=environment)
+    assert result.stdout.split() == ["--max-num-seqs"]
 
 
 def test_version():

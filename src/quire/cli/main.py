@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli import chat, evaluate, generate, kv, plan, replay, route, serve
+from quire.cli import chat, evaluate, generate, kv, local_models, plan, replay, route, serve
 from quire.cli.bench import commands as bench
 from quire.cli.manual import ManualCommand, ManualGroup
 
@@ -23,6 +23,8 @@ Examples:
   quire chat                              a chat in the terminal
   quire serve                             an OpenAI-compatible server on 127.0.0.1:8000
   quire route --engine URL --engine URL   several engines as one server
+  quire list                              the models on this machine
+  quire pull Qwen/Qwen3-0.6B              download a model ahead
   quire plan Qwen/Qwen3-0.6B              what fits into this machine's memory
   quire eval                              how well the built-in model answers
   quire bench throughput                  how fast this machine runs it
@@ -35,7 +37,7 @@ Examples:
 app = typer.Typer(
     name="quire",
     help=MANUAL,
-    add_completion=False,
+    add_completion=True,
     cls=ManualGroup,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -46,6 +48,8 @@ for _name, _command in (
     ("route", route.route),
     ("generate", generate.generate),
     ("chat", chat.chat),
+    ("list", local_models.list_models),
+    ("pull", local_models.pull),
     ("plan", plan.plan),
     ("eval", evaluate.evaluate),
     ("replay", replay.replay),
