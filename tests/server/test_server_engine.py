@@ -278,3 +278,17 @@ async def test_an_answer_continues_the_last_message(http, engine):
     whole = await http.post("/tokenize", json=conversation)
     assert whole.json()["tokens"][: bare.json()["count"]] == bare.json()["tokens"]
     assert whole.json()["count"] > bare.json()["count"]
+
+
+async def test_prompt_logprobs_are_those_of_an_echo(http, engine):
+    body = {"model": engine.info.model, "prompt": PROMPT, "max_tokens": 2, "return_token_ids": True}
+    fields = {"logprobs": 1, "prompt_logprobs": 3, "echo": True, "temperature": 0}
+    [choice] = (await http.post("/v1/completions", json={**body, **fields})).json()["choices"]
+    prompt = choice["prompt_token_ids"]
+    assert prompt == engine.tokenizer.encode(PROMPT)
+    pairs = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
+    own = [one[str(token)]["logprob"] for token, one in pairs]
+    assert own == choice["logprobs"]["token_logprobs"][1 : len(prompt)]
+    assert all(len(one) >= 3 for one in choice["prompt_logprobs"][1:])
+    text = engine.tokenizer.decode(choice["token_ids"])
+    assert choice["text"].endswith(text)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec.structs
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import override
@@ -25,6 +27,7 @@ from quire.server.responses import (
     ChatDelta,
     ChatEndReason,
     ChatLogprobs,
+    Completion,
     CompletionTokensDetails,
     TokenUsage,
 )
@@ -43,6 +46,7 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
 
     def __init__(self, request: Request, body: ChatCompletionRequest) -> None:
         super().__init__(request, body)
+        self._opening_fields: dict[str, Any] = {}  # of the event that a streamed choice begins with
         self._conversation = Conversation(self._context, body, self._params)
         self._params = self._conversation.params
         if body.thinking_token_budget is not None and self._context.thought_format is None:
@@ -94,11 +98,17 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
             message=message_of(self._conversation.reader(completion), completion.text),
             logprobs=self._logprobs(completion, 0),
             finish_reason=self._end_reason(completion),
+            token_ids=self._token_ids(completion, 0),
         )
+
+    @override
+    def _answer_fields(self, first: RequestOutput) -> dict[str, Any]:
+        return self._prompt_fields(0, first)
 
     def _opening(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> list[ChatChunkChoice]:
+        self._opening_fields = self._prompt_fields(prompt_index, output)
         delta = ChatDelta(role="assistant", content="")
         return [ChatChunkChoice(index=completion.index, delta=delta)]
 
@@ -109,11 +119,20 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         logprobs = self._logprobs(completion, first_new_token)
         reader = self._conversation.reader(completion)
         deltas = deltas_of(reader, new_text, is_last=completion.finish_reason is not None)
-        if not deltas and logprobs and logprobs.content:
+        token_ids = self._token_ids(completion, first_new_token)
+        if not deltas and (token_ids or (logprobs and logprobs.content)):
             deltas = [ChatDelta(content="")]
         pieces = [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
         if pieces:
-            pieces[0].logprobs = logprobs
+            pieces[0].logprobs, pieces[0].token_ids = logprobs, token_ids
         if reason := self._end_reason(completion):
             pieces.append(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason))
         return pieces
+
+    @override
+    def _event(
+        self, choices: list[Any], usage: TokenUsage | UnsetType | None
+    ) -> Completion | ChatCompletionChunk:
+        opens = bool(choices) and choices[0].delta.role is not UNSET
+        fields = self._opening_fields if opens else {}
+        return ChatCompletionChunk(choices=choices, usage=usage, **fields, **self._head)

@@ -58,22 +58,32 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         text, logprobs = self._echoed(prompt_index, output, completion)
         index = self._choice_index(prompt_index, completion)
         if self._body.only_scores_prompt:
-            return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason="length")
+            return CompletionChoice(
+                index=index,
+                text=text,
+                logprobs=logprobs,
+                finish_reason="length",
+                token_ids=self._token_ids(completion, 0),
+                **self._prompt_fields(prompt_index, output),
+            )
         return CompletionChoice(
             index=index,
             text=text + completion.text,
             logprobs=joined([logprobs, self._logprobs(prompt_index, completion, 0)]),
             finish_reason=end_reason(completion),
+            token_ids=self._token_ids(completion, 0),
+            **self._prompt_fields(prompt_index, output),
         )
 
     def _opening(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> list[CompletionChoice]:
-        if not self._body.echo:
+        if not (self._body.echo or self._body.return_token_ids):
             return []
         index = self._choice_index(prompt_index, completion)
         text, logprobs = self._echoed(prompt_index, output, completion)
-        return [CompletionChoice(index=index, text=text, logprobs=logprobs)]
+        fields = self._prompt_fields(prompt_index, output)
+        return [CompletionChoice(index=index, text=text, logprobs=logprobs, **fields)]
 
     def _continuation(
         self, prompt_index: int, completion: CompletionOutput, new_text: str, first_new_token: int
@@ -84,9 +94,14 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
             last = CompletionChoice(index=index, text="", finish_reason="length")
             return [last] if reason else []
         logprobs = self._logprobs(prompt_index, completion, first_new_token)
-        if not (new_text or reason or (logprobs and logprobs.tokens)):
+        token_ids = self._token_ids(completion, first_new_token)
+        if not (new_text or reason or token_ids or (logprobs and logprobs.tokens)):
             return []
-        return [CompletionChoice(index=index, text=new_text, logprobs=logprobs, finish_reason=reason)]
+        return [
+            CompletionChoice(
+                index=index, text=new_text, logprobs=logprobs, finish_reason=reason, token_ids=token_ids
+            )
+        ]
 
     def _echoed(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput

@@ -16,12 +16,14 @@ from typing_extensions import override
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.generation import SequenceProgress, usage_of
 from quire.server.generation_call import GenerationCall
+from quire.server.logprobs import prompt_logprobs
 from quire.server.protocol import GenerationRequest
 from quire.server.responses import (
     SSE_DONE,
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    PromptLogprobs,
     TokenUsage,
     sse_event,
 )
@@ -41,6 +43,7 @@ class CompletionsCall(GenerationCall[RequestT]):
     def __init__(self, request: Request, body: RequestT) -> None:
         super().__init__(request, body)
         self._include_usage = body.include_usage
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by index of the prompt
         self._head: dict[str, Any] = {
             "id": self._id,
             "created": int(time.time()),
@@ -67,6 +70,8 @@ class CompletionsCall(GenerationCall[RequestT]):
         ordered = await self._final_outputs()
         choices: list[Any] = []
         for prompt_index, output in enumerate(ordered):
+            if (count := self._body.prompt_logprobs) is not None:
+                self._prompt_logprobs[prompt_index] = await prompt_logprobs(output, count)
             completions = sorted(output.outputs, key=lambda completion: completion.index)
             choices += [self._choice(prompt_index, output, completion) for completion in completions]
             if prompt_index % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
@@ -75,8 +80,28 @@ class CompletionsCall(GenerationCall[RequestT]):
             choices=choices,
             usage=self._usage(ordered),
             kv_transfer_params=self._kv_transfer_params(ordered[0]),
+            **self._answer_fields(ordered[0]),
             **self._head,
         )
+
+    def _answer_fields(self, first: RequestOutput) -> dict[str, Any]:
+        """Return further fields of a whole answer."""
+        return {}
+
+    def _prompt_fields(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
+        """Return what the client asked for of a prompt."""
+        fields: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        if prompt_index in self._prompt_logprobs:
+            fields["prompt_logprobs"] = self._prompt_logprobs[prompt_index]
+        return fields
+
+    def _token_ids(self, completion: CompletionOutput, first_token: int) -> list[int] | UnsetType:
+        """Return a completion's tokens from `first_token` on, if the client asked for them."""
+        if not self._body.return_token_ids:
+            return UNSET
+        return [] if self._body.only_scores_prompt else list(completion.token_ids[first_token:])
 
     @override
     async def _events(self) -> AsyncGenerator[bytes, None]:

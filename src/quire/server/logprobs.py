@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from quire.server.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from quire.server.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express; OpenAI's value."""
+
+TOKENS_PER_TURN = 256
+"""Tokens of a prompt whose log-probabilities are written in one turn of the event loop."""
 
 _PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -54,6 +65,26 @@ def chat_logprobs(completion: CompletionOutput, start: int, count: int) -> ChatL
             )
         )
     return ChatLogprobs(content=content)
+
+
+async def prompt_logprobs(output: RequestOutput, count: int) -> PromptLogprobs:
+    """Return vLLM's form for the tokens of a prompt, each with `count` likeliest ones."""
+    by_token: PromptLogprobs = []
+    for token_id, candidates in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
+        by_token.append(None if candidates is None else _candidates_by_id(token_id, candidates, count))
+        if len(by_token) % TOKENS_PER_TURN == 0:
+            await asyncio.sleep(0)
+    return by_token
+
+
+def _candidates_by_id(token_id: int, candidates: TokenLogprobs, count: int) -> dict[str, PromptLogprob]:
+    return {
+        str(one): PromptLogprob(
+            logprob=_finite(candidate.logprob), rank=candidate.rank, decoded_token=candidate.decoded_token
+        )
+        for one, candidate in candidates.items()
+        if one == token_id or candidate.rank <= count
+    }
 
 
 class CompletionLogprobsWriter:

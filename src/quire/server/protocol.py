@@ -65,7 +65,6 @@ _OTHERWISE_IN_BODIES = (  # in another form, or of only one of the bodies
     "best_of",
     "logit_bias",
     "logprobs",
-    "prompt_logprobs",
     "stop",
     "structured_outputs",
 )
@@ -160,6 +159,9 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
     stream: bool | None = Field(None, description="Send tokens as server-sent events as they are generated.")
     stream_options: StreamOptions | None = Field(None, description="Options for streaming; needs stream.")
     user: ShortText | None = optional_field(RequestOptions, "tenant")
+    return_token_ids: bool | None = Field(
+        None, description="Return the token ids of the prompt and of the output."
+    )
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
@@ -229,6 +231,11 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
             InvalidRequestError: a value out of range, two that contradict each other, or a stream of
                 completions that are not known before all have ended.
         """
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "stream is true, and prompt_logprobs come with whole answers only; set stream to false",
+                param="stream",
+            )
         if self.use_beam_search:
             fields.setdefault("beam_width", fields.pop("best_of", fields.get("n", 1)))
             if not 2 <= fields["beam_width"] <= MAX_BEAM_WIDTH:
@@ -311,7 +318,8 @@ class CompletionRequest(GenerationRequest):
             )
         if self.logprobs is not None:
             fields["logprobs"] = self.logprobs
-            fields["prompt_logprobs"] = self.logprobs if self.echo else None
+            if self.echo:
+                fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return self.checked_params(fields)
 
 

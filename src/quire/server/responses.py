@@ -39,6 +39,18 @@ class TokenUsage(Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
+class PromptLogprob(Struct, kw_only=True):
+    """A token that could have come in a prompt: log-probability (nats), rank (1 is likeliest), text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token of a prompt: candidates by their ids. The first token has nothing before it, and is null."""
+
+
 class CompletionLogprobs(Struct, kw_only=True):
     """Log-probabilities (nats) in the form of /v1/completions: parallel lists, one entry per token.
 
@@ -59,6 +71,9 @@ class CompletionChoice(Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: EndReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -131,6 +146,7 @@ class ChatChoice(Struct, kw_only=True):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatEndReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -144,6 +160,8 @@ class ChatCompletion(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: TokenUsage
     kv_transfer_params: Mapping[str, Any] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CalledFunctionDelta(Struct, kw_only=True):
@@ -179,6 +197,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatEndReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct, kw_only=True):
@@ -192,6 +211,7 @@ class ChatCompletionChunk(Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
     kv_transfer_params: Mapping[str, Any] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):
