@@ -43,6 +43,7 @@ DEFAULTS = {
     "max_pin_time": 3600.0,
     "max_pinned_share": 0.5,
     "max_pinned_share_per_tenant": 0.5,
+    "closed_json_objects": True,
     "max_grammar_time_per_token": 0.002,
     "max_grammar_cache_bytes": 67_108_864,
     "use_cache_eviction": False,
@@ -60,7 +61,7 @@ OTHERS = {
     "cache_eviction_config": CacheEvictionConfig(start_size=64), "use_sparse_attention": True,
     "sparse_attention_config": SparseAttentionConfig(mode="xattention"), "max_pin_time": 7.0,
     "max_pinned_share": 0.7, "max_pinned_share_per_tenant": 0.3, "max_grammar_time_per_token": 7.0,
-    "max_grammar_cache_bytes": 7,
+    "max_grammar_cache_bytes": 7, "closed_json_objects": False,
 }  # fmt: skip
 
 

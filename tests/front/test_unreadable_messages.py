@@ -39,17 +39,15 @@ UNREADABLE = [
 def engine(monkeypatch):
     """A process that does nothing, and the socket to which the engine in it would send."""
 
-    def start(directory):
-        directories.append(directory)
+    def start():
         return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
-    directories = []
-    monkeypatch.setattr(process_client, "_start_process", start)
-    monkeypatch.setattr(EngineProcess, "_write_start", lambda *_: None)
+    monkeypatch.setattr(process_client, "start_process", start)
+    monkeypatch.setattr(EngineProcess, "_write", lambda *_: None)
     with contextlib.closing(EngineProcess(EngineConfig(model="mini"), "mini")) as process:
         with zmq.Context() as context, context.socket(zmq.PUSH) as output, context.socket(zmq.PULL) as inbox:
-            inbox.connect(input_address(directories[0]))
-            output.connect(output_address(directories[0]))
+            inbox.connect(input_address(process._directory))
+            output.connect(output_address(process._directory))
             yield process, output
         process.kill()
 
