@@ -228,6 +228,10 @@ class FakeLLM:
         if event := self._stop_events.get(request_id):
             event.set()
 
+    async def reset_prefix_cache(self):
+        self.check_health()
+        return not self.live
+
     async def stats(self):
         return SchedulerStats(
             num_running=len(self.live), num_waiting=2, num_blocks=64, num_free_blocks=48, num_steps=7,

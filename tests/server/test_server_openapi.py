@@ -101,10 +101,10 @@ def test_document_lists_every_route_and_status():
         "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
         "/health", "/ready", "/ping", "/live", "/metrics", "/engine", "/version",
-        "/tokenize", "/detokenize", "/tokenizer_info",
+        "/tokenize", "/detokenize", "/tokenizer_info", "/reset_prefix_cache",
     }  # fmt: skip
     generation = DOCUMENT["paths"]["/v1/completions"]["post"]
-    statuses = {"200", "400", "401", "404", "413", "415", "429", "500", "503", "504"}
+    statuses = {"200", "400", "401", "404", "413", "415", "429", "499", "500", "503", "504"}
     assert set(generation["responses"]) == statuses
     assert set(generation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert "422" not in json.dumps(DOCUMENT["paths"])

@@ -66,3 +66,33 @@ async def test_an_engine_that_does_not_answer(http, llm, monkeypatch):
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "engine_dead"
     await release(llm, task)
+
+
+async def test_a_request_is_aborted_and_its_client_told(http, llm):
+    first = await held(http, llm, request_id="a", prompt=["hold", "hold"])
+    second = await held(http, llm, request_id="b")
+    aborted = await http.delete("/v1/requests/cmpl-a")
+    assert aborted.json() == {"id": "cmpl-a", "object": "request", "aborted": True}
+    answer = await first
+    assert (answer.status_code, answer.json()["error"]["code"]) == (499, "aborted")
+    assert [one["id"] for one in (await http.get("/v1/requests")).json()["data"]] == ["cmpl-b"]
+    assert (await http.delete("/v1/requests/cmpl-a")).status_code == 404
+    await release(llm, second)
+    assert (await second).status_code == 503, "another end than by a client's wish may be tried again"
+
+
+async def test_a_stream_ends_with_the_abort(http, llm):
+    task = await held(http, llm, request_id="s", stream=True)
+    assert (await http.delete("/v1/requests/cmpl-s")).status_code == 200
+    lines = (await task).text.splitlines()
+    assert '"code":"aborted"' in lines[-2]
+
+
+async def test_the_prefix_cache_is_reset_unless_in_use(http, llm):
+    assert (await http.post("/reset_prefix_cache")).json() == {"reset": True}
+    task = await held(http, llm, request_id="one")
+    response = await http.post("/reset_prefix_cache")
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "prefix_cache_in_use")
+    await release(llm, task)
+    llm.dead = "gone"
+    assert (await http.post("/reset_prefix_cache")).status_code == 503

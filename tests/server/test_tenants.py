@@ -137,6 +137,16 @@ async def test_a_tenant_sees_its_own_requests_only(fake, llm):
         assert await status("alice", other) == 404
     assert await status("carol", "cmpl-same") == 404
     assert await status("root", "bob:cmpl-same") == 200
+    for name, path, expected in (
+        ("carol", "/v1/requests/cmpl-same", 404),
+        ("alice", "/v1/requests/bob:cmpl-same", 404),
+    ):
+        answer = await fake.http.delete(path, headers={"x-api-key": f"{name}-key"})
+        assert answer.status_code == expected
+    for name, expected in (("alice", 403), ("root", 409)):
+        answer = await fake.http.post("/reset_prefix_cache", headers={"x-api-key": f"{name}-key"})
+        assert answer.status_code == expected
+    assert len(llm.live) == 2
     metrics = (await fake.http.get("/metrics")).text
     assert "same" not in metrics
     calls[0].cancel()

@@ -49,9 +49,11 @@ from quire.server.openapi import (
     openapi_document,
 )
 from quire.server.paths import READINESS_PATHS, CanonicalPath
+from quire.server.prefix_cache import reset_prefix_cache
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
-from quire.server.requests import get_request, list_requests
+from quire.server.requests import abort_request, get_request, list_requests
 from quire.server.responses import (
+    AbortedCall,
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -62,6 +64,7 @@ from quire.server.responses import (
     KVTransferAddress,
     ModelCard,
     ModelList,
+    ResetPrefixCache,
     ServedCall,
     ServedCallList,
     TokenizerInfo,
@@ -384,6 +387,20 @@ ENDPOINTS = (
         handler=get_request,
         answer=ServedCall,
         errors={404: "No such request is being served.", **_NO_ENGINE},
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/requests/{request_id}",
+        handler=abort_request,
+        answer=AbortedCall,
+        errors={404: "No such request is being served.", **_NO_ENGINE},
+    ),
+    Endpoint(
+        method="POST",
+        path="/reset_prefix_cache",
+        handler=reset_prefix_cache,
+        answer=ResetPrefixCache,
+        errors={403: "The tenant is no admin.", 409: "KV blocks are in use.", **_NO_ENGINE},
     ),
     *(
         Endpoint(

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from quire.engine.messages import ErrorInfo
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.access_log import AccessRecord
+from quire.server.access_log import CLIENT_LEFT, AccessRecord
 from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics, RequestTimer
@@ -47,7 +47,8 @@ async def generate(
         access_record: takes note of each output; None: none is kept.
 
     Raises:
-        ApiError: 503 while draining or when the engine aborted a request; 500 when a request failed.
+        ApiError: 503 while draining or when the engine aborted a request; 499 when a client did; 500 when a
+            request failed.
         QuireError: what the engine refused the request with, or ended it with.
     """
     unfinished = set(range(len(streams)))
@@ -62,7 +63,7 @@ async def generate(
                 if failures:
                     if any(completion.token_ids for completion in output.outputs):
                         yield index, _without_failures(output)  # they may have come together with the failure
-                    raise failures[0]
+                    raise _aborted_by_client() if calls.was_aborted(call_id) else failures[0]
                 if output.finished:
                     unfinished.discard(index)
                 yield index, output
@@ -99,6 +100,10 @@ def _failure_of(completion: CompletionOutput) -> Exception | None:
         message = "the request was aborted before its answer was complete"
         return ApiError(503, message, kind=UNAVAILABLE, code="aborted")
     return None
+
+
+def _aborted_by_client() -> ApiError:
+    return ApiError(CLIENT_LEFT, "the request was aborted over /v1/requests", code="aborted")
 
 
 def _without_failures(output: RequestOutput) -> RequestOutput:

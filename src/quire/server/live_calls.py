@@ -16,6 +16,7 @@ class LiveCalls:
     def __init__(self) -> None:
         self.draining = False
         self._live: dict[str, tuple[str, ...]] = {}  # engine ids by `Tenant.engine_id`, in order of arrival
+        self._aborted: set[str] = set()  # of those, by `Tenant.engine_id`
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -28,6 +29,14 @@ class LiveCalls:
     def request_ids(self) -> list[str]:
         """Engine ids of all requests that are being served."""
         return list(itertools.chain.from_iterable(self._live.values()))
+
+    def note_abort(self, call_id: str) -> None:
+        """Note that a client has asked for the end of a call that is being served."""
+        self._aborted.add(call_id)
+
+    def was_aborted(self, call_id: str) -> bool:
+        """Whether a client has asked for the end of a call that is being served."""
+        return call_id in self._aborted
 
     def begin_drain(self) -> None:
         """Refuse new calls from now on; those that are being served go on."""
@@ -56,6 +65,7 @@ class LiveCalls:
         finally:
             if is_new:
                 del self._live[call_id]
+                self._aborted.discard(call_id)
             if not self._live:
                 self._idle.set()
 

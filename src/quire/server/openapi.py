@@ -35,6 +35,7 @@ TOKENIZATION_ERRORS = {
 GENERATION_ERRORS = {
     **PROMPT_ERRORS,
     429: "The queue is full; see Retry-After.",
+    499: "The request was aborted over /v1/requests.",
     500: "The request failed in the engine.",
     503: "The engine is not available, or the server is shutting down.",
     504: "The request timed out.",

@@ -1,4 +1,4 @@
-"""GET /v1/requests: what the requests that are being served do or wait for."""
+"""/v1/requests: what the requests that are being served do or wait for, and their end before time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quire.errors import EngineDeadError
 from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, tenant_of
 from quire.server.errors import ApiError
-from quire.server.responses import ServedCall, ServedCallList, json_response
+from quire.server.responses import AbortedCall, ServedCall, ServedCallList, json_response
 from quire.server.tenants import Tenant
 
 MAX_LISTED = 100
@@ -31,6 +31,27 @@ async def list_requests(request: Request) -> Response:
 async def get_request(request: Request) -> Response:
     """Explain what a request does or waits for, by the id that its answer carries."""
     context, tenant = context_of(request), tenant_of(request)
+    [call] = await _explained(context, tenant, [_live_id(request)])
+    return json_response(call)
+
+
+async def abort_request(request: Request) -> Response:
+    """End a request that is being served; its client gets an error with the code aborted."""
+    context, tenant = context_of(request), tenant_of(request)
+    call_id = _live_id(request)
+    context.calls.note_abort(call_id)
+    for request_id in context.calls.by_id[call_id]:
+        context.llm.abort(request_id)
+    return json_response(AbortedCall(id=tenant.call_id(call_id)))
+
+
+def _live_id(request: Request) -> str:
+    """Return the id (`Tenant.engine_id`) of the call that the path names.
+
+    Raises:
+        ApiError: 404, none that the tenant may know of is being served.
+    """
+    context, tenant = context_of(request), tenant_of(request)
     request_id = request.path_params["request_id"]
     calls = context.calls.by_id
     candidates = [tenant.engine_id(request_id)] + [request_id] * tenant.sees_all
@@ -42,8 +63,7 @@ async def get_request(request: Request) -> Response:
             "lists those that are",
             code="request_not_found",
         )
-    [call] = await _explained(context, tenant, [engine_id])
-    return json_response(call)
+    return engine_id
 
 
 async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequence[str]) -> list[ServedCall]:

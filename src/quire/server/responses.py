@@ -247,6 +247,20 @@ class ServedCallList(Struct, kw_only=True):
     has_more: bool
 
 
+class AbortedCall(Struct, kw_only=True):
+    """Answer of DELETE /v1/requests/{id}."""
+
+    id: str
+    object: Literal["request"] = "request"
+    aborted: Literal[True] = True
+
+
+class ResetPrefixCache(Struct, kw_only=True):
+    """Answer of /reset_prefix_cache."""
+
+    reset: Literal[True] = True
+
+
 class Health(Struct, kw_only=True):
     """Answer of /health; `reason` says why the status is not ok."""
 
