@@ -52,7 +52,7 @@ def _live_id(request: Request) -> str:
         ApiError: 404, none that the tenant may know of is being served.
     """
     context, tenant = context_of(request), tenant_of(request)
-    request_id = request.path_params["request_id"]
+    request_id: str = request.path_params["request_id"]
     calls = context.calls.by_id
     candidates = [tenant.engine_id(request_id)] + [request_id] * tenant.sees_all
     engine_id = next(filter(calls.__contains__, candidates), None)
