@@ -64,3 +64,17 @@ def test_the_same_answers_alone_together_and_with_drafts(model):
     assert answers(model, together=True, max_num_batched_tokens=16) == alone
     assert answers(model, together=False, overlap_steps=True) == alone
     assert answers(model, together=True, speculative_method="ngram", ngram_min=1) == alone
+
+
+def test_stop_strings_count_after_the_thought(model):
+    control = ThoughtControl(THOUGHT_FORMATS["think"], 0, " Enough.")
+    messages = [{"role": "user", "content": QUESTIONS[1]}]
+    with LLM(str(model), num_threads=1, num_kv_blocks=64) as llm:
+        free, stopped = (
+            llm.chat(messages, SamplingParams(max_tokens=30, temperature=0, stop=stop), thought=control)[0]
+            for stop in ((), ("e", "\n"))
+        )
+    thought, mark, after = free.outputs[0].text.partition("</think>\n\n")
+    assert "Enough" in thought
+    assert "e" in after
+    assert stopped.outputs[0].text == thought + mark + after.partition("e")[0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from test_input_processor import INFO, TOKENIZER
 
+from quire.dialogue.thoughts import THOUGHT_FORMATS, ExpectedThought
 from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, RequestTimeoutError
 from quire.front.input_processor import InputProcessor
 from quire.front.output_processor import OutputProcessor
+from quire.front.resumption import continuation
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.status import FinishReason
@@ -63,6 +67,20 @@ def test_a_stop_string_in_the_engines_last_output_wins():
     table = Table(stop="y")
     assert table.say("xy", reason=FinishReason.LENGTH) == [], "the engine has ended it already"
     assert (table.first.finish_reason, table.first.stop_reason) == (FinishReason.STOP, "y")
+
+
+def test_stop_strings_wait_for_the_end_of_each_thought_also_in_another_engine():
+    table = Table(stop="y", n=2)
+    thought = ExpectedThought(THOUGHT_FORMATS["exaone"], is_open=True)
+    table.outputs = OutputProcessor(TOKENIZER)
+    table.state = table.outputs.add(dataclasses.replace(table.prepared(stop="y", n=2), thought=thought))
+    table.ids = table.state.processed.core_request.sequence_ids
+    assert table.say("xy</thou") == []
+    assert table.say("y</thought>zy", 1) == [table.ids[1]]
+    request = continuation(table.state, 0, 0.0)
+    assert request.resumed_outputs == [TOKENIZER.encode("xy</thou")]
+    assert table.say("ght>ay") == [table.ids[0]]
+    assert [one.text for one in table.state.snapshot().outputs] == ["xy</thought>a", "y</thought>z"]
 
 
 def test_withheld_text_is_released_at_the_end():

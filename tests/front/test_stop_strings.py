@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opcodes import num_opcodes
+from quire.dialogue.thought_text import ThoughtText
+from quire.dialogue.thoughts import THOUGHT_FORMATS, ExpectedThought
 from quire.front.stop_strings import StoppableText, StopStrings
 
 
@@ -98,3 +102,73 @@ def test_the_cost_does_not_grow_with_the_length_of_stop_strings():
         return num_opcodes(lambda: [text.push(0, may_stop=True) for _ in range(4000)])
 
     assert cost(1000) < 1.5 * cost(10)
+
+
+THINK = THOUGHT_FORMATS["think"]
+
+
+def run_thinking(pieces, stop, *, is_open=False, include=False):
+    """Return the final text, the stop string and the text after each token."""
+    thought = ThoughtText(ExpectedThought(THINK, is_open))
+    text = StoppableText(Pieces(pieces), StopStrings(stop), include_stop=include, thought=thought)
+    shown = []
+    for index in range(len(pieces)):
+        word = text.push(index, may_stop=True)
+        shown.append(text.text)
+        if word is not None:
+            return text.text, word, shown
+    word = text.finish(may_stop=True)
+    return text.text, word, [*shown, text.text]
+
+
+def naive_thinking(whole, stop, is_open, include):
+    """The thought by regular expressions on the whole text, and the naive search in what follows."""
+    start = "" if is_open else r"\s*<think>"
+    if not is_open and not re.match(start, whole):
+        return naive(whole, stop, include)
+    found = re.match(start + r".*?(?:</think>\s*|\Z)", whole, re.DOTALL)
+    text, word = naive(whole[found.end() :], stop, include)
+    return found.group() + text, word
+
+
+ANSWERS = [
+    ("\n<think>a\nSTOP</think>\n\nbSTOPc", False),
+    ("aSTOP</think>\n\n\n b\n\nc", True),
+    ("a</thinkST</think>OPbSTOc", True),  # the second spans the end mark
+    ("a</think>ink>b", True),
+    ("\n\n<thinSTOP", False),
+    ("\n\nno thought\n\nhere", False),
+    ("STOP", False),
+    ("<think>STOP", False),
+    (" \n", False),
+]
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(("whole", "is_open"), ANSWERS)
+def test_they_do_not_count_in_a_thought_at_any_split(whole, is_open, include):
+    stop = ["STOP", "\n\n", "</think>\n", "nk>b"]
+    expected = naive_thinking(whole, stop, is_open, include)
+    for first, second in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
+        pieces = [whole[:first], whole[first:second], whole[second:]]
+        assert run_thinking(pieces, stop, is_open=is_open, include=include)[:2] == expected
+    assert run_thinking(list(whole), stop, is_open=is_open, include=include)[:2] == expected
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<thi", "nk>", "</", "S", "\n", "ST"]), max_size=12),
+    st.lists(st.text("ST\n<>", min_size=1, max_size=3), min_size=1, max_size=3, unique=True),
+    st.booleans(),
+    st.booleans(),
+)
+def test_thoughts_equal_the_naive_search(pieces, stop, is_open, include):
+    text, word, shown = run_thinking(pieces, stop, is_open=is_open, include=include)
+    assert (text, word) == naive_thinking("".join(pieces), stop, is_open, include)
+    for before, after in itertools.pairwise(shown):
+        assert after.startswith(before), "released text is never taken back"
+
+
+def test_a_thought_is_shown_as_it_comes():
+    *_, shown = run_thinking(["<think>", "S", "T", "</think>", "S", "x"], ["STOP"])
+    assert shown[:3] == ["<think>", "<think>S", "<think>ST"]
+    assert shown[3:] == [f"<think>ST</think>{rest}" for rest in ("", "", "Sx", "Sx")]

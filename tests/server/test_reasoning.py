@@ -173,3 +173,11 @@ async def test_a_budget_for_a_model_that_does_not_think():
     with pytest.raises(openai.BadRequestError) as caught:
         await create(client_of(ThinkingLLM("no")), extra_body={"thinking_token_budget": 9})
     assert caught.value.param == "thinking_token_budget"
+
+
+async def test_stop_strings_are_told_of_the_thought(client, llm):
+    await create(client, stop=["Hm"])
+    control = llm.seen[-1].options["thought"]
+    assert (control.format.end, control.budget) == ("</think>", None)
+    await create(client)
+    assert "thought" not in llm.seen[-1].options

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from quire.dialogue.thoughts import ExpectedThought, expected_thought
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids
@@ -32,6 +33,7 @@ class ProcessedRequest:
 
     `params` are the caller's, with all defaults resolved; those of `core_request` may ask for additional
     log-probabilities. `shown_token_ids` are special tokens that are part of the text all the same.
+    `thought` is what the answer may begin with; stop strings do not count in it.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class ProcessedRequest:
     core_request: EngineCoreRequest
     arrival_time: float  # seconds on this process's monotonic clock
     shown_token_ids: frozenset[int] = frozenset()
+    thought: ExpectedThought | None = None
 
 
 class InputProcessor:
@@ -149,12 +152,17 @@ class InputProcessor:
             variables=chat_template_kwargs,
         )
         token_ids = self._encode_prompt(text, add_special_tokens=add_special_tokens)
+        expected: ExpectedThought | None = None
         if thought is not None:
-            params = params_with_thought(params, thought, text, self._tokenizer)
+            expected = expected_thought(thought.format, text, thought.continued)
+        if thought is not None and expected is not None:
+            params = params_with_thought(params, thought, expected, self._tokenizer)
         processed = self.process(token_ids, params, prompt_text=text, **options)
         found = map(self._tokenizer.added_token_id, marks)
         shown = frozenset(token_id for token_id in found if token_id is not None)
-        return dataclasses.replace(processed, shown_token_ids=shown) if shown else processed
+        if not shown and expected is None:
+            return processed
+        return dataclasses.replace(processed, shown_token_ids=shown, thought=expected)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text, which may be empty.

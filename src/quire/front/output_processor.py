@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.dialogue.thought_text import ThoughtText
 from quire.engine.messages import ErrorInfo
 from quire.errors import DuplicateRequestError, QuireError
 from quire.front.detokenizer import DecoderFactory
@@ -366,7 +367,13 @@ class OutputProcessor:
             skip_special_tokens=params.skip_special_tokens,
             shown=processed.shown_token_ids,
         )
-        return StoppableText(decoder, stop, include_stop=params.include_stop_str_in_output)
+        thought = processed.thought if params.stop else None
+        return StoppableText(
+            decoder,
+            stop,
+            include_stop=params.include_stop_str_in_output,
+            thought=None if thought is None else ThoughtText(thought),
+        )
 
     def _apply_one(
         self, state: RequestState, completion: CompletionState, output: EngineCoreOutput, now: float

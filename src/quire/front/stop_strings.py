@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.dialogue.thought_text import ThoughtText
 from quire.front.detokenizer import TokenDecoder
 
 
@@ -55,35 +56,59 @@ class StoppableText:
     """The text of one completion; the end of it is withheld while it may be the start of a stop string.
 
     The result does not depend on how the text is split into tokens: the stop string that is complete first
-    counts, and of several that end at the same character the longest.
+    counts, and of several that end at the same character the longest. None counts in a thought, nor one that
+    begins in it.
 
     Args:
         decoder: of the completion's tokens.
         stop: strings that end the text.
         include_stop: keep the stop string at the end of the text.
+        thought: which the text may begin with; None: with none.
     """
 
-    def __init__(self, decoder: TokenDecoder, stop: StopStrings, *, include_stop: bool) -> None:
+    def __init__(
+        self,
+        decoder: TokenDecoder,
+        stop: StopStrings,
+        *,
+        include_stop: bool,
+        thought: ThoughtText | None = None,
+    ) -> None:
         self.text = ""
         self._withheld = ""
         self._decoder = decoder
         self._stop = stop
         self._matched = [0] * len(stop.strings)  # characters of each that the text ends with
         self._include_stop = include_stop
+        self._thought = thought
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
         """Add a token; return the stop string that it completed, if any, after which the text is final.
 
         With `may_stop` False, stop strings that end in this token's text are ignored.
         """
-        return self._add(self._decoder.push(token_id), may_stop)
+        added = self._decoder.push(token_id)
+        if self._thought is not None:
+            added = self._release_thought(self._thought, *self._thought.feed(added))
+        return self._add(added, may_stop)
 
     def finish(self, *, may_stop: bool) -> str | None:
         """Release the withheld text; return the stop string found in it, if any."""
-        stopped_by = self._add(self._decoder.flush(), may_stop)
+        added = self._decoder.flush()
+        if self._thought is not None:
+            (thought, rest), (end_of_thought, end) = self._thought.feed(added), self._thought.finish()
+            added = self._release_thought(self._thought, thought + end_of_thought, rest + end)
+        stopped_by = self._add(added, may_stop)
         self.text += self._withheld
         self._withheld = ""
         return stopped_by
+
+    def _release_thought(self, reading: ThoughtText, thought: str, rest: str) -> str:
+        """Add a piece of the thought to the text; return what has come of the rest."""
+        self.text += thought
+        if reading.is_over:
+            self._thought = None
+        return rest
 
     def _add(self, added: str, may_stop: bool) -> str | None:
         if not self._withheld and self._stop.first_characters.isdisjoint(added):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from quire.dialogue.thoughts import ThoughtFormat, expected_thought
+from quire.dialogue.thoughts import ExpectedThought, ThoughtFormat
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams, ThoughtParams
 
@@ -31,21 +31,20 @@ class ThoughtControl:
 
 
 def params_with_thought(
-    params: SamplingParams, control: ThoughtControl, prompt: str, tokenizer: Tokenizer
+    params: SamplingParams, control: ThoughtControl, expected: ExpectedThought, tokenizer: Tokenizer
 ) -> SamplingParams:
     """Return `params` whose structure applies after the thought, which may have a budget.
 
-    They are unchanged if there is neither, or if the prompt has ended the thought.
+    They are unchanged if there is neither.
 
     Args:
         params: of the answer.
         control: of its thought.
-        prompt: text that it is the answer to.
+        expected: with which the answer may begin.
         tokenizer: of the model.
     """
     structure = params.structured_outputs
-    expected = expected_thought(control.format, prompt, control.continued)
-    if expected is None or (structure is None and control.budget is None):
+    if structure is None and control.budget is None:
         return params
     marks = control.format
     closing = f"{control.budget_message}{marks.space_before_end}{marks.end}{marks.space_after_end}"

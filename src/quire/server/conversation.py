@@ -116,7 +116,9 @@ class Conversation:
     def _thought_options(self) -> dict[str, Any]:
         thought_format = self._context.thought_format
         budget = self._thinking.budget
-        if thought_format is None or (budget is None and self.params.structured_outputs is None):
+        if thought_format is None or (
+            budget is None and self.params.structured_outputs is None and not self.params.stop
+        ):
             return {}
         message = self._context.config.thinking_budget_message
         return {"thought": ThoughtControl(thought_format, budget, message, self._continued)}
