@@ -11,7 +11,7 @@ from scripted_llm import CALLS, ScriptedLLM
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
-from quire.server.openai_responses import background, store
+from quire.server.openai_responses import background, handlers, store
 from quire.server.openai_responses.store import ResponseStore, StoredResponse
 
 PING = {"type": "function", "name": "ping", "parameters": {"type": "object"}}
@@ -85,7 +85,7 @@ async def test_input_items_come_in_pages(client):
         await client.responses.input_items.list(response.id, limit=0)
 
 
-async def test_items_that_are_referred_to(client, llm):
+async def test_items_that_are_referred_to(client, llm, monkeypatch):
     first = await client.responses.create(**MODEL, input="Hi", tools=[PING])
     said, _, call = first.output
     references = [{"type": "item_reference", "id": item.id} for item in (said, call)]
@@ -93,6 +93,10 @@ async def test_items_that_are_referred_to(client, llm):
     await client.responses.create(**MODEL, input=[{"role": "user", "content": "Hi"}, *references, result])
     _, turn, answer = llm.conversation[0]
     assert (turn["content"], len(turn["tool_calls"]), answer["name"]) == ("Well.", 1, "ping")
+    monkeypatch.setattr(handlers, "MAX_LOOKUPS", 0)
+    with pytest.raises(openai.BadRequestError, match="more than 0 responses"):
+        await client.responses.create(**MODEL, input=references)
+    monkeypatch.undo()
     with pytest.raises(openai.NotFoundError, match="msg_x"):
         await client.responses.create(**MODEL, input=[{"type": "item_reference", "id": "msg_x"}])
 
@@ -198,7 +202,12 @@ async def test_a_store_that_never_answers(monkeypatch):
 
 def stored(number, size, previous=None):
     return StoredResponse(
-        id=f"resp_{number}", previous=previous, input=b"[]", output=b"[]", answer=b"x" * (size - 4)
+        id=f"resp_{number}",
+        previous=previous,
+        input=b"[]",
+        output=b"[]",
+        answer=b"x" * (size - 4),
+        num_items=2,
     )
 
 
@@ -216,17 +225,22 @@ async def test_the_oldest_make_room_for_the_newest():
     await kept.close()
 
 
-async def test_a_conversation_of_too_many_turns(monkeypatch):
+async def test_a_conversation_that_is_too_long(monkeypatch):
     monkeypatch.setattr(store, "MAX_TURNS", 3)
     kept = ResponseStore(":memory:", 10_000)
     for previous, number in itertools.pairwise([None, *range(4)]):
         await kept.put("", stored(number, 10, None if previous is None else f"resp_{previous}"))
-    assert len(await kept.conversation("", "resp_2")) == 6
+    assert len(await kept.conversation("", "resp_2", 12)) == 6
     with pytest.raises(store.ApiError, match="more than 3 responses"):
-        await kept.conversation("", "resp_3")
-    await kept.delete("", "resp_0")
-    with pytest.raises(store.ApiError, match="resp_0"):
-        await kept.conversation("", "resp_2")
+        await kept.conversation("", "resp_3", 100)
+    with pytest.raises(store.ApiError, match="more than 11 bytes"):
+        await kept.conversation("", "resp_2", 11)
+    monkeypatch.setattr(store, "MAX_ITEMS", 5)
+    with pytest.raises(store.ApiError, match="more than 5 items"):
+        await kept.conversation("", "resp_2", 100)
+    await kept.delete("", "resp_1")
+    with pytest.raises(store.ApiError, match="no response 'resp_1'"):
+        await kept.conversation("", "resp_2", 100)
 
 
 async def test_a_conversation_that_goes_round_in_a_damaged_file_ends(tmp_path):
@@ -235,7 +249,7 @@ async def test_a_conversation_that_goes_round_in_a_damaged_file_ends(tmp_path):
     await kept.put("", stored(1, 10, "resp_2"))
     await kept.put("", stored(2, 10, "resp_1"))
     with pytest.raises(store.ApiError, match="more than 1000 responses"):
-        await kept.conversation("", "resp_1")
+        await kept.conversation("", "resp_1", 10_000)
     await kept.close()
     with sqlite3.connect(path) as database:
         assert database.execute("SELECT id FROM responses").fetchall() == [("resp_1",), ("resp_2",)]

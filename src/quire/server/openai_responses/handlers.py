@@ -31,6 +31,8 @@ from quire.server.responses import encode, json_response
 
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
+MAX_LOOKUPS = 128
+"""Responses whose items one request may refer to."""
 
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(Items)
 _decode_answer = msgspec.json.Decoder(ResponseAnswer).decode
@@ -44,11 +46,11 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     earlier: list[Item] = []
     if (previous := body.previous_response_id) is not None:
         store = _store_of(context, previous, "previous_response_id")
-        for part in await store.conversation(tenant, previous):
+        for part in await store.conversation(tenant, previous, context.config.max_body_bytes):
             earlier += _parsed(part)
     keeping = None
     if context.responses is not None and body.store is not False:
-        keeping = Keeping(context.responses, tenant, previous, encode(_with_ids(given)))
+        keeping = Keeping(context.responses, tenant, previous, encode(_with_ids(given)), len(given))
     call = ResponsesCall(request, body, [*earlier, *given], keeping)
     if not body.background:
         return await call.response()
@@ -160,24 +162,26 @@ def _limit_of(request: Request) -> int:
 async def _resolved(context: ServerContext, tenant: str, items: Sequence[Any]) -> list[Item]:
     """Return items of which those that were only referred to are what they refer to."""
     resolved: list[Item] = []
-    outputs: dict[str, dict[str, Item]] = {}  # items of responses that are referred to, by their ids
+    known: dict[str, Item] = {}  # of the responses that are referred to
+    num_lookups = 0
     for item in items:
         if not isinstance(item, ItemReference):
             resolved.append(item)
             continue
-        known = next((one[item.id] for one in outputs.values() if item.id in one), None)
-        if known is None:
-            output = None
-            if context.responses is not None:
-                output = await context.responses.output_with(tenant, item.id)
-            if output is None:
-                raise ApiError(
-                    404, f"input refers to the item {item.id!r}, which is not stored", param="input"
+        if item.id not in known and context.responses is not None:
+            num_lookups += 1
+            if num_lookups > MAX_LOOKUPS:
+                raise InvalidRequestError(
+                    f"input refers to items of more than {MAX_LOOKUPS} responses; send previous_response_id, "
+                    "or the items themselves",
+                    param="input",
                 )
+            output = await context.responses.output_with(tenant, item.id) or b"[]"
             ids = [one["id"] for one in _decode_items(output)]
-            outputs[item.id] = dict(zip(ids, _parsed(output), strict=True))
-            known = outputs[item.id][item.id]
-        resolved.append(known)
+            known.update(zip(ids, _parsed(output), strict=True))
+        if item.id not in known:
+            raise ApiError(404, f"input refers to item {item.id!r}, which is not stored", param="input")
+        resolved.append(known[item.id])
     return resolved
 
 

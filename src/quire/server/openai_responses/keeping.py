@@ -22,12 +22,14 @@ class Keeping:
         tenant: whose it is.
         previous: id of the response before it in the conversation, if there is one.
         given: JSON list of the items that it was asked with.
+        num_given: number of them.
     """
 
     store: ResponseStore
     tenant: str
     previous: str | None
     given: bytes
+    num_given: int
 
     async def keep(self, answer: ResponseAnswer) -> None:
         """Store the response; if that fails, it says that it is not stored, and so does the log."""
@@ -40,6 +42,7 @@ class Keeping:
                     input=self.given,
                     output=encode(answer.output),
                     answer=encode(answer),
+                    num_items=self.num_given + len(answer.output),
                     item_ids=tuple(item.id for item in answer.output),
                 ),
             )

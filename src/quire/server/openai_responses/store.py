@@ -24,6 +24,9 @@ MAX_WAITING = 1024  # calls
 MAX_TURNS = 1000
 """Responses that a conversation may consist of."""
 
+MAX_ITEMS = 4096
+"""Items that they may have in all; each takes microseconds to check."""
+
 _TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -33,6 +36,7 @@ CREATE TABLE IF NOT EXISTS responses (
     input BLOB NOT NULL,
     output BLOB NOT NULL,
     answer BLOB NOT NULL,
+    num_items INTEGER NOT NULL,
     num_bytes INTEGER NOT NULL,
     UNIQUE (tenant, id)
 );
@@ -47,14 +51,15 @@ CREATE INDEX IF NOT EXISTS items_of_responses ON items (response);
 """
 _SETTINGS = "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA foreign_keys=ON;"
 _CHAIN = """
-WITH RECURSIVE chain(id, previous, input, output, turn) AS (
-    SELECT id, previous, input, output, 1 FROM responses WHERE tenant = :tenant AND id = :id
+WITH RECURSIVE chain(number, previous, turn) AS (
+    SELECT number, previous, 1 FROM responses WHERE tenant = :tenant AND id = :id
     UNION ALL
-    SELECT one.id, one.previous, one.input, one.output, chain.turn + 1
+    SELECT one.number, one.previous, chain.turn + 1
     FROM responses AS one JOIN chain ON one.id = chain.previous
     WHERE one.tenant = :tenant AND chain.turn <= :most
 )
-SELECT id, previous, input, output FROM chain ORDER BY turn DESC
+SELECT responses.previous, num_items, input, output
+FROM chain JOIN responses USING (number) ORDER BY turn
 """
 
 
@@ -68,6 +73,7 @@ class StoredResponse:
         input: JSON list of the items that were new with this request.
         output: JSON list of the response's items.
         answer: JSON of the whole response.
+        num_items: in both lists.
         item_ids: of the response's items.
     """
 
@@ -76,6 +82,7 @@ class StoredResponse:
     input: bytes
     output: bytes
     answer: bytes
+    num_items: int
     item_ids: tuple[str, ...] = ()
 
     @property
@@ -110,36 +117,32 @@ class ResponseStore:
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a response, None if it is not there."""
-        query = "SELECT id, previous, input, output, answer FROM responses WHERE tenant = ? AND id = ?"
+        query = "SELECT previous, input, output, answer, num_items FROM responses WHERE tenant = ? AND id = ?"
         row = await self._run(lambda database: database.execute(query, (tenant, response_id)).fetchone())
         if row is None:
             return None
-        response_id, previous, given, output, answer = row
-        return StoredResponse(id=response_id, previous=previous, input=given, output=output, answer=answer)
+        fields = ("previous", "input", "output", "answer", "num_items")
+        return StoredResponse(id=response_id, **dict(zip(fields, row, strict=True)))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Drop a response; return whether it was there."""
         query = "DELETE FROM responses WHERE tenant = ? AND id = ?"
         return bool(await self._run(lambda database: database.execute(query, (tenant, response_id)).rowcount))
 
-    async def conversation(self, tenant: str, response_id: str) -> list[bytes]:
+    async def conversation(self, tenant: str, response_id: str, max_bytes: int) -> list[bytes]:
         """Return the items up to and including a response's: JSON lists, the oldest first.
 
+        Args:
+            tenant: whose response it is.
+            response_id: of the last response.
+            max_bytes: of all items.
+
         Raises:
-            ApiError: 404, a response is not there; 400, there are more than `MAX_TURNS`.
+            ApiError: 404, a response is not there; 400, there are more than `MAX_TURNS` responses,
+                `MAX_ITEMS` items or `max_bytes` bytes.
         """
-        values = {"tenant": tenant, "id": response_id, "most": MAX_TURNS}
-        rows = await self._run(lambda database: database.execute(_CHAIN, values).fetchall())
-        missing = rows[0][1] if rows else response_id
-        if len(rows) > MAX_TURNS:
-            raise ApiError(
-                400,
-                f"the conversation has more than {MAX_TURNS} responses; send its items as input instead",
-                param="previous_response_id",
-            )
-        if missing is not None:
-            raise not_found(missing, "previous_response_id")
-        return [part for _, _, given, output in rows for part in (given, output)]
+        turns = await self._run(lambda database: _turns(database, tenant, response_id, max_bytes))
+        return [part for turn in reversed(turns) for part in turn]
 
     async def output_with(self, tenant: str, item_id: str) -> bytes | None:
         """Return the items of the response that an item belongs to: a JSON list; None: there is none."""
@@ -184,12 +187,13 @@ class ResponseStore:
     def _put(self, database: sqlite3.Connection, tenant: str, response: StoredResponse) -> None:
         values = (
             tenant, response.id, response.previous, response.input, response.output, response.answer,
-            response.num_bytes,
+            response.num_items, response.num_bytes,
         )  # fmt: skip
         database.execute(
-            "INSERT INTO responses (tenant, id, previous, input, output, answer, num_bytes) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (tenant, id) DO UPDATE SET "
-            "output = excluded.output, answer = excluded.answer, num_bytes = excluded.num_bytes",
+            "INSERT INTO responses (tenant, id, previous, input, output, answer, num_items, num_bytes) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (tenant, id) DO UPDATE SET "
+            "output = excluded.output, answer = excluded.answer, num_items = excluded.num_items, "
+            "num_bytes = excluded.num_bytes",
             values,
         )
         [number] = database.execute(
@@ -209,6 +213,35 @@ class ResponseStore:
             number, num_bytes = oldest.fetchone()
             database.execute("DELETE FROM responses WHERE number = ?", (number,))
             excess -= num_bytes
+
+
+def _turns(
+    database: sqlite3.Connection, tenant: str, response_id: str, max_bytes: int
+) -> list[tuple[bytes, bytes]]:
+    """Return the items of a response and of those before it, the newest first."""
+    turns: list[tuple[bytes, bytes]] = []
+    num_items = num_bytes = 0
+    missing: str | None = response_id
+    rows = database.execute(_CHAIN, {"tenant": tenant, "id": response_id, "most": MAX_TURNS})
+    for previous, items, given, output in rows:
+        missing = previous
+        turns.append((given, output))
+        num_items += items
+        num_bytes += len(given) + len(output)
+        for number, limit, what in (
+            (len(turns), MAX_TURNS, "responses"),
+            (num_items, MAX_ITEMS, "items"),
+            (num_bytes, max_bytes, "bytes"),
+        ):
+            if number > limit:
+                raise ApiError(
+                    400,
+                    f"the conversation has more than {limit} {what}; begin another with what matters of it",
+                    param="previous_response_id",
+                )
+    if missing is not None:
+        raise not_found(missing, "previous_response_id")
+    return turns
 
 
 def not_found(response_id: str, param: str | None = None) -> ApiError:
