@@ -19,7 +19,7 @@ from quire.server.leniency import IgnoredNames, Leniency
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
 from quire.server.openai_responses.background import BackgroundResponses
-from quire.server.openai_responses.store import ResponseStore
+from quire.server.openai_responses.store import IN_MEMORY, ResponseStore
 from quire.server.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ServerContext:
 def _response_store(config: ServerConfig) -> ResponseStore | None:
     if config.response_store == "off":
         return None
-    path = ":memory:" if config.response_store == "memory" else config.response_store
+    path = IN_MEMORY if config.response_store == "memory" else config.response_store
     return ResponseStore(path, config.max_stored_response_bytes)
 
 

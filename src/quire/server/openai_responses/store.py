@@ -10,12 +10,15 @@ import contextlib
 import dataclasses
 import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from quire.front.worker_thread import TooManyJobsError, WorkerThread
 from quire.server.errors import UNAVAILABLE, ApiError
 
 T = TypeVar("T")
+
+IN_MEMORY = ":memory:"
 
 TIMEOUT = 5.0
 """Seconds after which the database is given up that has not answered."""
@@ -95,7 +98,7 @@ class ResponseStore:
     """Responses by tenant and id.
 
     Args:
-        path: of the database; ":memory:": it ends with the server.
+        path: of the database; `IN_MEMORY`: it ends with the server.
         max_bytes: of one tenant's responses; the oldest are dropped beyond that.
 
     Raises (all methods):
@@ -167,7 +170,7 @@ class ResponseStore:
             problem = f"has not answered within {TIMEOUT:g} s"
         except TooManyJobsError as error:
             problem = f"is too busy: {error}"
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             problem = f"has failed: {error}"
         raise ApiError(
             503,
@@ -178,6 +181,8 @@ class ResponseStore:
 
     def _within(self, call: Callable[[sqlite3.Connection], T]) -> T:
         if self._connection is None:
+            if self._path != IN_MEMORY:
+                Path(self._path).touch(mode=0o600)  # conversations are nobody else's affair
             connection = sqlite3.connect(self._path, check_same_thread=False)
             connection.executescript(_SETTINGS + _TABLES)
             self._connection = connection
