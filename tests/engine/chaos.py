@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 
+import private_shared_memory
 from engine_checks import wait_for_end
 from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.config import SpeculationConfig, SupervisionConfig
@@ -320,7 +321,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    names = [scenario.name for scenario in SCENARIOS]
+    parser.add_argument("--scenario", choices=names, action="append", help="may be repeated; default: all")
     arguments = parser.parse_args()
+    private_shared_memory.run_again_with_it()
     print(f"seed {arguments.seed}", flush=True)
     rng = random.Random(arguments.seed)
     pauses: dict[str, list[float]] = {kind: [] for kind in FAULTS}
@@ -328,9 +332,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
         tempfile.tempdir = os.environ["TMPDIR"] = str(Path(directory))
         expected: dict[int, list[RequestOutput]] = {}
-        for index, scenario in enumerate(SCENARIOS):
-            num_faults = arguments.faults * (index + 1) // len(SCENARIOS)
-            num_faults -= arguments.faults * index // len(SCENARIOS)
+        scenarios = [one for one in SCENARIOS if one.name in (arguments.scenario or names)]
+        for index, scenario in enumerate(scenarios):
+            num_faults = arguments.faults * (index + 1) // len(scenarios)
+            num_faults -= arguments.faults * index // len(scenarios)
             if not num_faults:
                 continue
             print(f"{scenario.name}: {num_faults} faults", flush=True)

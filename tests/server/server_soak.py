@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
+import private_shared_memory
 from subprocesses import started
 
 NUM_CLIENTS = 16
@@ -351,6 +352,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    private_shared_memory.run_again_with_it()
     print(f"seed {arguments.seed}", flush=True)
     command = [sys.executable, "-m", "quire.cli.main", "serve", "mini", "--port", "0", "--num-threads", "1"]
     command.append("--no-spare-engine")  # what is struck is the engine
