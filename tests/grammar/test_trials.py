@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 
 import pytest
 from test_llguidance_backend import BACKEND, TOKENIZER
@@ -14,6 +15,7 @@ from quire.grammar import trials
 from quire.grammar.interface import SlowGrammarError
 from quire.grammar.trials import TriedGrammars
 from quire.structured_outputs import StructuredOutputsParams
+from subprocesses import run
 
 pytestmark = pytest.mark.usefixtures("preloaded_engines")
 
@@ -118,3 +120,8 @@ def test_a_trial_process_shares_the_session_so_that_its_priority_counts(tried):
     [process] = tried._all
     assert os.getsid(process.pid) == os.getsid(0)
     assert os.getpgid(process.pid) == process.pid  # Ctrl-C does not reach it
+
+
+def test_a_process_whose_engine_dies_at_once_ends_without_an_error():
+    command = [sys.executable, "-m", "quire.grammar.trial_process"]
+    assert run(command, stdin='{"tokenizer"', preload=True).returncode == 0

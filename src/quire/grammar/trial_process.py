@@ -56,7 +56,10 @@ class TrialAnswer(msgspec.Struct):
 
 def main() -> None:
     """Try out what standard input asks for, until it closes."""
-    start = msgspec.json.decode(_read_line(), type=TrialStart)
+    line = _read_line()
+    if not line:
+        return  # the engine has died while this process started
+    start = msgspec.json.decode(line, type=TrialStart)
     backend = LLGuidanceBackend(
         lambda: start.tokenizer,
         start.vocab_size,
