@@ -304,3 +304,27 @@ async def test_a_thought_is_a_block_before_the_others(claude, llm):
     answer = await create(claude, thinking={"type": "disabled"})
     assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"]
     assert llm.seen[-1].options["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high", "xhigh", "max"])
+async def test_an_effort_reaches_the_template(claude, llm, effort):
+    llm.tokenizer.chat_template_source += "{{ reasoning_effort }}{% if enable_thinking %}"
+    body = {"output_config": {"effort": effort}}
+    await create(claude, extra_body=body)
+    assert llm.seen[-1].options["chat_template_kwargs"] == {
+        "enable_thinking": True,
+        "reasoning_effort": effort,
+    }
+    await create(claude, extra_body=body, thinking={"type": "disabled"})
+    assert llm.seen[-1].options["chat_template_kwargs"] == {
+        "enable_thinking": False,
+        "reasoning_effort": effort,
+    }
+
+
+async def test_an_effort_without_effect_is_named(http):
+    body = {"model": "fake", "max_tokens": 9, "messages": [USER], "output_config": {"effort": "low"}}
+    answer = await http.post("/v1/messages", json=body)
+    assert answer.headers["X-Ignored-Parameters"] == "output_config.effort"
+    body["output_config"]["effort"] = "lots"
+    assert (await http.post("/v1/messages", json=body)).status_code == 400

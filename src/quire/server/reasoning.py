@@ -47,8 +47,16 @@ class Thinking:
             variables["reasoning_effort"] = self.effort
         return {**variables, **self.template_kwargs}
 
-    def note_effort_without_effect(self, template: str, leniency: Leniency, *, can_think: bool) -> None:
+    def note_effort_without_effect(
+        self, template: str, leniency: Leniency, *, can_think: bool, param: str = "reasoning_effort"
+    ) -> None:
         """Note an effort that the chat template has no place for.
+
+        Args:
+            template: chat template of the model.
+            leniency: with which the body is read.
+            can_think: whether the model is known to think.
+            param: path of the field with the effort.
 
         Raises:
             InvalidRequestError: the server is strict.
@@ -58,8 +66,8 @@ class Thinking:
             return
         if leniency.is_strict:
             raise InvalidRequestError(
-                f"reasoning_effort is {self.effort!r}, which is not supported by the model's chat template; "
+                f"{param} is {self.effort!r}, which is not supported by the model's chat template; "
                 "leave it out",
-                param="reasoning_effort",
+                param=param,
             )
-        leniency.ignore("reasoning_effort")
+        leniency.ignore(param)

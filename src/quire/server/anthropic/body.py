@@ -190,12 +190,14 @@ class JsonFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """The form of the answer."""
+    """The form of the answer, and the effort for it."""
 
     path_prefix = "output_config."
 
     format: JsonFormat | None = None
-    effort: Ignored = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="How much the model thinks, as far as the chat template knows efforts."
+    )
 
 
 class ThinkingConfig(StrictModel):
@@ -249,9 +251,12 @@ class CountTokensRequest(StrictModel):
 
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""
-        is_on = None if self.thinking is None else self.thinking.type != "disabled"
+        effort = None if self.output_config is None else self.output_config.effort
+        is_on = None if effort is None else True
+        if self.thinking is not None:
+            is_on = self.thinking.type != "disabled"
         budget = self.thinking.budget_tokens if is_on and self.thinking is not None else None
-        return Thinking(is_on=is_on, is_shown=is_on is not False, budget=budget)
+        return Thinking(is_on=is_on, effort=effort, is_shown=is_on is not False, budget=budget)
 
     def prompt_options(self) -> PromptOptions:
         """Return how the messages become a prompt: the answer continues a text of the assistant's."""

@@ -44,7 +44,7 @@ from quire.server.anthropic.answers import (
     named_event,
 )
 from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
-from quire.server.context import context_of
+from quire.server.context import context_of, leniency_of
 from quire.server.conversation import AnswerReader, Conversation
 from quire.server.errors import ApiError
 from quire.server.generation import OutputStream, SequenceProgress, naming_fields
@@ -77,6 +77,12 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
         super().__init__(request, body)
         self._conversation = Conversation(self._context, body, self._params)
         self._params = self._conversation.params
+        body.thinking_options().note_effort_without_effect(
+            self._context.chat_template,
+            leniency_of(request),
+            can_think=self._context.thought_format is not None,
+            param="output_config.effort",
+        )
 
     @property
     def _request_ids(self) -> Sequence[str]:
