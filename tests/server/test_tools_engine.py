@@ -79,7 +79,7 @@ def engine(model):
 
 @pytest.fixture(params=["none"])
 async def client(engine, request):
-    config = ServerConfig(served_model_name="random", reasoning_format=request.param)
+    config = ServerConfig(served_model_name=("random",), reasoning_format=request.param)
     app = create_app(engine, config)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:

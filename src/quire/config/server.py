@@ -6,13 +6,15 @@ import dataclasses
 import re
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MaxLen, MinLen
 
 from quire.config.connections import ConnectionConfig
 from quire.config.edge import EdgeConfig
 from quire.config.fields import check_limits, config, knob, refuse_blank_key
 from quire.errors import ConfigError
 from quire.limits import NonNegativeFloat, PositiveInt
+
+ModelName = Annotated[str, MinLen(1)]
 
 ToolCallFormatName = Literal[
     "auto",
@@ -55,8 +57,11 @@ class ServerConfig:
     port: Annotated[int, Ge(0), Le(65535)] = knob(
         default=8000, help="TCP port to listen on. 0: any free port."
     )
-    served_model_name: str = knob(
-        default="", help="Name of the model in requests and responses. Empty: the model's own name."
+    served_model_name: Annotated[tuple[ModelName, ...], MaxLen(64)] = knob(
+        default=(),
+        unit="names",
+        help="Names of the model in requests: any of them is taken and comes back in the response. None: the "
+        "model's own name.",
     )
     tool_call_format: ToolCallFormatName = knob(
         default="auto",

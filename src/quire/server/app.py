@@ -197,9 +197,9 @@ async def _answer_unrouted(request: Request, error: Exception) -> Response:
     return as_api_error(error).response()
 
 
-def _model_card(context: ServerContext) -> ModelCard:
+def _model_card(context: ServerContext, name: str) -> ModelCard:
     return ModelCard(
-        id=context.model_name,
+        id=name,
         created=context.started_at,
         owned_by="quire",
         max_model_len=context.llm.info.max_model_len,
@@ -207,15 +207,17 @@ def _model_card(context: ServerContext) -> ModelCard:
 
 
 async def list_models(request: Request) -> Response:
-    """List the served model."""
-    return json_response(ModelList(data=[_model_card(context_of(request))]))
+    """List the served model, once under each of its names."""
+    context = context_of(request)
+    return json_response(ModelList(data=[_model_card(context, name) for name in context.model_names]))
 
 
 async def get_model(request: Request) -> Response:
     """Describe the served model."""
     context = context_of(request)
-    context.require_model(request.path_params["model"])
-    return json_response(_model_card(context))
+    name = request.path_params["model"]
+    context.require_model(name)
+    return json_response(_model_card(context, name))
 
 
 async def health(request: Request) -> Response:

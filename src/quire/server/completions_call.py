@@ -47,7 +47,7 @@ class CompletionsCall(GenerationCall[RequestT]):
         self._head: dict[str, Any] = {
             "id": self._id,
             "created": int(time.time()),
-            "model": self._context.model_name,
+            "model": body.model,
             "system_fingerprint": self._context.system_fingerprint,
         }
 

@@ -45,7 +45,7 @@ class ServerContext:
     def __init__(self, llm: AsyncLLM, config: ServerConfig, tenants: Tenants | None = None) -> None:
         self.llm = llm
         self.config = config
-        self.model_name = config.served_model_name or llm.info.model
+        self.model_names = tuple(dict.fromkeys(config.served_model_name)) or (llm.info.model,)
         self.version = importlib.metadata.version("quire")
         self.started_at = int(time.time())
         self.metrics = Metrics(self.model_name)
@@ -84,12 +84,18 @@ class ServerContext:
         """The jinja2 text of the model's chat template; empty if there is none."""
         return self.llm.tokenizer.chat_template_source or ""
 
+    @property
+    def model_name(self) -> str:
+        """The served model's name, the first of several."""
+        return self.model_names[0]
+
     def require_model(self, name: str) -> None:
-        """Raise `ApiError` 404 unless `name` is the served model."""
-        if name != self.model_name:
+        """Raise `ApiError` 404 unless `name` is one of the served model's."""
+        if name not in self.model_names:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; this server has {self.model_name!r}",
+                f"the model {name!r} is not served here; this server has "
+                + ", ".join(map(repr, self.model_names)),
                 param="model",
                 code="model_not_found",
             )

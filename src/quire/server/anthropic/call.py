@@ -135,7 +135,7 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
     ) -> MessageAnswer:
         return MessageAnswer(
             id=self._id,
-            model=self._context.model_name,
+            model=self._body.model,
             content=content,
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,

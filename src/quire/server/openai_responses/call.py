@@ -214,7 +214,7 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
-            model=self._context.model_name,
+            model=body.model,
             output=items,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
