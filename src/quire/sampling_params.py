@@ -84,6 +84,12 @@ class SamplingParams:
     logit_bias: Mapping[TokenId, Bias] = knob(
         default_factory=dict, unit="token ids", help="Added to the logits of these token ids."
     )
+    # Every sampled token is chosen among them.
+    allowed_token_ids: Annotated[tuple[TokenId, ...], MaxLen(1024)] = knob(
+        default=(),
+        unit="token ids",
+        help="The only token ids that may occur in the output, end-of-sequence included. None: all.",
+    )
     bad_words: Annotated[tuple[BadWord, ...], MaxLen(256)] = knob(
         default=(),
         unit=f"strings of 1 to {MAX_BAD_WORD_LENGTH} characters",
@@ -252,7 +258,7 @@ def _immutable(entry: Any) -> Any:
     return tuple(entry) if isinstance(entry, Iterable) and not isinstance(entry, str) else entry
 
 
-_LISTS = ("bad_words", "bad_words_token_ids", "stop", "stop_token_ids")
+_LISTS = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "stop", "stop_token_ids")
 
 _ONLY_WITH_BEAM_SEARCH: dict[str, Any] = {  # with the values that have no effect
     "num_beam_groups": 1,
@@ -270,6 +276,7 @@ _NOT_WITH_BEAM_SEARCH: dict[str, Any] = {  # it ranks tokens by the model's own 
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "logit_bias": {},
+    "allowed_token_ids": (),
     "bad_words": (),
     "bad_words_token_ids": (),
     "structured_outputs": None,

@@ -27,6 +27,7 @@ KINDS = {
         "bad_words_token_ids": ((7, 9), (300,)),
         "logit_bias": {11: 3.0},
     },
+    "allowed": {"temperature": 0.9, "allowed_token_ids": (7, 9, 11, 40), "bad_words_token_ids": ((7, 9),)},
     "grammar": {"temperature": 0.9, "structured_outputs": StructuredOutputsParams(regex="[ab]{15,40}")},
 }
 

@@ -144,3 +144,14 @@ def test_all_changes_together_are_those_of_the_plain_loop():
     row, prompt, output = random_row(4), [1, 6, 8, 30], [6, 6, 7, 2, 6]
     changed = penalized(constrained(row, params, output, eos_token_ids=(0,)), params, prompt, output)
     np.testing.assert_allclose(changed, adjusted(row, params, prompt, output, (0,)), rtol=1e-6)
+
+
+def test_only_allowed_tokens_are_left():
+    row, allowed = random_row(), [59, 0, 17]
+    params = SamplingParams(
+        allowed_token_ids=allowed, logit_bias={17: 2.0, 5: 9.0}, bad_words_token_ids=[[0]]
+    )
+    expected = np.full(VOCAB_SIZE, -np.inf, dtype=np.float32)
+    expected[[59, 17]] = row[59], row[17] + np.float32(2.0)
+    np.testing.assert_array_equal(constrained(row, params, [1, 2]), expected)
+    assert Constraints.of(params, eos_token_ids=(), vocab_size=VOCAB_SIZE).until == UNTIL_THE_END

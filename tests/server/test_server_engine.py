@@ -292,3 +292,19 @@ async def test_prompt_logprobs_are_those_of_an_echo(http, engine):
     assert all(len(one) >= 3 for one in choice["prompt_logprobs"][1:])
     text = engine.tokenizer.decode(choice["token_ids"])
     assert choice["text"].endswith(text)
+
+
+async def test_an_output_of_allowed_tokens_only(http, engine):
+    allowed = engine.tokenizer.encode("b c d", add_special_tokens=False)
+    body = {"model": engine.info.model, "prompt": PROMPT, "max_tokens": 12, "return_token_ids": True}
+    answer = await http.post("/v1/completions", json={**body, "allowed_token_ids": allowed})
+    found = answer.json()["choices"][0]["token_ids"]
+    assert len(found) == 12
+    assert set(found) <= set(allowed)
+    few = {"allowed_token_ids": allowed[:1], "min_tokens": 2}
+    ending = {**few, "stop_token_ids": allowed[:1]}
+    refused = await http.post("/v1/completions", json={**body, **ending})
+    assert refused.status_code >= 400
+    assert "allowed_token_ids" in refused.json()["error"]["message"]
+    unknown = await http.post("/v1/completions", json={**body, "allowed_token_ids": [10**9]})
+    assert unknown.json()["error"]["param"] == "allowed_token_ids"

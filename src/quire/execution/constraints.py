@@ -1,4 +1,4 @@
-"""Per-request changes to single logits: banned words, a minimum length, and a bias."""
+"""Per-request changes to logits: allowed tokens, banned words, a minimum length, and a bias."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Constraints:
         self._banned_ids: Int64Array = np.array(banned, dtype=np.int64)
         self._banned_after = [(sequence[:-1], sequence[-1]) for sequence in sequences if len(sequence) > 1]
         self._longest_prefix = max((len(prefix) for prefix, _ in self._banned_after), default=0)
+        self._allowed_ids: Int64Array = np.array(params.allowed_token_ids, dtype=np.int64)
         self._bias_ids: Int64Array = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias: Float32Array = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self._min_tokens = params.min_tokens
@@ -36,7 +37,8 @@ class Constraints:
         ending = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
         in_vocabulary = [token_id for token_id in ending if 0 <= token_id < vocab_size]
         self._ending_ids: Int64Array = np.array(in_vocabulary, dtype=np.int64)
-        self.until = UNTIL_THE_END if sequences or params.logit_bias else self._min_tokens
+        lasts = sequences or params.logit_bias or params.allowed_token_ids
+        self.until = UNTIL_THE_END if lasts else self._min_tokens
 
     @classmethod
     def of(
@@ -46,6 +48,11 @@ class Constraints:
         constraints = cls(params, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
         return constraints if constraints.until > 0 else None
 
+    @property
+    def allows_few(self) -> bool:
+        """Whether only some tokens are allowed."""
+        return self._allowed_ids.size > 0
+
     def apply(self, logits: Float32Array, output_token_ids: IntArray) -> None:
         """Change one row of logits in place.
 
@@ -53,6 +60,10 @@ class Constraints:
             logits: [V].
             output_token_ids: the request's output so far.
         """
+        if self.allows_few:
+            allowed = logits[self._allowed_ids]
+            logits.fill(-np.inf)
+            logits[self._allowed_ids] = allowed
         logits[self._banned_ids] = -np.inf
         if self._banned_after:
             self._ban_completions(logits, output_token_ids)

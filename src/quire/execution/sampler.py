@@ -24,8 +24,8 @@ from quire.kernels.sampling import SamplingKernels
 from quire.step import NO_TOKEN, IntArray, PositionLogprobs
 
 _NO_CHOICE = (
-    "the request's grammar (structured_outputs) leaves no token to choose: min_tokens, bad_words or "
-    "logit_bias ban all that it allows here; relax one of them"
+    "the request's grammar (structured_outputs) or allowed_token_ids leave no token to choose: together "
+    "with min_tokens, bad_words or logit_bias, all are banned here; relax one of them"
 )
 
 
@@ -92,11 +92,11 @@ class Sampler:
             if penalties is not None:
                 penalties.apply(rows.logits[row], known)
         rows.choose_again(adjusted)
-        rows.refuse_without_choice(is_masked)
+        rows.refuse_without_choice(is_masked | self.table.allows_few(rows.slots))
         return kept_raw
 
     def _draw(self, rows: _Rows) -> None:
-        # Without a grammar, a row in which everything is banned keeps its most likely token.
+        # Without a mask or allowed tokens, a row where all are banned keeps its most likely token.
         drawn = np.flatnonzero(self.table.is_random(rows.slots) & rows.sound & np.isfinite(rows.maxima))
         if drawn.size:
             slots = rows.slots[drawn]

@@ -28,6 +28,7 @@ class SamplingTable:
         self._seed: UInt64Array = np.zeros(max_num_seqs, dtype=np.uint64)
         self.num_logprobs: Int64Array = np.full(max_num_seqs, _NO_LOGPROBS, dtype=np.int64)
         self._constrained_until: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self._allows_few: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self._penalized: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.penalties: list[Penalties | None] = [None] * max_num_seqs
         self.constraints: list[Constraints | None] = [None] * max_num_seqs
@@ -58,6 +59,7 @@ class SamplingTable:
         constraints = Constraints.of(params, eos_token_ids=eos_token_ids, vocab_size=self._vocab_size)
         self.penalties[slot] = penalties
         self.constraints[slot] = constraints
+        self._allows_few[slot] = constraints is not None and constraints.allows_few
         self._penalized[slot] = penalties is not None
         self._constrained_until[slot] = 0 if constraints is None else constraints.until
 
@@ -71,6 +73,11 @@ class SamplingTable:
         num_output_tokens = positions - self.num_prompt_tokens[slots]
         adjusted: BoolArray = self._penalized[slots] | (num_output_tokens < self._constrained_until[slots])
         return adjusted
+
+    def allows_few(self, slots: Int64Array) -> BoolArray:
+        """Return which of `slots` choose among some tokens only, [R]."""
+        few: BoolArray = self._allows_few[slots]
+        return few
 
     def is_random(self, slots: Int64Array) -> BoolArray:
         """Return which of `slots` sample rather than take the most likely token, [R]."""

@@ -261,6 +261,7 @@ class InputProcessor:
             )
         self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
         self._check_vocabulary(params.logit_bias, "logit_bias")
+        self._check_vocabulary(params.allowed_token_ids, "allowed_token_ids")
         for sequence in params.bad_words_token_ids:
             self._check_vocabulary(sequence, "bad_words_token_ids")
         for word in params.stop:
