@@ -72,6 +72,22 @@ async def test_what_has_no_effect_is_named(http, llm, fields, ignored, stream):
 
 
 @pytest.mark.parametrize(
+    ("reads", "priority", "ignored"), [(True, 3, None), (False, 3, "priority"), (False, 0, None)]
+)
+async def test_a_priority_that_no_policy_reads(http, llm, reads, priority, ignored):
+    llm.info.reads_priority = reads
+    response = await complete(http, priority=priority)
+    assert response.headers.get(HEADER) == ignored
+    assert llm.seen[0].options.get("priority", 0) == (priority if reads else 0)
+
+
+async def test_a_strict_server_leaves_an_unread_priority_to_the_engine(strict_http, llm):
+    llm.info.reads_priority = False
+    await complete(strict_http, priority=3)
+    assert llm.seen[0].options["priority"] == 3
+
+
+@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"top_k": -1}, {"top_k": 0}),

@@ -308,3 +308,9 @@ async def test_an_output_of_allowed_tokens_only(http, engine):
     assert "allowed_token_ids" in refused.json()["error"]["message"]
     unknown = await http.post("/v1/completions", json={**body, "allowed_token_ids": [10**9]})
     assert unknown.json()["error"]["param"] == "allowed_token_ids"
+
+
+async def test_a_priority_without_priorities_is_ignored_visibly(http, engine):
+    body = {"model": engine.info.model, "prompt": PROMPT, "max_tokens": 1, "priority": 1}
+    response = await http.post("/v1/completions", json=body)
+    assert (response.status_code, response.headers["x-ignored-parameters"]) == (200, "priority")

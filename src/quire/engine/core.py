@@ -130,6 +130,7 @@ class EngineCore:
             role=config.role,
             kv_transfer_address=lending_address(self._connector),
             kv_events_ports=None if self._publisher is None else self._publisher.tcp_ports,
+            reads_priority=self.scheduler.reads_priority,
         )
 
     def add(self, request: EngineCoreRequest) -> None:

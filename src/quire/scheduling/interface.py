@@ -175,6 +175,11 @@ class SchedulerInterface(ABC):
     def get_kv_cache_usage(self) -> float:
         """Share of the KV blocks that running requests hold, 0 to 1."""
 
+    @property
+    def reads_priority(self) -> bool:
+        """Whether the priorities of requests have an effect; if not, requests that have one are refused."""
+        return True
+
     def next_blocks(self) -> IntArray:
         """Return the blank KV blocks that the next step may use, in order; none if that is not known."""
         return np.zeros(0, dtype=np.int32)

@@ -137,6 +137,11 @@ class Scheduler(SchedulerInterface):
         self._in_flight.require_newest(scheduler_output)
         self._results_phase.replace_drafts(draft_token_ids, scheduler_output)
 
+    @property
+    @override
+    def reads_priority(self) -> bool:
+        return self._arrivals.reads_priority
+
     # -- arrivals and ends ---------------------------------------------------------------------------------
 
     @override

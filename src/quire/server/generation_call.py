@@ -15,7 +15,7 @@ from starlette.responses import Response
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.access_log import access_record_of
-from quire.server.context import context_of, request_id_of, tenant_of
+from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
 from quire.server.errors import ApiError
 from quire.server.generation import OutputStream, generate
 from quire.server.responses import json_response
@@ -75,7 +75,15 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._options = body.request_options()
         if "kv_transfer_params" in self._options:
             self._tenant.require_kv_transfer()
+        self._leave_out_unread_priority()
         self._params = self._within_model(body.sampling_params())
+
+    def _leave_out_unread_priority(self) -> None:
+        """Note a priority as without effect if the engine's policy has none, unless the server is strict."""
+        info, leniency = self._context.llm.info, leniency_of(self._request)
+        if self._options.get("priority") and not info.reads_priority and not leniency.is_strict:
+            del self._options["priority"]
+            leniency.ignore("priority")
 
     def _within_model(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with no more output tokens than the model's maximum length, unless it is strict."""
