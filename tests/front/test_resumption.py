@@ -88,6 +88,15 @@ def scene(monkeypatch):
     return Scene(monkeypatch)
 
 
+def test_a_dead_engine_holds_nothing(scene):
+    scene.hear(StepOutputs([], SchedulerStats(num_blocks=8, num_free_blocks=3, num_leased_blocks=5)))
+    assert scene.requests.latest_stats.num_leased_blocks == 5
+    scene.crash()
+    assert scene.requests.latest_stats == SchedulerStats()
+    scene.hear(Ready(INFO))
+    assert scene.requests.latest_stats == SchedulerStats(), "the next engine has not said anything"
+
+
 def test_each_live_sequence_goes_on_from_its_tokens(scene):
     a = scene.submit("a", n=3, seed=7, max_tokens=9)
     original = scene.taken()[0]

@@ -308,6 +308,7 @@ class LiveRequests:
 
     def _note_crash(self, reason: str) -> None:
         self.is_ready = False
+        self.latest_stats = SchedulerStats()  # what the dead engine held is free
         calls, self._calls = self._calls, {}
         error = ErrorInfo.of(EngineDeadError(reason))
         for call_id, on_reply in calls.items():
