@@ -113,7 +113,7 @@ def test_a_grammar_that_leaves_nothing_is_an_error_of_its_request(temperature, a
         logits, SamplingParams(seed=1, temperature=temperature, logprobs=1, **constraint), allowed
     )
     assert result.token_ids.tolist() == [NO_TOKEN]
-    assert "grammar (structured_outputs) leaves no token" in result.errors[0]
+    assert "leave no token to choose" in result.errors[0]
     assert not result.logprobs
 
 

@@ -50,8 +50,8 @@ LONGEST_AWAITING_WAIT = 0.02
 STALL_WAIT = 0.1
 """Seconds to pause during any other stall."""
 
-STALL_NOTICE = 1.0
-"""Seconds after which the reason for a legitimate stall is logged."""
+STALL_NOTICE = 5.0
+"""Seconds after which the reason for a legitimate stall is logged; a first grammar takes one or two."""
 
 
 class MessageSource(Protocol):
