@@ -31,7 +31,7 @@ def schema():
 
 
 SETTINGS = {
-    "max_examples": 36,
+    "max_examples": 12,
     "backend": UNMUTATED,
     "deadline": None,
     "derandomize": True,

@@ -222,15 +222,15 @@ async def test_sequences_wait_for_their_tenants_own_and_beyond_that_are_refused(
 async def test_grammars_that_are_being_compiled_are_limited(client, llm):
     carol = client("carol")
     extra = {"structured_outputs": {"regex": "a*"}}
-    call = asyncio.create_task(complete(carol, extra_body=extra))
-    while not call.done():
-        try:
-            await complete(carol, "hold", extra_body=extra, max_tokens=1)
-        except openai.RateLimitError as error:
-            assert "1 of max_pending_grammars 1" in str(error)
-            break
-        await asyncio.sleep(0)
-    await call
+    refused = None
+    while refused is None:  # until two of them meet
+        calls = (complete(carol, extra_body=extra) for _ in range(2))
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        assert len(errors) < 2
+        refused = errors[0] if errors else None
+    assert isinstance(refused, openai.RateLimitError)
+    assert "1 of max_pending_grammars 1" in str(refused)
     await complete(carol, extra_body=extra)
 
 
