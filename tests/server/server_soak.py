@@ -1,18 +1,20 @@
 """A server under mixed traffic and faults, for as long as one likes: `make soak-server`.
 
 Clients ask without pause for what they know the answer of, and also disconnect, read slowly, and send what is
-refused. Meanwhile engines are killed and stopped. Every answer must be that of an undisturbed run, or an
-error that names its cause; in the end the server must hold what it held at the start, and its memory must not
-grow.
+refused. Meanwhile engines are killed and stopped, and a spare takes the place of each. Every answer must be
+that of an undisturbed run, or an error that names its cause; in the end the server must hold what it held at
+the start, and its memory must not grow.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -38,6 +40,7 @@ LONGEST_PEACE = 20.0  # seconds between two faults
 SAMPLE_INTERVAL = 2.0
 MEMORY_SLOPE = 32 * 2**20  # bytes an hour that the front may grow by at the most
 MEMORY_NOISE = 16 * 2**20  # bytes that it may grow by in however short a run
+KEPT_LOG = Path("soak-server.log")  # where the server's log is kept if the soak fails
 QUARANTINED = "engines have died while they had this request"
 
 WORDS = ("red", "green", "blue", "small", "large", "old", "new", "one", "two", "seven", "tea", "sun", "key")
@@ -130,6 +133,8 @@ class Soak:
             self._compare(name, await self._ask(name, streamed=True))
         for name in REFUSED:
             await self._be_refused(name)
+        while len(engines_of(self._front)) < 2:  # a spare starts some time later
+            await asyncio.sleep(0.1)
         await asyncio.sleep(SAMPLE_INTERVAL)
         held = held_by(self._front)
         tasks = [asyncio.create_task(self._be_client(number)) for number in range(NUM_CLIENTS)]
@@ -215,19 +220,19 @@ class Soak:
     async def _strike_often(self) -> None:
         while not self._is_over:
             await self._sleep(self._rng.uniform(1, LONGEST_PEACE))
-            engine = engine_of(self._front)
-            if engine is None or self._is_over:
+            engines = engines_of(self._front)
+            if not engines or self._is_over:
                 continue
             number = self._rng.choice((signal.SIGKILL, signal.SIGABRT, signal.SIGSTOP))
-            engine.send_signal(number)
-            self.faults[number.name] += 1
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engines[0].send_signal(number)
+                self.faults[number.name] += 1
 
     async def _sample(self) -> None:
         while not self._is_over:
             self.memory.append((time.monotonic(), self._front.memory_info().rss))
-            engine = engine_of(self._front)
-            if engine is not None:
-                self.engine_memory.append(engine.memory_info().rss)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.engine_memory += [engine.memory_info().rss for engine in engines_of(self._front)[:1]]
             await self._sleep(SAMPLE_INTERVAL)
 
     async def _sleep(self, seconds: float) -> None:
@@ -284,15 +289,16 @@ def answer_of(parts: list[dict[str, Any]]) -> Answer:
     return [(index, texts[index], ends[index], logprobs.get(index)) for index in sorted(texts)]
 
 
-def engine_of(front: psutil.Process) -> psutil.Process | None:
-    """Return the engine process of a server, if there is one now."""
+def engines_of(front: psutil.Process) -> list[psutil.Process]:
+    """Return the engine processes of a server, oldest first: its engine, and the spare."""
+    engines = []
     for child in front.children():
         try:
             if "quire.engine.process" in child.cmdline():
-                return child
+                engines.append(child)
         except psutil.NoSuchProcess:
             continue
-    return None
+    return sorted(engines, key=psutil.Process.create_time)
 
 
 def held_by(front: psutil.Process) -> dict[str, Any]:
@@ -355,7 +361,6 @@ def main() -> None:
     private_shared_memory.run_again_with_it()
     print(f"seed {arguments.seed}", flush=True)
     command = [sys.executable, "-m", "quire.cli.main", "serve", "mini", "--port", "0", "--num-threads", "1"]
-    command.append("--no-spare-engine")  # what is struck is the engine
     command += ["--num-kv-blocks", "512", "--watchdog-timeout", str(WATCHDOG_TIMEOUT)]
     command += ["--max-engine-crashes", "1000", "--policy", "priority"]
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
@@ -369,7 +374,8 @@ def main() -> None:
             try:
                 soak_and_stop(server, log, arguments.seconds, arguments.seed)
             except BaseException:
-                print(log.read_text()[-3000:], file=sys.stderr)
+                shutil.copy(log, KEPT_LOG)
+                print(f"the server's log: {KEPT_LOG}", file=sys.stderr)
                 raise
 
 
