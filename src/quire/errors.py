@@ -76,6 +76,10 @@ class EngineDeadError(QuireError):
     """The engine has ended; requests in flight are answered with this."""
 
 
+class EngineAsleepError(EngineDeadError):
+    """The engine has been ended for the time being, and takes no requests until it is woken."""
+
+
 class CrashLoopError(EngineDeadError):
     """Engines have died again and again, and no other is started."""
 

@@ -14,7 +14,7 @@ from quire.config import SupervisionConfig
 from quire.engine.messages import EngineInfo, ErrorInfo, Ready, Starting, StartupFailed, StepOutputs
 from quire.errors import CrashLoopError, EngineDeadError
 from quire.front import supervision
-from quire.front.supervision import LATE, EngineCrashed, EngineSupervisor
+from quire.front.supervision import LATE, EngineCrashed, EngineSupervisor, EngineSuspended
 from quire.scheduling.outputs import EngineCoreOutput
 
 INFO = EngineInfo("fake", 64, 100, 8, 16, 0, "float32", 0.0)
@@ -132,6 +132,39 @@ def test_an_engine_that_dies_is_replaced_each_time_later(scene):
     with pytest.raises(EngineDeadError, match="shut down"):
         one.supervisor.receive(0)
     assert one.supervisor.next_due is None
+
+
+def test_an_engine_is_suspended_and_resumed(scene):
+    one = scene()
+    one.hears(Ready(INFO))
+    one.supervisor.suspend()
+    assert one.process.done == ["kill"]
+    assert not one.supervisor.is_suspended
+    one.process.death = "it was killed"
+    assert one.supervisor.receive(0) == [EngineSuspended()]
+    assert one.supervisor.is_suspended
+    assert one.supervisor.next_due is None
+    assert one.pass_time(10_000) == []
+    one.supervisor.resume()
+    assert one.pass_time(0) == []
+    assert one.process.num_blocks_before == INFO.num_blocks
+    assert one.process.config.record_path == "/calls.1"
+    assert one.hears(Ready(INFO)) == [Ready(INFO)]
+    assert one.supervisor.num_restarts == 0
+    assert one.crash() == 0
+
+
+def test_an_engine_that_waits_to_be_replaced_is_suspended(scene):
+    one = scene()
+    one.hears(Ready(INFO))
+    one.crash()
+    one.supervisor.suspend()
+    assert one.supervisor.is_suspended
+    assert one.pass_time(100) == []
+    assert len(FakeProcess.started) == 1
+    one.supervisor.retire()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        one.supervisor.receive(0)
 
 
 def test_output_or_time_ends_a_series_of_crashes(scene):

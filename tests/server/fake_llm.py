@@ -9,6 +9,7 @@ from quire.config import EngineConfig
 from quire.errors import (
     ContextLengthError,
     DuplicateRequestError,
+    EngineAsleepError,
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
@@ -83,6 +84,7 @@ class FakeLLM:
         self.held = asyncio.Event()
         self.held_seen = threading.Event()
         self.dead = None
+        self.paused = self.asleep = None  # the mode
         self.is_silent = False
         self.connector_stats = None
         self.kv_transfer_params = None  # that a connector returns
@@ -232,6 +234,28 @@ class FakeLLM:
         self.check_health()
         return not self.live
 
+    async def pause_generation(self, mode, *, clear_cache):
+        self.check_health()
+        self.paused = mode
+        return clear_cache
+
+    async def resume_generation(self):
+        self.paused = None
+
+    async def is_paused(self):
+        return self.paused is not None
+
+    async def sleep(self, mode):
+        if mode == "wait" and self.paused:
+            raise InvalidRequestError("paused", param="mode")
+        self.asleep = mode
+
+    async def wake_up(self):
+        self.asleep = None
+
+    async def is_sleeping(self):
+        return self.asleep is not None
+
     async def stats(self):
         return SchedulerStats(
             num_running=len(self.live), num_waiting=2, num_blocks=64, num_free_blocks=48, num_steps=7,
@@ -260,6 +284,8 @@ class FakeLLM:
     def check_health(self):
         if self.dead:
             raise EngineDeadError(self.dead)
+        if self.asleep:
+            raise EngineAsleepError("asleep; wake it")
 
     async def shutdown(self, drain_timeout=0.0):
         self.dead = "shut down"

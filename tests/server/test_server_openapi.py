@@ -102,6 +102,7 @@ def test_document_lists_every_route_and_status():
         "/v1/responses/{response_id}/input_items",
         "/health", "/ready", "/ping", "/live", "/metrics", "/engine", "/version",
         "/tokenize", "/detokenize", "/tokenizer_info", "/reset_prefix_cache",
+        "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping",
     }  # fmt: skip
     generation = DOCUMENT["paths"]["/v1/completions"]["post"]
     statuses = {"200", "400", "401", "404", "413", "415", "429", "499", "500", "503", "504"}

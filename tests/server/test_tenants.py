@@ -146,6 +146,9 @@ async def test_a_tenant_sees_its_own_requests_only(fake, llm):
     for name, expected in (("alice", 403), ("root", 409)):
         answer = await fake.http.post("/reset_prefix_cache", headers={"x-api-key": f"{name}-key"})
         assert answer.status_code == expected
+    for name, expected in (("alice", "admin"), ("root", "--engine-control")):
+        answer = await fake.http.post("/pause", headers={"x-api-key": f"{name}-key"})
+        assert expected in answer.json()["error"]["message"]
     assert len(llm.live) == 2
     metrics = (await fake.http.get("/metrics")).text
     assert "same" not in metrics

@@ -100,6 +100,11 @@ class ServerConfig:
         help="Refuse parameters that are unknown or have no effect. Otherwise they are accepted, and the "
         "header X-Ignored-Parameters of the answer names them.",
     )
+    engine_control: bool = knob(
+        default=False,
+        help="Serve POST /pause, /resume, /sleep and /wake_up, which stop the engine for everybody; with a "
+        "key file, to admins only.",
+    )
     response_store: str = knob(
         default="memory",
         help="Where the responses of /v1/responses are kept for later turns: memory, until the server ends; "

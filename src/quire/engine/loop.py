@@ -24,12 +24,14 @@ from quire.engine.messages import (
     ResetPrefixCache,
     RestoreKV,
     SaveKV,
+    SetPauseState,
     Shutdown,
     StepOutputs,
     StopRequests,
     ToEngine,
 )
 from quire.errors import QuireError
+from quire.scheduling.interface import PauseState
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.status import FinishReason, RequestStatus
 
@@ -127,6 +129,8 @@ class EngineLoop:
                 self._answer(call_id, lambda: Reply(call_id, stats=self.core.stats()))
             case ResetPrefixCache(call_id):
                 self._answer(call_id, lambda: Reply(call_id, done=self.core.reset_prefix_cache()))
+            case SetPauseState(call_id, pause_state):
+                self._answer(call_id, lambda: self._set_pause_state(call_id, pause_state))
             case Explain(call_id, sequence_ids):
                 self._answer(
                     call_id, lambda: Reply(call_id, texts=[self.core.explain(name) for name in sequence_ids])
@@ -140,6 +144,10 @@ class EngineLoop:
             case Shutdown():
                 self._send_outputs(self.core.shutdown())
                 self.stopped = True
+
+    def _set_pause_state(self, call_id: int, pause_state: PauseState) -> Reply:
+        self.core.scheduler.set_pause_state(pause_state)
+        return Reply(call_id)
 
     def step_and_send(self) -> bool:
         """Run one step and send its outputs; return whether anything was done.

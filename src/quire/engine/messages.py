@@ -17,6 +17,7 @@ from quire.errors import ConfigError, InvalidRequestError, QueueFullError, Quire
 from quire.limits import limits_of
 from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
+from quire.scheduling.interface import PauseState
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 
 STACKS_SIGNAL = signal.SIGUSR1
@@ -197,6 +198,13 @@ class Acknowledge(msgspec.Struct, tag=10, array_like=True, gc=False):
     num_bytes: int
 
 
+class SetPauseState(msgspec.Struct, tag=11, array_like=True, gc=False):
+    """Say which requests may run; the `Reply` comes when no step can run otherwise any more."""
+
+    call_id: int
+    pause_state: PauseState
+
+
 ToEngine = (
     EngineCoreRequest
     | AbortRequests
@@ -208,6 +216,7 @@ ToEngine = (
     | SaveKV
     | RestoreKV
     | Acknowledge
+    | SetPauseState
 )
 
 
@@ -273,7 +282,8 @@ FromEngine = (
     Starting | LoadProgress | Ready | StartupFailed | StepOutputs | RequestRefused | Reply | EngineFailed
 )
 
-_CALL_TAGS = {call.__struct_config__.tag for call in (GetStats, ResetPrefixCache, Explain, SaveKV, RestoreKV)}
+_CALLS = (GetStats, ResetPrefixCache, Explain, SaveKV, RestoreKV, SetPauseState)
+_CALL_TAGS = {call.__struct_config__.tag for call in _CALLS}
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -22,10 +22,11 @@ from quire.engine.messages import (
     Shutdown,
     ToEngine,
 )
-from quire.errors import CrashLoopError, EngineDeadError
+from quire.errors import CrashLoopError, EngineAsleepError, EngineDeadError
 from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
-from quire.front.live_requests import LiveRequests
+from quire.front.live_requests import ASLEEP, LiveRequests
+from quire.front.pausing import PauseMode, Pausing
 from quire.front.preparation_threads import PreparationThreads, length_of
 from quire.front.process_client import SHUTDOWN_TIMEOUT
 from quire.front.resumption import RecoveryStats
@@ -80,6 +81,7 @@ class AsyncLLM:
         self._next_turn: asyncio.Handle | None = None  # of work that is left
         self._changed = asyncio.Event()
         self._closing = False
+        self._pausing = Pausing(self._engine, self._requests, self._call, self._wait_for)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -251,6 +253,53 @@ class AsyncLLM:
         """Clear the prefix cache; while any block is in use, do nothing and return False."""
         return (await self._call(ResetPrefixCache)).done
 
+    async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> bool:
+        """Admit no requests until `resume_generation`; new ones wait. An engine that dies stays paused.
+
+        Args:
+            mode: what becomes of live requests. "abort": they are aborted. "wait": those that run finish, the
+                others wait. "keep": they stop where they are, and go on from there.
+            clear_cache: whether to clear the prefix cache, if mode is not "keep".
+
+        Returns:
+            Whether the prefix cache was cleared: pins and peers may need it.
+        """
+        await self.wait_until_ready()
+        return await self._pausing.pause(mode, clears_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """End the pause."""
+        await self.wait_until_ready()
+        await self._pausing.resume()
+
+    async def is_paused(self) -> bool:
+        """Return whether the engine is paused."""
+        return self._pausing.is_paused
+
+    async def sleep(self, mode: PauseMode = "abort") -> None:
+        """End the engine, so that its weights and KV take no memory, until `wake_up`.
+
+        New requests are refused meanwhile with `EngineAsleepError`.
+
+        Args:
+            mode: what becomes of live requests. "abort": they are aborted. "wait": they finish first. "keep":
+                they go on after `wake_up`, with the tokens that they would have had.
+
+        Raises:
+            InvalidRequestError: mode is "wait", and the engine is paused.
+        """
+        await self.wait_until_ready()
+        await self._pausing.sleep(mode)
+
+    async def wake_up(self) -> None:
+        """Start an engine that sleeps, and return when it accepts requests."""
+        await self.wait_until_ready()
+        await self._pausing.wake()
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine is asleep."""
+        return self._pausing.is_asleep
+
     async def save_kv(self, prompt: Prompt, path: str | Path, *, cache_salt: str = "") -> int:
         """Save the KV of a prompt to a file, see `LLM.save_kv`."""
         await self.wait_until_ready()
@@ -268,12 +317,14 @@ class AsyncLLM:
         """Return if the engine is healthy or starts for the first time. Any thread may ask.
 
         Raises:
-            EngineDeadError: the engine has ended, or another is being started in its place, or it has
+            EngineDeadError: the engine has ended, or is asleep, or another is being started, or it has
                 unfinished requests but has not finished a step for `STEP_TIMEOUT` seconds.
         """
         requests = self._requests
         if requests.failure is not None:
             raise EngineDeadError(str(requests.failure))
+        if requests.is_asleep:
+            raise EngineAsleepError(ASLEEP)
         if requests.has_started and not requests.is_ready:
             raise EngineDeadError("the engine has died and is being started again; live requests wait for it")
         silence = time.monotonic() - requests.last_step_time
@@ -307,6 +358,7 @@ class AsyncLLM:
                 async with asyncio.timeout(end_timeout):
                     await self._wait_for(self._is_idle, timeout=ABORT_TIMEOUT)
                     self._engine.send(Shutdown())
+                    self._on_event()  # there may be no engine, and so no message of its end
                     await self._wait_for(lambda: self._requests.failure is not None)
         self._detach()
         self._engine.close(0)
@@ -354,7 +406,6 @@ class AsyncLLM:
         await self.wait_until_ready()
         replies: list[Reply] = []
         self._requests.call(make, replies.append)
-        self._set_timer()
         await self._wait_for(lambda: bool(replies) or self._requests.failure is not None)
         self._requests.raise_failure()
         if (error := replies[0].error) is not None:
@@ -363,6 +414,7 @@ class AsyncLLM:
 
     async def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> None:
         """Wait until a message has made `condition` true, or `timeout` seconds have passed."""
+        self._set_timer()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not condition():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import time
@@ -19,25 +20,29 @@ from quire.engine.messages import (
     Ready,
     Reply,
     RequestRefused,
+    SetPauseState,
     StartupFailed,
     StepOutputs,
     StopRequests,
     ToEngine,
 )
-from quire.errors import EngineDeadError, QuireError, RequestTimeoutError
+from quire.errors import EngineAsleepError, EngineDeadError, QuireError, RequestTimeoutError
 from quire.front.held_requests import HeldRequests
 from quire.front.input_processor import InputProcessor, ProcessedRequest
 from quire.front.message_backlog import OUTPUTS_AT_ONCE, MessageBacklog, Turn
 from quire.front.output_processor import OutputProcessor, RequestState
 from quire.front.resumption import Resumption, deadline_of, failed_outputs
-from quire.front.supervision import EngineCrashed
+from quire.front.supervision import EngineCrashed, EngineSuspended
 from quire.sampling_params import SamplingParams
+from quire.scheduling.interface import PauseState
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.status import FinishReason
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
+
+ASLEEP = "the engine is asleep and takes no requests; wake it with POST /wake_up or AsyncLLM.wake_up()"
 
 DEADLINE_GRACE = 1.0
 """Seconds that the engine has to end a request that has timed out, before it is ended here."""
@@ -53,10 +58,11 @@ class EngineClient(Protocol):
     def send(self, message: ToEngine) -> None:
         """Send `message`; replies are received with `receive`."""
 
-    def receive(self, timeout: float | None) -> Sequence[FromEngine | EngineCrashed]:
+    def receive(self, timeout: float | None) -> Sequence[FromEngine | EngineCrashed | EngineSuspended]:
         """Return the engine's messages, waiting at most `timeout` seconds (None: indefinitely) for the first.
 
-        If the engine has died and another is started, `EngineCrashed` tells so, and `Ready` comes again.
+        If the engine has died and another is started, `EngineCrashed` tells so, and `Ready` comes again;
+        likewise after `EngineSuspended`, when it is resumed.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -75,6 +81,10 @@ class LiveRequests:
         client: connects to the engine.
         tokenizer: of the engine's model.
         config: of the engine.
+
+    Attributes:
+        is_asleep: whether new requests are refused because the engine has been ended, or will be.
+        pause_state: which requests may run, in the next engine, too.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: EngineConfig) -> None:
@@ -83,6 +93,8 @@ class LiveRequests:
         self.outputs = OutputProcessor(tokenizer)
         self.resumption = Resumption(self.outputs, config, client.send)
         self.is_ready = False
+        self.is_asleep = False
+        self.pause_state = PauseState.UNPAUSED
         self._default_timeout = config.scheduler.request_timeout
         self._next_deadline = math.inf
         self.failure: QuireError | None = None
@@ -144,9 +156,11 @@ class LiveRequests:
 
         Raises:
             DuplicateRequestError: its id is in use.
-            EngineDeadError: the engine has ended.
+            EngineDeadError: the engine has ended, or is asleep.
         """
         self.raise_failure()
+        if self.is_asleep:
+            raise EngineAsleepError(ASLEEP)
         refusal = self._held.refusal(processed, has_engine=self.is_ready)
         self._note_work()
         state = self.outputs.add(processed, on_update)
@@ -156,7 +170,7 @@ class LiveRequests:
         self._next_deadline = min(self._next_deadline, self._deadline_of(state))
         try:
             if self.is_ready:
-                state.is_sent = True
+                state.is_sent = state.was_sent = True
                 self.client.send(processed.core_request)
             else:
                 self._held.hold(processed)
@@ -199,9 +213,11 @@ class LiveRequests:
         """Send the message that `make` returns for a call id; `on_reply` is called with the reply.
 
         Raises:
-            EngineDeadError: the engine has ended, or another is being started.
+            EngineDeadError: the engine has ended, or is asleep, or another is being started.
         """
         self.raise_failure()
+        if not self.is_ready and self.is_asleep:
+            raise EngineAsleepError(ASLEEP)
         if not self.is_ready:
             raise EngineDeadError("the engine has died and is being started again; try again later")
         self._note_work()
@@ -306,14 +322,22 @@ class LiveRequests:
         if self.waiting_since is None:
             self.last_step_time = time.monotonic()
 
-    def _note_crash(self, reason: str) -> None:
+    def set_pause_state(self, pause_state: PauseState, on_reply: Callable[[Reply], None]) -> None:
+        """Say which requests may run; if there is no engine, that is the next one's first message."""
+        self.pause_state = pause_state
+        if self.is_ready:
+            self.call(functools.partial(SetPauseState, pause_state=pause_state), on_reply)
+        else:
+            self.raise_failure()
+            on_reply(Reply(-1))
+
+    def _note_end(self, error: EngineDeadError) -> None:
+        """Note that there is no engine for the time being."""
         self.is_ready = False
         self.latest_stats = SchedulerStats()  # what the dead engine held is free
         calls, self._calls = self._calls, {}
-        error = ErrorInfo.of(EngineDeadError(reason))
         for call_id, on_reply in calls.items():
-            on_reply(Reply(call_id, done=False, error=error))
-        self.resumption.note_crash(reason)
+            on_reply(Reply(call_id, done=False, error=ErrorInfo.of(error)))
 
     def _note_ready(self, info: EngineInfo) -> None:
         self._info = info
@@ -323,10 +347,12 @@ class LiveRequests:
             self._inputs.info = info
         self.is_ready = True
         self.last_step_time = time.monotonic()
+        if self.pause_state is not PauseState.UNPAUSED:
+            self.set_pause_state(self.pause_state, lambda reply: None)
         self._held.release()
         self.resumption.begin()
 
-    def _dispatch(self, message: FromEngine | EngineCrashed) -> None:
+    def _dispatch(self, message: FromEngine | EngineCrashed | EngineSuspended) -> None:
         match message:
             case StepOutputs(outputs, stats):
                 if stats is not None:
@@ -348,6 +374,10 @@ class LiveRequests:
             case Ready(info):
                 self._note_ready(info)
             case EngineCrashed(reason):
-                self._note_crash(reason)
+                self._note_end(EngineDeadError(reason))
+                self.resumption.note_crash(reason)
+            case EngineSuspended():
+                self._note_end(EngineAsleepError(ASLEEP))
+                self.resumption.note_suspension()
             case StartupFailed(error):
                 self.fail(error.to_exception())

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from quire.engine.messages import FromEngine, StepOutputs
-from quire.front.supervision import EngineCrashed
+from quire.front.supervision import EngineCrashed, EngineSuspended
 
 OUTPUTS_AT_ONCE = 16
 """Outputs of a step that are processed without a look at the clock."""
@@ -23,16 +23,16 @@ class MessageBacklog:
     """A queue of messages; the outputs of a step can be taken in pieces."""
 
     def __init__(self) -> None:
-        self._messages: deque[FromEngine | EngineCrashed] = deque()
+        self._messages: deque[FromEngine | EngineCrashed | EngineSuspended] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._messages)
 
-    def extend(self, messages: Iterable[FromEngine | EngineCrashed]) -> None:
+    def extend(self, messages: Iterable[FromEngine | EngineCrashed | EngineSuspended]) -> None:
         """Add messages at the end."""
         self._messages.extend(messages)
 
-    def take(self, max_outputs: int | None = None) -> FromEngine | EngineCrashed:
+    def take(self, max_outputs: int | None = None) -> FromEngine | EngineCrashed | EngineSuspended:
         """Remove and return the first message, or its first outputs; the last piece has its statistics."""
         message = self._messages.popleft()
         if max_outputs is None or not isinstance(message, StepOutputs) or len(message.outputs) <= max_outputs:
@@ -57,6 +57,6 @@ class Turn:
         """Whether others are to have their turn."""
         return self._num_outputs >= MAX_OUTPUTS or time.monotonic() >= self._ends_at
 
-    def note(self, message: FromEngine | EngineCrashed) -> None:
+    def note(self, message: FromEngine | EngineCrashed | EngineSuspended) -> None:
         """Count a message that is processed in this turn."""
         self._num_outputs += len(message.outputs) if isinstance(message, StepOutputs) else 1

@@ -141,6 +141,7 @@ class RequestState:
 
     Attributes:
         is_sent: whether the present engine has it.
+        was_sent: whether any engine has had it.
         has_new_output: whether the engine that it was sent to last has sent any output of it.
         num_crashes: engines that died while they had it.
         num_crashes_without_output: the last of these, in a row, that had no output of it.
@@ -163,6 +164,7 @@ class RequestState:
         self.failure: QuireError | None = None
         self.on_update = on_update
         self.is_sent = False
+        self.was_sent = False
         self.has_new_output = False
         self.num_crashes = 0
         self.num_crashes_without_output = 0

@@ -81,6 +81,13 @@ class Resumption:
             if state.num_crashes_without_output >= limit or state.num_crashes >= MAX_CRASHES:
                 self._quarantine(state, reason)
 
+    def note_suspension(self) -> None:
+        """Note that the engine has been ended on purpose: no request is charged with that."""
+        self._awaited.clear()
+        self._suspects.clear()
+        for state in self._outputs.live_requests():
+            state.is_sent = False
+
     def begin(self) -> None:
         """Send the live requests to a new engine, which is ready: all at once, but for the suspects."""
         for state in self._outputs.live_requests():
@@ -112,7 +119,8 @@ class Resumption:
             self._outputs.apply(failed_outputs(state, message, ""))
 
     def _send_again(self, state: RequestState) -> None:
-        if not state.num_crashes:  # it came while there was no engine
+        if not state.was_sent:  # it came while there was no engine
+            state.was_sent = True
             self._send(state.processed.core_request)
             return
         request = continuation(state, self._config.scheduler.request_timeout, time.monotonic())

@@ -43,6 +43,11 @@ class EngineCrashed:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSuspended:
+    """The engine has been ended, and another one will be `Ready` when it is resumed."""
+
+
 class Served(Protocol):
     """Whoever the engine works for."""
 
@@ -98,14 +103,13 @@ class EngineSupervisor:
         read_clock: returns seconds.
 
     Attributes:
-        num_restarts: engines started in place of others.
         num_hangs: engines killed because they did not finish a step.
     """
 
     def __init__(
         self, config: EngineConfig, model_path: Path, *, read_clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.num_restarts = 0
+        self._num_started = 0  # engines after the first
         self.num_hangs = 0
         self._config = config
         self._model_path = model_path
@@ -113,6 +117,8 @@ class EngineSupervisor:
         self._served: Callable[[], Served | None] = lambda: None
         self._history = CrashHistory(config.supervision)
         self._is_final = config.supervision.recovery == "off"
+        self._is_suspended = False
+        self._num_resumed = 0  # engines started in place of others that were suspended
         self._has_been_ready = False
         self._num_blocks = 0  # of the KV cache of the first engine; continuations fit into as many
         self._is_ready = False
@@ -126,6 +132,11 @@ class EngineSupervisor:
         self._spare = SpareKeeper(self._events, is_wanted=is_spare_wanted)
         self._process: EngineProcess | None = EngineProcess(config, model_path)
         self._watch(self._process)
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines started in place of others that have died."""
+        return self._num_started - self._num_resumed
 
     @property
     def event_fd(self) -> int:
@@ -147,6 +158,25 @@ class EngineSupervisor:
             return due
         return self._spare.start_at if due is None else min(due, self._spare.start_at)
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the engine has ended because of `suspend`."""
+        return self._is_suspended and self._process is None
+
+    def suspend(self) -> None:
+        """End the engine, and start none before `resume`."""
+        self._is_suspended = True
+        self._start_at = None
+        if self._process is not None:
+            self._process.kill()
+
+    def resume(self) -> None:
+        """Start another engine in place of one that was suspended."""
+        assert self.is_suspended
+        self._is_suspended = False
+        self._num_resumed += 1
+        self._start_at = self._read_clock()
+
     def watch_for(self, served: Served) -> None:
         """Take the engine for hung when it lets `served` wait for too long.
 
@@ -159,7 +189,7 @@ class EngineSupervisor:
         if self._process is not None:
             self._process.send(message)
 
-    def receive(self, timeout: float | None) -> list[FromEngine | EngineCrashed]:
+    def receive(self, timeout: float | None) -> list[FromEngine | EngineCrashed | EngineSuspended]:
         """Return all messages that have arrived, waiting at most `timeout` seconds for the first.
 
         Starts and kills engines where that is due.
@@ -184,6 +214,7 @@ class EngineSupervisor:
     def retire(self) -> None:
         """Start no other engine, neither now nor when the present one ends."""
         self._is_final = True
+        self._is_suspended = False
         self._start_at = None
         self._spare.close()
 
@@ -195,10 +226,12 @@ class EngineSupervisor:
 
     # -- death and replacement -----------------------------------------------------------------------------
 
-    def _bury(self, process: EngineProcess, how: str) -> EngineCrashed:
+    def _bury(self, process: EngineProcess, how: str) -> EngineCrashed | EngineSuspended:
         """Clean up after an engine that has died, and plan the next; raise if there is to be none."""
         reason = self._reason or how
         self._forget(process)
+        if self._is_suspended:
+            return EngineSuspended()
         if self._is_final or not self._has_been_ready:
             self._spare.close()
             raise EngineDeadError(reason)
@@ -214,7 +247,11 @@ class EngineSupervisor:
         logger.error("the engine has died and is started again in %g s: %s", delay, reason)
         return EngineCrashed(reason)
 
-    def _start_when_due(self, timeout: float | None) -> list[FromEngine | EngineCrashed]:
+    def _start_when_due(self, timeout: float | None) -> list[FromEngine | EngineCrashed | EngineSuspended]:
+        if self._is_suspended:
+            self._events.poll(timeout)
+            self._spare.attend(self._read_clock)
+            return []
         if self._start_at is None:
             raise EngineDeadError("the engine has been shut down")
         wait = self._start_at - self._read_clock()
@@ -223,7 +260,7 @@ class EngineSupervisor:
             wait = self._start_at - self._read_clock()
         if wait > 0:
             return []
-        self.num_restarts += 1
+        self._num_started += 1
         spare = self._spare.take()
         try:
             process = EngineProcess(self._config_of_restart(), self._model_path, self._num_blocks, spare)
@@ -239,7 +276,7 @@ class EngineSupervisor:
         path = self._config.record_path
         if not path:
             return self._config
-        return dataclasses.replace(self._config, record_path=f"{path}.{self.num_restarts}")
+        return dataclasses.replace(self._config, record_path=f"{path}.{self._num_started}")
 
     def _watch(self, process: EngineProcess) -> None:
         for descriptor in (process.message_fd, process.death_fd):

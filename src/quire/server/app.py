@@ -20,6 +20,15 @@ from starlette.routing import Route
 from quire.config import ServerConfig
 from quire.errors import EngineDeadError, nearest_name
 from quire.server.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error
+from quire.server.administration import (
+    is_paused,
+    is_sleeping,
+    pause,
+    reset_prefix_cache,
+    resume,
+    sleep,
+    wake_up,
+)
 from quire.server.anthropic.answers import ErrorAnswer, MessageAnswer, TokenCount, error_answer
 from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
 from quire.server.anthropic.call import count_message_tokens, create_message
@@ -49,7 +58,6 @@ from quire.server.openapi import (
     openapi_document,
 )
 from quire.server.paths import READINESS_PATHS, CanonicalPath
-from quire.server.prefix_cache import reset_prefix_cache
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.requests import abort_request, get_request, list_requests
 from quire.server.responses import (
@@ -64,9 +72,11 @@ from quire.server.responses import (
     KVTransferAddress,
     ModelCard,
     ModelList,
+    PauseStatus,
     ResetPrefixCache,
     ServedCall,
     ServedCallList,
+    SleepStatus,
     TokenizerInfo,
     Tokens,
     Version,
@@ -277,6 +287,7 @@ _NO_RESPONSE = {
     503: "The store of responses is not available.",
 }
 _NO_ENGINE = {503: "The engine is not available."}
+_FOR_ADMINS = {400: "The query is invalid.", 403: "The tenant may not.", **_NO_ENGINE}
 
 ENDPOINTS = (
     Endpoint(
@@ -402,8 +413,19 @@ ENDPOINTS = (
         path="/reset_prefix_cache",
         handler=reset_prefix_cache,
         answer=ResetPrefixCache,
-        errors={403: "The tenant is no admin.", 409: "KV blocks are in use.", **_NO_ENGINE},
+        errors={409: "KV blocks are in use.", **_FOR_ADMINS},
     ),
+    *(
+        Endpoint(method="POST", path=path, handler=handler, answer=answer, errors=_FOR_ADMINS)
+        for path, handler, answer in (
+            ("/pause", pause, PauseStatus),
+            ("/resume", resume, PauseStatus),
+            ("/sleep", sleep, SleepStatus),
+            ("/wake_up", wake_up, SleepStatus),
+        )
+    ),
+    Endpoint(method="GET", path="/is_paused", handler=is_paused, answer=PauseStatus),
+    Endpoint(method="GET", path="/is_sleeping", handler=is_sleeping, answer=SleepStatus),
     *(
         Endpoint(
             method="GET",

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from quire.errors import (
     ContextLengthError,
     DuplicateRequestError,
+    EngineAsleepError,
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
@@ -147,6 +148,8 @@ def _expected(error: Exception) -> ApiError | None:
             answer = ApiError(504, str(error), kind=TIMEOUT, code="timeout")
         case RequestQuarantinedError():
             answer = ApiError(500, str(error), kind=SERVER_ERROR, code="quarantined")
+        case EngineAsleepError():
+            answer = ApiError(503, str(error), kind=UNAVAILABLE, code="engine_asleep")
         case EngineDeadError():
             answer = ApiError(503, str(error), kind=UNAVAILABLE, code="engine_dead")
         case HTTPException():

@@ -261,6 +261,19 @@ class ResetPrefixCache(Struct, kw_only=True):
     reset: Literal[True] = True
 
 
+class PauseStatus(Struct, kw_only=True, omit_defaults=True):
+    """Answer of /pause, /resume and /is_paused."""
+
+    is_paused: bool
+    is_cache_cleared: bool | None = None
+
+
+class SleepStatus(Struct, kw_only=True):
+    """Answer of /sleep, /wake_up and /is_sleeping."""
+
+    is_sleeping: bool
+
+
 class Health(Struct, kw_only=True):
     """Answer of /health; `reason` says why the status is not ok."""
 

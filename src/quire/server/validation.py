@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, nearest_name
 from quire.server import other_names, protocol, strict_model
 from quire.server.bodies import bounded_body
 from quire.server.decompression import ENCODINGS, Decompressor
@@ -60,6 +60,23 @@ async def read_body(
         _require_utf8(body)
         details = error.errors(include_url=False)
         raise _explained(details[0]) from None
+
+
+def read_query(request: Request, model: type[BodyT]) -> BodyT:
+    """Return the parameters of the request's URL as `model`.
+
+    Raises:
+        InvalidRequestError: they are not what `model` describes.
+    """
+    given = dict(request.query_params)
+    for name in given:
+        if name not in model.model_fields:
+            hint = nearest_name(name, model.model_fields)
+            raise InvalidRequestError(f"unknown parameter {name!r}; {hint}", param=name)
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise _explained(error.errors(include_url=False)[0]) from None
 
 
 def _require_json(request: Request) -> None:
