@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+import uvloop
 
 from engine_checks import TINY, engine_pid, tiny_config, wait_for_end
 from quire import LLM, AsyncLLM, SamplingParams
@@ -139,3 +140,17 @@ async def test_sleep_waits_for_requests_or_aborts_them(llm, expected):
     await llm.sleep()
     for outputs in await results(calls):
         assert {output.finish_reason for output in outputs} == {FinishReason.ABORT}
+
+
+def test_wakes_up_on_uvloop_among_other_calls(checkpoint, expected):
+    """Its handles of timers that are due already do not say when they were."""
+
+    async def run():
+        llm = AsyncLLM(tiny_config(checkpoint))
+        await llm.sleep()
+        await asyncio.gather(llm.wake_up(), llm.wait_until_ready())
+        outputs = await results([Call(llm, number) for number in range(len(PROMPTS))])
+        await llm.shutdown()
+        return outputs
+
+    assert uvloop.run(run()) == expected

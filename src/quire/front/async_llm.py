@@ -77,7 +77,8 @@ class AsyncLLM:
         self._requests = LiveRequests(self._engine, tokenizer, self.config)
         self._engine.watch_for(self._requests)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_due = 0.0  # uvloop's handles do not always tell
         self._next_turn: asyncio.Handle | None = None  # of work that is left
         self._changed = asyncio.Event()
         self._closing = False
@@ -469,9 +470,10 @@ class AsyncLLM:
         due = self._requests.next_due
         if self._loop is None or due is None:
             return
-        if self._timer is None or due < self._timer.when():
+        if self._timer is None or due < self._timer_due:
             if self._timer is not None:
                 self._timer.cancel()
+            self._timer_due = due
             self._timer = self._loop.call_at(due, self._on_timer)  # its clock is the monotonic one, too
 
     def _on_timer(self) -> None:
