@@ -43,7 +43,7 @@ NESTED = (
     "scheduler",
     "speculation",
     "supervision",
-    "chat_template",
+    "chat_templating",
     "cache_eviction_config",
     "sparse_attention_config",
 )

@@ -51,7 +51,9 @@ def evaluate(
     """
     from quire.models.checkpoints.hub import resolve_model
 
-    cases = select(read_cases(resolve_model(engine.model) / EVAL_FILE), task or [], limit)
+    cases = select(
+        read_cases(resolve_model(engine.model, revision=engine.revision) / EVAL_FILE), task or [], limit
+    )
     report = run_cases(engine, cases)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.console import one_line_errors
 from quire.config import BUILT_IN_MODEL
 
 
@@ -45,15 +46,21 @@ def list_models(
 
 def pull(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A name on the Hugging Face hub.")],
+    *,
+    revision: Annotated[
+        str, typer.Option(metavar="TEXT", help="Branch, tag or commit. Empty: the main branch.")
+    ] = "",
 ) -> None:
     """Download MODEL, so that it starts without waiting for the network, and print its directory.
 
     Examples:
       quire pull Qwen/Qwen3-0.6B
+      quire pull Qwen/Qwen3-0.6B --revision 0123abc
     """
     from quire.models.checkpoints.hub import resolve_model
 
-    typer.echo(resolve_model(model))
+    with one_line_errors():
+        typer.echo(resolve_model(model, revision=revision))
 
 
 def _local_models() -> list[LocalModel]:

@@ -47,7 +47,7 @@ def plan(
 
     if memory is not None and not 0 < memory < math.inf:
         raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")
-    model = read_model_config(resolve_model(engine.model, weights=False))
+    model = read_model_config(resolve_model(engine.model, weights=False, revision=engine.revision))
     available = None if memory is None else int(memory * GB)
     draft = find_draft_model(engine, model, weights=False)
     result = plan_memory(

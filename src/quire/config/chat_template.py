@@ -1,4 +1,4 @@
-"""What a chat template may take."""
+"""Which chat template is used, and what it may take."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from quire.config.fields import check_limits, config, knob
 
 @config
 class ChatTemplateConfig:
-    """Limits of the chat template, a program that comes with the model and runs in a process of its own."""
+    """The chat template, a program that comes with the model and runs in a process of its own."""
 
+    chat_template: str = knob(
+        default="",
+        help="A file with a chat template (jinja2), or its text, in place of the model's own. Empty: the "
+        "model's own.",
+    )
     chat_template_timeout: Annotated[float, Gt(0), Le(3600)] = knob(
         default=2.0,
         unit="seconds",

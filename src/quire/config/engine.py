@@ -29,6 +29,15 @@ class EngineConfig:
         help="The model: the built-in 'mini', a local directory, a GGUF file, or a name on the Hugging Face "
         "hub.",
     )
+    revision: str = knob(
+        default="",
+        help="Branch, tag or commit of a model on the Hugging Face hub. Empty: its main branch.",
+    )
+    tokenizer: str = knob(
+        default="",
+        help="Where the tokenizer and its chat template come from: a directory, a GGUF file, or a name on "
+        "the Hugging Face hub. Empty: the model.",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
         default="auto", help="Data type of weights and activations. auto: as stored."
     )
@@ -170,7 +179,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
     supervision: SupervisionConfig = dataclasses.field(default_factory=SupervisionConfig)
-    chat_template: ChatTemplateConfig = dataclasses.field(default_factory=ChatTemplateConfig)
+    chat_templating: ChatTemplateConfig = dataclasses.field(default_factory=ChatTemplateConfig)
 
     def __post_init__(self) -> None:
         if isinstance(self.scheduler_cls, type):  # a name can be sent to the engine process

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.config import EngineConfig, SchedulerConfig
+from quire.config import EngineConfig
 from quire.engine.cache_growth import CacheGrowth
 from quire.engine.drafting import build_proposer, weight_options
 from quire.engine.kv_peers import build_peers, cached_block_events
@@ -61,7 +61,7 @@ def build_context(
     # What peers read comes first: a removal that it missed because another sink raised would be wrong text.
     sinks = [sink for sink in (cached_block_events(connector), kv_events) if sink is not None]
     return SchedulerContext(
-        grammars=_grammar_backend(model_path, model_config, config.scheduler),
+        grammars=_grammar_backend(config, model_path, model_config),
         connector=connector,
         kv_events=KVEventFanOut(sinks) if sinks else None,
         draft_length=config.speculation.draft_length,
@@ -69,22 +69,24 @@ def build_context(
     )
 
 
-def _grammar_backend(model_path: Path, model_config: ModelConfig, config: SchedulerConfig) -> TriedGrammars:
+def _grammar_backend(config: EngineConfig, model_path: Path, model_config: ModelConfig) -> TriedGrammars:
     def tokenizer() -> str:
         # slow, and rarely needed
+        from quire.models.checkpoints.engine_tokenizer import tokenizer_path
         from quire.models.checkpoints.tokenizer_reading import read_tokenizer_json
 
-        return read_tokenizer_json(model_path)
+        return read_tokenizer_json(tokenizer_path(config, model_path))
 
     def eos_token_ids() -> tuple[int, ...]:
-        from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+        from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
 
-        return read_tokenizer(model_path).eos_token_ids
+        return engine_tokenizer(config, model_path).eos_token_ids
 
+    scheduler = config.scheduler
     backend = LLGuidanceBackend(
-        tokenizer, model_config.vocab_size, eos_token_ids, closes_objects=config.closed_json_objects
+        tokenizer, model_config.vocab_size, eos_token_ids, closes_objects=scheduler.closed_json_objects
     )
-    return TriedGrammars(backend, seconds_per_token=config.max_grammar_time_per_token)
+    return TriedGrammars(backend, seconds_per_token=scheduler.max_grammar_time_per_token)
 
 
 def _connector(

@@ -28,7 +28,7 @@ _PARTS: dict[str, _Part] = {  # by field of EngineConfig
     "scheduler": SchedulerConfig,
     "speculation": SpeculationConfig,
     "supervision": SupervisionConfig,
-    "chat_template": ChatTemplateConfig,
+    "chat_templating": ChatTemplateConfig,
 }
 
 

@@ -31,7 +31,7 @@ from quire.front.preparation_threads import PreparationThreads, length_of
 from quire.front.process_client import SHUTDOWN_TIMEOUT
 from quire.front.resumption import RecoveryStats
 from quire.front.supervision import EngineSupervisor
-from quire.models.checkpoints.hub import resolve_model
+from quire.models.checkpoints.engine_files import resolve_files
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats
@@ -62,18 +62,18 @@ class AsyncLLM:
 
     Raises:
         ModelNotFoundError: the model cannot be found.
+        ConfigError: the chat template that the configuration names cannot be used.
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
-        self.config = EngineConfig() if config is None else config
-        model_path = resolve_model(self.config.model)
+        model_path, self.config = resolve_files(EngineConfig() if config is None else config)
         self._engine = EngineSupervisor(self.config, model_path)
 
         # slow: meanwhile, the engine process imports torch
-        from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+        from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
 
         self._threads = PreparationThreads()
-        tokenizer = read_tokenizer(model_path, self.config.chat_template)
+        tokenizer = engine_tokenizer(self.config, model_path)
         self._requests = LiveRequests(self._engine, tokenizer, self.config)
         self._engine.watch_for(self._requests)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -11,7 +11,7 @@ from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache,
 from quire.front.inprocess_client import InProcessClient
 from quire.front.live_requests import EngineClient, LiveRequests
 from quire.front.supervision import EngineSupervisor
-from quire.models.checkpoints.hub import resolve_model
+from quire.models.checkpoints.engine_files import resolve_files
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Session:
         engine_process: bool = False,
         on_progress: ProgressCallback | None = None,
     ) -> None:
-        model_path = resolve_model(config.model)
+        model_path, config = resolve_files(config)
         client: EngineClient | EngineSupervisor = (
             EngineSupervisor(config, model_path)
             if engine_process
@@ -45,9 +45,9 @@ class Session:
         )
 
         # slow: meanwhile, an engine process imports torch
-        from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+        from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
 
-        tokenizer = read_tokenizer(model_path, config.chat_template)
+        tokenizer = engine_tokenizer(config, model_path)
         self.requests = LiveRequests(client, tokenizer, config)
         if isinstance(client, EngineSupervisor):
             client.watch_for(self.requests)

@@ -49,7 +49,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequestError(
-                f"the model's chat template is not valid jinja2: {error}; send a plain prompt instead",
+                f"the chat template is not valid jinja2: {error}; correct it, or give another "
+                "(chat_template)",
                 param="messages",
             ) from error
         self._special_tokens = dict(special_tokens)

@@ -55,6 +55,16 @@ class TemplateRenderer:
         self._idle: list[_Process] = []
         weakref.finalize(self, _end_all, self._idle)
 
+    def compile(self) -> None:
+        """Have a process that has compiled the template.
+
+        Raises:
+            InvalidRequestError: the template is not valid, or takes too much.
+            RequestTimeoutError: the machine is too busy.
+            QueueFullError: no process can be started.
+        """
+        self._put_back(self._take())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -36,7 +36,7 @@ _FEW_TOKENS = 1_000
 
 _TEMPLATES_OWN = frozenset({"messages", "add_generation_prompt", "tools"})
 
-DEFAULT_LIMITS = ChatTemplateConfig()
+DEFAULT_TEMPLATING = ChatTemplateConfig()
 
 
 class Tokenizer:
@@ -59,7 +59,7 @@ class Tokenizer:
         eos_token_ids: Sequence[int],
         bos_token_id: int | None,
         chat_template: str | None,
-        template_limits: ChatTemplateConfig = DEFAULT_LIMITS,
+        template_limits: ChatTemplateConfig = DEFAULT_TEMPLATING,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()

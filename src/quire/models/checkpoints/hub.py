@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.config import BUILT_IN_MODEL
-from quire.errors import ModelNotFoundError
+from quire.errors import ConfigError, ModelNotFoundError
 from quire.models.checkpoints.gguf.location import SUFFIX as GGUF_SUFFIX
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
@@ -17,27 +17,40 @@ _LIKENESS = 0.75  # from which a name is taken for a typo, as difflib counts it
 _BUILT_IN_DIRECTORY = Path(__file__).resolve().parents[2] / BUILT_IN_MODEL
 
 
-def resolve_model(name: str, *, weights: bool = True) -> Path:
+def resolve_model(name: str, *, weights: bool = True, revision: str = "") -> Path:
     """Return the directory or GGUF file of the model `name`, downloading it from the hub if need be.
 
     Args:
         name: "mini" for the built-in model, the path of a directory or of a GGUF file, or a name on the
             Hugging Face hub such as "Qwen/Qwen3-0.6B".
         weights: download the weights too; without them only what describes the model.
+        revision: branch, tag or commit of a model on the hub; empty: its main branch.
 
     Raises:
         ModelNotFoundError: says what was tried.
+        ConfigError: there is a revision, but the model is on this machine.
     """
+    path = _local_path(name)
+    if path is None:
+        return _download(name, _WANTED_FILES if weights else _DESCRIPTION_FILES, revision)
+    if revision:
+        raise ConfigError(
+            f"EngineConfig.revision is {revision!r:.100}, but {name!r} is on this machine, and only models "
+            "on the Hugging Face hub have revisions; leave it out"
+        )
+    return path
+
+
+def _local_path(name: str) -> Path | None:
+    """Return the model's directory or GGUF file; None if it is neither built in nor a path."""
     if name == BUILT_IN_MODEL:
         return _built_in()
-    directory = Path(name).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists():
-        if directory.suffix == GGUF_SUFFIX:
-            return directory
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.exists() and path.suffix == GGUF_SUFFIX):
+        return path
+    if path.exists():
         raise ModelNotFoundError(f"{name!r} is a file; give a directory or a GGUF file")
-    return _download(name, _WANTED_FILES if weights else _DESCRIPTION_FILES)
+    return None
 
 
 def _built_in() -> Path:
@@ -48,7 +61,7 @@ def _built_in() -> Path:
     return _BUILT_IN_DIRECTORY
 
 
-def _download(name: str, wanted: list[str]) -> Path:
+def _download(name: str, wanted: list[str], revision: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -57,13 +70,21 @@ def _download(name: str, wanted: list[str]) -> Path:
         "that name"
     )
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES))
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision or None,
+                allow_patterns=wanted,
+                ignore_patterns=_SECOND_COPIES,
+            )
+        )
     except HFValidationError as error:
         raise ModelNotFoundError(f"{tried}, and it is not a valid hub name") from error
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()
+        wish = f"its revision {revision!r:.100}" if revision else "it"
         raise ModelNotFoundError(
-            f"{tried}, and the Hugging Face hub did not give it: {type(error).__name__}: "
+            f"{tried}, and the Hugging Face hub did not give {wish}: {type(error).__name__}: "
             f"{reason[0] if reason else 'no reason given'}"
         ) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,11 @@ from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.tokenizer import read_gguf_tokenizer
 from quire.models.checkpoints.json_files import read_json
-from quire.models.checkpoints.model_files import find_file, read_text
+from quire.models.checkpoints.model_files import MAX_TEMPLATE_BYTES, find_file, read_text
 from quire.models.checkpoints.special_ids import special_ids
-from quire.models.tokenizer import DEFAULT_LIMITS, Tokenizer
+from quire.models.tokenizer import DEFAULT_TEMPLATING, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
-MAX_TEMPLATE_BYTES = 256 << 10  # the longest published ones have some 30 kB
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
 
 _MAX_TOKEN_CHARACTERS = 4096
@@ -27,20 +26,42 @@ _GGUF_TOKENS = ("bos", "eos", "eot", "eom", "unk", "pad")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def read_tokenizer(path: Path, template_limits: ChatTemplateConfig = DEFAULT_LIMITS) -> Tokenizer:
+def read_tokenizer(
+    path: Path, templating: ChatTemplateConfig = DEFAULT_TEMPLATING, *, extra_eos_ids: Sequence[int] = ()
+) -> Tokenizer:
     """Read the `tokenizer.json` of a model directory, or of a GGUF file, and the settings that go with it.
 
     A GGUF file's own tokenizer is read only if there is no `tokenizer.json` beside it.
 
     Args:
         path: of the directory or the file.
-        template_limits: of the chat template.
+        templating: limits of the chat template, and its text if it is not the model's own.
+        extra_eos_ids: ids that end a sequence, besides those that are read.
 
     Raises:
         ModelError: there is no tokenizer, or it cannot be read.
     """
     gguf = find_gguf(path)
-    return _from_directory(path, template_limits) if gguf is None else _from_gguf(gguf, template_limits)
+    if gguf is None:
+        return _from_directory(path, templating, extra_eos_ids)
+    return _from_gguf(gguf, templating, extra_eos_ids)
+
+
+def eos_ids_of_configs(path: Path, vocab_size: int) -> list[int]:
+    """Return the ids that end a sequence by a model directory's generation_config.json and config.json.
+
+    Raises:
+        ModelError: an id is not in the vocabulary, or a file cannot be read.
+    """
+    return [
+        token_id
+        for name in ("generation_config.json", "config.json")
+        for token_id in special_ids(
+            (read_json(path / name) or {}).get("eos_token_id"),
+            source=f"{path / name}: eos_token_id",
+            vocab_size=vocab_size,
+        )
+    ]
 
 
 def read_tokenizer_json(path: Path) -> str:
@@ -59,37 +80,36 @@ def read_tokenizer_json(path: Path) -> str:
     return text
 
 
-def _from_directory(path: Path, template_limits: ChatTemplateConfig) -> Tokenizer:
+def _from_directory(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequence[int]) -> Tokenizer:
     backend = _read_backend(path)
     settings_file = path / "tokenizer_config.json"
     settings = read_json(settings_file) or {}
     model_config = read_json(path / "config.json") or {}
     map_file = path / "special_tokens_map.json"
     special_tokens = _special_tokens((read_json(map_file) or {}, map_file), (settings, settings_file))
-    generation_config = read_json(path / "generation_config.json") or {}
     vocab_size = max(_num_ids(backend), _int_or_0(model_config.get("vocab_size")))
-
-    def ids(file_name: str, entries: Mapping[str, Any], key: str) -> list[int]:
-        return special_ids(entries.get(key), source=f"{path / file_name}: {key}", vocab_size=vocab_size)
-
     eos_token, bos_token = special_tokens.get("eos_token"), special_tokens.get("bos_token")
-    eos_ids = [
-        *ids("generation_config.json", generation_config, "eos_token_id"),
-        *ids("config.json", model_config, "eos_token_id"),
-        *_id_of(backend, eos_token),
-    ]
-    bos_ids = [*_id_of(backend, bos_token)] if bos_token else ids("config.json", model_config, "bos_token_id")
+    eos_ids = [*eos_ids_of_configs(path, vocab_size), *_id_of(backend, eos_token), *extra_eos_ids]
+    bos_ids = (
+        _id_of(backend, bos_token)
+        if bos_token
+        else special_ids(
+            model_config.get("bos_token_id"),
+            source=f"{path / 'config.json'}: bos_token_id",
+            vocab_size=vocab_size,
+        )
+    )
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
         eos_token_ids=tuple(dict.fromkeys(eos_ids)),
         bos_token_id=next(iter(bos_ids), None),
-        chat_template=_template_source(path, settings),
-        template_limits=template_limits,
+        chat_template=templating.chat_template or _template_source(path, settings),
+        template_limits=templating,
     )
 
 
-def _from_gguf(path: Path, template_limits: ChatTemplateConfig) -> Tokenizer:
+def _from_gguf(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequence[int]) -> Tokenizer:
     file = GGUFFile(path)
     metadata = file.metadata
     tokens = file.entries("tokenizer.ggml.tokens", str)
@@ -107,10 +127,11 @@ def _from_gguf(path: Path, template_limits: ChatTemplateConfig) -> Tokenizer:
             for name, found in ids.items()
             if found and f"{name}_token" in _NAMED_TOKENS and found[0] < len(tokens)
         },
-        eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"]])),
+        eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"], *extra_eos_ids])),
         bos_token_id=next(iter(ids["bos"]), None),
-        chat_template=_checked_template(metadata.get("tokenizer.chat_template"), path),
-        template_limits=template_limits,
+        chat_template=templating.chat_template
+        or _checked_template(metadata.get("tokenizer.chat_template"), path),
+        template_limits=templating,
     )
 
 
@@ -151,8 +172,8 @@ def _checked_template(template: Any, file: Path) -> str | None:
         template = named[-1].get("template") if named else None
     if template is not None and not (isinstance(template, str) and len(template) <= MAX_TEMPLATE_BYTES):
         raise ModelError(
-            f"{file}: chat_template is {template!r:.100}; it must be a text of at most {MAX_TEMPLATE_BYTES} "
-            "characters"
+            f"{file}: the chat template is {template!r:.100}; it must be a text of at most "
+            f"{MAX_TEMPLATE_BYTES} characters"
         )
     return template
 

@@ -1,0 +1,36 @@
+"""The tokenizer of an engine: that of its model, or another that was given. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.errors import ModelError
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.gguf.location import find_gguf
+from quire.models.checkpoints.tokenizer_reading import eos_ids_of_configs, read_tokenizer
+from quire.models.tokenizer import Tokenizer
+
+
+def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
+    """Return where the tokenizer of an engine is, whose configuration `resolve_files` has returned."""
+    return Path(config.tokenizer) if config.tokenizer else model_path
+
+
+def engine_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer:
+    """Read the tokenizer of an engine, whose configuration `resolve_files` has returned.
+
+    Raises:
+        ModelError: it cannot be read, or has tokens that the model does not know.
+    """
+    if not config.tokenizer:
+        return read_tokenizer(model_path, config.chat_templating)
+    vocab_size = read_model_config(model_path).vocab_size
+    eos_ids = [] if find_gguf(model_path) else eos_ids_of_configs(model_path, vocab_size)
+    tokenizer = read_tokenizer(Path(config.tokenizer), config.chat_templating, extra_eos_ids=eos_ids)
+    if tokenizer.vocab_size > vocab_size:
+        raise ModelError(
+            f"EngineConfig.tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, and "
+            f"{config.model} has {vocab_size}; give the tokenizer that the model was trained with"
+        )
+    return tokenizer
