@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 from quire.config import EngineConfig
@@ -70,6 +71,7 @@ class FakeLLM:
 
     def __init__(self):
         self.config = EngineConfig()
+        self.model_path = Path("no-model")
         self.tokenizer = FakeTokenizer()
         self.info = SimpleNamespace(
             model="fake", max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, num_blocks=64, block_size=16,

@@ -39,7 +39,7 @@ _NAMED_BARE = (
 _UNMISTAKABLE = "|".join(
     field.name for cls in _NAMED_BARE for field in dataclasses.fields(cls) if "_" in field.name
 )
-_FIELD = re.compile(rf"\b([A-Z]\w*(?:Config|Params))\.(\w+)|(?<![\w./-])({_UNMISTAKABLE})\b")
+_FIELD = re.compile(rf"\b([A-Z]\w*(?:Config|Params))\.(\w+)|(?<![\w./-])({_UNMISTAKABLE})\b(?!\.\w)")
 _PREFIXES = {  # of the flags of configurations whose fields' names say too little by themselves
     CacheEvictionConfig.__name__: "eviction_",
     KVCrushConfig.__name__: "kvcrush_",

@@ -92,11 +92,15 @@ def _biases(texts: list[str]) -> dict[int, float]:
     return {int(token): float(bias) for token, bias in pairs}
 
 
-def _structured_outputs(text: str) -> StructuredOutputsParams:
-    fields = json.loads(text)
-    if not isinstance(fields, dict):
+def _json_object(text: str) -> dict[str, Any]:
+    values = json.loads(text)
+    if not isinstance(values, dict):
         raise ValueError(text)
-    return StructuredOutputsParams(**fields)
+    return values
+
+
+def _structured_outputs(text: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**_json_object(text))
 
 
 FLAG_TYPES: dict[Any, FlagType] = {
@@ -109,6 +113,7 @@ FLAG_TYPES: dict[Any, FlagType] = {
     tuple[int, ...]: FlagType(list[int], tuple, "INT"),
     tuple[tuple[int, ...], ...]: FlagType(list[str], _id_sequences, "ID,ID,..."),
     Mapping[int, float]: FlagType(list[str], _biases, "ID=BIAS"),
+    Mapping[str, float]: FlagType(str, _json_object, '{"NAME":NUMBER,...}'),
     StructuredOutputsParams: FlagType(str, _structured_outputs, '{"KIND":...}'),
 }
 
@@ -260,7 +265,7 @@ def _converted(name: str, limits: Limits, value: Any) -> Any:
         return flag.convert(value)
     except QuireError:
         raise
-    except ValueError:
+    except (ValueError, RecursionError):
         given = repr(value) if isinstance(value, str) else ", ".join(map(repr, value))
         raise typer.BadParameter(
             f"{given} is not of the form {flag.metavar}", param_hint=flag_name(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -62,6 +63,17 @@ class ServerConfig:
         unit="names",
         help="Names of the model in requests: any of them is taken and comes back in the response. None: the "
         "model's own name.",
+    )
+    generation_config: str = knob(
+        default="auto",
+        help="Where the defaults of sampling parameters come from: auto, the generation_config.json of the "
+        "model; vllm, no file; or a directory with such a file.",
+    )
+    override_generation_config: Mapping[str, float] | None = knob(
+        default=None,
+        unit="names of sampling parameters",
+        help="Defaults that win over those of the file: of temperature, top_p, top_k, min_p, "
+        "repetition_penalty and max_new_tokens.",
     )
     tool_call_format: ToolCallFormatName = knob(
         default="auto",

@@ -66,14 +66,14 @@ class AsyncLLM:
     """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
-        model_path, self.config = resolve_files(EngineConfig() if config is None else config)
-        self._engine = EngineSupervisor(self.config, model_path)
+        self.model_path, self.config = resolve_files(EngineConfig() if config is None else config)
+        self._engine = EngineSupervisor(self.config, self.model_path)
 
         # slow: meanwhile, the engine process imports torch
         from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
 
         self._threads = PreparationThreads()
-        tokenizer = engine_tokenizer(self.config, model_path)
+        tokenizer = engine_tokenizer(self.config, self.model_path)
         self._requests = LiveRequests(self._engine, tokenizer, self.config)
         self._engine.watch_for(self._requests)
         self._loop: asyncio.AbstractEventLoop | None = None

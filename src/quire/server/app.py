@@ -84,6 +84,7 @@ from quire.server.responses import (
     json_response,
 )
 from quire.server.root_path import RootPath
+from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.tenants import Tenants
 from quire.server.tokenization import (
     DetokenizeRequest,
@@ -99,7 +100,11 @@ if TYPE_CHECKING:
 
 
 def create_app(
-    llm: AsyncLLM, config: ServerConfig, tenants: Tenants | None = None, log: AccessLog | None = None
+    llm: AsyncLLM,
+    config: ServerConfig,
+    tenants: Tenants | None = None,
+    log: AccessLog | None = None,
+    sampling_defaults: SamplingDefaults | None = None,
 ) -> Starlette:
     """Return the application that serves `llm`, which must be ready; the caller shuts it down.
 
@@ -110,11 +115,12 @@ def create_app(
         config: the server's configuration.
         tenants: that `config` names; None: they are read here.
         log: where each request is logged; None: nowhere.
+        sampling_defaults: that `config` names; None: they are read here.
 
     Raises:
-        ConfigError: the key file cannot be read, or is invalid.
+        ConfigError: the key file or the defaults of sampling cannot be read, or are invalid.
     """
-    context = ServerContext(llm, config, tenants)
+    context = ServerContext(llm, config, tenants, sampling_defaults)
     document = openapi_document(ENDPOINTS, context.version, config.root_path)
     routes = [
         Route(endpoint.route_path, _answering(endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS

@@ -20,6 +20,7 @@ from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
 from quire.server.openai_responses.background import BackgroundResponses
 from quire.server.openai_responses.store import IN_MEMORY, ResponseStore
+from quire.server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.server.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
@@ -40,11 +41,19 @@ class ServerContext:
         llm: the engine's front door, ready.
         config: the server's configuration.
         tenants: that `config` names; None: they are read here.
+        sampling_defaults: likewise.
     """
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig, tenants: Tenants | None = None) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        config: ServerConfig,
+        tenants: Tenants | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
+    ) -> None:
         self.llm = llm
         self.config = config
+        self.sampling_defaults = sampling_defaults or read_sampling_defaults(config, llm.model_path)
         self.model_names = tuple(dict.fromkeys(config.served_model_name)) or (llm.info.model,)
         self.version = importlib.metadata.version("quire")
         self.started_at = int(time.time())

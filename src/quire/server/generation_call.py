@@ -19,6 +19,7 @@ from quire.server.context import context_of, leniency_of, request_id_of, tenant_
 from quire.server.errors import ApiError
 from quire.server.generation import OutputStream, generate
 from quire.server.responses import json_response
+from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.streaming import event_stream, unless_disconnected
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class GenerationBody(Protocol):
     def stream(self) -> bool | None:
         """Whether the answer is sent as it is generated."""
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the engine's parameters.
 
         Raises:
@@ -76,7 +77,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         if "kv_transfer_params" in self._options:
             self._tenant.require_kv_transfer()
         self._leave_out_unread_priority()
-        self._params = self._within_model(body.sampling_params())
+        self._params = self._within_model(body.sampling_params(self._context.sampling_defaults))
 
     def _leave_out_unread_priority(self) -> None:
         """Note a priority as without effect if the engine's policy has none, unless the server is strict."""

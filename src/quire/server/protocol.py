@@ -41,6 +41,7 @@ from quire.server.other_names import NAMES_OF_OTHER_SERVERS
 from quire.server.prompt_options import PromptFields
 from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ResponseFormat, StructuredOutputs
+from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.strict_model import (
     Ignored,
     StrictModel,
@@ -201,7 +202,7 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
         return False
 
     @abc.abstractmethod
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the engine's parameters.
 
         Raises:
@@ -224,8 +225,8 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
             given["structured_outputs"] = self.structured_outputs.params()
         return given
 
-    def checked_params(self, fields: dict[str, Any]) -> SamplingParams:
-        """Return the engine's parameters from those given for this body.
+    def checked_params(self, fields: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
+        """Return the engine's parameters from those given for this body, and defaults for others.
 
         Raises:
             InvalidRequestError: a value out of range, two that contradict each other, or a stream of
@@ -248,7 +249,7 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
             raise InvalidRequestError(
                 f"use_beam_search is false, but beam_width is {self.beam_width}", param="use_beam_search"
             )
-        params = SamplingParams(**fields)
+        params = defaults.params(fields)
         if self.stream and params.is_ranked:
             kind = "beam search" if params.beam_width else f"best_of {params.best_of} above n {params.n}"
             raise InvalidRequestError(
@@ -299,7 +300,7 @@ class CompletionRequest(GenerationRequest):
         """Whether the prompt is to be echoed with nothing after it."""
         return bool(self.echo) and self.max_tokens == 0
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the engine's parameters.
 
         Raises:
@@ -320,7 +321,7 @@ class CompletionRequest(GenerationRequest):
             fields["logprobs"] = self.logprobs
             if self.echo:
                 fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return self.checked_params(fields)
+        return self.checked_params(fields, defaults)
 
 
 class ChatCompletionRequest(PromptFields, GenerationRequest):
@@ -399,7 +400,7 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
             is_shown=self.include_reasoning is not False,
         )
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the engine's parameters.
 
         Raises:
@@ -426,4 +427,4 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
             fields["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs is not None:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return self.checked_params(fields)
+        return self.checked_params(fields, defaults)

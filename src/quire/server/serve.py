@@ -59,9 +59,14 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         threading.Thread(target=_try_chat_template, args=(llm.tokenizer,), daemon=True).start()
 
         from quire.server.app import create_app  # slow: meanwhile the engine process loads
+        from quire.server.sampling_defaults import read_sampling_defaults
+
+        defaults = read_sampling_defaults(server_config, llm.model_path)
+        if str(defaults):
+            print(f"Defaults of requests: {defaults}", file=sys.stderr, flush=True)
 
         def make_app() -> Starlette:
-            return create_app(llm, server_config, tenants, log)
+            return create_app(llm, server_config, tenants, log, defaults)
 
         import uvloop
 

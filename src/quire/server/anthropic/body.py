@@ -17,6 +17,7 @@ from quire.server.chat_messages import NAMES_OF_THOUGHTS
 from quire.server.leniency import Leniency
 from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking
+from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field, text_or_list
 from quire.server.tool_fields import (
     MAX_TOOLS,
@@ -308,21 +309,21 @@ class MessagesRequest(CountTokensRequest):
         if isinstance(values.get("stop_sequences"), list):
             values["stop_sequences"] = [text for text in values["stop_sequences"] if text != ""]
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the engine's parameters.
 
         Raises:
             InvalidRequestError: a value is out of range.
         """
         given: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
             "stop": None if self.stop_sequences is None else tuple(self.stop_sequences),
             "structured_outputs": self._structure(),
         }
-        fields = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=self.max_tokens, **fields)
+        return defaults.params({name: value for name, value in given.items() if value is not None})
 
     def request_options(self) -> dict[str, Any]:
         """Return the fields of `RequestOptions` that were given: there are none."""

@@ -14,6 +14,7 @@ from quire.sampling_params import NumLogprobs, SamplingParams
 from quire.server.openai_responses.items import Items, MessageItem
 from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ANY_OBJECT, SchemaName
+from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field, text_or_list
 from quire.server.tool_fields import (
     MAX_TOOLS,
@@ -249,7 +250,7 @@ class ResponsesRequest(StrictModel):
         effort = None if self.reasoning is None else self.reasoning.effort
         return Thinking(is_on=None if effort is None else effort != "none", effort=effort)
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the engine's parameters.
 
         Raises:
@@ -272,7 +273,7 @@ class ResponsesRequest(StrictModel):
             "logprobs": self.top_logprobs or 0 if self.wants_logprobs else None,
             "structured_outputs": None if form is None else form.params(),
         }
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return defaults.params({name: value for name, value in given.items() if value is not None})
 
     def request_options(self) -> dict[str, Any]:
         """Return the fields of `RequestOptions` that were given."""
