@@ -123,7 +123,11 @@ class FakeLLM:
         if text.startswith("crash"):
             raise RuntimeError("secret detail")
         if before_submit is not None:
-            core_request = SimpleNamespace(prompt_token_ids=ids)
+            core_request = SimpleNamespace(
+                prompt_token_ids=ids,
+                sampling_params=sampling_params,
+                sequences=[None] * sampling_params.num_sequences,
+            )
             await before_submit(
                 SimpleNamespace(request_id=request_id, params=sampling_params, core_request=core_request)
             )

@@ -107,6 +107,11 @@ class ServerConfig:
         unit="bytes",
         help="Maximum size of a request body; a larger one is refused with status 413.",
     )
+    max_logprobs_per_request: PositiveInt = knob(
+        default=524_288,
+        help="Maximum number of log-probabilities that a request may ask for: completions times tokens times "
+        "candidates for each token. Each takes about 200 bytes until the answer is complete.",
+    )
     strict: bool = knob(
         default=False,
         help="Refuse parameters that are unknown or have no effect. Otherwise they are accepted, and the "

@@ -18,6 +18,7 @@ from quire.server.access_log import access_record_of
 from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
 from quire.server.errors import ApiError
 from quire.server.generation import OutputStream, generate
+from quire.server.logprob_limit import LogprobLimit
 from quire.server.responses import json_response
 from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.streaming import event_stream, unless_disconnected
@@ -73,6 +74,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._id = f"{self.id_prefix}-{request_id_of(request)}"
         self._tenant = tenant_of(request)
         self._admit: Callable[[ProcessedRequest], Awaitable[None]] | None = None
+        self._logprob_limit = LogprobLimit(self._context.config.max_logprobs_per_request)
         self._options = body.request_options()
         if "kv_transfer_params" in self._options:
             self._tenant.require_kv_transfer()
@@ -103,7 +105,13 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         options = self._tenant.request_options(self._options)
         if not self._context.config.strict:
             options["shorten_output"] = True
-        return options if self._admit is None else {**options, "before_submit": self._admit}
+        return {**options, "before_submit": self._before_submit}
+
+    async def _before_submit(self, processed: ProcessedRequest) -> None:
+        """Hold one of the engine's requests to the limits of the call and of its tenant."""
+        self._logprob_limit.admit(processed)
+        if self._admit is not None:
+            await self._admit(processed)
 
     @property
     @abc.abstractmethod
