@@ -42,7 +42,9 @@ WATCHDOG_TIMEOUT = 2.0
 FAULTS = ("kill", "abort", "stop", "no memory", "kill while starting", "kill while restoring")
 SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
 NO_MEMORY = 2**20  # bytes of address space that an engine may have: less than it has, so it gets no more
-OUT_OF_MEMORY = re.compile("MemoryError|allocate|failed to map segment")  # in the error of a request
+OUT_OF_MEMORY = re.compile(  # in the error of a request
+    "MemoryError|allocate|failed to map segment|can't start new thread"
+)
 NO_MEMORY_TIME = 3.0  # seconds; then it may have memory again
 LONGEST_START = 4.0  # seconds, more or less
 LONGEST_LIFE = 2.0  # seconds that an engine has with requests before it is struck
@@ -153,7 +155,9 @@ class Chaos:
             asyncio.create_task(self._stream(llm, index, expected[index])) for index in range(NUM_STREAMS)
         ]
         striking = asyncio.create_task(self._strike_often(llm))
-        await asyncio.wait({striking, *streams}, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait({striking, *streams}, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()  # if that raises, nobody else is waited for
         self._is_over = True
         for task in (striking, *streams):
             await task
