@@ -13,7 +13,8 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.access_log import CLIENT_LEFT, AccessRecord
 from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 from quire.server.live_calls import LiveCalls
-from quire.server.metrics import Metrics, RequestTimer
+from quire.server.metrics import Metrics
+from quire.server.request_timer import RequestTimer
 from quire.server.responses import EndReason, PromptTokensDetails, TokenUsage
 from quire.status import FinishReason
 
