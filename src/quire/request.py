@@ -34,17 +34,17 @@ class Request:
         output_token_ids: what it has generated in an engine that has died; it continues from there.
         is_resumed: it was accepted by an engine that has died, and is not refused for a full queue.
 
-    The scheduler numbers and dates requests as they arrive (`arrival`, `arrival_time`) and keeps the tokens
-    of running ones itself: `output_token_ids` and `num_computed_tokens` are up to date whenever the request
-    does not run.
+    The scheduler numbers and dates requests as they arrive (`arrival`, `arrival_time`), dates their first
+    admission (`first_scheduled_time`), and keeps the tokens of running ones itself: `output_token_ids` and
+    `num_computed_tokens` are up to date whenever the request does not run.
     """
 
     __slots__ = (
         "arrival", "arrival_time", "beam_sequence_ids", "cache_salt", "client_index", "eos_token_ids",
-        "is_known_to_runner", "is_resumed", "kv_load_failed", "kv_transfer_params", "num_cached_tokens",
-        "num_computed_tokens", "output_token_ids", "pin_prefix", "priority", "prompt_array",
-        "queue_timeout", "request_id", "sampling_params", "shares_prompt_with", "status", "stop_reason",
-        "tenant", "tenant_weight", "timeout",
+        "first_scheduled_time", "is_known_to_runner", "is_resumed", "kv_load_failed", "kv_transfer_params",
+        "num_cached_tokens", "num_computed_tokens", "output_token_ids", "pin_prefix", "priority",
+        "prompt_array", "queue_timeout", "request_id", "sampling_params", "shares_prompt_with", "status",
+        "stop_reason", "tenant", "tenant_weight", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +89,7 @@ class Request:
         self.beam_sequence_ids = beam_sequence_ids
         self.is_resumed = is_resumed
         self.arrival_time = 0.0
+        self.first_scheduled_time: float | None = None
         self.status = RequestStatus.WAITING
         self.is_known_to_runner = False
         self.num_computed_tokens = 0

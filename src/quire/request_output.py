@@ -57,7 +57,9 @@ class RequestOutput:
     `outputs` are the `n` completions; with `best_of` above n and with beam search they are empty until all
     have ended, and then the best comes first.
     `prompt_logprobs` has one entry for each prompt token, the first of them None. `num_cached_tokens` counts
-    prompt tokens whose KV came out of the prefix cache. `metrics` is filled when the request has finished.
+    prompt tokens whose KV came out of the prefix cache. `first_scheduled_time` is when a sequence of it first
+    ran, in seconds on the monotonic clock; None: none has, as far as is known. `metrics` is filled when the
+    request has finished.
     `kv_transfer_params` is what another engine needs to find the request's KV, if a KV connector keeps it: of
     the completion that ended first.
     """
@@ -68,6 +70,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    first_scheduled_time: float | None = None
     finished: bool = False
     metrics: RequestMetrics | None = None
     kv_transfer_params: Mapping[str, Any] | None = None

@@ -223,3 +223,12 @@ def test_an_error_of_no_known_class_is_no_exception():
     table.say("", reason=FinishReason.ERROR, error="a NaN in the logits")
     assert table.state.error_before_output is None
     assert (table.first.error, table.first.error_type) == ("a NaN in the logits", None)
+
+
+def test_the_first_of_all_admissions_counts_also_if_another_engine_goes_on():
+    table = Table(n=2)
+    assert table.state.snapshot().first_scheduled_time is None
+    table.say("a", 1, first_scheduled_time=7.0)
+    table.say("b", 0, first_scheduled_time=9.0)
+    table.say("c", 0)
+    assert table.state.snapshot().first_scheduled_time == 7.0

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+import time
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -91,6 +92,8 @@ class FakeLLM:
         self.connector_stats = None
         self.kv_transfer_params = None  # that a connector returns
         self.stop_reason = None  # of all completions
+        self.queue_time = 0.0  # seconds, of all requests, as far as they take so long
+        self._arrivals = {}
         self._stop_events = {}
 
     def chat(self, messages, sampling_params, *, request_id=None, **options):
@@ -133,6 +136,7 @@ class FakeLLM:
             )
         self.seen.append(Seen(prompt, sampling_params, request_id, options))
         self.live.add(request_id)
+        self._arrivals[request_id] = time.monotonic()
         stop = self._stop_events[request_id] = asyncio.Event()
         finished = False
         try:
@@ -228,6 +232,7 @@ class FakeLLM:
             outputs=outputs,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=min(len(ids), 4),
+            first_scheduled_time=self._arrivals[request_id] + self.queue_time,
             finished=finished,
             kv_transfer_params=self.kv_transfer_params if finished else None,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 
 import httpx
 import openai
 import pytest
+from live_server import served
 from prometheus_client.parser import text_string_to_metric_families
 
 import preloaded
@@ -314,3 +316,50 @@ async def test_a_priority_without_priorities_is_ignored_visibly(http, engine):
     body = {"model": engine.info.model, "prompt": PROMPT, "max_tokens": 1, "priority": 1}
     response = await http.post("/v1/completions", json=body)
     assert (response.status_code, response.headers["x-ignored-parameters"]) == (200, "priority")
+
+
+@pytest.fixture
+async def http_over_tcp(engine):
+    """Answers come as they are generated, which they do not without a connection."""
+    with served(create_app(engine, ServerConfig())) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            yield client
+
+
+async def test_times_and_tokens_are_those_that_a_client_measures(http_over_tcp):
+    http = http_over_tcp
+    windows: list[tuple[float, float]] = []
+    num_tokens = 0
+
+    async def timed(number: int) -> None:
+        nonlocal num_tokens
+        started_at, first = time.perf_counter(), None
+        body = {"model": "mini", "prompt": f"{PROMPT} {number}", "max_tokens": 4 + number, "ignore_eos": True}
+        body |= {"stream": True, "return_token_ids": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    new = sum(len(one.get("token_ids", ())) for one in json.loads(line[6:])["choices"])
+                    first = first or (time.perf_counter() if new else None)
+                    num_tokens += new
+        windows.append((first - started_at, time.perf_counter() - started_at))
+
+    await asyncio.gather(*map(timed, range(6)))
+    found = await metrics(http)
+
+    def total(name: str) -> float:
+        return found[f"quire_{name}_sum",]
+
+    assert num_tokens == sum(range(4, 10))
+    assert found["quire_generation_tokens_total",] == total("request_generation_tokens") == num_tokens
+    for name in ("queue_time", "prefill_time", "decode_time", "inference_time", "request_duration"):
+        assert found[f"quire_{name}_seconds_count",] == 6
+    first = total("time_to_first_token_seconds")
+    assert total("queue_time_seconds") + total("prefill_time_seconds") == pytest.approx(first)
+    assert total("queue_time_seconds") > 0
+    decode = total("decode_time_seconds")
+    assert total("inference_time_seconds") == pytest.approx(total("prefill_time_seconds") + decode)
+    assert total("inter_token_latency_seconds") == pytest.approx(decode)
+    assert first <= sum(until_first for until_first, _ in windows)
+    assert first + decode <= total("request_duration_seconds") + 1e-6
+    assert total("request_duration_seconds") <= sum(until_last for _, until_last in windows)

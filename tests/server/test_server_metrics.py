@@ -45,11 +45,9 @@ async def test_engine_figures(http):
 async def test_figures_under_vllms_names(http, client):
     await client.completions.create(model="fake", prompt="Hi", max_tokens=3)
     families = {
-        family.name: family
-        for family in text_string_to_metric_families((await http.get("/metrics")).text)
-        if family.name.removesuffix("_total") in {*NAMES, *NAMES.values()}
+        family.name: family for family in text_string_to_metric_families((await http.get("/metrics")).text)
     }
-    for ours, theirs in NAMES.items():
+    for ours, theirs in ((ours, theirs) for ours, names in NAMES.items() for theirs in names):
         own, other = families[ours], families[theirs]
         assert other.type == own.type
         expected = {
@@ -119,6 +117,7 @@ async def test_request_figures(client, http):
     assert values["quire_time_to_first_token_seconds_count",] == 2
     assert values["quire_request_duration_seconds_count",] == 2
     assert values["quire_inter_token_latency_seconds_count",] == 2 * 4 + len(REPLY) - 1
+    assert values["vllm:request_generation_tokens_sum", "0", "fake"] == 10 + len(REPLY)
 
 
 async def test_failures_count_by_reason(http):

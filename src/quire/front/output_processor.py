@@ -158,6 +158,7 @@ class RequestState:
             None if processed.params.prompt_logprobs is None else [None]
         )
         self.num_cached_tokens = 0
+        self.first_scheduled_time: float | None = None
         self.kv_transfer_params: Mapping[str, Any] | None = None
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
@@ -214,6 +215,7 @@ class RequestState:
             outputs=self._outputs(finished=finished),
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs.copy(),
             num_cached_tokens=self.num_cached_tokens,
+            first_scheduled_time=self.first_scheduled_time,
             finished=finished,
             metrics=self._metrics() if finished else None,
             kv_transfer_params=self.kv_transfer_params,
@@ -389,6 +391,8 @@ class OutputProcessor:
         if completion.finish_reason is not None:
             del self._sequences[output.request_id]
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if state.first_scheduled_time is None:
+            state.first_scheduled_time = output.first_scheduled_time
         if state.kv_transfer_params is None:
             state.kv_transfer_params = output.kv_transfer_params
         if output.new_token_ids and state.first_token_time is None:

@@ -22,6 +22,7 @@ from quire.scheduling.remote_loads import RemoteLoad, RemoteLoads
 from quire.scheduling.request_finisher import RequestFinisher
 from quire.scheduling.running_slots import RunningSlots, token_limit
 from quire.scheduling.slot_manager import SlotManager
+from quire.scheduling.step_clock import StepClock
 from quire.scheduling.step_mix import StepMix
 from quire.scheduling.step_sharing import StepSharing
 from quire.scheduling.steps_in_flight import StepsInFlight
@@ -58,6 +59,7 @@ class AdmissionPhase:
     config: SchedulerConfig
     max_model_len: int
     connector: ConnectorCalls
+    clock: StepClock
     kv: KVCacheManager
     running: RunningSlots
     in_flight: StepsInFlight
@@ -322,6 +324,8 @@ class AdmissionPhase:
             request, prefix.num_tokens if load is None else num_cached * self.kv.block_size
         )
         self.deadlines.forget_queue(request.request_id)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self.clock.now
         slot = self.slots.enter(request)
         num_new_blocks = self.kv.blocks_for(request.num_computed_tokens + chunk) - prefix.num_blocks
         self._num_promised += num_new_blocks

@@ -116,7 +116,12 @@ class BeamPhase:
         self.finisher.finish(request, RequestStatus.FINISHED_STOPPED)
         hypotheses = iter(group.search.hypotheses())
         for sequence_id in request.beam_sequence_ids or (request.request_id,):
-            output = EngineCoreOutput(sequence_id, [], num_cached_tokens=request.num_cached_tokens)
+            output = EngineCoreOutput(
+                sequence_id,
+                [],
+                num_cached_tokens=request.num_cached_tokens,
+                first_scheduled_time=request.first_scheduled_time,
+            )
             hypothesis = next(hypotheses, None)
             if hypothesis is None:
                 output.finish_reason = FinishReason.ERROR

@@ -18,7 +18,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     `error` tells what was wrong when `finish_reason` is "error"; `error_type` names the class in
     `quire.errors` it belongs to, if it does, and `error_param` the request's field at fault, if one is.
     `num_cached_tokens` counts prompt tokens found in the prefix cache, or loaded from elsewhere, when the
-    request was first admitted; it comes with the first output.
+    request was first admitted, and `first_scheduled_time` is when that was, in seconds on the scheduler's
+    clock, the system's monotonic one; both come with the first output.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    first_scheduled_time: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: list[PositionLogprobs] | None = None
     error: str | None = None

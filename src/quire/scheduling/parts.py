@@ -236,6 +236,7 @@ class SchedulerParts:
             config=self._config,
             max_model_len=self._max_model_len,
             connector=self.connector,
+            clock=self.clock,
             kv=self.kv,
             running=self.running,
             in_flight=self.in_flight,

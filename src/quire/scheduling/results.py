@@ -326,6 +326,7 @@ class ResultsPhase:
             finish_reason=None if end is None else FinishReason.of(end.status),
             stop_reason=request.stop_reason,
             num_cached_tokens=request.num_cached_tokens,
+            first_scheduled_time=request.first_scheduled_time,
             logprobs=None if logprobs is None else logprobs[:num_new],
             prompt_logprobs=computed.prompt_logprobs.get(request.request_id),
             error=None if end is None else end.error,

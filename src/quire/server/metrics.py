@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from quire.server.bulk_histogram import BulkHistogram
 from quire.server.engine_metrics import EngineCollector
 from quire.server.vllm_metrics import VLLMMetrics
 
@@ -13,6 +15,7 @@ _LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
+_LENGTH_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 EndLabel = Literal["stop", "length", "abort", "timeout", "error", "refused"]
 
@@ -46,18 +49,49 @@ class Metrics:
         self.time_to_first_token = self._histogram(
             "quire_time_to_first_token_seconds", "Seconds from the arrival of a request to its first token."
         )
-        self.inter_token_latency = self._histogram(
-            "quire_inter_token_latency_seconds", "Seconds between consecutive tokens of a sequence."
+        self.inter_token_latency = BulkHistogram(
+            "quire_inter_token_latency_seconds",
+            "Seconds between consecutive tokens of a sequence.",
+            buckets=_LATENCY_BUCKETS,
+            registry=self.registry,
         )
         self.request_duration = self._histogram(
             "quire_request_duration_seconds", "Seconds from the arrival of a request to its last token."
+        )
+        self.queue_time = self._histogram(
+            "quire_queue_time_seconds",
+            "Seconds from the arrival of a request, before it is tokenized, to its first step.",
+        )
+        self.prefill_time = self._histogram(
+            "quire_prefill_time_seconds", "Seconds from the first step of a request to its first token."
+        )
+        self.decode_time = self._histogram(
+            "quire_decode_time_seconds", "Seconds from the first token of a finished request to its last."
+        )
+        self.inference_time = self._histogram(
+            "quire_inference_time_seconds",
+            "Seconds from the first step of a finished request to its last token.",
+        )
+        self.time_per_output_token = self._histogram(
+            "quire_time_per_output_token_seconds",
+            "Mean of the seconds between the tokens of a sequence, observed once for each at its end.",
+        )
+        self.request_tokens = self._histogram(
+            "quire_request_prompt_tokens",
+            "Number of prompt tokens of a finished request.",
+            _LENGTH_BUCKETS,
+        )
+        self.sequence_tokens = self._histogram(
+            "quire_request_generation_tokens",
+            "Number of generated tokens of a finished sequence (each of a request's n counts).",
+            _LENGTH_BUCKETS,
         )
 
     def _counter(self, name: str, meaning: str) -> Counter:
         return Counter(name, meaning, registry=self.registry)
 
-    def _histogram(self, name: str, meaning: str) -> Histogram:
-        return Histogram(name, meaning, registry=self.registry, buckets=_LATENCY_BUCKETS)
+    def _histogram(self, name: str, meaning: str, buckets: Sequence[float] = _LATENCY_BUCKETS) -> Histogram:
+        return Histogram(name, meaning, registry=self.registry, buckets=buckets)
 
     def exposition(self) -> bytes:
         """Return everything in the Prometheus text format."""

@@ -12,6 +12,10 @@ from quire.server.metrics import EndLabel, Metrics
 class RequestTimer:
     """Turns the outputs of one engine request into observations.
 
+    Its time is divided without gaps: from arrival here to the first admission to a step (queue), from there
+    to the first token of any sequence (prefill), and from there to the last token of any (decode). Where an
+    engine dies, the time until another goes on belongs to the part that it interrupts.
+
     Use as a context manager around the request: what it is left with becomes the end of the sequences that
     have none of their own.
     """
@@ -19,9 +23,11 @@ class RequestTimer:
     def __init__(self, metrics: Metrics, num_sequences: int) -> None:
         self._metrics = metrics
         self._unfinished = set(range(num_sequences))
-        self._start = time.perf_counter()
-        self._first_seen = False
+        self._start = time.monotonic()
+        self._scheduled: float | None = None
+        self._first_token: float | None = None
         self._num_tokens = [0] * num_sequences
+        self._first_time = [0.0] * num_sequences
         self._last_time = [0.0] * num_sequences
 
     def __enter__(self) -> RequestTimer:
@@ -33,34 +39,59 @@ class RequestTimer:
 
     def observe(self, output: RequestOutput) -> None:
         """Account for what is new in a cumulative output."""
-        now = time.perf_counter()
+        now = time.monotonic()
         for completion in output.outputs:
             num_new = len(completion.token_ids) - self._num_tokens[completion.index]
             if num_new:
+                if self._first_token is None:
+                    self._observe_first_token(output, now)
                 self._observe_tokens(completion.index, num_new, now)
             if completion.finish_reason is not None and completion.index in self._unfinished:
                 self._observe_end(completion)
         if output.finished:
-            self._metrics.request_duration.observe(now - self._start)
-            self._metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+            self._observe_whole(output, now)
+
+    def _observe_first_token(self, output: RequestOutput, now: float) -> None:
+        metrics = self._metrics
+        self._first_token = now
+        metrics.time_to_first_token.observe(now - self._start)
+        if output.first_scheduled_time is not None:
+            # It was read in another process: whatever its clock says, no time is negative.
+            self._scheduled = min(max(output.first_scheduled_time, self._start), now)
+            metrics.queue_time.observe(self._scheduled - self._start)
+            metrics.prefill_time.observe(now - self._scheduled)
 
     def _observe_tokens(self, index: int, num_new: int, now: float) -> None:
-        metrics = self._metrics
-        if not self._first_seen:
-            self._first_seen = True
-            metrics.time_to_first_token.observe(now - self._start)
         if self._num_tokens[index]:
-            gap = (now - self._last_time[index]) / num_new
-            for _ in range(num_new):
-                metrics.inter_token_latency.observe(gap)
+            self._metrics.inter_token_latency.observe((now - self._last_time[index]) / num_new, num_new)
+        else:
+            self._first_time[index] = now
         self._num_tokens[index] += num_new
         self._last_time[index] = now
-        metrics.generation_tokens.inc(num_new)
+        self._metrics.generation_tokens.inc(num_new)
 
     def _observe_end(self, completion: CompletionOutput) -> None:
-        self._unfinished.discard(completion.index)
+        index, metrics = completion.index, self._metrics
+        self._unfinished.discard(index)
         is_timeout = completion.error_type == RequestTimeoutError.__name__
-        self._metrics.finished.labels("timeout" if is_timeout else str(completion.finish_reason)).inc()
+        metrics.finished.labels("timeout" if is_timeout else str(completion.finish_reason)).inc()
+        num_tokens = self._num_tokens[index]
+        metrics.sequence_tokens.observe(num_tokens)
+        decode_time = self._last_time[index] - self._first_time[index]
+        if decode_time:  # not all tokens have come together, as those of a beam search do
+            metrics.time_per_output_token.observe(decode_time / (num_tokens - 1))
+
+    def _observe_whole(self, output: RequestOutput, now: float) -> None:
+        metrics = self._metrics
+        metrics.request_duration.observe(now - self._start)
+        metrics.request_tokens.observe(len(output.prompt_token_ids))
+        metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+        if self._first_token is None:
+            return
+        last_token = max(self._last_time)
+        metrics.decode_time.observe(last_token - self._first_token)
+        if self._scheduled is not None:
+            metrics.inference_time.observe(last_token - self._scheduled)
 
 
 def _end_label(error: BaseException | None) -> EndLabel:
