@@ -73,6 +73,17 @@ def test_shells_can_complete_flags():
     assert result.stdout.split() == ["--max-num-seqs"]
 
 
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_the_ten_flags_that_are_used_most_come_first(command: str):
+    _, _, page = help_of(command).partition("\nMost used\n")
+    most_used, _, rest = page.partition("\n\n")
+    flags = [line.split() for line in most_used.splitlines() if line.startswith("  -")]
+    assert len(flags) == 10
+    assert flags[0][0] == "--config"
+    assert "--model" in flags[1]
+    assert rest.startswith("Options\n")
+
+
 def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0

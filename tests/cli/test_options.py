@@ -62,10 +62,8 @@ def test_every_field_is_a_flag_with_help(command: str):
         for owner, field, _ in config_fields(cls):
             param = params[parameter_name(owner.__name__, field.name)]
             assert param.help.startswith(in_flags(field.metadata["help"]))
-            if field.name == "model" and command in POSITIONAL_MODEL:
-                assert param.param_type_name == "argument"
-            else:
-                assert flag_name(param.name) in param.opts
+            assert flag_name(param.name) in param.opts
+    assert ("model_argument" in params) == (command in POSITIONAL_MODEL)
 
 
 def test_fields_of_nested_configurations_are_included():
@@ -156,7 +154,17 @@ def test_flags_of_cache_eviction_have_a_prefix():
 
 def test_a_command_may_change_a_default_and_take_an_argument():
     assert built([], SamplingParams, defaults={"temperature": 0.0}).temperature == 0.0
-    assert built(["a-model"], EngineConfig, positional=("model",)).model == "a-model"
+    for arguments in (["a-model"], ["--model", "a-model"], ["a-model", "-m", "a-model"]):
+        assert built(arguments, EngineConfig, positional=("model",)).model == "a-model"
+    assert built([], EngineConfig, positional=("model",)) == EngineConfig()
+
+
+def test_two_models_are_refused():
+    result = CliRunner().invoke(app, ["serve", "a-model", "--model", "b-model"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: --model is 'b-model', but the command line also has 'a-model'; give one of them\n"
+    )
 
 
 def test_every_field_type_has_a_way_to_be_written():

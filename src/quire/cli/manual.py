@@ -17,6 +17,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+MOST_USED_PANEL = "Most used"
 MAX_WIDTH = 100
 FLAG_INDENT = 2
 HELP_COLUMN = 28  # column where descriptions begin; a longer flag gets a line of its own
@@ -27,7 +28,7 @@ class ManualCommand(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         """Return the page."""
-        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], MOST_USED_PANEL: [], "Options": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is None:

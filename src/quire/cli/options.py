@@ -20,7 +20,9 @@ from typing import Any
 import typer
 
 from quire.cli.bench.config import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
+from quire.cli.config_file import config_file_option
 from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_name, usage_errors
+from quire.cli.manual import MOST_USED_PANEL
 from quire.config import (
     AdaptiveRKVConfig,
     CacheEvictionConfig,
@@ -37,7 +39,7 @@ from quire.config import (
     SupervisionConfig,
     TenantConfig,
 )
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 from quire.limits import Limits, limits_of
 from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
@@ -66,6 +68,23 @@ PANELS: dict[type, str] = {
     LatencyConfig: "Batch",
 }
 SHORT_FLAGS = {"model": "-m", "n": "-n"}
+MOST_USED = (  # of which each command has ten at most
+    "model",
+    "host",
+    "port",
+    "api_key",
+    "served_model_name",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "max_model_len",
+    "max_num_seqs",
+    "cache_size",
+    "quantization",
+)
+_AS_ARGUMENT = "_argument"  # ends the name of what is positional, beside the flag
+_CONTEXT = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +159,7 @@ def config_options(
     """Give a command flags for the configurations that it takes.
 
     Args:
-        positional: fields that are positional arguments instead of flags.
+        positional: fields that may also be given as positional arguments.
         defaults: this command's defaults, where they differ from those of the fields.
         configs: the class to build from the flags, by parameter of the command.
     """
@@ -148,10 +167,12 @@ def config_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         derived = [
-            _parameter(owner, field, limits, positional, changed)
+            _parameter(owner, field, limits, changed)
             for cls in configs.values()
             for owner, field, limits in config_fields(cls)
         ]
+        arguments = [_argument(flag) for flag in derived if flag.name in positional]
+        derived.sort(key=_usage_rank)
         signature = inspect.signature(command, eval_str=True)
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -160,15 +181,17 @@ def config_options(
         ]
 
         @functools.wraps(command)
-        def run(**values: Any) -> None:
+        def run(context: typer.Context, **values: Any) -> None:
             with usage_errors():
+                for argument in arguments:
+                    _take_argument(context, argument, values)
                 built = {name: _build(cls, values) for name, cls in configs.items()}
             rest = {parameter.name: values[parameter.name] for parameter in own}
             with one_line_errors():
                 command(**built, **rest)
 
-        arguments = [parameter for parameter in derived if parameter.name in positional]
-        parameters = [*arguments, *own, *(flag for flag in derived if flag not in arguments)]
+        flags = [*derived, *own]
+        parameters = [_CONTEXT, *arguments, config_file_option(flags), *own, *derived]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -180,7 +203,6 @@ def _parameter(
     owner: type,
     field: dataclasses.Field[Any],
     limits: Limits,
-    positional: tuple[str, ...],
     changed: Mapping[str, Any],
 ) -> inspect.Parameter:
     default = changed.get(field.name, _default_of(field))
@@ -189,12 +211,10 @@ def _parameter(
         "help": _help(field, limits),
         "metavar": _metavar(limits) or flag.metavar,
         "show_default": _shown(default),
-        "rich_help_panel": PANELS[owner],
+        "rich_help_panel": MOST_USED_PANEL if field.name in MOST_USED else PANELS[owner],
     }
     info: Any
-    if field.name in positional:
-        info = typer.Argument(**{**described, "rich_help_panel": None, "metavar": field.name.upper()})
-    elif field.name in SHORT_FLAGS:
+    if field.name in SHORT_FLAGS:
         info = typer.Option(flag_name(field.name), SHORT_FLAGS[field.name], **described)
     else:
         info = typer.Option(envvar=field.metadata.get("environment_variable") or None, **described)
@@ -205,6 +225,39 @@ def _parameter(
         default=list(default) if isinstance(default, tuple | dict) else default,
         annotation=typing.Annotated[annotation, info],
     )
+
+
+def _usage_rank(flag: inspect.Parameter) -> int:
+    return MOST_USED.index(flag.name) if flag.name in MOST_USED else len(MOST_USED)
+
+
+def _argument(flag: inspect.Parameter) -> inspect.Parameter:
+    """Return the positional argument that may be given instead of a flag for text."""
+    info = typer.Argument(
+        metavar=flag.name.upper(), help=f"The same as {flag_name(flag.name)}.", show_default=False
+    )
+    return flag.replace(
+        name=flag.name + _AS_ARGUMENT, default=None, annotation=typing.Annotated[str | None, info]
+    )
+
+
+def _take_argument(context: typer.Context, argument: inspect.Parameter, values: dict[str, Any]) -> None:
+    """Put the value of a positional argument, if it is given, in place of the flag's default.
+
+    Raises:
+        ConfigError: the command line has the flag too, with another value.
+    """
+    name = argument.name.removesuffix(_AS_ARGUMENT)
+    given = values.pop(argument.name)
+    if given is None:
+        return
+    source = context.get_parameter_source(name)
+    if source is not None and source.name == "COMMANDLINE" and values[name] != given:
+        raise ConfigError(
+            f"{flag_name(name)} is {values[name]!r}, but the command line also has {given!r}; give one of "
+            "them"
+        )
+    values[name] = given
 
 
 def _flag_type(limits: Limits) -> FlagType:

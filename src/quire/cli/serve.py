@@ -12,13 +12,14 @@ from quire.config import EngineConfig, ServerConfig
 def serve(engine: EngineConfig, server: ServerConfig) -> None:
     """Serve MODEL over HTTP, in OpenAI's API.
 
-    Serves /v1/chat/completions and /v1/completions, streaming or not, /v1/models, /health, and /metrics for
-    Prometheus. Ctrl-C or SIGTERM lets running requests finish (see --drain-timeout); a second one stops
-    immediately.
+    Serves /v1/chat/completions, /v1/completions, /v1/responses and Anthropic's /v1/messages, streaming or
+    not, /metrics for Prometheus, and /docs, which lists all there is. Ctrl-C or SIGTERM lets running
+    requests finish (see --drain-timeout); a second one stops immediately.
 
     Examples:
       quire serve
       quire serve Qwen/Qwen3-0.6B --port 9000 --cache-size 4
+      quire serve --config server.yaml
       quire serve ./my-model --api-key "$KEY" --policy priority
     """
     from quire.server.serve import serve as run_server

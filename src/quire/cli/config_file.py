@@ -1,0 +1,162 @@
+"""`--config FILE`: values of flags, from a YAML file.
+
+Its keys are the flags' names, with hyphens or underscores. What the command line gives wins.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+import typer.models
+
+from quire.cli.console import flag_name, usage_errors
+from quire.cli.manual import MOST_USED_PANEL
+from quire.errors import ConfigError, nearest_name
+
+if TYPE_CHECKING:
+    import yaml
+
+MAX_BYTES = 64 << 10  # each flag there is, with a long value, takes half of it
+_LONGEST_SHOWN_VALUE = 80  # characters
+_SCALARS: Mapping[type, tuple[str, tuple[str, ...]]] = {  # what they are called, and YAML's tags for them
+    bool: ("true or false", ("bool",)),
+    int: ("a whole number", ("int",)),
+    float: ("a number", ("float", "int")),
+}
+
+
+def config_file_option(flags: Sequence[inspect.Parameter]) -> inspect.Parameter:
+    """Return the parameter `config_file` of a command, which gives `flags` their defaults."""
+    kinds = {_key(flag): typing.get_args(flag.annotation)[0] for flag in flags if _is_flag(flag)}
+    names = {_key(flag): flag.name for flag in flags}
+
+    def read(context: typer.Context, file: Path | None) -> Path | None:
+        if file is not None and not context.resilient_parsing:
+            with usage_errors():
+                values = read_config_file(file, kinds)
+            context.default_map = {names[key]: value for key, value in values.items()}
+        return file
+
+    info = typer.Option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=read,
+        help="YAML file with values of flags, such as max-num-seqs: 8. The command line wins.",
+        rich_help_panel=MOST_USED_PANEL,
+    )
+    kind = inspect.Parameter.KEYWORD_ONLY
+    annotation = typing.Annotated[Path | None, info]
+    return inspect.Parameter("config_file", kind, default=None, annotation=annotation)
+
+
+def read_config_file(file: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in a YAML file by their keys, spelled with hyphens.
+
+    Args:
+        file: one mapping, in UTF-8, without aliases.
+        kinds: type of the value by key, as a command's parameter has it: a scalar, a list of scalars, or
+            either or None. Text may also be a mapping, which becomes JSON.
+
+    Raises:
+        ConfigError: the file cannot be read; a key is unknown or there twice; a value is of another type.
+    """
+    import yaml
+
+    try:
+        entries = _entries(_read(file))
+        values: dict[str, Any] = {}
+        for key_node, value_node in entries:
+            place = f"{file}, line {key_node.start_mark.line + 1}"
+            key = str(key_node.value).replace("_", "-")
+            if key not in kinds:
+                raise ConfigError(f"{place}: no flag has the name {key!r:.80}; {nearest_name(key, kinds)}")
+            if key in values:
+                raise ConfigError(f"{place}: {key} is there twice; leave one of them out")
+            values[key] = _value(value_node, kinds[key], f"{place}: {key}")
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as YAML: {error!s:.300}") from None
+    return values
+
+
+def _is_flag(parameter: inspect.Parameter) -> bool:
+    return not isinstance(typing.get_args(parameter.annotation)[1], typer.models.ArgumentInfo)
+
+
+def _key(flag: inspect.Parameter) -> str:
+    """Return the name of a flag in a file, which the parameter may have under another name."""
+    info = typing.get_args(flag.annotation)[1]
+    declared = [info.default, *(info.param_decls or ())]  # typer has the first as a default until later
+    long = [one for one in declared if isinstance(one, str) and one.startswith("--")]
+    return (long[0] if long else flag_name(flag.name)).removeprefix("--")
+
+
+def _read(file: Path) -> str:
+    try:
+        if not file.is_file():
+            raise ConfigError(f"there is no file {file}, which --config names")
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{file} has more than {MAX_BYTES} bytes, which is no configuration")
+    return content.decode("utf-8-sig")
+
+
+def _entries(text: str) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Return the keys and values of the mapping in a YAML text."""
+    import yaml
+
+    # A few aliases of aliases stand for any number of values.
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise ValueError("it has an alias (*), which is not supported; write the value out")
+    root = yaml.compose(text, yaml.SafeLoader)
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError("it has no mapping of flags to values, such as 'port: 9000'")
+    return list(root.value)
+
+
+def _value(node: yaml.Node, kind: Any, place: str) -> Any:
+    """Return the value of a node as a parameter of type `kind` takes it."""
+    import yaml
+
+    if isinstance(kind, types.UnionType):
+        [kind] = [one for one in typing.get_args(kind) if one is not types.NoneType]
+    if typing.get_origin(kind) is list:
+        [item_kind] = typing.get_args(kind)
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        return [_value(item, item_kind, place) for item in items]
+    if kind in _SCALARS:
+        name, tags = _SCALARS[kind]
+        if node.tag.rpartition(":")[2] not in tags:
+            raise ConfigError(f"{place} is {_shown(node)}; it must be {name}")
+        return kind(_constructed(node))
+    if isinstance(node, yaml.MappingNode):
+        return json.dumps(_constructed(node))
+    if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
+        raise ConfigError(f"{place} is {_shown(node)}; it must be text")
+    return node.value  # as it is written: "off" and 1.10 are texts here
+
+
+def _constructed(node: yaml.Node) -> Any:
+    import yaml
+
+    return yaml.SafeLoader("").construct_object(node, deep=True)
+
+
+def _shown(node: yaml.Node) -> str:
+    if isinstance(node.value, str):
+        return f"{node.value!r:.{_LONGEST_SHOWN_VALUE}}" if node.value else "empty"
+    return "a list or a mapping"

@@ -1,0 +1,168 @@
+"""`--config FILE`: values of flags from YAML."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from quire.cli.config_file import MAX_BYTES, read_config_file
+from quire.cli.main import app
+from quire.cli.options import config_options
+from quire.config import EngineConfig, SchedulerConfig, ServerConfig
+from quire.errors import ConfigError
+from quire.sampling_params import SamplingParams
+
+EXAMPLE = """\
+# a server
+model: ./my-model
+port: 9000
+max-num-seqs: 8
+kv_cache_dtype: int8
+recovery: off
+no_such: 1
+"""
+KINDS = {
+    "bad-words": list[str],
+    "host": str,
+    "ignore-eos": bool,
+    "max-num-seqs": int,
+    "port": int,
+    "stop": list[str],
+    "stop-token-ids": list[int],
+    "structured-outputs": str | None,
+    "temperature": float,
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "quire.yaml"
+
+
+received: dict[str, Any] = {}
+small = typer.Typer()
+
+
+@small.command()
+@config_options(positional=("model",), engine=EngineConfig, server=ServerConfig, sampling=SamplingParams)
+def command(
+    engine: EngineConfig,
+    server: ServerConfig,
+    sampling: SamplingParams,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    received.update(engine=engine, server=server, sampling=sampling, as_json=as_json)
+
+
+def run(*arguments: object) -> tuple[dict[str, Any], Result]:
+    """Run a command that has all kinds of flags; return what it was given."""
+    received.clear()
+    return received, CliRunner().invoke(small, [str(argument) for argument in arguments])
+
+
+def test_values_of_all_kinds(file: Path):
+    file.write_text("""
+        model: a-model
+        port: 9000
+        max-num-seqs: 8
+        enable_prefix_caching: false
+        recovery: off
+        revision: 1.10
+        temperature: 1
+        stop: [a, "b: c", off]
+        stop_token_ids: 7
+        logit_bias: ["7=-2.5"]
+        served_model_name: mini
+        override_generation_config: {top_k: 5}
+        structured_outputs: {"regex": "[0-9]+"}
+        json: true
+    """)
+    _, result = run("--config", file)
+    assert result.exit_code == 0, result.output
+    engine, server, sampling = received["engine"], received["server"], received["sampling"]
+    assert engine.scheduler == SchedulerConfig(max_num_seqs=8, enable_prefix_caching=False)
+    assert (engine.model, engine.supervision.recovery, engine.revision) == ("a-model", "off", "1.10")
+    assert (server.port, server.served_model_name) == (9000, ("mini",))
+    assert server.override_generation_config == {"top_k": 5}
+    assert (sampling.temperature, sampling.stop, sampling.stop_token_ids) == (1.0, ("a", "b: c", "off"), (7,))
+    assert (sampling.logit_bias, sampling.structured_outputs.regex) == ({7: -2.5}, "[0-9]+")
+    assert received["as_json"] is True
+
+
+def test_the_command_line_wins(file: Path):
+    file.write_text("model: a-model\nport: 9000\nstop: [a]\nenable-prefix-caching: false\n")
+    _, result = run("b-model", "--port", 1, "--stop", "b", "--enable-prefix-caching", "--config", file)
+    assert result.exit_code == 0, result.output
+    assert (received["engine"].model, received["server"].port) == ("b-model", 1)
+    assert received["sampling"].stop == ("b",)
+    assert received["engine"].scheduler.enable_prefix_caching
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "\ufeffport: 8000\n"], ids=["empty", "comment", "mark"])
+def test_a_file_may_say_little(text: str, file: Path):
+    file.write_text(text)
+    assert run("--config", file)[0]["server"] == ServerConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        (
+            "port: 8000\nmax-num-seq: 8",
+            "line 2: no flag has the name 'max-num-seq'; did you mean 'max-num-seqs'?",
+        ),
+        ("port: many", "line 1: port is 'many'; it must be a whole number"),
+        ("port: true", "port is 'true'; it must be a whole number"),
+        ("port: 1.5", "port is '1.5'; it must be a whole number"),
+        ("port: [1]", "port is a list or a mapping; it must be a whole number"),
+        ("port:", "port is empty; it must be a whole number"),
+        ("host:", "host is empty; it must be text"),
+        ("host: [a]", "host is a list or a mapping; it must be text"),
+        ("temperature: warm", "temperature is 'warm'; it must be a number"),
+        ("ignore_eos: 1", "ignore-eos is '1'; it must be true or false"),
+        ("stop_token_ids: [1, x]", "stop-token-ids is 'x'; it must be a whole number"),
+        ("port: 1\nport: 2", "line 2: port is there twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 1", "max-num-seqs is there twice"),
+        ("- port", "it has no mapping of flags to values"),
+        ("stop: &a [x]\nbad_words: *a", "alias"),
+        ("port: !!python/object/apply:os.getpid []", "port is a list or a mapping"),
+        ("structured_outputs: {a: !!python/name:os.system }", "cannot be read as YAML"),
+        ("stop: {a: 1", "cannot be read as YAML"),
+        ("stop: " + "[" * 5000, "cannot be read as YAML"),
+        ("port: " + "1" * 5000, "cannot be read as YAML"),
+        ("host: " + "x" * MAX_BYTES, "more than 65536 bytes"),
+        ("config: other.yaml", "no flag has the name 'config'"),
+    ],
+    ids=lambda text: json.dumps(text[:30]),
+)
+def test_what_is_wrong_is_refused(text: str, refusal: str, file: Path):
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config_file(file, KINDS)
+    assert refusal in str(caught.value)
+
+
+def test_a_file_that_is_none(tmp_path: Path):
+    for path in (tmp_path, tmp_path / "none.yaml", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"there is no file {path}, which --config names"):
+            read_config_file(path, KINDS)
+    (tmp_path / "latin").write_bytes(b"host: \xe4")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        read_config_file(tmp_path / "latin", KINDS)
+
+
+def test_the_commands_take_it(file: Path):
+    file.write_text(EXAMPLE)
+    result = CliRunner().invoke(app, ["serve", "--config", str(file)])
+    assert result.exit_code == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "line 7: no flag has the name 'no-such'" in line
+    file.write_text("port: -5")
+    result = CliRunner().invoke(app, ["serve", "--config", str(file)])
+    assert (result.exit_code, result.stderr) == (2, "error: --port is -5; it must be from 0 to 65535\n")
