@@ -10,6 +10,7 @@ import pytest
 from scripted_llm import CALLS, ScriptedLLM
 
 from quire.config import ServerConfig
+from quire.server import database
 from quire.server.app import create_app
 from quire.server.openai_responses import background, handlers, store
 from quire.server.openai_responses.store import ResponseStore, StoredResponse
@@ -196,9 +197,9 @@ async def test_an_answer_is_not_lost_with_the_store(llm, tmp_path, monkeypatch):
 
 
 async def test_a_store_that_never_answers(monkeypatch):
-    monkeypatch.setattr(store, "TIMEOUT", 0.0)
+    monkeypatch.setattr(database, "TIMEOUT", 0.0)
     with pytest.raises(store.ApiError, match="within 0 s"):
-        await ResponseStore(store.IN_MEMORY, 100).get("", "x")
+        await ResponseStore(database.IN_MEMORY, 100).get("", "x")
 
 
 def stored(number, size, previous=None):
@@ -213,7 +214,7 @@ def stored(number, size, previous=None):
 
 
 async def test_the_oldest_make_room_for_the_newest():
-    kept = ResponseStore(store.IN_MEMORY, 1000)
+    kept = ResponseStore(database.IN_MEMORY, 1000)
     for number in range(5):
         assert await kept.put("a", stored(number, 300))
     await kept.put("b", stored(9, 900))
@@ -228,7 +229,7 @@ async def test_the_oldest_make_room_for_the_newest():
 
 async def test_a_conversation_that_is_too_long(monkeypatch):
     monkeypatch.setattr(store, "MAX_TURNS", 3)
-    kept = ResponseStore(store.IN_MEMORY, 10_000)
+    kept = ResponseStore(database.IN_MEMORY, 10_000)
     for previous, number in itertools.pairwise([None, *range(4)]):
         await kept.put("", stored(number, 10, None if previous is None else f"resp_{previous}"))
     assert len(await kept.conversation("", "resp_2", 12)) == 6

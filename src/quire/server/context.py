@@ -14,12 +14,13 @@ from quire.config import ServerConfig
 from quire.dialogue.formats import FORMATS, ToolCallFormat, format_of_template
 from quire.dialogue.thoughts import THOUGHT_FORMATS, ThoughtFormat, thought_format_of_template
 from quire.errors import InvalidRequestError
+from quire.server.database import IN_MEMORY
 from quire.server.errors import ApiError
 from quire.server.leniency import IgnoredNames, Leniency
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
 from quire.server.openai_responses.background import BackgroundResponses
-from quire.server.openai_responses.store import IN_MEMORY, ResponseStore
+from quire.server.openai_responses.store import ResponseStore
 from quire.server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.server.tenants import Tenant, Tenants
 

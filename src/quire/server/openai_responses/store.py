@@ -1,29 +1,13 @@
-"""Responses that are kept for later turns: in an SQLite database, in memory or in a file.
-
-The database is used in a thread, and whatever goes wrong there is an answer to the request that needs it.
-"""
+"""Responses that are kept for later turns: in an SQLite database, in memory or in a file."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 import sqlite3
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
 
-from quire.front.worker_thread import TooManyJobsError, WorkerThread
+from quire.server.database import Database
 from quire.server.errors import UNAVAILABLE, ApiError
 
-T = TypeVar("T")
-
-IN_MEMORY = ":memory:"
-
-TIMEOUT = 5.0
-"""Seconds after which the database is given up that has not answered."""
-
-MAX_WAITING = 1024  # calls
 MAX_TURNS = 1000
 """Responses that a conversation may consist of."""
 
@@ -106,22 +90,24 @@ class ResponseStore:
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
-        self._path = path
         self._max_bytes = max_bytes
-        self._thread = WorkerThread("quire-responses", MAX_WAITING)
-        self._connection: sqlite3.Connection | None = None
+        self._database = Database(
+            path, _SETTINGS + _TABLES, thread_name="quire-responses", unavailable=_unavailable
+        )
 
     async def put(self, tenant: str, response: StoredResponse) -> bool:
         """Keep a response, or replace the one of its id; return whether it is small enough to be kept."""
         if response.num_bytes > self._max_bytes:
             return False
-        await self._run(lambda database: self._put(database, tenant, response))
+        await self._database.run(lambda database: self._put(database, tenant, response))
         return True
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a response, None if it is not there."""
         query = "SELECT previous, input, output, answer, num_items FROM responses WHERE tenant = ? AND id = ?"
-        row = await self._run(lambda database: database.execute(query, (tenant, response_id)).fetchone())
+        row = await self._database.run(
+            lambda database: database.execute(query, (tenant, response_id)).fetchone()
+        )
         if row is None:
             return None
         fields = ("previous", "input", "output", "answer", "num_items")
@@ -130,7 +116,9 @@ class ResponseStore:
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Drop a response; return whether it was there."""
         query = "DELETE FROM responses WHERE tenant = ? AND id = ?"
-        return bool(await self._run(lambda database: database.execute(query, (tenant, response_id)).rowcount))
+        return bool(
+            await self._database.run(lambda database: database.execute(query, (tenant, response_id)).rowcount)
+        )
 
     async def conversation(self, tenant: str, response_id: str, max_bytes: int) -> list[bytes]:
         """Return the items up to and including a response's: JSON lists, the oldest first.
@@ -144,7 +132,7 @@ class ResponseStore:
             ApiError: 404, a response is not there; 400, there are more than `MAX_TURNS` responses,
                 `MAX_ITEMS` items or `max_bytes` bytes.
         """
-        turns = await self._run(lambda database: _turns(database, tenant, response_id, max_bytes))
+        turns = await self._database.run(lambda database: _turns(database, tenant, response_id, max_bytes))
         return [part for turn in reversed(turns) for part in turn]
 
     async def output_with(self, tenant: str, item_id: str) -> bytes | None:
@@ -153,41 +141,12 @@ class ResponseStore:
             "SELECT output FROM items JOIN responses ON response = number "
             "WHERE items.tenant = ? AND items.id = ?"
         )
-        row = await self._run(lambda database: database.execute(query, (tenant, item_id)).fetchone())
+        row = await self._database.run(lambda database: database.execute(query, (tenant, item_id)).fetchone())
         return None if row is None else bytes(row[0])
 
     async def close(self) -> None:
         """Close the database, unless it is late."""
-        with contextlib.suppress(ApiError):
-            await self._run(lambda database: database.close())
-
-    async def _run(self, call: Callable[[sqlite3.Connection], T]) -> T:
-        """Return what `call` returns in the thread of the database, in a transaction."""
-        try:
-            async with asyncio.timeout(TIMEOUT):
-                return await asyncio.wrap_future(self._thread.submit(lambda: self._within(call)))
-        except TimeoutError:
-            problem = f"has not answered within {TIMEOUT:g} s"
-        except TooManyJobsError as error:
-            problem = f"is too busy: {error}"
-        except (sqlite3.Error, OSError) as error:
-            problem = f"has failed: {error}"
-        raise ApiError(
-            503,
-            f"the store of responses {problem}; set store to false, and leave out previous_response_id",
-            kind=UNAVAILABLE,
-            code="response_store_unavailable",
-        )
-
-    def _within(self, call: Callable[[sqlite3.Connection], T]) -> T:
-        if self._connection is None:
-            if self._path != IN_MEMORY:
-                Path(self._path).touch(mode=0o600)  # conversations are nobody else's affair
-            connection = sqlite3.connect(self._path, check_same_thread=False)
-            connection.executescript(_SETTINGS + _TABLES)
-            self._connection = connection
-        with self._connection:
-            return call(self._connection)
+        await self._database.close()
 
     def _put(self, database: sqlite3.Connection, tenant: str, response: StoredResponse) -> None:
         values = (
@@ -247,6 +206,15 @@ def _turns(
     if missing is not None:
         raise not_found(missing, "previous_response_id")
     return turns
+
+
+def _unavailable(problem: str) -> ApiError:
+    return ApiError(
+        503,
+        f"the store of responses {problem}; set store to false, and leave out previous_response_id",
+        kind=UNAVAILABLE,
+        code="response_store_unavailable",
+    )
 
 
 def not_found(response_id: str, param: str | None = None) -> ApiError:
