@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -19,7 +18,7 @@ from starlette.routing import Route
 
 from quire.config import ServerConfig
 from quire.errors import EngineDeadError, nearest_name
-from quire.server.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error
+from quire.server.access_log import AccessLog, AccessLogging
 from quire.server.administration import (
     is_paused,
     is_sleeping,
@@ -29,17 +28,17 @@ from quire.server.administration import (
     sleep,
     wake_up,
 )
+from quire.server.answering import answer_of
 from quire.server.anthropic.answers import ErrorAnswer, MessageAnswer, TokenCount, error_answer
 from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
 from quire.server.anthropic.call import count_message_tokens, create_message
 from quire.server.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
-from quire.server.context import STATS_TIMEOUT, ServerContext, context_of, request_id_of
+from quire.server.context import STATS_TIMEOUT, ServerContext, context_of
 from quire.server.docs_page import docs_page
 from quire.server.engine_probes import health_of
-from quire.server.errors import ApiError, ClientGoneError, as_api_error
-from quire.server.leniency import HEADER, Leniency
+from quire.server.errors import ApiError, as_api_error
 from quire.server.middleware import KeyCheck, RequestEnvelope
 from quire.server.openai_responses.answers import DeletedResponse, InputItemList, ResponseAnswer
 from quire.server.openai_responses.body import ResponsesRequest
@@ -93,7 +92,6 @@ from quire.server.tokenization import (
     tokenize,
     tokenizer_info,
 )
-from quire.server.validation import read_body
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
@@ -155,41 +153,12 @@ def _middleware(config: ServerConfig, tenants: Tenants, log: AccessLog | None) -
 
 
 def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint's handler, given its body, with everything it raises as an answer."""
+    """Return the endpoint's handler, with everything it raises as an answer."""
 
     async def answer(request: Request) -> Response:
-        try:
-            if endpoint.body is None:
-                return await endpoint.handler(request)
-            return await _answer_to_body(request, endpoint.handler, endpoint.body)
-        except ClientGoneError:
-            note_error(request.scope, "client_left")
-            return Response(status_code=CLIENT_LEFT)
-        except Exception as error:  # as_api_error logs what it does not know
-            return as_api_error(error, request_id=request_id_of(request)).response(endpoint.error_shape)
+        return await answer_of(endpoint, request)
 
     return answer
-
-
-async def _answer_to_body(
-    request: Request, handler: Callable[..., Awaitable[Response]], model: type[BaseModel]
-) -> Response:
-    """Return the handler's answer, which says what had no effect."""
-    context = context_of(request)
-    leniency = Leniency(is_strict=context.config.strict)
-    request.scope["state"]["leniency"] = leniency
-    body = await read_body(
-        request,
-        model,
-        max_body_bytes=context.config.max_body_bytes,
-        max_prompt_tokens=context.llm.info.max_model_len,
-        leniency=leniency,
-    )
-    response = await handler(request, body)
-    if leniency.ignored:
-        response.headers[HEADER] = leniency.header()
-        context.ignored_names.note(leniency.ignored)
-    return response
 
 
 def _constant(path: str, response: Response) -> Route:
