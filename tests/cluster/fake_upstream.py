@@ -43,6 +43,7 @@ class FakeEngine:
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
+        self.error_code: str | None = None  # of an answer that is an error
         self.health = 200
         self.seen: list[Seen] = []
         self.got_one = asyncio.Event()
@@ -100,7 +101,7 @@ class FakeEngine:
     async def _answer(self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         streams = b'"stream": true' in seen.content or b'"stream":true' in seen.content
         if self.fault.isdecimal():
-            error = {"error": {"message": f"refused by {self.url}", "type": "t"}}
+            error = {"error": {"message": f"refused by {self.url}", "type": "t", "code": self.error_code}}
             writer.write(_plain(int(self.fault), json.dumps(error).encode()))
             return
         if self.fault == "waits":

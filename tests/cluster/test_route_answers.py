@@ -139,8 +139,9 @@ async def test_other_requests_are_passed_on(routed, engine):
     refused = await http.get("/v1/models", headers={"X-Mine": b"\xe9"})
     assert (refused.status_code, len(engine.seen)) == (400, 2)
     assert "x-mine" in refused.json()["error"]["message"]
-    refused = await http.get("/v1/requests")
-    assert (refused.status_code, len(engine.seen)) == (404, 2)
+    for path in ("requests", "files", "batches"):
+        refused = await http.get(f"/v1/{path}")
+        assert (refused.status_code, len(engine.seen)) == (404, 2)
 
 
 async def test_prompts_that_begin_alike_go_to_one_engine_until_that_has_much_more_to_do(routed):
@@ -176,3 +177,47 @@ async def test_what_an_engine_had_cached_counts_no_longer_after_it_was_down(rout
     await router.check(known)
     await http.post("/v1/completions", json={"prompt": "word " * 600})
     assert len(favourite.seen) == 2
+
+
+OWNER_CALLS = [("GET", "/v1/responses/resp_1"), ("POST", "/v1/responses"), ("DELETE", "/v1/responses/resp_1")]
+
+
+@pytest.mark.parametrize(("method", "path"), OWNER_CALLS)
+async def test_the_engine_is_found_that_has_a_response(routed, method, path):
+    engines = [FakeEngine("404"), FakeEngine("404"), FakeEngine("404"), FakeEngine()]
+    http, _ = await routed(engine=engines)
+    answer = await http.request(method, path, content=b'{"previous_response_id": "resp_1"}')
+    assert (answer.status_code, answer.content) == (200, ANSWER)
+    assert {one.content for engine in engines for one in engine.seen} == {
+        b'{"previous_response_id": "resp_1"}'
+    }
+    assert len(engines[-1].seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("faults", "status"), [(["404", "404"], 404), (["404", "429"], 429), (["404", "dies"], 502)]
+)
+async def test_a_response_that_no_engine_has(routed, faults, status):
+    engines = [FakeEngine(fault) for fault in faults]
+    http, _ = await routed(engine=engines)
+    answer = await http.get("/v1/responses/resp_1")
+    assert answer.status_code == status
+    assert engines[0].seen
+
+
+async def test_a_response_may_be_with_an_engine_that_is_down(routed):
+    up, down = FakeEngine("404"), FakeEngine()
+    down.health = 503
+    http, _ = await routed(engine=[up, down])
+    answer = await http.get("/v1/responses/resp_1")
+    assert answer.status_code == 503
+    assert f"{down.url} is down" in answer.json()["error"]["message"]
+
+
+async def test_a_model_that_is_not_served_is_not_looked_for(routed):
+    engines = [FakeEngine("404"), FakeEngine("404")]
+    for engine in engines:
+        engine.error_code = "model_not_found"
+    http, _ = await routed(engine=engines)
+    assert (await http.post("/v1/responses", json=BODY)).status_code == 404
+    assert sum(len(one.seen) for one in engines) == 1

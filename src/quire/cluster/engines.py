@@ -73,6 +73,11 @@ class Engine:
         return EngineState.DRAINING if self.is_draining else EngineState.UP
 
     @property
+    def described_state(self) -> str:
+        """The state in words, with the reason if it is down."""
+        return f"down ({self.failure})" if self.state is EngineState.DOWN else self.state.value
+
+    @property
     def load(self) -> int:
         """What it has to do, in bytes of prompts."""
         return self.num_waiting_bytes + REQUEST_WEIGHT * self.num_requests

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from quire.cluster import stored_responses
 from quire.cluster.client_request import ClientRequest
 from quire.cluster.engine_calls import EngineCalls, PromptKV
 from quire.cluster.engines import DECODERS, PREFILLERS, Engine, Engines, EngineState, Role
@@ -36,6 +38,11 @@ MAX_ATTEMPTS = 3
 """Engines that a request is sent to at most, one after the other."""
 
 _BUSY = (429, 503)  # another engine may have room
+_OWN_AFFAIRS = {
+    "/v1/requests": "ask an engine itself for its requests",
+    "/v1/files": "ask an engine itself for its files",
+    "/v1/batches": "give an engine itself its batches",
+}
 
 
 class Router:
@@ -168,9 +175,21 @@ class Router:
             InvalidRequestError: a header is not UTF-8.
             ApiError: no engine answered, or the path is an engine's own affair.
         """
-        if request.path.startswith("/v1/requests"):
-            raise ApiError(404, "ask an engine itself for its requests", code="route_not_found")
-        await self._answer(request, self._asked(request), OtherBody(request.body))
+        for path, advice in _OWN_AFFAIRS.items():
+            if request.path.startswith(path):
+                raise ApiError(404, advice, code="route_not_found")
+        asked = self._asked(request)
+        if not request.path.startswith(stored_responses.PATH):
+            await self._answer(request, asked, OtherBody(request.body))
+            return
+        try:
+            await stored_responses.answer_by_owner(
+                self._calls,
+                dataclasses.replace(asked, body=request.body),
+                functools.partial(self._relay, request),
+            )
+        except EngineRequestError as error:
+            raise self._no_answer(error) from None
 
     def _asked(self, request: ClientRequest) -> EngineRequest:
         """Return what engines are asked: the client's headers, but for its host and its key, and no body yet.
@@ -303,7 +322,7 @@ class Router:
                 return ApiError(504, str(failure), kind=TIMEOUT, code="engine_timeout")
             return ApiError(502, str(failure), kind=SERVER_ERROR, code="engine_failed")
         engines = self.engines.of(DECODERS)
-        states = "; ".join(f"{one.url} is {_state_of(one)}" for one in engines[:8])
+        states = "; ".join(f"{one.url} is {one.described_state}" for one in engines[:8])
         return ApiError(
             503,
             f"no engine can take the request: {states or 'there is none that generates'}",
@@ -330,7 +349,3 @@ def _feeds(config: RouterConfig, lookup: PrefixFinder | None) -> KVEventFeeds | 
     from quire.cluster.kv_event_feeds import KVEventFeeds
 
     return KVEventFeeds(config, lookup.tokenizer.fingerprint)
-
-
-def _state_of(engine: Engine) -> str:
-    return f"down ({engine.failure})" if engine.state is EngineState.DOWN else engine.state.value

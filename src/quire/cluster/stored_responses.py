@@ -1,0 +1,81 @@
+"""Requests about stored responses, each of which one engine has: engines are asked until one knows of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from quire.cluster.engine_calls import EngineCalls, PromptKV
+from quire.cluster.engines import DECODERS, Engine
+from quire.cluster.metrics import Purpose
+from quire.cluster.prompts import Prompt
+from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError
+from quire.server.errors import UNAVAILABLE, ApiError
+
+logger = logging.getLogger(__name__)
+
+PATH = "/v1/responses"
+"""Of what such requests have; a new response may be about a stored one, too."""
+
+_BUSY = (429, 503)
+
+
+async def answer_by_owner(
+    calls: EngineCalls, asked: EngineRequest, relay: Callable[[Engine, Answer], Awaitable[None]]
+) -> None:
+    """Ask all engines in turn, and relay the first answer other than 404.
+
+    An engine refuses what it does not have before it does anything, so it costs little to ask it. Only if
+    each has been asked and has answered is it certain that none has it.
+
+    Args:
+        calls: to the engines.
+        asked: what they are asked.
+        relay: sends an engine's answer to the client.
+
+    Raises:
+        EngineRequestError: an engine that may have it did not answer.
+        ApiError: 503, an engine that may have it cannot be asked.
+    """
+    prompt = Prompt(b"")
+    tried: list[Engine] = []
+    missing: Answer | None = None
+    busy: Answer | None = None
+    failure: EngineRequestError | None = None
+    while (engine := calls.engines.choose(DECODERS, prompt, excluded=tried)) is not None:
+        tried.append(engine)
+        try:
+            async with calls.answer(engine, Purpose.ANSWER, prompt, PromptKV.COMPUTED, asked) as answer:
+                if _is_missing(answer):
+                    missing = answer
+                elif answer.status in _BUSY and answer.is_whole:
+                    busy = answer
+                else:
+                    await relay(engine, answer)
+                    return
+        except EngineRequestError as error:
+            logger.warning("%s", error)
+            failure = error
+    if busy is not None:
+        await relay(tried[-1], busy)
+        return
+    if failure is not None:
+        raise failure
+    others = [engine for engine in calls.engines.of(DECODERS) if engine not in tried]
+    if others or missing is None:
+        raise _cannot_ask(others)
+    await relay(tried[-1], missing)
+
+
+def _is_missing(answer: Answer) -> bool:
+    return answer.status == 404 and answer.is_whole and b'"model_not_found"' not in answer.body
+
+
+def _cannot_ask(engines: list[Engine]) -> ApiError:
+    states = "; ".join(f"{one.url} is {one.described_state}" for one in engines[:8])
+    return ApiError(
+        503,
+        f"no engine that can be asked has it: {states or 'there is none that generates'}",
+        kind=UNAVAILABLE,
+        code="no_engine",
+    )
