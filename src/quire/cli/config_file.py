@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_BYTES = 64 << 10  # each flag there is, with a long value, takes half of it
+MAX_DEPTH = 32  # of lists and mappings, as in a JSON schema
 _LONGEST_SHOWN_VALUE = 80  # characters
 _SCALARS: Mapping[type, tuple[str, tuple[str, ...]]] = {  # what they are called, and YAML's tags for them
     bool: ("true or false", ("bool",)),
@@ -117,9 +118,13 @@ def _entries(text: str) -> list[tuple[yaml.Node, yaml.Node]]:
     """Return the keys and values of the mapping in a YAML text."""
     import yaml
 
-    # A few aliases of aliases stand for any number of values.
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-        raise ValueError("it has an alias (*), which is not supported; write the value out")
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):  # as far as needed: time grows with the depth
+        if isinstance(event, yaml.AliasEvent):  # a few aliases of aliases stand for any number of values
+            raise ValueError("it has an alias (*), which is not supported; write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it has lists in lists or mappings more than {MAX_DEPTH} deep")
     root = yaml.compose(text, yaml.SafeLoader)
     if root is None:
         return []
