@@ -32,7 +32,7 @@ import private_shared_memory
 from engine_checks import wait_for_end
 from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.config import SpeculationConfig, SupervisionConfig
-from quire.errors import EngineDeadError, RequestQuarantinedError
+from quire.errors import EngineDeadError, QuireError, RequestQuarantinedError
 from quire.request_output import RequestOutput
 from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import started
@@ -174,6 +174,11 @@ class Chaos:
                     self._output.set()
             except RequestQuarantinedError:
                 self.ends["quarantined"] += 1
+                continue
+            except QuireError as error:
+                if not OUT_OF_MEMORY.search(str(error)):
+                    raise
+                self.ends["out of memory"] += 1
                 continue
             assert num_ends == 1
             errors = {one.error_type for one in output.outputs} - {None}

@@ -306,11 +306,20 @@ def held_by(front: psutil.Process) -> dict[str, Any]:
     commands = [child.cmdline() for child in front.children(recursive=True)]
     modules = {command[command.index("-m") + 1] for command in commands}
     return {
-        "descriptors": front.num_fds(),
+        "descriptors": descriptors_of(front),
         "threads": front.num_threads(),
         "processes": sorted(modules - {"quire.grammar.trial_process"}),  # started when needed
         "files": sorted(os.listdir("/dev/shm")) + sorted(os.listdir(tempfile.gettempdir())),
     }
+
+
+def descriptors_of(process: psutil.Process) -> dict[str, int]:
+    """Return how many descriptors of each kind a process has: sockets, pipes, anonymous ones and files."""
+    kinds: Counter[str] = Counter()
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            kinds[os.readlink(link).partition(":[")[0]] += 1
+    return dict(sorted(kinds.items()))
 
 
 def served_url(server: subprocess.Popen[bytes], log: Path) -> str:
