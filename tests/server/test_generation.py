@@ -8,6 +8,7 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.generation import STARTED_PER_TURN, generate
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
+from quire.server.tenant_metrics import TenantFigures
 from quire.status import FinishReason
 
 
@@ -39,6 +40,7 @@ async def test_the_prompts_of_a_call_start_a_few_per_turn_of_the_loop():
         num_sequences=1,
         calls=LiveCalls(),
         metrics=Metrics("fake"),
+        tenant=TenantFigures(),
     )
     async with contextlib.aclosing(outputs):
         served = [index async for index, _ in outputs]

@@ -17,6 +17,7 @@ from quire.server import request_timer
 from quire.server.bulk_histogram import BulkHistogram
 from quire.server.metrics import Metrics
 from quire.server.request_timer import RequestTimer
+from quire.server.tenant_metrics import TenantFigures
 from quire.status import FinishReason
 
 
@@ -27,7 +28,7 @@ class Timed:
         self.now = 100.0
         monkeypatch.setattr(request_timer, "time", types.SimpleNamespace(monotonic=lambda: self.now))
         self.metrics = Metrics("fake")
-        self.timer = RequestTimer(self.metrics, num_sequences)
+        self.timer = RequestTimer(self.metrics, TenantFigures(), num_sequences)
 
     def see(self, now: float, *lengths: int, scheduled: float | None = None, finished: bool = False) -> None:
         self.now = now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -39,6 +39,7 @@ from quire.server.context import STATS_TIMEOUT, ServerContext, context_of
 from quire.server.docs_page import docs_page
 from quire.server.engine_probes import health_of
 from quire.server.errors import ApiError, as_api_error
+from quire.server.http_metrics import HttpMetrics
 from quire.server.middleware import KeyCheck, RequestEnvelope
 from quire.server.openai_responses.answers import DeletedResponse, InputItemList, ResponseAnswer
 from quire.server.openai_responses.body import ResponsesRequest
@@ -121,15 +122,13 @@ def create_app(
     context = ServerContext(llm, config, tenants, sampling_defaults)
     document = openapi_document(ENDPOINTS, context.version, config.root_path)
     routes = [
-        Route(endpoint.route_path, _answering(endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS
+        *(Route(one.route_path, _answering(one), methods=[one.method]) for one in ENDPOINTS),
+        _constant("/openapi.json", Response(encode(document), media_type="application/json")),
+        _constant("/docs", HTMLResponse(docs_page(document))),
     ]
     app = Starlette(
-        routes=[
-            *routes,
-            _constant("/openapi.json", Response(encode(document), media_type="application/json")),
-            _constant("/docs", HTMLResponse(docs_page(document))),
-        ],
-        middleware=_middleware(config, context.tenants, log),
+        routes=routes,
+        middleware=_middleware(context, routes, log),
         exception_handlers={HTTPException: _answer_unrouted},
     )
     app.router.redirect_slashes = False
@@ -138,17 +137,19 @@ def create_app(
     return app
 
 
-def _middleware(config: ServerConfig, tenants: Tenants, log: AccessLog | None) -> list[Middleware]:
+def _middleware(context: ServerContext, routes: Sequence[Route], log: AccessLog | None) -> list[Middleware]:
     """Return what surrounds the routes, the outermost first."""
+    config = context.config
     edge = config.edge
     return [
         *([] if log is None else [Middleware(AccessLogging, log=log)]),
         *([Middleware(RootPath, prefix=config.root_path)] if config.root_path else []),
         Middleware(CanonicalPath),
+        Middleware(HttpMetrics, requests=context.metrics.http_requests, routes=routes),
         Middleware(RequestEnvelope),
         Middleware(CallerCheck, rules=CallerRules(edge, config.host)),
         *([Middleware(CORSMiddleware, **cors_options(edge))] if edge.cors_origins else []),
-        Middleware(KeyCheck, tenants=tenants),
+        Middleware(KeyCheck, tenants=context.tenants),
     ]
 
 
@@ -217,8 +218,9 @@ async def live(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Return the metrics in the Prometheus text format."""
+    """Return the metrics in the Prometheus text format, and to an admin those of each tenant."""
     context = context_of(request)
+    sender = context.tenants.of_headers(request.headers)
     llm = context.llm
     stats, engine_up = llm.latest_stats, True
     try:
@@ -228,7 +230,8 @@ async def metrics(request: Request) -> Response:
     except EngineDeadError:
         engine_up = False
     context.metrics.engine.update(stats, llm.recovery_stats, engine_up=engine_up)
-    return Response(context.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+    exposition = context.metrics.exposition(of_tenants=sender is not None and sender.sees_all)
+    return Response(exposition, media_type=CONTENT_TYPE_LATEST)
 
 
 async def engine(request: Request) -> Response:

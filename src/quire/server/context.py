@@ -58,10 +58,10 @@ class ServerContext:
         self.model_names = tuple(dict.fromkeys(config.served_model_name)) or (llm.info.model,)
         self.version = importlib.metadata.version("quire")
         self.started_at = int(time.time())
-        self.metrics = Metrics(self.model_name)
         self.calls = LiveCalls()
         self.ignored_names = IgnoredNames()
         self.tenants = tenants or Tenants(config.api_key, config.api_keys_file)
+        self.metrics = Metrics(self.model_name, self.tenants)
         self.background = BackgroundResponses()
         self.responses = _response_store(config)
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"

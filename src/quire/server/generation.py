@@ -16,6 +16,7 @@ from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
 from quire.server.request_timer import RequestTimer
 from quire.server.responses import EndReason, PromptTokensDetails, TokenUsage
+from quire.server.tenant_metrics import TenantFigures
 from quire.status import FinishReason
 
 STARTED_PER_TURN = 4
@@ -32,6 +33,7 @@ async def generate(
     num_sequences: int,
     calls: LiveCalls,
     metrics: Metrics,
+    tenant: TenantFigures,
     access_record: AccessRecord | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield `(prompt index, cumulative output)` until every prompt's request has finished.
@@ -45,6 +47,7 @@ async def generate(
         request_ids: the engine's, one for each prompt.
         num_sequences: completions of each prompt.
         calls, metrics: of the server.
+        tenant: figures of the one whose call it is.
         access_record: takes note of each output; None: none is kept.
 
     Raises:
@@ -54,7 +57,7 @@ async def generate(
     """
     unfinished = set(range(len(streams)))
     with calls.serving(call_id, request_ids), contextlib.ExitStack() as stack:
-        timers = [stack.enter_context(RequestTimer(metrics, num_sequences)) for _ in streams]
+        timers = [stack.enter_context(RequestTimer(metrics, tenant, num_sequences)) for _ in streams]
         async with contextlib.aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
                 timers[index].observe(output)

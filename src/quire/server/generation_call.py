@@ -168,6 +168,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             num_sequences=self._params.n,
             calls=self._context.calls,
             metrics=self._context.metrics,
+            tenant=self._tenant.figures,
             access_record=access_record_of(self._request.scope),
         )
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from quire.server.bulk_histogram import BulkHistogram
 from quire.server.engine_metrics import EngineCollector
+from quire.server.tenant_metrics import TenantCollector
 from quire.server.vllm_metrics import VLLMMetrics
+
+if TYPE_CHECKING:
+    from quire.server.tenants import Tenants
 
 _LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
@@ -25,9 +29,13 @@ class Metrics:
 
     Args:
         model_name: as clients know it; a label of those that have vLLM's names.
+        tenants: of the server; None: it has none that are kept apart.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, tenants: Tenants | None = None) -> None:
+        self._tenant_registry = CollectorRegistry()
+        if tenants is not None:
+            self._tenant_registry.register(TenantCollector(tenants))
         self.registry = CollectorRegistry()
         self._vllm_registry = CollectorRegistry()
         self._vllm_registry.register(VLLMMetrics(self.registry, model_name))
@@ -46,6 +54,13 @@ class Metrics:
         )
         for reason in get_args(EndLabel):
             self.finished.labels(reason)
+        self.http_requests = Counter(
+            "quire_http_requests",
+            "Number of requests over HTTP that have ended, by path as it is documented, method and status "
+            "(499: the client left before).",
+            ["route", "method", "status"],
+            registry=self.registry,
+        )
         self.time_to_first_token = self._histogram(
             "quire_time_to_first_token_seconds", "Seconds from the arrival of a request to its first token."
         )
@@ -93,6 +108,7 @@ class Metrics:
     def _histogram(self, name: str, meaning: str, buckets: Sequence[float] = _LATENCY_BUCKETS) -> Histogram:
         return Histogram(name, meaning, registry=self.registry, buckets=buckets)
 
-    def exposition(self) -> bytes:
-        """Return everything in the Prometheus text format."""
-        return generate_latest(self.registry) + generate_latest(self._vllm_registry)
+    def exposition(self, *, of_tenants: bool = False) -> bytes:
+        """Return everything in the Prometheus text format; figures of single tenants only if so asked."""
+        registries = [self.registry, self._vllm_registry, *([self._tenant_registry] if of_tenants else [])]
+        return b"".join(map(generate_latest, registries))

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.access_log import access_record_of
-from quire.server.api_keys import key_refusal, presented_keys
+from quire.server.api_keys import key_refusal
 from quire.server.errors import ApiError
 from quire.server.paths import MONITORING_PATHS
 from quire.server.tenants import Tenant, Tenants
@@ -71,9 +71,9 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = [headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key")]
-        tenant = next(filter(None, map(self._tenants.of_key, presented_keys(*given))), None)
+        tenant = self._tenants.of_headers(headers)
         if tenant is None:
+            given = [headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key")]
             await key_refusal(*given).response()(scope, receive, send)
         else:
             scope.setdefault("state", {})["tenant"] = tenant

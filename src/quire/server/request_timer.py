@@ -7,6 +7,7 @@ import time
 from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.metrics import EndLabel, Metrics
+from quire.server.tenant_metrics import TenantFigures
 
 
 class RequestTimer:
@@ -18,10 +19,16 @@ class RequestTimer:
 
     Use as a context manager around the request: what it is left with becomes the end of the sequences that
     have none of their own.
+
+    Args:
+        metrics: of the server.
+        tenant: whose request it is.
+        num_sequences: completions of the prompt.
     """
 
-    def __init__(self, metrics: Metrics, num_sequences: int) -> None:
+    def __init__(self, metrics: Metrics, tenant: TenantFigures, num_sequences: int) -> None:
         self._metrics = metrics
+        self._tenant = tenant
         self._unfinished = set(range(num_sequences))
         self._start = time.monotonic()
         self._scheduled: float | None = None
@@ -31,9 +38,15 @@ class RequestTimer:
         self._last_time = [0.0] * num_sequences
 
     def __enter__(self) -> RequestTimer:
+        self._tenant.num_requests += 1
+        self._tenant.num_waiting += 1
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._first_token is None:
+            self._tenant.num_waiting -= 1
+        else:
+            self._tenant.num_running -= 1
         if self._unfinished:
             self._metrics.finished.labels(_end_label(error)).inc(len(self._unfinished))
 
@@ -52,8 +65,10 @@ class RequestTimer:
             self._observe_whole(output, now)
 
     def _observe_first_token(self, output: RequestOutput, now: float) -> None:
-        metrics = self._metrics
+        metrics, tenant = self._metrics, self._tenant
         self._first_token = now
+        tenant.num_waiting -= 1
+        tenant.num_running += 1
         metrics.time_to_first_token.observe(now - self._start)
         if output.first_scheduled_time is not None:
             # It was read in another process: whatever its clock says, no time is negative.
@@ -69,6 +84,7 @@ class RequestTimer:
         self._num_tokens[index] += num_new
         self._last_time[index] = now
         self._metrics.generation_tokens.inc(num_new)
+        self._tenant.num_generated_tokens += num_new
 
     def _observe_end(self, completion: CompletionOutput) -> None:
         index, metrics = completion.index, self._metrics
@@ -86,6 +102,7 @@ class RequestTimer:
         metrics.request_duration.observe(now - self._start)
         metrics.request_tokens.observe(len(output.prompt_token_ids))
         metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+        self._tenant.num_prompt_tokens += len(output.prompt_token_ids)
         if self._first_token is None:
             return
         last_token = max(self._last_time)

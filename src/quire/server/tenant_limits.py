@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from quire.request_output import RequestOutput
 
 SECONDS = 60.0  # in which as much may be used as a limit says
+_PLACES = "max_running_seqs + max_queued_seqs"
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_running_seqs", _PLACES, "max_pending_grammars")
 BUSY_RETRY = 1.0  # seconds until a client is to try again when others of its requests must end first
 
 
@@ -83,9 +85,13 @@ class TenantUsage:
     Args:
         config: of the tenant.
         clock: returns seconds.
+
+    Attributes:
+        num_refusals: how often a limit has refused, by its name.
     """
 
     def __init__(self, config: TenantConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_refusals = dict.fromkeys(_LIMITS, 0)
         self._config = config
         self._requests = TokenBucket(config.requests_per_minute, clock)
         self._tokens = TokenBucket(config.tokens_per_minute, clock)
@@ -215,6 +221,7 @@ class TenantUsage:
     def _refuse_places(self, num_sequences: int, seqs_per_prompt: int) -> None:
         most_running, most_queued = self._config.max_running_seqs, self._config.max_queued_seqs
         if most_running and seqs_per_prompt > most_running:
+            self.num_refusals["max_running_seqs"] += 1
             raise InvalidRequestError(
                 f"a prompt has {seqs_per_prompt} sequences, and at most max_running_seqs {most_running} of "
                 f"{self._whose} run at once; lower n or best_of",
@@ -223,11 +230,12 @@ class TenantUsage:
         if most_running and most_queued:
             held = self._num_running + self._num_queued
             most = most_running + most_queued
-            self._refuse_never("max_running_seqs + max_queued_seqs", num_sequences, most)
-            self._refuse_busy("max_running_seqs + max_queued_seqs", held, num_sequences, most)
+            self._refuse_never(_PLACES, num_sequences, most)
+            self._refuse_busy(_PLACES, held, num_sequences, most)
 
     def _refuse_busy(self, knob: str, held: int, more: int, most: int) -> None:
         if most and held + more > most:
+            self.num_refusals[knob] += 1
             raise self._refusal(f"{held} of {knob} {most} are in use and the call needs {more}", BUSY_RETRY)
 
     def _refuse_rate(self, knob: str, bucket: TokenBucket, amount: int) -> None:
@@ -235,11 +243,13 @@ class TenantUsage:
             return
         self._refuse_never(knob, amount, bucket.size)
         if amount > bucket.level:
+            self.num_refusals[knob] += 1
             left = f"{math.floor(max(0, bucket.level))} of {knob} {bucket.size} are left"
             raise self._refusal(f"{left} and the call needs {amount}", bucket.seconds_until(amount))
 
     def _refuse_never(self, knob: str, amount: int, most: int) -> None:
         if amount > most:
+            self.num_refusals[knob] += 1
             raise InvalidRequestError(
                 f"the call needs {amount}, and {knob} of {self._whose} is {most}; send smaller calls"
             )

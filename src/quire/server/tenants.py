@@ -10,10 +10,11 @@ from typing import Any
 
 from quire.config import TenantConfig
 from quire.errors import ConfigError
-from quire.server.api_keys import digests_of, key_digest
+from quire.server.api_keys import digests_of, key_digest, presented_keys
 from quire.server.errors import ApiError
 from quire.server.key_file import DEFAULT_TENANT, KeyFile, file_state, read_key_file
 from quire.server.tenant_limits import TenantUsage
+from quire.server.tenant_metrics import TenantFigures
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Tenant:
         self._config = config
         self.is_separate = is_separate
         self.usage = TenantUsage(config)
+        self.figures = TenantFigures()
 
     @property
     def config(self) -> TenantConfig:
@@ -140,6 +142,17 @@ class Tenants:
     def default(self) -> Tenant:
         """Whose requests are that need no key."""
         return self._default
+
+    @property
+    def separate(self) -> tuple[Tenant, ...]:
+        """Those that are kept apart: of the key file at present, and the operator's if that has keys."""
+        own = (self._default,) if self._own_digests else ()
+        return (*self._by_name.values(), *own) if self.are_separate else ()
+
+    def of_headers(self, headers: Mapping[str, str]) -> Tenant | None:
+        """Return whose request has these headers (names in lower case); None: no key in them is valid."""
+        given = (headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key"))
+        return next(filter(None, map(self.of_key, presented_keys(*given))), None)
 
     def of_key(self, key: bytes) -> Tenant | None:
         """Return the tenant that a key belongs to; None: the key is not valid."""
