@@ -57,7 +57,7 @@ class FakeAsyncLLM:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.tokenizer = FakeTokenizer()
-        self.info = types.SimpleNamespace(model=config.model)
+        self.info = types.SimpleNamespace(model=config.model, max_model_len=4096)
         self.seen: list[tuple[Any, SamplingParams]] = []
         self.is_shut_down = False
         type(self).instances.append(self)
@@ -67,6 +67,9 @@ class FakeAsyncLLM:
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         self.is_shut_down = True
+
+    async def tokenize_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return [1] * sum(len(message["content"].split()) for message in messages)
 
     async def generate(self, prompt: str, sampling_params: SamplingParams) -> AsyncIterator[RequestOutput]:
         self.seen.append((prompt, sampling_params))

@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 from quire.cli.chat import ChatHistory, run_command
 from quire.cli.main import app
-from quire.errors import EngineDeadError
+from quire.errors import ContextLengthError, EngineDeadError
+from quire.status import FinishReason
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +105,46 @@ def test_an_answer_that_the_engines_death_cuts_ends_its_line(
     result = chat("long story", "next")
     assert (result.exit_code, result.stdout) == (1, "LONG\n")
     assert result.stderr == "error: the engine process ended with code 9\n"
+
+
+def test_a_full_context_drops_the_oldest_turns_and_says_so(
+    engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
+):
+    async def tokens(self, messages):
+        if len(messages) > 4:  # with the system prompt
+            raise ContextLengthError("the prompt has 9 tokens; the limit is 8")
+        return [1] * 3072
+
+    monkeypatch.setattr(FakeAsyncLLM, "tokenize_chat", tokens)
+    result = chat("a", "b", "c", "d", arguments=("--system", "s"))
+    assert result.stdout == "A\nB\nC\nD\n"
+    assert result.stderr == "[the context is full: the oldest turn was left out]\n" * 2
+    assert seen_messages(engine)[-1] == [("system", "s"), ("user", "c"), ("assistant", "C"), ("user", "d")]
+
+
+def test_old_turns_make_room_for_as_long_an_answer_as_is_asked_for(
+    engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
+):
+    async def tokens(self, messages):
+        return [1] * 1000 * len(messages)
+
+    monkeypatch.setattr(FakeAsyncLLM, "tokenize_chat", tokens)
+    result = chat("a", "b", "c", arguments=("--max-tokens", "3000"))
+    assert result.stderr == "[the context is full: the oldest turn was left out]\n" * 2
+    assert [len(messages) for messages, _ in engine.instances[0].seen] == [1, 1, 1]
+
+
+def test_an_answer_that_the_context_cuts_says_so(engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch):
+    answer = FakeAsyncLLM._answer
+
+    async def cut(self, text, params):
+        async for output in answer(self, text, params):
+            output.outputs[0].finish_reason = FinishReason.LENGTH
+            yield output
+
+    monkeypatch.setattr(FakeAsyncLLM, "_answer", cut)
+    assert chat("a").stderr == "[the context is full: the answer ends here]\n"
+    assert chat("a", arguments=("--max-tokens", "1")).stderr == ""
 
 
 def test_the_model_is_an_argument(engine: type[FakeAsyncLLM]):

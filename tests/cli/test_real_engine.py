@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from typing import BinaryIO
 
 import psutil
 import pytest
@@ -75,6 +77,45 @@ def test_chat_over_a_pipe():
     assert result.returncode == 0, result.stderr
     first, _, third = result.stdout.splitlines()
     assert first == third
+
+
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+PROMPT = b"\x1b[?2004h"  # which has pasted text marked as such
+
+
+def test_chat_in_a_terminal(tmp_path):
+    """Pasted lines are one turn, Ctrl-C stops an answer that streams, and twice at the prompt quits."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", IN_TERMINAL, *QUIRE, "chat", "--ignore-eos"]
+    variables = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path)}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    with (
+        open(ours, "r+b", buffering=0) as terminal,
+        started(command, env={**os.environ, **variables}, **pipes) as process,
+    ):
+        os.close(theirs)
+        for expected, keys in (
+            (PROMPT, b"\x1b[200~What is\na KV block?\x1b[201~\r"),
+            (b"fixed-size", b"\x03"),
+            (b" [stopped]", b""),
+            (PROMPT, b"\x03"),
+            (b"Ctrl-C again quits", b""),
+            (PROMPT, b"\x03"),
+        ):
+            read_until(terminal, expected)
+            terminal.write(keys)
+        assert process.wait() == 0
+    assert "+What is\n+a KV block?\n" in (tmp_path / "quire" / "chat-history").read_text()
+
+
+def read_until(terminal: BinaryIO, expected: bytes) -> None:
+    seen = b""
+    while not seen.endswith(expected):
+        seen += terminal.read(1)
 
 
 def test_a_configuration_that_the_engine_refuses():

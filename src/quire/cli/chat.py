@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
+import itertools
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,10 @@ from quire.cli.console import in_flags, print_error
 from quire.cli.options import config_options
 from quire.cli.progress import LoadingBar
 from quire.config import EngineConfig
-from quire.errors import InvalidRequestError, QuireError
+from quire.errors import ContextLengthError, InvalidRequestError, QuireError
+from quire.request_output import RequestMetrics
 from quire.sampling_params import SamplingParams
+from quire.status import FinishReason
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
@@ -23,7 +26,11 @@ COMMANDS = """\
   /reset         start a new conversation
   /system TEXT   start a new conversation with this system prompt; without TEXT, with none
   /help          list the commands
-  /quit          quit, like Ctrl-D"""
+  /quit          quit, like Ctrl-D
+
+Enter sends a turn, Alt-Enter or Ctrl-J begins a line in it, and pasted lines stay together. The arrows bring
+earlier turns back. Ctrl-C stops an answer; at the prompt, twice quits."""
+ROOM_FOR_ANSWER = 512  # tokens for which the oldest turns make room; at most a quarter of the context
 
 
 @config_options(
@@ -39,8 +46,8 @@ def chat(
     """Chat with MODEL in the terminal.
 
     Answers stream. Each turn is sent with all earlier ones; thanks to the prefix cache, these are not
-    computed again. Ctrl-C stops an answer and keeps its text so far; at the prompt, it quits. /help lists
-    the commands.
+    computed again. When the context is full, the oldest turns are left out, which is said. Ctrl-C stops an
+    answer and keeps its text so far; at the prompt, twice quits. /help lists the commands.
 
     Examples:
       quire chat
@@ -86,6 +93,14 @@ class ChatHistory:
         """Add a message."""
         self.messages.append({"role": role, "content": content})
 
+    def remove_oldest_turn(self) -> bool:
+        """Remove the oldest question and what answers it; return whether there was any but the last."""
+        questions = [index for index, one in enumerate(self.messages) if one["role"] == "user"]
+        if len(questions) < 2:
+            return False
+        del self.messages[questions[0] : questions[1]]
+        return True
+
     def remove_last(self) -> None:
         """Remove the last message."""
         self.messages.pop()
@@ -94,25 +109,29 @@ class ChatHistory:
 def _read_and_answer(
     runner: asyncio.Runner, llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams
 ) -> None:
-    """Read lines and answer them until the end of the input, Ctrl-C at the prompt, or /quit."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        with contextlib.suppress(ImportError):  # not in every build of Python
-            import readline  # noqa: F401  gives input() line editing and a history
-        typer.echo(f"{llm.info.model} is ready; /help lists the commands.", err=True)
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            if interactive:
-                typer.echo()
+    """Read turns and answer them until the end of the input or /quit."""
+    read = _piped_turn
+    if is_interactive := sys.stdin.isatty() and sys.stdout.isatty():
+        from quire.cli.chat_terminal import TerminalTurns, history_file
+
+        read = TerminalTurns(runner, history_file()).read
+        typer.echo(f"{llm.info.model} is ready; Alt-Enter begins a line, /help lists the commands.", err=True)
+    while (turn := read()) is not None:
+        turn = turn.strip()
+        if turn == "/quit":
             return
-        if line == "/quit":
-            return
-        if line.startswith("/"):
-            run_command(line, history)
-        elif line:
-            _answer(runner, llm, history, sampling, line)
+        if turn.startswith("/"):
+            run_command(turn, history)
+        elif turn:
+            _answer(runner, llm, history, sampling, turn, shows_speed=is_interactive)
+
+
+def _piped_turn() -> str | None:
+    """Return the next line of standard input; None at its end."""
+    try:
+        return sys.stdin.readline() or None
+    except KeyboardInterrupt:
+        return None
 
 
 def run_command(line: str, history: ChatHistory) -> None:
@@ -129,28 +148,72 @@ def run_command(line: str, history: ChatHistory) -> None:
 
 
 def _answer(
-    runner: asyncio.Runner, llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams, question: str
+    runner: asyncio.Runner,
+    llm: AsyncLLM,
+    history: ChatHistory,
+    sampling: SamplingParams,
+    question: str,
+    *,
+    shows_speed: bool,
 ) -> None:
     history.add("user", question)
     try:
+        num_dropped = runner.run(drop_what_does_not_fit(llm, history, sampling))
         answer = runner.run(stream_answer(llm, history, sampling))
     except InvalidRequestError as error:
         history.remove_last()
         print_error(f"{in_flags(str(error))}; /reset starts a new conversation")
-    else:
-        history.add("assistant", answer)
+        return
+    except KeyboardInterrupt:  # before the answer began
+        history.remove_last()
+        return
+    history.add("assistant", answer.text)
+    if num_dropped:
+        turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
+        typer.echo(f"[the context is full: the oldest {turns} left out]", err=True)
+    if answer.is_cut:
+        typer.echo("[the context is full: the answer ends here]", err=True)
+    if shows_speed and answer.speed:
+        typer.secho(answer.speed, dim=True, err=True)
 
 
-async def stream_answer(llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams) -> str:
+async def drop_what_does_not_fit(llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams) -> int:
+    """Remove the oldest turns until there is room for an answer; return how many.
+
+    The last turn stays: if it does not fit by itself, the engine says so.
+    """
+    limit = llm.info.max_model_len
+    room = sampling.max_tokens or min(ROOM_FOR_ANSWER, limit // 4)
+    for num_dropped in itertools.count():
+        try:
+            if len(await llm.tokenize_chat(history.messages)) + room <= limit:
+                return num_dropped
+        except ContextLengthError:
+            pass
+        if not history.remove_oldest_turn():
+            return num_dropped
+    raise AssertionError("the loop ends with the turns")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer: its text, whether the end of the context cut it, and in words how fast it was."""
+
+    text: str
+    is_cut: bool = False
+    speed: str = ""  # empty: not known
+
+
+async def stream_answer(llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams) -> Answer:
     """Stream the answer to stdout and return it; cancellation (Ctrl-C) ends it early."""
-    text, error = "", None
+    text, last = "", None
     outputs = llm.chat(history.messages, sampling)
     try:
         async for output in outputs:
-            completion = output.outputs[0]
-            sys.stdout.write(completion.text[len(text) :])
+            last = output
+            sys.stdout.write(output.outputs[0].text[len(text) :])
             sys.stdout.flush()
-            text, error = completion.text, completion.error
+            text = output.outputs[0].text
     except asyncio.CancelledError:
         sys.stdout.write(" [stopped]")
     except QuireError:
@@ -160,6 +223,19 @@ async def stream_answer(llm: AsyncLLM, history: ChatHistory, sampling: SamplingP
     finally:
         await outputs.aclose()
     sys.stdout.write("\n")
-    if error:
-        print_error(error)
-    return text
+    if last is None:
+        return Answer(text)
+    completion = last.outputs[0]
+    if completion.error:
+        print_error(completion.error)
+    is_cut = completion.finish_reason == FinishReason.LENGTH and sampling.max_tokens is None
+    return Answer(text, is_cut, "" if last.metrics is None else _speed(last.metrics))
+
+
+def _speed(metrics: RequestMetrics) -> str:
+    """Return how fast an answer was: the first token, and the others per second."""
+    first = f"{metrics.num_output_tokens} tokens, the first after {metrics.time_to_first_token:.2f} s"
+    seconds = metrics.total_time - metrics.time_to_first_token
+    if metrics.num_output_tokens < 2 or seconds <= 0:
+        return f"[{first}]"
+    return f"[{first}, {(metrics.num_output_tokens - 1) / seconds:.1f} tokens/s]"
