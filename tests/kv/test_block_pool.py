@@ -42,6 +42,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.idle: list[int] = []
         self.contents: dict[int, int] = {}
+        self.num_evicted = 0
 
     def held(self):
         return [block for table in self.tables for block in table]
@@ -57,6 +58,7 @@ class PoolMachine(RuleBasedStateMachine):
         evicted = [self.idle.pop(0) for _ in range(max(count - blank, 0))]
         for block in evicted:
             del self.contents[block]
+        self.num_evicted += len(evicted)
         taken = self.pool.allocate(count).tolist()
         assert len(set(taken)) == count
         assert not set(taken) & set(self.held())
@@ -108,6 +110,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.check(self.held())
             assert self.pool.num_in_use == len(set(self.held()))
             assert self.pool.num_cached == len(self.contents)
+            assert self.pool.num_idle == len(self.idle)
+            assert self.pool.num_evicted == self.num_evicted
 
 
 TestPool = PoolMachine.TestCase

@@ -44,6 +44,18 @@ def test_the_second_request_with_a_prefix_computes_only_the_rest():
     assert (stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (26, 12)
 
 
+def test_idle_blocks_and_those_evicted_are_counted():
+    scene = Scene(num_blocks=4)
+    scene.add("first", range(9), max_tokens=1)
+    scene.finish()
+    stats = scene.scheduler.make_stats()
+    assert (stats.num_free_blocks, stats.num_idle_blocks, stats.prefix_evicted_blocks) == (4, 2, 0)
+    scene.add("second", range(20, 33), max_tokens=1)
+    scene.finish()
+    stats = scene.scheduler.make_stats()
+    assert (stats.num_free_blocks, stats.num_idle_blocks, stats.prefix_evicted_blocks) == (4, 3, 2)
+
+
 def test_the_last_prompt_token_is_always_computed():
     scene = Scene()
     scene.add("first", range(12))

@@ -272,7 +272,8 @@ class FakeLLM:
             num_running=len(self.live), num_waiting=2, num_blocks=64, num_free_blocks=48, num_steps=7,
             num_preemptions=1, prefix_queried_tokens=100, prefix_hit_tokens=40, num_draft_tokens=20,
             num_accepted_tokens=9, num_timeouts=3, num_loaded_tokens=64, num_failed_loads=2,
-            num_leased_blocks=5, num_awaiting=1, kv_connector=self.connector_stats,
+            num_leased_blocks=5, num_awaiting=1, kv_connector=self.connector_stats, num_idle_blocks=32,
+            prefix_evicted_blocks=6,
         )  # fmt: skip
 
     async def explain_all(self, request_ids):

@@ -35,6 +35,8 @@ async def test_engine_figures(http):
     assert values["quire_prefix_cache_hit_tokens_total",] == 40
     assert values["quire_requests_awaiting",] == 1
     assert values["quire_kv_blocks_leased",] == 5
+    assert values["quire_kv_blocks_idle",] == 32
+    assert values["quire_prefix_cache_evicted_blocks_total",] == 6
     assert values["quire_draft_tokens_total",] == 20
     assert values["quire_accepted_draft_tokens_total",] == 9
     assert values["quire_timeouts_total",] == 3

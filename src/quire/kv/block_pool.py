@@ -68,6 +68,7 @@ class BlockPool:
         self._parents = np.zeros((num_blocks, DIGEST_BYTES), dtype=np.uint8)
         self._tokens = np.zeros((num_blocks, block_size), dtype=np.int32)
         self._by_digest: dict[bytes, int] = {}
+        self._num_evicted = 0
 
     @property
     def num_free(self) -> int:
@@ -83,6 +84,16 @@ class BlockPool:
     def num_in_use(self) -> int:
         """Blocks with a reference count above 0."""
         return self.num_committed - len(self._blank) - len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Free blocks whose content a prefix hit can find."""
+        return len(self._idle)
+
+    @property
+    def num_evicted(self) -> int:
+        """Idle blocks that `allocate` has handed out since the start, and whose content is lost."""
+        return self._num_evicted
 
     @property
     def num_cached(self) -> int:
@@ -119,6 +130,7 @@ class BlockPool:
         if count > len(taken):
             evicted = self._idle.evict(count - len(taken))
             self._forget(evicted)
+            self._num_evicted += len(evicted)
             taken = np.concatenate((taken, evicted))
         self._counts[taken] = 1
         return taken

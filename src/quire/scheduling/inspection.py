@@ -32,11 +32,14 @@ class Inspection:
     def make_stats(self) -> SchedulerStats:
         """Return the present state and the counters since the start."""
         num_running, num_waiting = self.state.request_counts()
+        pool = self.state.kv.pool
         return msgspec.structs.replace(
             self.stats,
             num_running=num_running,
             num_waiting=num_waiting,
-            num_free_blocks=self.state.kv.pool.num_free,
+            num_free_blocks=pool.num_free,
+            num_idle_blocks=pool.num_idle,
+            prefix_evicted_blocks=pool.num_evicted,
             num_steps=self.in_flight.next_step,
             num_leased_blocks=self.holdings.num_leased_blocks,
             num_awaiting=self.state.waiting.num_awaiting,

@@ -63,6 +63,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_loading: int = 0  # of those that await something: until KV has come from elsewhere
     num_evicted_blocks: int = 0  # that sequences have given back while they ran, see `CacheEvictionConfig`
     num_replaced_policies: int = 0  # that failed, so that the default has taken their place
+    num_idle_blocks: int = 0  # of the free ones, those that the prefix cache still finds
+    prefix_evicted_blocks: int = 0  # idle ones whose content has made room for other content
 
     @property
     def kv_cache_usage(self) -> float:

@@ -68,6 +68,11 @@ class EngineCollector(Collector):
                 stats.num_free_blocks,
             ),
             (
+                "quire_kv_blocks_idle",
+                "Number of free KV blocks that the prefix cache still finds.",
+                stats.num_idle_blocks,
+            ),
+            (
                 "quire_kv_blocks_leased",
                 "Number of KV blocks held by pins and transfers.",
                 stats.num_leased_blocks,
@@ -95,6 +100,11 @@ class EngineCollector(Collector):
                 "quire_prefix_cache_hit_tokens",
                 "Number of prompt tokens found in the prefix cache.",
                 stats.prefix_hit_tokens,
+            ),
+            (
+                "quire_prefix_cache_evicted_blocks",
+                "Number of idle KV blocks whose content has made room for other content.",
+                stats.prefix_evicted_blocks,
             ),
             (
                 "quire_prefix_cache_resumed_queried_tokens",
