@@ -81,11 +81,11 @@ async def test_what_fails_has_a_line_that_says_why(logging_server, path, body, h
     assert not re.search(rb"secret|wrong-key|PRIVATE", lines.lines[0])
 
 
-async def test_probes_are_logged_if_they_fail(logging_server, llm):
+async def test_what_is_polled_is_logged_if_it_fails(logging_server, llm):
     http, lines = await logging_server()
-    for path in ("/health", "/live", "/metrics", "/health"):
+    for path in ("/health", "/live", "/metrics", "/stats", "/v1/requests", "/health"):
         await http.get(path)
-        llm.dead = "killed" if path == "/metrics" else None
+        llm.dead = "killed" if path == "/v1/requests" else None
     assert [(entry["path"], entry["status"]) for entry in lines.entries] == [("/health", 503)]
 
 

@@ -100,7 +100,7 @@ def test_document_lists_every_route_and_status():
         "/v1/requests/{request_id}", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
         "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
-        "/health", "/ready", "/ping", "/live", "/metrics", "/engine", "/version",
+        "/health", "/ready", "/ping", "/live", "/metrics", "/stats", "/engine", "/version",
         "/tokenize", "/detokenize", "/tokenizer_info", "/reset_prefix_cache",
         "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping",
     }  # fmt: skip

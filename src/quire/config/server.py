@@ -142,6 +142,11 @@ class ServerConfig:
         help="Path that all paths begin with for clients, as in /llm, if a proxy serves others beside it. "
         "The proxy may take it off. Empty: none.",
     )
+    page: bool = knob(
+        default=True,
+        help="Serve a page for browsers at /: a chat, and what the engine does. It holds no secrets and is "
+        "sent without a key; what it does needs one like any other client.",
+    )
     edge: EdgeConfig = dataclasses.field(default_factory=EdgeConfig)
     connections: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)
 

@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.line_writer import LineWriter
-from quire.server.paths import MONITORING_PATHS
+from quire.server.paths import POLLED_PATHS
 
 if TYPE_CHECKING:
     from quire.request_output import RequestOutput
@@ -95,8 +95,8 @@ class AccessLog:
         self.writer = LineWriter(descriptor, self._line_of_dropped)
 
     def write(self, record: AccessRecord) -> None:
-        """Write the line of a request that has ended (on `MONITORING_PATHS`, if it failed); never waits."""
-        if record.path in MONITORING_PATHS and record.status < 400:
+        """Write the line of a request that has ended (on `POLLED_PATHS`, if it failed); never waits."""
+        if record.path in POLLED_PATHS and record.status < 400:
             return
         self.writer.write(self._to_line(record.fields()))
 

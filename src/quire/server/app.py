@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from quire.config import ServerConfig
-from quire.errors import EngineDeadError, nearest_name
+from quire.errors import nearest_name
 from quire.server.access_log import AccessLog, AccessLogging
 from quire.server.administration import (
     is_paused,
@@ -35,9 +33,9 @@ from quire.server.anthropic.call import count_message_tokens, create_message
 from quire.server.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
-from quire.server.context import STATS_TIMEOUT, ServerContext, context_of
+from quire.server.context import ServerContext, context_of
 from quire.server.docs_page import docs_page
-from quire.server.engine_probes import health_of
+from quire.server.engine_probes import current_stats, health_of
 from quire.server.errors import ApiError, as_api_error
 from quire.server.http_metrics import HttpMetrics
 from quire.server.middleware import KeyCheck, RequestEnvelope
@@ -57,7 +55,8 @@ from quire.server.openapi import (
     Endpoint,
     openapi_document,
 )
-from quire.server.paths import READINESS_PATHS, CanonicalPath
+from quire.server.page_files import page_files, page_routes
+from quire.server.paths import MONITORING_PATHS, READINESS_PATHS, CanonicalPath
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.requests import abort_request, get_request, list_requests
 from quire.server.responses import (
@@ -85,6 +84,7 @@ from quire.server.responses import (
 )
 from quire.server.root_path import RootPath
 from quire.server.sampling_defaults import SamplingDefaults
+from quire.server.stats import Stats, get_stats
 from quire.server.tenants import Tenants
 from quire.server.tokenization import (
     DetokenizeRequest,
@@ -121,14 +121,16 @@ def create_app(
     """
     context = ServerContext(llm, config, tenants, sampling_defaults)
     document = openapi_document(ENDPOINTS, context.version, config.root_path)
+    page = page_files(needs_key=context.tenants.needs_key) if config.page else {}
     routes = [
         *(Route(one.route_path, _answering(one), methods=[one.method]) for one in ENDPOINTS),
         _constant("/openapi.json", Response(encode(document), media_type="application/json")),
         _constant("/docs", HTMLResponse(docs_page(document))),
+        *page_routes(page),
     ]
     app = Starlette(
         routes=routes,
-        middleware=_middleware(context, routes, log),
+        middleware=_middleware(context, routes, log, MONITORING_PATHS.union(page)),
         exception_handlers={HTTPException: _answer_unrouted},
     )
     app.router.redirect_slashes = False
@@ -137,8 +139,10 @@ def create_app(
     return app
 
 
-def _middleware(context: ServerContext, routes: Sequence[Route], log: AccessLog | None) -> list[Middleware]:
-    """Return what surrounds the routes, the outermost first."""
+def _middleware(
+    context: ServerContext, routes: Sequence[Route], log: AccessLog | None, open_paths: frozenset[str]
+) -> list[Middleware]:
+    """Return what surrounds the routes, the outermost first; `open_paths` need no key."""
     config = context.config
     edge = config.edge
     return [
@@ -149,7 +153,7 @@ def _middleware(context: ServerContext, routes: Sequence[Route], log: AccessLog 
         Middleware(RequestEnvelope),
         Middleware(CallerCheck, rules=CallerRules(edge, config.host)),
         *([Middleware(CORSMiddleware, **cors_options(edge))] if edge.cors_origins else []),
-        Middleware(KeyCheck, tenants=context.tenants),
+        Middleware(KeyCheck, tenants=context.tenants, open_paths=open_paths),
     ]
 
 
@@ -221,15 +225,8 @@ async def metrics(request: Request) -> Response:
     """Return the metrics in the Prometheus text format, and to an admin those of each tenant."""
     context = context_of(request)
     sender = context.tenants.of_headers(request.headers)
-    llm = context.llm
-    stats, engine_up = llm.latest_stats, True
-    try:
-        llm.check_health()
-        with contextlib.suppress(TimeoutError):  # it is within a long step
-            stats = await asyncio.wait_for(llm.stats(), STATS_TIMEOUT)
-    except EngineDeadError:
-        engine_up = False
-    context.metrics.engine.update(stats, llm.recovery_stats, engine_up=engine_up)
+    stats, engine_up = await current_stats(context)
+    context.metrics.engine.update(stats, context.llm.recovery_stats, engine_up=engine_up)
     exposition = context.metrics.exposition(of_tenants=sender is not None and sender.sees_all)
     return Response(exposition, media_type=CONTENT_TYPE_LATEST)
 
@@ -417,6 +414,7 @@ ENDPOINTS = (
     ),
     Endpoint(method="GET", path="/live", handler=live, answer=Health),
     Endpoint(method="GET", path="/metrics", handler=metrics, answer=None),
+    Endpoint(method="GET", path="/stats", handler=get_stats, answer=Stats),
     Endpoint(method="GET", path="/engine", handler=engine, answer=EngineDescription),
     Endpoint(method="GET", path="/version", handler=version, answer=Version),
 )

@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from quire.errors import EngineDeadError
-from quire.server.context import ServerContext
+from quire.scheduling.outputs import SchedulerStats
+from quire.server.context import STATS_TIMEOUT, ServerContext
 from quire.server.responses import Health
 from quire.server.stopping import cancelled_at_end
 
@@ -24,6 +25,18 @@ def health_of(context: ServerContext) -> Health:
     except EngineDeadError as error:
         return Health(status="unavailable", reason=str(error))
     return Health(status="ok")
+
+
+async def current_stats(context: ServerContext) -> tuple[SchedulerStats | None, bool]:
+    """Return the engine's figures, the last ones if it is within a long step, and whether it is up."""
+    llm = context.llm
+    try:
+        llm.check_health()
+        return await asyncio.wait_for(llm.stats(), STATS_TIMEOUT), True
+    except TimeoutError:
+        return llm.latest_stats, True
+    except EngineDeadError:
+        return llm.latest_stats, False
 
 
 def latest_exposition(context: ServerContext) -> bytes:

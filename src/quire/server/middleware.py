@@ -52,22 +52,26 @@ class RequestEnvelope:
 
 
 class KeyCheck:
-    """ASGI middleware: refuses requests without a valid API key, except for `MONITORING_PATHS`.
+    """ASGI middleware: refuses requests without a valid API key.
 
     `scope["state"]` has the request's `Tenant` as `tenant`, if it was asked for a key.
 
     Args:
         app: the application inside.
         tenants: have the keys.
+        open_paths: need no key.
     """
 
-    def __init__(self, app: ASGIApp, *, tenants: Tenants) -> None:
+    def __init__(
+        self, app: ASGIApp, *, tenants: Tenants, open_paths: frozenset[str] = MONITORING_PATHS
+    ) -> None:
         self._app = app
         self._tenants = tenants
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or scope["path"] in MONITORING_PATHS or not self._tenants.needs_key:
+        if scope["type"] != "http" or scope["path"] in self._open_paths or not self._tenants.needs_key:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

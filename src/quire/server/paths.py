@@ -12,6 +12,9 @@ READINESS_PATHS = ("/health", "/ready", "/ping")
 MONITORING_PATHS = frozenset({*READINESS_PATHS, "/live", "/metrics"})
 """Asked for all the time, by machines that have no key."""
 
+POLLED_PATHS = MONITORING_PATHS | {"/stats", "/v1/requests"}
+"""Asked for again and again, also by the page that people look at: the access log has what fails."""
+
 _WITHOUT_VERSION = re.compile(r"/(chat/completions|completions|models)(/|\Z)")
 
 

@@ -47,6 +47,11 @@ class TokenBucket:
         self._time = now
         return self._level
 
+    @property
+    def left(self) -> int | None:
+        """How much of it may be taken; None: there is no limit."""
+        return max(0, math.floor(self.level)) if self.size else None
+
     def resize(self, size: int) -> None:
         """Change the limit; what is in the bucket stays there, as far as it fits."""
         self._level = float(size) if not self.size else min(size, self.level)
@@ -111,6 +116,16 @@ class TenantUsage:
         """Whether there are limits per minute."""
         return bool(self._requests.size or self._tokens.size)
 
+    @property
+    def requests_left(self) -> int | None:
+        """What is left of the requests per minute; None: there is no limit."""
+        return self._requests.left
+
+    @property
+    def tokens_left(self) -> int | None:
+        """What is left of the tokens per minute; None: there is no limit."""
+        return self._tokens.left
+
     def configure(self, config: TenantConfig) -> None:
         """Take other limits."""
         self._config = config
@@ -124,7 +139,7 @@ class TenantUsage:
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket.size:
                 found[f"x-ratelimit-limit-{name}"] = str(bucket.size)
-                found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+                found[f"x-ratelimit-remaining-{name}"] = str(bucket.left)
                 found[f"x-ratelimit-reset-{name}"] = _duration(bucket.seconds_until(bucket.size))
         return found
 
