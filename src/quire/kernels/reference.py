@@ -24,6 +24,7 @@ from quire.kernels.memory import WeightMemory
 from quire.kernels.sampling import ReferenceSampling, SamplingKernels
 from quire.kernels.sparse_prefill import selected_keys
 from quire.kernels.tiles import HeadLayout
+from quire.kernels.torch_internals import has_onednn_bfloat16
 from quire.kernels.weights import Weight
 
 
@@ -55,7 +56,9 @@ class ReferenceKernels(KernelSet):
             return Int8Linear(parts, bias)
         if kind == "int4":
             return Int4Linear(parts, bias, group_size)
-        return OneDnnLinear(parts, bias) if dtype == torch.bfloat16 else FloatLinear(parts, bias, dtype)
+        if dtype == torch.bfloat16 and has_onednn_bfloat16():
+            return OneDnnLinear(parts, bias)
+        return FloatLinear(parts, bias, dtype)
 
     @override
     def rms_norm(

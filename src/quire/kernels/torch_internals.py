@@ -13,6 +13,11 @@ import torch
 TESTED_TORCH = "2.13.0"
 
 
+def has_onednn_bfloat16() -> bool:
+    """Whether oneDNN multiplies in bfloat16 on this CPU: AVX2 alone does not do."""
+    return bool(torch_operator("ops.mkldnn._is_mkldnn_bf16_supported")())
+
+
 def reorder_linear_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return `weight` [out, in] bfloat16 in oneDNN's own layout, which only `linear_pointwise` reads.
 
