@@ -61,6 +61,10 @@ async def begun(llm):
     return calls
 
 
+def live_ids(llm):
+    return [state.request_id for state in llm._requests.outputs.live_requests()]
+
+
 async def results(calls):
     return [await call.task for call in calls]
 
@@ -72,9 +76,7 @@ async def test_a_pause_keeps_everything_also_if_the_engine_dies_in_it(llm, expec
     before = [call.num_tokens for call in calls]
     calls.append(Call(llm, 0))
     pid = engine_pid()
-    for [sentence, *_] in await llm.explain_all(
-        [state.request_id for state in llm._requests.outputs.live_requests()]
-    ):
+    for [sentence, *_] in await llm.explain_all(live_ids(llm)):
         assert "paused" in sentence
     os.kill(pid, signal.SIGKILL)
     await asyncio.to_thread(wait_for_end, pid)
@@ -93,7 +95,7 @@ async def test_a_pause_waits_for_what_runs_or_aborts_it(llm, expected):
     assert await results(calls) == expected
     late = Call(llm, 0)
     assert (await llm.stats()).num_running == 0
-    assert not late.task.done()
+    assert "paused" in (await llm.explain_all(live_ids(llm)))[0][0]
     await llm.resume_generation()
     assert await late.task == expected[0]
     calls = await begun(llm)
@@ -129,7 +131,7 @@ async def test_sleep_waits_for_requests_or_aborts_them(llm, expected):
         await Call(llm, 0).task
     await falling_asleep
     assert await results(calls) == expected
-    await llm.pause_generation()
+    await llm.pause_generation("keep")
     await llm.wake_up()
     assert await llm.is_paused()
     with pytest.raises(InvalidRequestError, match="paused"):

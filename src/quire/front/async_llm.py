@@ -248,7 +248,10 @@ class AsyncLLM:
             some = asked[len(texts) : len(texts) + EXPLAIN_BATCH_SIZE]
             texts += (await self._call(functools.partial(Explain, sequence_ids=some))).texts
         sentences = iter(texts)
-        return [list(itertools.islice(sentences, len(group))) for group in groups]
+        return [
+            list(itertools.islice(sentences, len(group))) or self._requests.reasons_to_wait(request_id)
+            for request_id, group in zip(request_ids, groups, strict=True)
+        ]
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache; while any block is in use, do nothing and return False."""
@@ -258,12 +261,15 @@ class AsyncLLM:
         """Admit no requests until `resume_generation`; new ones wait. An engine that dies stays paused.
 
         Args:
-            mode: what becomes of live requests. "abort": they are aborted. "wait": those that run finish, the
-                others wait. "keep": they stop where they are, and go on from there.
+            mode: what becomes of live requests. "abort": they are aborted. "wait": they finish first. "keep":
+                they stop where they are, and go on from there.
             clear_cache: whether to clear the prefix cache, if mode is not "keep".
 
         Returns:
             Whether the prefix cache was cleared: pins and peers may need it.
+
+        Raises:
+            InvalidRequestError: mode is "wait", and the engine is paused and keeps requests.
         """
         await self.wait_until_ready()
         return await self._pausing.pause(mode, clears_cache=clear_cache)
@@ -287,7 +293,7 @@ class AsyncLLM:
                 they go on after `wake_up`, with the tokens that they would have had.
 
         Raises:
-            InvalidRequestError: mode is "wait", and the engine is paused.
+            InvalidRequestError: mode is "wait", and the engine is paused and keeps requests.
         """
         await self.wait_until_ready()
         await self._pausing.sleep(mode)

@@ -1,4 +1,4 @@
-"""How many requests the front takes that no engine has admitted: while it is busy, or another starts."""
+"""How many requests the front takes that no engine has admitted: it is busy or paused, or another starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ START_TIME = 5.0
 
 
 class HeldRequests:
-    """The requests that came while there was no engine, and the bounds of the scheduler's queue for them.
+    """The requests that came while no engine took any, and the bounds of the scheduler's queue for them.
 
     Args:
         outputs: the live requests.
@@ -27,7 +27,7 @@ class HeldRequests:
         self._num_tokens = 0
 
     def hold(self, processed: ProcessedRequest) -> None:
-        """Count a request that waits for the next engine."""
+        """Count a request that waits for an engine."""
         self._held[processed.request_id] = processed
         self._num_sequences += _num_sequences(processed)
         self._num_tokens += _num_tokens(processed)
@@ -78,8 +78,8 @@ class HeldRequests:
         else:
             return None
         return QueueFullError(
-            f"the engine is being started again; with this request, {num_sequences} sequences of "
-            f"{num_tokens} tokens would wait for it, and {bound} can",
+            f"the engine is being started again, or is paused; with this request, {num_sequences} sequences "
+            f"of {num_tokens} tokens would wait for it, and {bound} can",
             retry_after=START_TIME,
         )
 

@@ -84,6 +84,7 @@ class LiveRequests:
 
     Attributes:
         is_asleep: whether new requests are refused because the engine has been ended, or will be.
+        is_holding: whether new requests wait here, see `hold`.
         pause_state: which requests may run, in the next engine, too.
     """
 
@@ -94,6 +95,7 @@ class LiveRequests:
         self.resumption = Resumption(self.outputs, config, client.send)
         self.is_ready = False
         self.is_asleep = False
+        self.is_holding = False
         self.pause_state = PauseState.UNPAUSED
         self._default_timeout = config.scheduler.request_timeout
         self._next_deadline = math.inf
@@ -161,7 +163,8 @@ class LiveRequests:
         self.raise_failure()
         if self.is_asleep:
             raise EngineAsleepError(ASLEEP)
-        refusal = self._held.refusal(processed, has_engine=self.is_ready)
+        is_open = self.is_ready and not self.is_holding
+        refusal = self._held.refusal(processed, has_engine=is_open)
         self._note_work()
         state = self.outputs.add(processed, on_update)
         if refusal is not None:
@@ -169,7 +172,7 @@ class LiveRequests:
             return state
         self._next_deadline = min(self._next_deadline, self._deadline_of(state))
         try:
-            if self.is_ready:
+            if is_open:
                 state.is_sent = state.was_sent = True
                 self.client.send(processed.core_request)
             else:
@@ -201,13 +204,22 @@ class LiveRequests:
             self.client.send(AbortRequests(sent))
 
     def queued_sequence_ids(self, request_id: str) -> list[str]:
-        """Return the ids of a request's sequences in the scheduler; none if it has ended."""
+        """Return the ids of a request's sequences in the scheduler; none if it has ended, or waits here."""
         state = self.outputs.get(request_id)
-        if state is None:
+        if state is None or not state.is_sent:
             return []
         queued = state.processed.core_request.queued_sequence_ids
         live = state.live_sequence_ids
         return [sequence_id for sequence_id in queued if sequence_id in live]
+
+    def reasons_to_wait(self, request_id: str) -> list[str]:
+        """Return why the engine does not have a request, in a sentence; none if it has, or had, it."""
+        state = self.outputs.get(request_id)
+        if state is None or state.is_sent:
+            return []
+        if state.num_crashes:
+            return ["waiting: engines may have died of it, so that it is tried again after the others"]
+        return ["waiting: the engine is paused and takes no new requests"]
 
     def call(self, make: Callable[[int], ToEngine], on_reply: Callable[[Reply], None]) -> None:
         """Send the message that `make` returns for a call id; `on_reply` is called with the reply.
@@ -322,6 +334,26 @@ class LiveRequests:
         if self.waiting_since is None:
             self.last_step_time = time.monotonic()
 
+    @property
+    def has_accepted(self) -> bool:
+        """Whether any live request has been sent to an engine."""
+        return any(state.was_sent for state in self.outputs.live_requests())
+
+    def hold(self) -> None:
+        """Let new requests wait here until `release`, in whatever engine the others run."""
+        self.is_holding = True
+
+    def release(self) -> None:
+        """Send the requests that wait here."""
+        self.is_holding = False
+        if self.is_ready:
+            self._send_held()
+
+    def _send_held(self) -> None:
+        if not self.is_holding:
+            self._held.release()
+        self.resumption.begin(sends_new=not self.is_holding)
+
     def set_pause_state(self, pause_state: PauseState, on_reply: Callable[[Reply], None]) -> None:
         """Say which requests may run; if there is no engine, that is the next one's first message."""
         self.pause_state = pause_state
@@ -349,8 +381,7 @@ class LiveRequests:
         self.last_step_time = time.monotonic()
         if self.pause_state is not PauseState.UNPAUSED:
             self.set_pause_state(self.pause_state, lambda reply: None)
-        self._held.release()
-        self.resumption.begin()
+        self._send_held()
 
     def _dispatch(self, message: FromEngine | EngineCrashed | EngineSuspended) -> None:
         match message:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from quire.engine.messages import GetStats, Reply, ResetPrefixCache, ToEngine
+from quire.engine.messages import Reply, ResetPrefixCache, ToEngine
 from quire.errors import InvalidRequestError
 from quire.front.live_requests import LiveRequests
 from quire.front.supervision import EngineSupervisor
@@ -41,8 +41,8 @@ class Pausing:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine admits no requests because of `pause`."""
-        return self._requests.pause_state is not PauseState.UNPAUSED
+        """Whether new requests wait because of `pause`."""
+        return self._requests.is_holding
 
     @property
     def is_asleep(self) -> bool:
@@ -50,49 +50,35 @@ class Pausing:
         return self._engine.is_suspended
 
     async def pause(self, mode: PauseMode, *, clears_cache: bool) -> bool:
-        """Let no new request begin, wait until none runs, and return whether the prefix cache was cleared."""
+        """Let new requests wait, and return when nothing runs: whether the prefix cache was cleared."""
         async with self._turn:
-            is_set = self._set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
-            if mode == "abort":
-                self._requests.abort(None)
-            await self._wait_for(is_set)
-            self._raise_failure()
-            if mode == "keep" or not self._requests.is_ready:
+            self._requests.hold()
+            if mode == "keep":
+                await self._set_pause_state(PauseState.PAUSED_ALL)
                 return False
-            await self._call(GetStats)  # what was told before may be of the time before the pause
-            await self._wait_for(self._nothing_runs)
-            return clears_cache and (await self._call(ResetPrefixCache)).done
+            await self._end_requests(mode)
+            return clears_cache and self._requests.is_ready and (await self._call(ResetPrefixCache)).done
 
     async def resume(self) -> None:
         """Let requests begin and go on again."""
         async with self._turn:
-            await self._wait_for(self._set_pause_state(PauseState.UNPAUSED))
-            self._raise_failure()
+            await self._set_pause_state(PauseState.UNPAUSED)
+            self._requests.release()
 
     async def sleep(self, mode: PauseMode) -> None:
         """Refuse new requests, end the engine, and return when it has ended."""
         async with self._turn:
             if self.is_asleep:
                 return
-            if mode == "wait" and self.is_paused:
-                raise InvalidRequestError(
-                    "the engine is paused, so that requests which wait never finish; resume it first, or use "
-                    "mode 'abort' or 'keep'",
-                    param="mode",
-                )
             self._requests.is_asleep = True
             try:
-                if mode == "abort":
-                    self._requests.abort(None)
                 if mode != "keep":
-                    await self._wait_for(lambda: not self._requests.outputs or self._has_failed())
-                self._raise_failure()
+                    await self._end_requests(mode)
             except BaseException:  # the caller may have given up
                 self._requests.is_asleep = False
                 raise
             self._engine.suspend()
-            await self._wait_for(lambda: self.is_asleep or self._has_failed())
-            self._raise_failure()
+            await self._settle(lambda: self.is_asleep)
 
     async def wake(self) -> None:
         """Start the engine again, and return when it is ready; live requests go on."""
@@ -101,22 +87,29 @@ class Pausing:
                 return
             self._requests.is_asleep = False
             self._engine.resume()
-            await self._wait_for(lambda: self._requests.is_ready or self._has_failed())
-            self._raise_failure()
+            await self._settle(lambda: self._requests.is_ready)
 
-    def _set_pause_state(self, pause_state: PauseState) -> Callable[[], bool]:
-        """Tell the engine, and return whether it has answered, as a condition."""
+    async def _end_requests(self, mode: Literal["abort", "wait"]) -> None:
+        """Return when the requests that an engine has had have ended."""
+        requests = self._requests
+        if mode == "abort":
+            requests.abort(None)
+        elif requests.pause_state is not PauseState.UNPAUSED:
+            raise InvalidRequestError(
+                "the engine is paused and keeps its requests, which cannot finish; resume it first, or use "
+                "mode 'abort' or 'keep'",
+                param="mode",
+            )
+        await self._settle(lambda: not requests.has_accepted)
+
+    async def _set_pause_state(self, pause_state: PauseState) -> None:
+        if pause_state is self._requests.pause_state:
+            return
         replies: list[Reply] = []
         self._requests.set_pause_state(pause_state, replies.append)
-        return lambda: bool(replies) or self._has_failed()
+        await self._settle(lambda: bool(replies))
 
-    def _nothing_runs(self) -> bool:
-        requests = self._requests
-        stats = requests.latest_stats
-        return not requests.outputs or stats is None or not stats.num_running or not requests.is_ready
-
-    def _has_failed(self) -> bool:
-        return self._requests.failure is not None
-
-    def _raise_failure(self) -> None:
+    async def _settle(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition; raise the reason if the engine ends for good instead."""
+        await self._wait_for(lambda: condition() or self._requests.failure is not None)
         self._requests.raise_failure()

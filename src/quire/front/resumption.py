@@ -88,9 +88,15 @@ class Resumption:
         for state in self._outputs.live_requests():
             state.is_sent = False
 
-    def begin(self) -> None:
-        """Send the live requests to a new engine, which is ready: all at once, but for the suspects."""
+    def begin(self, *, sends_new: bool = True) -> None:
+        """Send the engine the live requests that it has not got: all at once, but for the suspects.
+
+        Args:
+            sends_new: whether also those that no engine has had.
+        """
         for state in self._outputs.live_requests():
+            if state.is_sent or state in self._suspects or not (sends_new or state.was_sent):
+                continue
             if state.num_crashes_without_output:
                 self._suspects.append(state)
             else:
