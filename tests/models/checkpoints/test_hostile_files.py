@@ -137,7 +137,7 @@ def test_a_chat_template_is_a_text_of_bounded_length(template: object, copy: Pat
     if template == ["x"]:
         assert not read_tokenizer(copy).has_chat_template
         return
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template"):
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: the chat template"):
         read_tokenizer(copy)
 
 
