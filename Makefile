@@ -48,7 +48,7 @@ TEST_PROCESSES := 3
 # Many tests start processes; without kept bytecode each of them compiles every module again.
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)  ## Run all tests, three beside each other
-	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --ignore tests/server/page
 
 # Plugins that this test does without take longer to load than it runs.
 test-fast: $(READY)  ## Run one end-to-end test, in seconds

@@ -85,6 +85,32 @@ async def test_an_answer_is_stopped(site, how):
     await expect(answers(page)).to_have_count(2)
 
 
+async def test_a_new_chat_knows_nothing_of_an_answer_that_was_under_way(site):
+    page = await site.open()
+    await ask(page, "hold")
+    await page.wait_for_selector(".assistant .text:not(:empty)")
+    await page.locator("#clear").click()
+    await expect(page.locator("#chat-status")).to_have_text("Stopped.")
+    await expect(page.locator("article")).to_have_count(0)
+    await ask(page, "Anew")
+    await expect(answers(page)).to_have_count(1)
+    messages, _, _ = site.llm.conversation
+    assert [one["content"] for one in messages] == ["Anew"]
+
+
+async def test_calls_that_are_cut_off_are_not_sent_back(site):
+    page = await site.open()
+    await page.locator("[name=tools]").fill(json.dumps([WEATHER]))
+    await page.locator("[name=max_completion_tokens]").fill("60")
+    await ask(page, "Call")
+    await expect(answers(page).locator("details.call")).to_have_count(1)
+    await ask(page, "And now?")
+    await expect(answers(page)).to_have_count(2)
+    messages, _, _ = site.llm.conversation
+    assert [one["role"] for one in messages] == ["user", "assistant", "user"]
+    assert "tool_calls" not in messages[1]
+
+
 async def test_tools_are_folded_and_their_results_go_back(site):
     page = await site.open()
     await page.locator("[name=tools]").fill(json.dumps([WEATHER, PING]))

@@ -122,7 +122,8 @@ async def test_an_engine_that_is_down_is_told_of(site):
     page = await site.open(path="/#dashboard")
     site.llm.dead = "the engine process ended with signal 9"
     await turned(page, 3)
-    await expect(page.locator("#trouble")).to_contain_text("signal 9")
+    await expect(page.locator("#trouble")).to_contain_text("The engine is down")
+    await expect(page.locator("#requests-note")).to_contain_text("signal 9")
     site.llm.dead = None
     await turned(page, 3)
     await expect(page.locator("#trouble")).to_be_hidden()

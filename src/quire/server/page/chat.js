@@ -51,23 +51,25 @@ class Answer {
     if (this.firstAt) parts.push(`first after ${duration((this.firstAt - this.startedAt) / 1000)}`);
     if (usage) parts.push(`prompt ${short(usage.prompt_tokens)}, ${short(cachedTokens(usage))} cached`);
     if (reason !== "stop" && reason !== "tool_calls") parts.push(ENDS[reason] ?? reason);
-    if (ignored) parts.push(`without effect: ${decodeURIComponent(ignored)}`);
+    if (ignored) parts.push(`without effect: ${ignored}`);
     setText(this.meta, parts.join(" · "));
   }
 
-  /** Returns the answer as a message of the conversation. */
+  /** Returns the answer as a message of the conversation; null if there is nothing to continue from. */
   message() {
+    const calls = this.completeCalls();
+    if (!this.content && !calls.length) return null;
     return {
       role: "assistant",
       content: this.content || null,
       ...(this.reasoning && { reasoning_content: this.reasoning }),
-      ...(this.calls.length && { tool_calls: this.calls.map(({ message }) => message) }),
+      ...(calls.length && { tool_calls: calls }),
     };
   }
 
-  /** Whether there is anything to continue from. */
-  get isEmpty() {
-    return !this.content && !this.calls.length;
+  /** Returns its calls, unless it was cut off: their arguments would be, too. */
+  completeCalls() {
+    return this.finishReason === "tool_calls" ? this.calls.map(({ message }) => message) : [];
   }
 
   #takeReasoning(text) {
@@ -142,6 +144,7 @@ async function send() {
 /** Streams the answer to the conversation so far. */
 async function answer(fields) {
   const controller = (running = new AbortController());
+  const conversation = messages; // of which there may be another when the answer ends
   const shown = new Answer();
   showState();
   let ignored = "";
@@ -153,7 +156,7 @@ async function answer(fields) {
       signal: controller.signal,
       body: {
         model: model.dataset.name,
-        messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+        messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation],
         stream: true,
         stream_options: { include_usage: true },
         ...fields,
@@ -166,7 +169,7 @@ async function answer(fields) {
       if (isAtEnd) list.scrollTop = list.scrollHeight;
     }
     reason = shown.finishReason;
-    openCalls = shown.calls.map(({ message }) => ({ id: message.id, name: message.function.name }));
+    openCalls = shown.completeCalls();
   } catch (error) {
     if (!controller.signal.aborted) {
       reason = "failed";
@@ -176,8 +179,9 @@ async function answer(fields) {
   }
   running = null;
   shown.end(reason, ignored);
-  if (shown.isEmpty && reason !== "stop") messages.pop(); // the question can be asked again
-  else messages.push(shown.message());
+  const message = shown.message();
+  if (message) conversation.push(message);
+  else if (conversation.at(-1)?.role === "user") conversation.pop(); // it can be asked again
   setText(byId("chat-status"), STATUS[reason] ?? "Answered.");
 }
 
@@ -194,7 +198,7 @@ function showState() {
   byId("stop").hidden = !running;
   if (running) setText(byId("chat-status"), "Answering …");
   const [next] = openCalls;
-  prompt.placeholder = next ? `What ${next.name} returned` : "Ask something";
+  prompt.placeholder = next ? `What ${next.function.name} returned` : "Ask something";
   if (!running) prompt.focus();
 }
 

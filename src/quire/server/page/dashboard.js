@@ -5,6 +5,7 @@ import { drawBlocks, drawHistogram, drawLines } from "./charts.js";
 import { byId, element, setText, short } from "./dom.js";
 
 const INTERVAL = 2000; // milliseconds between questions
+const MOST_SENTENCES = 4; // of a request, which may have many completions
 const KEPT = 90; // rates that are shown: three minutes
 
 const view = byId("dashboard");
@@ -20,8 +21,9 @@ async function refresh() {
   if (isAsking || !isSeen()) return;
   isAsking = true;
   try {
-    const [stats, requests] = await Promise.all([getJson("stats"), getJson("v1/requests")]);
-    show(stats, requests);
+    const requests = getJson("v1/requests").catch((error) => ({ data: [], problem: error.message }));
+    const [stats, listed] = await Promise.all([getJson("stats"), requests]);
+    show(stats, listed);
     showTrouble(stats.engine_up ? "" : "The engine is down, or is being replaced.");
   } catch (error) {
     showTrouble(`No figures: ${error.message}`);
@@ -88,7 +90,7 @@ function showTiles({ requests, kv_blocks: blocks, tokens }, change) {
   tiles.forEach((texts, index) => [...node.children[index].children].forEach((child, at) => setText(child, texts[at])));
 }
 
-function showRequests({ data, has_more: hasMore }) {
+function showRequests({ data, has_more: hasMore, problem }) {
   const body = byId("requests").tBodies[0];
   const live = new Set(data.map(({ id }) => id));
   for (const [id, row] of rows) {
@@ -101,10 +103,12 @@ function showRequests({ data, has_more: hasMore }) {
       rows.set(id, newRow(id));
       body.append(rows.get(id));
     }
-    setText(rows.get(id).cells[1], state.join("\n"));
+    const more = state.length > MOST_SENTENCES ? [`and ${state.length - MOST_SENTENCES} more`] : [];
+    setText(rows.get(id).cells[1], [...state.slice(0, MOST_SENTENCES), ...more].join("\n"));
   }
   byId("requests").hidden = !data.length;
-  setText(byId("requests-note"), !data.length ? "No request is being served." : hasMore ? "There are more." : "");
+  const note = data.length ? "" : "No request is being served.";
+  setText(byId("requests-note"), problem ?? (hasMore ? "There are more." : note));
 }
 
 function newRow(id) {

@@ -63,7 +63,7 @@ function fieldOf(name, schema) {
   }
   if (schema.oneOf) {
     const list = schema.oneOf.find((one) => one.type === "array");
-    const field = element("textarea", { name, rows: 1, "data-most": list.maxItems });
+    const field = element("textarea", { name, rows: 1 });
     return [field, `at most ${list.maxItems}`];
   }
   const least = schema.minimum ?? schema.exclusiveMinimum;
