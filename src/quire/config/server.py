@@ -47,6 +47,7 @@ ReasoningFormatName = Literal[
     "think",
 ]
 
+_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
@@ -132,6 +133,12 @@ class ServerConfig:
         unit="bytes",
         help="Maximum size of a tenant's stored responses; the oldest make room for new ones.",
     )
+    otlp_traces_endpoint: str = knob(
+        default="",
+        help="URL of an OpenTelemetry collector that takes OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces; each call that generates is sent there as a span. It needs the "
+        "extra otel. Empty: none.",
+    )
     drain_timeout: NonNegativeFloat = knob(
         default=30.0,
         unit="seconds",
@@ -153,6 +160,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_limits(self)
         refuse_blank_key(self, "api_key")
+        if self.otlp_traces_endpoint and not _URL.fullmatch(self.otlp_traces_endpoint):
+            raise ConfigError(
+                f"ServerConfig.otlp_traces_endpoint is {self.otlp_traces_endpoint!r:.200}; it must be a URL "
+                "that begins with http:// or https://, as in http://localhost:4318/v1/traces"
+            )
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(
                 f"ServerConfig.root_path is {self.root_path!r:.200}; it must be like /llm: begin with a "

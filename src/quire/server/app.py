@@ -96,6 +96,7 @@ from quire.server.tokenization import (
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
+    from quire.server.tracing import Tracing
 
 
 def create_app(
@@ -104,6 +105,8 @@ def create_app(
     tenants: Tenants | None = None,
     log: AccessLog | None = None,
     sampling_defaults: SamplingDefaults | None = None,
+    *,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """Return the application that serves `llm`, which must be ready; the caller shuts it down.
 
@@ -115,11 +118,12 @@ def create_app(
         tenants: that `config` names; None: they are read here.
         log: where each request is logged; None: nowhere.
         sampling_defaults: that `config` names; None: they are read here.
+        tracing: traces calls; None: they are not traced.
 
     Raises:
         ConfigError: the key file or the defaults of sampling cannot be read, or are invalid.
     """
-    context = ServerContext(llm, config, tenants, sampling_defaults)
+    context = ServerContext(llm, config, tenants, sampling_defaults, tracing)
     document = openapi_document(ENDPOINTS, context.version, config.root_path)
     page = page_files(needs_key=context.tenants.needs_key) if config.page else {}
     routes = [

@@ -23,6 +23,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 
 class _CompletionCall(CompletionsCall[CompletionRequest]):
     id_prefix = "cmpl"
+    operation = "text_completion"
     answer_type = event_type = Completion
 
     def __init__(self, request: Request, body: CompletionRequest) -> None:

@@ -26,6 +26,7 @@ from quire.server.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
+    from quire.server.tracing import Tracing
 
 
 ENGINE_TIMEOUT = 2.0
@@ -43,6 +44,7 @@ class ServerContext:
         config: the server's configuration.
         tenants: that `config` names; None: they are read here.
         sampling_defaults: likewise.
+        tracing: traces calls; None: they are not traced.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ServerContext:
         config: ServerConfig,
         tenants: Tenants | None = None,
         sampling_defaults: SamplingDefaults | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.llm = llm
         self.config = config
@@ -62,6 +65,7 @@ class ServerContext:
         self.ignored_names = IgnoredNames()
         self.tenants = tenants or Tenants(config.api_key, config.api_keys_file)
         self.metrics = Metrics(self.model_name, self.tenants)
+        self.tracing = tracing
         self.background = BackgroundResponses()
         self.responses = _response_store(config)
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
@@ -72,6 +76,8 @@ class ServerContext:
         await self.background.close()
         if self.responses is not None:
             await self.responses.close()
+        if self.tracing is not None:
+            await self.tracing.close()
 
     @functools.cached_property
     def tool_call_format(self) -> ToolCallFormat | None:

@@ -25,6 +25,7 @@ from quire.server.streaming import event_stream, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.front.input_processor import ProcessedRequest
+    from quire.server.tracing import Tracing
 
 
 class GenerationBody(Protocol):
@@ -65,6 +66,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     """
 
     id_prefix: ClassVar[str]
+    operation: ClassVar[str] = "chat"  # as OpenTelemetry calls it
 
     def __init__(self, request: Request, body: BodyT) -> None:
         self._request = request
@@ -142,7 +144,42 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return b"data: " + error.body() + b"\n\n"
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        return self._limited_outputs() if self._tenant.usage.has_limits else self._generate()
+        outputs = self._limited_outputs() if self._tenant.usage.has_limits else self._generate()
+        return outputs if self._context.tracing is None else self._traced(self._context.tracing, outputs)
+
+    async def _traced(
+        self, tracing: Tracing, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Pass on `outputs`, and make a span of them."""
+        span = tracing.begin(self.operation, self._request.headers, self._span_attributes())
+        error: BaseException | None = None
+        try:
+            async with contextlib.aclosing(outputs):
+                async for prompt_index, output in outputs:
+                    span.observe(prompt_index, output)
+                    yield prompt_index, output
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            span.end(error)
+
+    def _span_attributes(self) -> dict[str, Any]:
+        """Return what the call asks for, without any of the client's text; None: it does not say."""
+        params = self._params
+        return {
+            "gen_ai.request.model": self._body.model,
+            "gen_ai.response.model": self._context.model_name,
+            "gen_ai.response.id": self._id,
+            "gen_ai.request.id": request_id_of(self._request),
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.frequency_penalty": params.frequency_penalty,
+            "gen_ai.request.presence_penalty": params.presence_penalty,
+            "gen_ai.request.choice.count": params.n if params.n > 1 else None,
+            "quire.tenant": self._tenant.name or None,
+        }
 
     async def _limited_outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Like `_generate`, within the limits of the tenant."""

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 from quire.front.async_llm import AsyncLLM
 from quire.server.access_log import access_log
 from quire.server.connections import raise_descriptor_limit
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
     from quire.server.context import ServerContext
     from quire.server.tenants import Tenants
+    from quire.server.tracing import Tracing
 
 _COLLECTION_THRESHOLDS = (700, 10, 100)  # Python's own, but for fewer full collections
 _END_TIMEOUT = 0.5  # seconds; for the engine to end by itself, when the last answers are sent
@@ -41,14 +42,15 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         server_config: of the HTTP server.
 
     Raises:
-        ConfigError: the server cannot listen there, its certificate or its key file cannot be used, or the
-            engine's configuration cannot work.
+        ConfigError: the server cannot listen there, its certificate, its key file or what traces calls cannot
+            be used, or the engine's configuration cannot work.
         ModelError: the model cannot be found or read.
         EngineDeadError: the engine did not start.
         CrashLoopError: engines died again and again while the server ran.
     """
     raise_descriptor_limit()  # before the engine process starts: it inherits the limit
     tenants = _tenants(server_config)
+    tracing = _tracing(server_config)
     with (
         listener(server_config.host, server_config.port, server_config.edge) as listening,
         monitoring_socket(server_config.host, server_config.edge.monitoring_port) as monitoring,
@@ -66,7 +68,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
             print(f"Defaults of requests: {defaults}", file=sys.stderr, flush=True)
 
         def make_app() -> Starlette:
-            return create_app(llm, server_config, tenants, log, defaults)
+            return create_app(llm, server_config, tenants, log, defaults, tracing=tracing)
 
         import uvloop
 
@@ -91,6 +93,20 @@ def _tenants(config: ServerConfig) -> Tenants | None:
     from quire.server.tenants import Tenants
 
     return Tenants(config.api_key, config.api_keys_file)
+
+
+def _tracing(config: ServerConfig) -> Tracing | None:
+    """Return what traces calls, if they are to be traced."""
+    if not config.otlp_traces_endpoint:
+        return None
+    try:
+        from quire.server.tracing import tracing_to
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"ServerConfig.otlp_traces_endpoint needs the module {error.name}, which is not installed; "
+            "it comes with pip install 'quire[otel]'"
+        ) from None
+    return tracing_to(config.otlp_traces_endpoint)
 
 
 async def _serve_until_stopped(
