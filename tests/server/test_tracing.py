@@ -242,7 +242,7 @@ async def test_a_dead_collector_costs_one_line(llm, caplog):
     while not caplog.records and time.monotonic() < until:
         await asyncio.sleep(0.01)
     await ask(llm, tracing_to(url), 3)
-    lost = [record for record in caplog.records if "traces are lost" in record.getMessage()]
+    lost = [record for record in caplog.records if "traces are not delivered" in record.getMessage()]
     assert len(lost) == 1
     assert str(collector.server_port) in lost[0].getMessage()
 

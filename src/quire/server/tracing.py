@@ -168,7 +168,7 @@ class _OncePerInterval(logging.Filter):
         if now < self._next:
             return False
         self._next = now + _LOG_INTERVAL
-        record.msg, record.args = f"traces are lost: {record.getMessage()}", None
+        record.msg, record.args = f"traces are not delivered: {record.getMessage()}", None
         return True
 
 
