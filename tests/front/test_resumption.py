@@ -252,6 +252,51 @@ def test_deadlines_hold_without_an_engine(monkeypatch):
     assert scene.requests.next_due is None
 
 
+def test_timeouts_begin_when_a_request_is_submitted(scene):
+    """Before that, it may have waited for a place of its tenant."""
+    processed = scene.requests.prepare("abc", SamplingParams(), request_id="a", timeout=5.0)
+    scene.now += 100
+    state = scene.requests.submit(processed)
+    scene.requests.receive(0)
+    assert not state.finished
+    assert scene.requests.next_due == pytest.approx(scene.now + 5 + DEADLINE_GRACE)
+
+
+def test_new_requests_are_held_also_over_a_crash_and_then_sent(scene):
+    scene.submit("a")
+    scene.requests.hold()
+    b = scene.submit("b")
+    assert scene.names() == ["a"]
+    assert scene.requests.has_accepted
+    assert "paused" in scene.requests.reasons_to_wait("b")[0]
+    assert scene.requests.reasons_to_wait("a") == scene.requests.reasons_to_wait("gone") == []
+    scene.crash()
+    scene.submit("c")
+    scene.requests.discard(b)
+    scene.hear(Ready(INFO))
+    assert scene.names() == ["a"]
+    scene.requests.release()
+    assert scene.names() == ["c"]
+    scene.submit("d")
+    assert scene.names() == ["d"]
+
+
+def test_suspects_are_sent_once_if_requests_are_released_meanwhile(scene):
+    for name in "ab":
+        scene.submit(name)
+    scene.taken()
+    scene.crash()
+    scene.hear(Ready(INFO))
+    assert scene.names() == ["a"]
+    assert "died" in scene.requests.reasons_to_wait("b")[0]
+    scene.requests.hold()
+    scene.requests.release()
+    assert scene.names() == []
+    a = scene.requests.outputs.get("a")
+    scene.output(a, 1)
+    assert scene.names() == ["b"]
+
+
 def test_the_engine_owes_a_step_while_it_has_anything_to_do(scene):
     requests = scene.requests
     assert requests.waiting_since is None

@@ -167,6 +167,7 @@ class LiveRequests:
         refusal = self._held.refusal(processed, has_engine=is_open)
         self._note_work()
         state = self.outputs.add(processed, on_update)
+        state.submit_time = time.monotonic()
         if refusal is not None:
             self.outputs.refuse(state.live_sequence_ids[:1], refusal)
             return state
@@ -317,7 +318,7 @@ class LiveRequests:
 
     def _end_timed_out(self, state: RequestState, now: float) -> None:
         error = (
-            f"the request had not ended after {now - state.processed.arrival_time:.1f} s; raise its timeout "
+            f"the request had not ended after {now - state.submit_time:.1f} s; raise its timeout "
             "if it has one of its own, or SchedulerConfig.request_timeout"
         )
         sequence_ids = state.live_sequence_ids

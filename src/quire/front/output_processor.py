@@ -140,6 +140,7 @@ class RequestState:
     """A live request: its parameters, its completions so far, and how to notify its caller.
 
     Attributes:
+        submit_time: when its timeouts began, on the clock of `ProcessedRequest.arrival_time`.
         is_sent: whether the present engine has it.
         was_sent: whether any engine has had it.
         has_new_output: whether the engine that it was sent to last has sent any output of it.
@@ -164,6 +165,7 @@ class RequestState:
         self.finish_time: float | None = None
         self.failure: QuireError | None = None
         self.on_update = on_update
+        self.submit_time = processed.arrival_time
         self.is_sent = False
         self.was_sent = False
         self.has_new_output = False

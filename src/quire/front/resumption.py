@@ -166,7 +166,7 @@ def continuation(state: RequestState, default_timeout: float, now: float) -> Eng
     Args:
         state: of the request.
         default_timeout: seconds, for requests that do not say; 0: none.
-        now: seconds on the clock of `ProcessedRequest.arrival_time`.
+        now: seconds on the clock of `RequestState.submit_time`.
     """
     request = state.processed.core_request
     live = {completion.sequence_id: completion.token_ids for completion in state.live_completions}
@@ -189,10 +189,10 @@ def continuation(state: RequestState, default_timeout: float, now: float) -> Eng
 
 
 def deadline_of(state: RequestState, default_timeout: float) -> float | None:
-    """Return when a request times out, on the clock of its arrival; None: never."""
+    """Return when a request times out, on the clock of `RequestState.submit_time`; None: never."""
     timeout = state.processed.core_request.options.timeout
     timeout = default_timeout if timeout is None else timeout
-    return state.processed.arrival_time + timeout if timeout else None
+    return state.submit_time + timeout if timeout else None
 
 
 def _time_left(deadline: float | None, now: float) -> float:
@@ -204,4 +204,4 @@ def _queue_time_left(state: RequestState, now: float) -> float | None:
     timeout = state.processed.core_request.options.queue_timeout
     if state.first_token_time is not None:
         return 0.0
-    return _time_left(state.processed.arrival_time + timeout, now) if timeout else timeout
+    return _time_left(state.submit_time + timeout, now) if timeout else timeout
