@@ -143,7 +143,8 @@ def reported(grammars: GrammarManager, count: int) -> dict[str, str | None]:
     """Ask, as a step loop does, until `count` requests were reported; pytest's timeout is the limit."""
     found: dict[str, str | None] = {}
     while len(found) < count:
-        found.update(grammars.take_compiled())
+        ended = grammars.take_compiled()
+        found.update({name: None if error is None else str(error) for name, error in ended})
     return found
 
 
@@ -323,7 +324,7 @@ def test_a_compilation_may_take_so_long_and_no_longer(grammars, backend, clock):
     clock.now = COMPILE_TIMEOUT + 0.1
     [(request_id, error)] = grammars.take_compiled()
     assert request_id == "a"
-    assert f"{COMPILE_TIMEOUT:g} s" in error
+    assert f"{COMPILE_TIMEOUT:g} s" in str(error)
     assert "a" not in grammars
     gate.set()
     assert reported(grammars, 1) == {"b": None}
@@ -365,7 +366,8 @@ def test_a_compilation_that_cannot_begin_is_an_error(backend, clock):
     grammars.start(request("a", "word"))
     [(request_id, error)] = grammars.take_compiled()
     assert request_id == "a"
-    assert "ZeroDivisionError" in error
+    assert "ZeroDivisionError" in str(error)
+    assert not isinstance(error, InvalidRequestError), "the request is not at fault"
 
 
 def test_slow_grammars_wait_for_each_other_only(backend, clock):

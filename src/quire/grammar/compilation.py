@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
+from quire.errors import InvalidRequestError, QuireError
 from quire.grammar.cache import GrammarCache
 from quire.grammar.fair_queue import FairQueue
-from quire.grammar.interface import Grammar, GrammarBackend, SlowGrammarError, failure_message
+from quire.grammar.interface import Grammar, GrammarBackend, SlowGrammarError, failure_of
 from quire.structured_outputs import StructuredOutputsParams
 
 COMPILE_TIMEOUT = 30.0
@@ -64,7 +65,7 @@ class GrammarCompiler:
         self._clock = clock
         self._executor = executor
         self._waiting: dict[str, _Waiting] = {}  # by deadline, since all wait equally long
-        self._results: dict[str, Grammar | str] = {}  # grammars or errors, by request
+        self._results: dict[str, Grammar | QuireError] = {}  # grammars or errors, by request
         self._compilations: dict[StructuredOutputsParams, _Compilation] = {}
         self._queue = FairQueue()
         self._slow_queue = FairQueue()
@@ -95,7 +96,7 @@ class GrammarCompiler:
             self._queue_of(compilation).push(tenant, spec)
             self._submit_next()
 
-    def take_results(self) -> dict[str, Grammar | str]:
+    def take_results(self) -> dict[str, Grammar | QuireError]:
         """Return by request id what ended since the last call: a grammar shared by requests, or an error."""
         if not (self._compilations or self._results or self._ended):
             return {}
@@ -147,7 +148,9 @@ class GrammarCompiler:
             future = self._executor.submit(compile_spec, spec)
         except Exception as error:  # no thread can be started, for one
             future = Future()
-            future.set_exception(error)
+            future.set_exception(
+                QuireError(f"the grammar of structured_outputs cannot be compiled now: {error!r}; try again")
+            )
         finally:
             threading.stack_size(previous)
         future.add_done_callback(lambda _: self._ended.append(spec))
@@ -163,18 +166,18 @@ class GrammarCompiler:
             self._set_aside(spec, compilation)
             return
         del self._compilations[spec]
-        result = self._kept(spec, compilation.future) if error is None else failure_message(error)
+        result = self._kept(spec, compilation.future) if error is None else failure_of(error)
         for request_id in compilation.request_ids:
             del self._waiting[request_id]
             self._results[request_id] = result
 
-    def _kept(self, spec: StructuredOutputsParams, future: Future[Grammar]) -> Grammar | str:
+    def _kept(self, spec: StructuredOutputsParams, future: Future[Grammar]) -> Grammar | QuireError:
         """Return a compiled grammar, which the cache now has, or an error."""
         grammar = future.result()
         try:
             num_bytes = grammar.num_bytes
         except Exception as error:
-            return failure_message(error)
+            return failure_of(error)
         self._cache.put(spec, grammar, num_bytes)
         return grammar
 
@@ -192,9 +195,10 @@ class GrammarCompiler:
             if waiting.deadline > now:
                 return
             self._stop_waiting(request_id)
-            self._results[request_id] = (
+            self._results[request_id] = InvalidRequestError(
                 "the grammar of structured_outputs was not compiled within the limit of "
-                f"{COMPILE_TIMEOUT:g} s; make it simpler, or try again when fewer are being compiled"
+                f"{COMPILE_TIMEOUT:g} s; make it simpler, or try again when fewer are being compiled",
+                param="structured_outputs",
             )
 
     def _stop_waiting(self, request_id: str) -> None:

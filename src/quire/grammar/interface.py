@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, QuireError
 from quire.step import IntArray
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -64,6 +64,13 @@ class GrammarBackend(Protocol):
 
     def compile_slowly(self, spec: StructuredOutputsParams) -> Grammar:
         """Like `compile`, for a specification that takes long."""
+
+
+def failure_of(error: BaseException) -> QuireError:
+    """Return the error for the request whose grammar could not be compiled; by default, it is bad."""
+    if isinstance(error, QuireError):
+        return error
+    return InvalidRequestError(failure_message(error), param="structured_outputs")
 
 
 def failure_message(error: BaseException) -> str:

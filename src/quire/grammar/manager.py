@@ -9,9 +9,9 @@ from concurrent.futures import Executor
 
 import numpy as np
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, QuireError
 from quire.grammar.compilation import GrammarCompiler
-from quire.grammar.interface import Grammar, GrammarBackend, failure_message
+from quire.grammar.interface import Grammar, GrammarBackend, failure_message, failure_of
 from quire.request import Request
 from quire.step import NO_TOKEN, GrammarOutput, IntArray, SchedulerOutput
 
@@ -90,7 +90,7 @@ class GrammarManager:
         self._outputs[request.request_id] = request.output_token_ids.copy()
         self._compiler.start(request.request_id, spec, request.tenant)
 
-    def take_compiled(self) -> list[tuple[str, str | None]]:
+    def take_compiled(self) -> list[tuple[str, QuireError | None]]:
         """Return (request id, error if there was one) of the compilations that ended since the last call.
 
         A request with an error no longer has a grammar.
@@ -100,17 +100,17 @@ class GrammarManager:
         results = self._compiler.take_results()
         return [(request_id, self._begin(request_id, result)) for request_id, result in results.items()]
 
-    def _begin(self, request_id: str, result: Grammar | str) -> str | None:
+    def _begin(self, request_id: str, result: Grammar | QuireError) -> QuireError | None:
         """Let a request follow its copy of a grammar, behind its output so far; return what is wrong."""
         output_token_ids = self._outputs.pop(request_id)
-        if isinstance(result, str):
+        if isinstance(result, QuireError):
             return result
         try:
             self._followed[request_id] = _Followed(result.copy())
         except Exception as error:
-            return failure_message(error)
+            return failure_of(error)
         if output_token_ids and not self.accept(request_id, output_token_ids):
-            return self._followed.pop(request_id).error
+            return InvalidRequestError(self._followed.pop(request_id).error or "", param="structured_outputs")
         return None
 
     def forget(self, request_id: str) -> None:

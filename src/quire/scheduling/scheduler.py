@@ -91,10 +91,13 @@ class Scheduler(SchedulerInterface):
         return self._commit_phase.commit(plan)
 
     def _queue_compiled(self) -> None:
-        """Queue the requests whose grammar has been compiled; an invalid grammar ends its request."""
+        """Queue the requests whose grammar has been compiled; the others end, with a bad one as invalid."""
         for request, error in self._state.waiting.take_compiled():
-            kind, param = InvalidRequestError.__name__, "structured_outputs"
-            self._finisher.fail(request, error, kind, error_param=param)
+            if isinstance(error, InvalidRequestError):
+                kind, param = InvalidRequestError.__name__, "structured_outputs"
+                self._finisher.fail(request, str(error), kind, error_param=param)
+            else:
+                self._finisher.fail(request, str(error))
 
     def _commit_memory_ahead(self) -> None:
         """Let a growing cache commit as many blocks as this step can use at most."""

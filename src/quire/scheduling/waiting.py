@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+from quire.errors import QuireError
 from quire.grammar.manager import GrammarManager
 from quire.request import Request
 from quire.scheduling.drain_rate import DrainRate
@@ -89,8 +90,8 @@ class WaitingRequests:
             self._compiling[request.request_id] = request
             self._num_tokens_beside += request.num_tokens
 
-    def take_compiled(self) -> list[tuple[Request, str]]:
-        """Queue the requests whose grammar is ready; return those with an invalid one, and the error."""
+    def take_compiled(self) -> list[tuple[Request, QuireError]]:
+        """Queue the requests whose grammar is ready; return those that have none, and the error."""
         faulty = []
         for request_id, error in self._grammars.take_compiled():
             request = self._compiling.pop(request_id)
