@@ -7,6 +7,7 @@ import pytest
 from quire.config import (
     AdaptiveRKVConfig,
     AggregationMode,
+    BatchConfig,
     CacheEvictionConfig,
     ChatTemplateConfig,
     ConnectionConfig,
@@ -24,6 +25,7 @@ from quire.sampling_params import SamplingParams
 CONFIGS = [
     EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ServerConfig, SamplingParams,
     CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig, EdgeConfig, ConnectionConfig, ChatTemplateConfig,
+    BatchConfig,
 ]  # fmt: skip
 EVICTING = SchedulerConfig(use_cache_eviction=True)
 ROTATING = SchedulerConfig(

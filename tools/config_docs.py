@@ -32,7 +32,7 @@ nearest known name. Of the environment, `quire serve` and `quire route` read `QU
 
 - `LLM(model, **options)` and `AsyncLLM(EngineConfig(...))` take the fields of `EngineConfig` and its parts.
 - Every command that runs a model has these as flags. `quire serve` adds those of `ServerConfig`,
-  `ConnectionConfig` and `EdgeConfig`;
+  `ConnectionConfig`, `EdgeConfig` and `BatchConfig`;
   `quire generate` and `quire chat` add those of `SamplingParams`, with a default temperature of 0.
 - The fields of `TenantConfig` stand in the file of `--api-keys-file` ([tenants.md](tenants.md)).
 - `quire route` has those of `RouterConfig`, `ConnectionConfig` and `EdgeConfig` only

@@ -12,6 +12,8 @@ from quire.config import config, knob
 from quire.errors import InvalidRequestError
 from quire.limits import violation
 
+LOWEST_PRIORITY = 2**31 - 1
+
 ShortText = Annotated[str, MaxLen(256)]
 TenantWeight = Annotated[float, Gt(0), Le(1000)]
 Seconds = Annotated[float, Ge(0), Le(10**9)]
@@ -23,7 +25,7 @@ KVTransferParams = Annotated[Mapping[ShortText, KVTransferValue], MaxLen(16)]
 class RequestOptions:
     """What a caller may say to the scheduler about one request."""
 
-    priority: Annotated[int, Ge(-(2**31)), Le(2**31 - 1)] = knob(
+    priority: Annotated[int, Ge(-(2**31)), Le(LOWEST_PRIORITY)] = knob(
         default=0, help="Lower values are served first with the priority policy."
     )
     cache_salt: ShortText = knob(

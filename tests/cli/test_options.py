@@ -40,6 +40,7 @@ COMMANDS = {
 NESTED = (
     "edge",
     "connections",
+    "batches",
     "scheduler",
     "speculation",
     "supervision",

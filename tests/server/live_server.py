@@ -15,10 +15,10 @@ MAX_BODY_BYTES = 1_000_000
 
 
 @contextlib.contextmanager
-def served(app, listens=None, log=None, **limits):
+def served(app, listens=None, log=None, start=None, **limits):
     """Serve `app` with the real HTTP server in a thread, on a free port if none is given; yields its URL.
 
-    `limits` are those of connections.
+    `start` is awaited first, and `limits` are those of connections.
     """
     with contextlib.ExitStack() as stack:
         if listens is None:
@@ -26,6 +26,8 @@ def served(app, listens=None, log=None, **limits):
         end = Future()
 
         async def serve():
+            if start is not None:
+                await start()
             async with HttpServer(app, ConnectionConfig(**limits), listens.tls, log).serving(listens.socket):
                 listening.set_result(None)
                 await asyncio.wrap_future(end)

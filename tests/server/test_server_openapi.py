@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from quire.config import ServerConfig
+from quire.config import BatchConfig, ServerConfig
 from quire.server.app import ENDPOINTS, create_app
 from quire.server.docs_page import limits_in_words
 from quire.server.openapi import openapi_document
@@ -25,8 +25,10 @@ CHECKS = [status_code_conformance, content_type_conformance, response_schema_con
 
 
 @pytest.fixture(scope="module")
-def schema():
-    with served(create_app(FakeLLM(), ServerConfig())) as url:
+def schema(tmp_path_factory):
+    batches = BatchConfig(batch_dir=str(tmp_path_factory.mktemp("batches")))
+    app = create_app(FakeLLM(), ServerConfig(batches=batches))
+    with served(app, start=lambda: app.state.context.start(app)) as url:
         yield schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 
@@ -101,6 +103,8 @@ def test_document_lists_every_route_and_status():
         "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
         "/health", "/ready", "/ping", "/live", "/metrics", "/stats", "/engine", "/version",
+        "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
+        "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel",
         "/tokenize", "/detokenize", "/tokenizer_info", "/reset_prefix_cache",
         "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping",
     }  # fmt: skip

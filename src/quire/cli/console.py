@@ -12,6 +12,7 @@ import typer
 
 from quire.config import (
     AdaptiveRKVConfig,
+    BatchConfig,
     CacheEvictionConfig,
     ChatTemplateConfig,
     ConnectionConfig,
@@ -34,7 +35,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 _NAMED_BARE = (
     EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ChatTemplateConfig, SamplingParams,
-    ServerConfig, RouterConfig, EdgeConfig, ConnectionConfig,
+    ServerConfig, RouterConfig, EdgeConfig, ConnectionConfig, BatchConfig,
 )  # fmt: skip
 _UNMISTAKABLE = "|".join(
     field.name for cls in _NAMED_BARE for field in dataclasses.fields(cls) if "_" in field.name

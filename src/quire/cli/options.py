@@ -25,6 +25,7 @@ from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_na
 from quire.cli.manual import MOST_USED_PANEL
 from quire.config import (
     AdaptiveRKVConfig,
+    BatchConfig,
     CacheEvictionConfig,
     ChatTemplateConfig,
     ConnectionConfig,
@@ -61,6 +62,7 @@ PANELS: dict[type, str] = {
     TenantConfig: "Tenant in the key file",
     RouterConfig: "Router",
     EdgeConfig: "How clients reach the server",
+    BatchConfig: "Files and batches",
     ConnectionConfig: "Connections",
     WorkloadConfig: "Workload",
     ArrivalConfig: "Arrivals",

@@ -7,6 +7,7 @@ nearest known one.
 
 from __future__ import annotations
 
+from quire.config.batches import BatchConfig
 from quire.config.cache_eviction import (
     AdaptiveRKVConfig,
     AggregationMode,
@@ -40,6 +41,7 @@ __all__ = [
     "BUILT_IN_MODEL",
     "AdaptiveRKVConfig",
     "AggregationMode",
+    "BatchConfig",
     "CacheEvictionConfig",
     "ChatTemplateConfig",
     "ConnectionConfig",

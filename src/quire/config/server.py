@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 
+from quire.config.batches import BatchConfig
 from quire.config.connections import ConnectionConfig
 from quire.config.edge import EdgeConfig
 from quire.config.fields import check_limits, config, knob, refuse_blank_key
@@ -156,6 +157,7 @@ class ServerConfig:
     )
     edge: EdgeConfig = dataclasses.field(default_factory=EdgeConfig)
     connections: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)
+    batches: BatchConfig = dataclasses.field(default_factory=BatchConfig)
 
     def __post_init__(self) -> None:
         check_limits(self)

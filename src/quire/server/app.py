@@ -30,6 +30,9 @@ from quire.server.answering import answer_of
 from quire.server.anthropic.answers import ErrorAnswer, MessageAnswer, TokenCount, error_answer
 from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
 from quire.server.anthropic.call import count_message_tokens, create_message
+from quire.server.batches.directory import BatchDirectory, opened_directory
+from quire.server.batches.endpoints import BATCH_ENDPOINTS
+from quire.server.batches.service import Batches
 from quire.server.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
@@ -107,10 +110,12 @@ def create_app(
     sampling_defaults: SamplingDefaults | None = None,
     *,
     tracing: Tracing | None = None,
+    batch_directory: BatchDirectory | None = None,
 ) -> Starlette:
     """Return the application that serves `llm`, which must be ready; the caller shuts it down.
 
-    The server's state is at `app.state.context` (`ServerContext`), the log at `app.state.access_log`.
+    The server's state is at `app.state.context` (`ServerContext`), the log at `app.state.access_log`. The
+    state is to be started before the first request, and closed after the last one.
 
     Args:
         llm: the engine's front door.
@@ -119,11 +124,15 @@ def create_app(
         log: where each request is logged; None: nowhere.
         sampling_defaults: that `config` names; None: they are read here.
         tracing: traces calls; None: they are not traced.
+        batch_directory: that `config` names; None: it is opened here.
 
     Raises:
-        ConfigError: the key file or the defaults of sampling cannot be read, or are invalid.
+        ConfigError: the key file or the defaults of sampling cannot be read, or are invalid; or the directory
+            of batches cannot be used.
     """
-    context = ServerContext(llm, config, tenants, sampling_defaults, tracing)
+    directory = batch_directory or opened_directory(config)
+    batches = None if directory is None else Batches(directory, config.batches)
+    context = ServerContext(llm, config, tenants, sampling_defaults, tracing=tracing, batches=batches)
     document = openapi_document(ENDPOINTS, context.version, config.root_path)
     page = page_files(needs_key=context.tenants.needs_key) if config.page else {}
     routes = [
@@ -345,6 +354,7 @@ ENDPOINTS = (
         error_answer=ErrorAnswer,
         error_shape=error_answer,
     ),
+    *BATCH_ENDPOINTS,
     Endpoint(
         method="POST",
         path="/tokenize",

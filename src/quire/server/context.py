@@ -25,7 +25,10 @@ from quire.server.sampling_defaults import SamplingDefaults, read_sampling_defau
 from quire.server.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from quire.front.async_llm import AsyncLLM
+    from quire.server.batches.service import Batches
     from quire.server.tracing import Tracing
 
 
@@ -45,6 +48,7 @@ class ServerContext:
         tenants: that `config` names; None: they are read here.
         sampling_defaults: likewise.
         tracing: traces calls; None: they are not traced.
+        batches: files and batches; None: there are none.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class ServerContext:
         config: ServerConfig,
         tenants: Tenants | None = None,
         sampling_defaults: SamplingDefaults | None = None,
+        *,
         tracing: Tracing | None = None,
+        batches: Batches | None = None,
     ) -> None:
         self.llm = llm
         self.config = config
@@ -68,11 +74,23 @@ class ServerContext:
         self.tracing = tracing
         self.background = BackgroundResponses()
         self.responses = _response_store(config)
+        self.batches = batches
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
         self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
 
+    async def start(self, app: Starlette) -> None:
+        """Go on with what a server before this one has left; `app` is the one whose context this is.
+
+        Raises:
+            ApiError, OSError: it cannot be read.
+        """
+        if self.batches is not None:
+            await self.batches.start(app)
+
     async def close(self) -> None:
         """Store what is still being generated, and close what is open."""
+        if self.batches is not None:
+            await self.batches.close()
         await self.background.close()
         if self.responses is not None:
             await self.responses.close()

@@ -19,6 +19,7 @@ from quire.server.paths import MONITORING_PATHS
 
 _REF = "#/components/schemas/{}"
 _JSON = "application/json"
+_FORM = "multipart/form-data"
 _PARAMETER = re.compile(r"\{(\w+)\}")
 PROMPT_ERRORS = {
     400: "The request is invalid; `param` is the field at fault.",
@@ -51,6 +52,8 @@ class Endpoint:
     handler: Callable[..., Awaitable[Response]]  # of the request, and of its body if it takes one
     answer: type[msgspec.Struct] | None  # None: not JSON
     body: type[BaseModel] | None = None
+    form: type[BaseModel] | None = None  # body, if it is multipart/form-data; the handler reads it
+    media_type: str = CONTENT_TYPE_LATEST  # of an answer that is not JSON
     event: type[msgspec.Struct] | None = None
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
     error_answer: type[msgspec.Struct] = responses.ErrorResponse
@@ -85,7 +88,7 @@ def openapi_document(endpoints: Sequence[Endpoint], version: str, root_path: str
 
 
 def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    bodies = [endpoint.body for endpoint in endpoints if endpoint.body]
+    bodies = [body for endpoint in endpoints for body in (endpoint.body, endpoint.form) if body]
     _, definitions = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=_REF.format("{model}")
     )
@@ -105,7 +108,7 @@ def _content(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.answer is None:
-        content: dict[str, Any] = {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}
+        content: dict[str, Any] = {endpoint.media_type: {"schema": {"type": "string"}}}
     else:
         content = _content(endpoint.answer)
     if endpoint.event is not None:
@@ -120,9 +123,10 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
             "description": "The API key is missing or wrong.",
             "content": _content(responses.ErrorResponse),
         }
-    if endpoint.body is not None:
-        schema = {"$ref": _REF.format(endpoint.body.__name__)}
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+    for media_type, body in ((_JSON, endpoint.body), (_FORM, endpoint.form)):
+        if body is not None:
+            schema = {"$ref": _REF.format(body.__name__)}
+            operation["requestBody"] = {"required": True, "content": {media_type: {"schema": schema}}}
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _PARAMETER.findall(endpoint.path)

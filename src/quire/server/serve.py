@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from quire.models.tokenizer import Tokenizer
+    from quire.server.batches.directory import BatchDirectory
     from quire.server.context import ServerContext
     from quire.server.tenants import Tenants
     from quire.server.tracing import Tracing
@@ -51,6 +52,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     raise_descriptor_limit()  # before the engine process starts: it inherits the limit
     tenants = _tenants(server_config)
     tracing = _tracing(server_config)
+    batch_directory = _batch_directory(server_config)
     with (
         listener(server_config.host, server_config.port, server_config.edge) as listening,
         monitoring_socket(server_config.host, server_config.edge.monitoring_port) as monitoring,
@@ -68,7 +70,15 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
             print(f"Defaults of requests: {defaults}", file=sys.stderr, flush=True)
 
         def make_app() -> Starlette:
-            return create_app(llm, server_config, tenants, log, defaults, tracing=tracing)
+            return create_app(
+                llm,
+                server_config,
+                tenants,
+                log,
+                defaults,
+                tracing=tracing,
+                batch_directory=batch_directory,
+            )
 
         import uvloop
 
@@ -109,6 +119,15 @@ def _tracing(config: ServerConfig) -> Tracing | None:
     return tracing_to(config.otlp_traces_endpoint)
 
 
+def _batch_directory(config: ServerConfig) -> BatchDirectory | None:
+    """Open the directory of batches, if there is one, before anything slow is begun."""
+    if not config.batches.batch_dir:
+        return None
+    from quire.server.batches.directory import opened_directory
+
+    return opened_directory(config)
+
+
 async def _serve_until_stopped(
     llm: AsyncLLM,
     make_app: Callable[[], Starlette],
@@ -121,6 +140,7 @@ async def _serve_until_stopped(
         try:
             if await finished_unless_set(stop.graceful, llm.wait_until_ready()):
                 app = make_app()
+                await app.state.context.start(app)
                 spare_full_collections()
                 async with listening.with_current_certificate(), _monitored(app.state.context, monitoring):
                     await _serve_engine(app, listening, stop)

@@ -154,6 +154,10 @@ class Tenants:
         given = (headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key"))
         return next(filter(None, map(self.of_key, presented_keys(*given))), None)
 
+    def of_name(self, name: str) -> Tenant | None:
+        """Return the tenant of a name; None: it is not there, or not any more."""
+        return self._default if name == self._default.name else self._by_name.get(name)
+
     def of_key(self, key: bytes) -> Tenant | None:
         """Return the tenant that a key belongs to; None: the key is not valid."""
         return self._by_digest.get(key_digest(key))

@@ -1,0 +1,134 @@
+"""The directory of files and batches, and how much of it each tenant uses."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from quire.config import ServerConfig
+from quire.errors import ConfigError
+from quire.front.worker_thread import TooManyJobsError, WorkerThread
+from quire.server.errors import UNAVAILABLE, ApiError
+
+T = TypeVar("T")
+
+_MAX_WAITING = 1024  # jobs
+_FILE_ID = re.compile(r"file-[0-9a-z]+(-output|-errors)?")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class BatchDirectory:
+    """A directory that belongs to this server until it is closed. Files are named by ids of the server's.
+
+    Everything that takes the disk's time is done in one thread, a bounded part at a time.
+
+    Args:
+        path: of the directory, which is made if it is not there.
+
+    Raises:
+        ConfigError: it cannot be used, or another server uses it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._files = self._path / "files"
+        self._thread = WorkerThread("quire-batch-files", _MAX_WAITING)
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._files.mkdir(mode=0o700, exist_ok=True)
+            self._lock = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"BatchConfig.batch_dir {path!r} cannot be used: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ConfigError(f"BatchConfig.batch_dir {path!r} is used by another server") from None
+
+    @property
+    def database_path(self) -> Path:
+        """Where it is known what the files are."""
+        return self._path / "batches.sqlite"
+
+    def path_of(self, file_id: str) -> Path:
+        """Return where a file is, by an id that this server has made."""
+        return self._files / file_id
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns in the thread of the files.
+
+        Raises:
+            ApiError: 503, too many calls wait.
+            Exception: whatever `call` raises.
+        """
+        try:
+            job = self._thread.submit(call)
+        except TooManyJobsError as error:
+            raise ApiError(503, f"the disk is too busy: {error}", kind=UNAVAILABLE) from None
+        return await asyncio.wrap_future(job)
+
+    def sync(self) -> None:
+        """Have the disk keep the names of the files; blocks."""
+        descriptor = os.open(self._files, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove_all_but(self, file_ids: Collection[str]) -> None:
+        """Remove what a server has left that ended within an upload or a deletion; blocks."""
+        for entry in os.scandir(self._files):
+            if _FILE_ID.fullmatch(entry.name) and entry.name not in file_ids:
+                os.unlink(entry.path)
+
+    def close(self) -> None:
+        """Let another server have it."""
+        os.close(self._lock)
+
+
+def opened_directory(config: ServerConfig) -> BatchDirectory | None:
+    """Return the directory that a server is to have; None: none.
+
+    Raises:
+        ConfigError: it cannot be used, or another server uses it.
+    """
+    path = config.batches.batch_dir
+    return BatchDirectory(path) if path else None
+
+
+class StoredBytes:
+    """How many bytes each tenant's files have.
+
+    Args:
+        limit: for each of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._used: dict[str, int] = {}
+
+    def load(self, used: Mapping[str, int]) -> None:
+        """Begin with what is stored already."""
+        self._used = dict(used)
+
+    def has_room(self, tenant: str, num_bytes: int) -> bool:
+        """Return whether a tenant may have so many more."""
+        return self._used.get(tenant, 0) + num_bytes <= self.limit
+
+    def note(self, tenant: str, num_bytes: int) -> None:
+        """Count bytes of a tenant, or fewer if negative."""
+        self._used[tenant] = self._used.get(tenant, 0) + num_bytes
+
+
+def disk_failure(error: OSError) -> ApiError:
+    """Return the answer to a request that the disk fails."""
+    if error.errno in _NO_SPACE:
+        return ApiError(507, "the disk of the server's batch_dir is full", code="disk_full")
+    problem = error.strerror or "an error of the disk"
+    return ApiError(503, f"the server's batch_dir cannot be used: {problem}", kind=UNAVAILABLE)
