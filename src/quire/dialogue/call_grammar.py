@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from quire.dialogue.formats import ToolCallFormat
 from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
@@ -33,23 +33,8 @@ def structure_of_answer(
         InvalidRequestError: the schemas are too large, or of a kind that the format cannot enforce.
     """
     writer = GrammarWriter(call_format.marks, token_id_of)
-    notation = call_format.notation
-    call = writer.one_of(notation.grammar(writer, tool) for tool in use.callable_tools)
-    layout = call_format.layout_for(writer)
-    head, tail = (writer.literal(text) for text in (layout.head, layout.tail))
-    more = f" ({writer.literal(layout.separator)} {call})*" if use.several else ""
-    calls = f"{call}{more} {tail}"
-    if use.must_call:
-        start = f"{head} {calls}"
-    elif content is not None:
-        start = f"{head} {calls} | {_content(writer, content)}"
-    elif call_format.start:
-        start = f'{writer.text_without(call_format.openings, call_format.start)} | {head} {calls} | ""'
-    else:
-        opening = call_format.opening_of(layout)
-        rest = writer.literal(layout.head[len(opening) :])
-        text = writer.text_without(call_format.openings)
-        start = f"{writer.text_up_to(opening, call_format.openings)} {rest} {calls} | {text}"
+    expression = None if content is None or use.must_call else _content(writer, content)
+    start = call_format.answer_grammar(writer, use, expression)
     try:
         return StructuredOutputsParams(grammar=writer.grammar(start))
     except InvalidRequestError as error:

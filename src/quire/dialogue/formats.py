@@ -2,81 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
-from quire.dialogue.call_reading import CallNotation
-from quire.dialogue.grammar_writing import GrammarWriter
 from quire.dialogue.json_calls import JsonCalls, ListedOrNamedCalls, NamedCalls
 from quire.dialogue.literal_calls import BareKeyCalls, PythonicCalls
+from quire.dialogue.marked_call_format import Layout, MarkedCallFormat
 from quire.dialogue.tagged_calls import TaggedCalls
 from quire.dialogue.template_names import uses_name
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """What a model writes before its first call, between two calls, and after the last one."""
-
-    head: str
-    separator: str
-    tail: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallFormat:
-    """How a model's answer calls tools.
-
-    Args:
-        notation: of the calls between the marks.
-        openings: marks, each of which begins calls.
-        closings: marks that may end them.
-        ignored: marks around all calls, which say nothing.
-        start: first character of an answer that is calls without a mark; "" if there are none such. JSON and
-            lists are answers, too, so only calls of tools that the request has count.
-        layout: of the calls that a grammar enforces.
-        token_layout: the layout instead of it for a model whose vocabulary has `token_layout_mark`.
-        token_layout_mark: a mark of the notation.
-        template_marks: what a chat template of this format has in it; each entry is texts that it has all of.
-        arguments_as_text: whether the template wants a call's arguments as JSON text, not as an object.
-        null_content: whether the template wants null, not "", for a message that has calls and no content.
-        short_ids: whether the template wants ids of nine letters and digits.
-    """
-
-    notation: CallNotation
-    openings: tuple[str, ...]
-    closings: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    start: str = ""
-    layout: Layout
-    token_layout: Layout | None = None
-    token_layout_mark: str = ""
-    template_marks: tuple[tuple[str, ...], ...]
-    arguments_as_text: bool = False
-    null_content: bool = False
-    short_ids: bool = False
-
-    @property
-    def known_only(self) -> bool:
-        """Whether only calls of tools that the request has are calls."""
-        return bool(self.start)
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """All marks, any of which may be a special token of the model."""
-        notation = self.notation.marks
-        return (*self.openings, *self.closings, *self.ignored, *notation)
-
-    def layout_for(self, writer: GrammarWriter) -> Layout:
-        """Return how calls are laid out by a model with the tokens that `writer` knows."""
-        if self.token_layout is not None and writer.is_token(self.token_layout_mark):
-            return self.token_layout
-        return self.layout
-
-    def opening_of(self, layout: Layout) -> str:
-        """Return the mark that a layout begins with."""
-        marks = (*self.ignored, *self.openings)
-        return next(mark for mark in marks if layout.head.startswith(mark))
-
+from quire.dialogue.tool_call_format import ToolCallFormat
 
 _IN_TAGS = Layout("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 
@@ -87,7 +20,7 @@ _DEEPSEEK = Layout(
 )
 
 FORMATS: Mapping[str, ToolCallFormat] = {
-    "qwen3_coder": ToolCallFormat(
+    "qwen3_coder": MarkedCallFormat(
         openings=("<tool_call>",),
         closings=("</tool_call>",),
         layout=_IN_TAGS,
@@ -102,7 +35,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         ),
         template_marks=(("<function=", "<parameter="),),
     ),
-    "glm": ToolCallFormat(
+    "glm": MarkedCallFormat(
         openings=("<tool_call>",),
         closings=("</tool_call>",),
         layout=Layout("<tool_call>", "</tool_call>\n<tool_call>", "</tool_call>"),
@@ -117,7 +50,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         ),
         template_marks=(("<arg_key>", "<arg_value>"),),
     ),
-    "deepseek_v3": ToolCallFormat(
+    "deepseek_v3": MarkedCallFormat(
         openings=("<\uff5ctool\u2581call\u2581begin\uff5c>",),
         closings=("<\uff5ctool\u2581call\u2581end\uff5c>",),
         ignored=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
@@ -127,7 +60,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         arguments_as_text=True,
         null_content=True,
     ),
-    "deepseek_v31": ToolCallFormat(
+    "deepseek_v31": MarkedCallFormat(
         openings=("<\uff5ctool\u2581call\u2581begin\uff5c>",),
         closings=("<\uff5ctool\u2581call\u2581end\uff5c>",),
         ignored=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
@@ -137,7 +70,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         arguments_as_text=True,
         null_content=True,
     ),
-    "gemma": ToolCallFormat(
+    "gemma": MarkedCallFormat(
         openings=("<start_function_call>",),
         closings=("<end_function_call>",),
         layout=Layout(
@@ -146,21 +79,21 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         notation=BareKeyCalls("<escape>"),
         template_marks=(("<start_function_call>",),),
     ),
-    "gemma4": ToolCallFormat(
+    "gemma4": MarkedCallFormat(
         openings=("<|tool_call>",),
         closings=("<tool_call|>",),
         layout=Layout("<|tool_call>", "<tool_call|><|tool_call>", "<tool_call|>"),
         notation=BareKeyCalls('<|"|>'),
         template_marks=(("<|tool_call>",),),
     ),
-    "olmo3": ToolCallFormat(
+    "olmo3": MarkedCallFormat(
         openings=("<function_calls>",),
         closings=("</function_calls>",),
         layout=Layout("<function_calls>", "\n", "</function_calls>"),
         notation=PythonicCalls(in_list=False),
         template_marks=(("<function_calls>",),),
     ),
-    "mistral": ToolCallFormat(
+    "mistral": MarkedCallFormat(
         openings=("[TOOL_CALLS]",),
         layout=Layout("[TOOL_CALLS][", ", ", "]"),
         token_layout=Layout("[TOOL_CALLS]", "[TOOL_CALLS]", ""),
@@ -169,28 +102,28 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         template_marks=(("[TOOL_CALLS]",),),
         short_ids=True,
     ),
-    "hermes": ToolCallFormat(
+    "hermes": MarkedCallFormat(
         openings=("<tool_call>",),
         closings=("</tool_call>",),
         layout=_IN_TAGS,
         notation=JsonCalls(separators=()),
         template_marks=(("<tool_call>",),),
     ),
-    "phi": ToolCallFormat(
+    "phi": MarkedCallFormat(
         openings=("<|tool_call|>", "functools"),
         closings=("<|/tool_call|>",),
         layout=Layout("<|tool_call|>[", ", ", "]<|/tool_call|>"),
         notation=JsonCalls(),
         template_marks=(("<|tool|>", "<|/tool|>"), ("functools[",)),
     ),
-    "granite": ToolCallFormat(
+    "granite": MarkedCallFormat(
         openings=("<|tool_call|>", "<tool_call>"),
         closings=("</tool_call>",),
         layout=Layout("<|tool_call|>[", ", ", "]"),
         notation=JsonCalls(),
         template_marks=(("<|start_of_role|>", "<|tool_call|>"),),
     ),
-    "pythonic": ToolCallFormat(
+    "pythonic": MarkedCallFormat(
         openings=("<|python_start|>",),
         closings=("<|python_end|>",),
         start="[",
@@ -198,7 +131,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         notation=PythonicCalls(),
         template_marks=(("<|python_start|>",), ("[func_name1(",)),
     ),
-    "llama3_json": ToolCallFormat(
+    "llama3_json": MarkedCallFormat(
         openings=("<|python_tag|>",),
         start="{",
         layout=Layout("", "; ", ""),

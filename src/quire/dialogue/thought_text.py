@@ -24,25 +24,22 @@ class ThoughtText:
         self._format = thought.format
         self._is_open = thought.is_open
         self._text = IncomingText()
-        self._thought: list[str] = []  # since the last call
-        self._rest: list[str] = []
+        self._parts: list[tuple[str, bool]] = []  # since the last call
         self._reading = self._read()
 
-    def feed(self, added: str) -> tuple[str, str]:
-        """Add a piece of the answer; return what has come of the thought, and of the rest."""
+    def feed(self, added: str) -> list[tuple[str, bool]]:
+        """Add a piece of the answer; return the parts that have come, and of each whether it is thought."""
         self._text.add(added)
         return self._advance()
 
-    def finish(self) -> tuple[str, str]:
-        """Return what is left of both, the answer being complete."""
+    def finish(self) -> list[tuple[str, bool]]:
+        """Return the parts that are left, the answer being complete."""
         self._text.end()
         return self._advance()
 
-    def _advance(self) -> tuple[str, str]:
+    def _advance(self) -> list[tuple[str, bool]]:
         next(self._reading, None)
-        known = "".join(self._thought), "".join(self._rest)
-        self._thought.clear()
-        self._rest.clear()
+        known, self._parts = self._parts, []
         return known
 
     def _read(self) -> Reading[None]:
@@ -51,12 +48,12 @@ class ThoughtText:
         self.is_over = True
         while piece := (yield from self._text.piece()):
             self._text.mark()
-            self._rest.append(piece)
+            self._parts.append((piece, False))
 
     def _begins(self) -> Reading[bool]:
         space = yield from self._text.whole_run(SPACE)
         start = yield from self._text.match(self._format.start)
-        (self._thought if start else self._rest).append(space + start)
+        self._parts.append((space + start, bool(start)))
         return bool(start)
 
     def _read_thought(self) -> Reading[None]:
@@ -66,7 +63,7 @@ class ThoughtText:
             piece, marker = yield from self._text.piece_before((self._format.end,))
             if not piece and not marker:
                 return
-            self._thought.append(piece + marker)
+            self._parts.append((piece + marker, True))
         while (yield from self._text.peek()) and (space := self._text.run(SPACE)):
             self._text.mark()
-            self._thought.append(space)
+            self._parts.append((space, True))

@@ -88,27 +88,38 @@ class StoppableText:
         With `may_stop` False, stop strings that end in this token's text are ignored.
         """
         added = self._decoder.push(token_id)
-        if self._thought is not None:
-            added = self._release_thought(self._thought, *self._thought.feed(added))
-        return self._add(added, may_stop)
+        if self._thought is None:
+            return self._add(added, may_stop)
+        return self._add_parts(self._thought, self._thought.feed(added), may_stop)
 
     def finish(self, *, may_stop: bool) -> str | None:
         """Release the withheld text; return the stop string found in it, if any."""
         added = self._decoder.flush()
-        if self._thought is not None:
-            (thought, rest), (end_of_thought, end) = self._thought.feed(added), self._thought.finish()
-            added = self._release_thought(self._thought, thought + end_of_thought, rest + end)
-        stopped_by = self._add(added, may_stop)
+        if self._thought is None:
+            stopped_by = self._add(added, may_stop)
+        else:
+            parts = self._thought.feed(added) + self._thought.finish()
+            stopped_by = self._add_parts(self._thought, parts, may_stop)
         self.text += self._withheld
         self._withheld = ""
         return stopped_by
 
-    def _release_thought(self, reading: ThoughtText, thought: str, rest: str) -> str:
-        """Add a piece of the thought to the text; return what has come of the rest."""
-        self.text += thought
+    def _add_parts(self, reading: ThoughtText, parts: list[tuple[str, bool]], may_stop: bool) -> str | None:
+        """Add parts of the text, of each of which is told whether it is thought."""
         if reading.is_over:
             self._thought = None
-        return rest
+        for text, is_thought in parts:
+            if is_thought:
+                self._pass_by(text)
+            elif (word := self._add(text, may_stop)) is not None:
+                return word
+        return None
+
+    def _pass_by(self, text: str) -> None:
+        """Add text in which no stop string counts, nor one that goes on in it."""
+        self.text += self._withheld + text
+        self._withheld = ""
+        self._matched = [0] * len(self._matched)
 
     def _add(self, added: str, may_stop: bool) -> str | None:
         if not self._withheld and self._stop.first_characters.isdisjoint(added):

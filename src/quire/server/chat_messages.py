@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from quire.dialogue.formats import ToolCallFormat
+from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, text_or_list
 from quire.server.tool_fields import MAX_CALLS, CallId, MessageToolCall
 

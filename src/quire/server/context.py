@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from quire.config import ServerConfig
-from quire.dialogue.formats import FORMATS, ToolCallFormat, format_of_template
+from quire.dialogue.formats import FORMATS, format_of_template
 from quire.dialogue.thoughts import THOUGHT_FORMATS, ThoughtFormat, thought_format_of_template
+from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.errors import InvalidRequestError
 from quire.server.database import IN_MEMORY
 from quire.server.errors import ApiError

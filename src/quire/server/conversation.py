@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.call_grammar import structure_of_answer
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
-from quire.dialogue.formats import ToolCallFormat, has_place_for_tools
+from quire.dialogue.formats import has_place_for_tools
 from quire.dialogue.thought_tokens import ThoughtTokens
 from quire.dialogue.thoughts import ExpectedThought, ThoughtFormat, expected_thought
+from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.front.thoughts import ThoughtControl

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.dialogue.formats import ToolCallFormat
+from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.sampling_params import TokenId
 from quire.server.chat_messages import ChatMessage, messages_for_template

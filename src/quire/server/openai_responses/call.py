@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from typing_extensions import override
 
-from quire.dialogue.formats import ToolCallFormat
+from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.context import leniency_of

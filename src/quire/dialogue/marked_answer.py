@@ -1,0 +1,144 @@
+"""Answers with a thought first, then content, and calls between marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.dialogue.call_reading import CallReader, NotACallError
+from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
+from quire.dialogue.incoming_text import SPACE, IncomingText, Reading
+from quire.dialogue.marked_call_format import MarkedCallFormat
+from quire.dialogue.thoughts import ExpectedThought
+
+
+class MarkedAnswer:
+    """Reads an answer.
+
+    Args:
+        text: of the answer.
+        calls: reads each call.
+        emit: takes each event.
+        call_format: in which the model calls tools; None: it has none to call.
+        thought: with which the answer may begin; None: with none.
+    """
+
+    def __init__(
+        self,
+        text: IncomingText,
+        calls: CallReader,
+        emit: Callable[[AnswerEvent], None],
+        call_format: MarkedCallFormat | None,
+        thought: ExpectedThought | None,
+    ) -> None:
+        self._text = text
+        self._calls = calls
+        self._emit = emit
+        self._format = call_format
+        self._thought = thought
+        self._space: list[str] = []  # after content, or before anything
+        self._has_content = False
+        self._follows_call = False
+
+    def read(self) -> Reading[None]:
+        """Read the whole answer."""
+        if self._thought is not None:
+            yield from self._read_thought(self._thought)
+        if self._format is None:
+            yield from self._read_content()
+        else:
+            yield from self._read_start(self._format)
+            yield from self._read_content_and_calls(self._format)
+        if not self._follows_call and any(self._space):
+            self._emit(ContentDelta("".join(self._space)))
+
+    def _read_thought(self, thought: ExpectedThought) -> Reading[None]:
+        """Read the thought that begins the answer, if one does."""
+        space = yield from self._text.whole_run(SPACE)
+        has_start = yield from self._text.match(thought.format.start)
+        if not thought.is_open and not has_start:
+            self._add_content(space)
+            return
+        yield from self._text.skip_space()
+        unsaid: list[str] = []  # white space that something may follow
+        marker = ""
+        while not marker:
+            self._text.mark()
+            piece, marker = yield from self._text.piece_before((thought.format.end,))
+            if not piece and not marker:
+                return
+            if said := piece.rstrip():
+                self._emit(ReasoningDelta("".join(unsaid) + said))
+                unsaid.clear()
+            unsaid.append(piece[len(said) :])
+        yield from self._text.skip_space()
+
+    def _read_content(self) -> Reading[None]:
+        while piece := (yield from self._text.piece()):
+            self._text.mark()
+            self._add_content(piece)
+
+    def _read_content_and_calls(self, call_format: MarkedCallFormat) -> Reading[None]:
+        markers = (*call_format.openings, *call_format.ignored)
+        while True:
+            self._text.mark()
+            before, marker = yield from self._text.piece_before(markers)
+            self._add_content(before)
+            while marker in call_format.openings:
+                marker = yield from self._read_calls(call_format, marker)
+            if not before and not marker and not (yield from self._text.peek()):
+                return
+
+    def _read_start(self, call_format: MarkedCallFormat) -> Reading[None]:
+        """Read calls that begin the answer without a mark."""
+        if call_format.start:
+            self._add_content((yield from self._text.whole_run(SPACE)))
+            if (yield from self._text.peek()) == call_format.start:
+                yield from self._read_calls(call_format, "")
+
+    def _read_calls(self, call_format: MarkedCallFormat, opening: str) -> Reading[str]:
+        """Read calls after the mark that begins them; return the mark of the next ones, if it has come."""
+        num_before = self._calls.num_calls
+        self._text.mark()
+        is_broken = False
+        remainder = ""
+        try:
+            yield from call_format.notation.read(self._calls)
+        except NotACallError:
+            is_broken = self._calls.is_open
+            if is_broken:
+                self._calls.break_off()
+            else:
+                remainder = self._text.since_mark()
+        if self._calls.num_calls == num_before:
+            self._add_content(opening + remainder)
+            return ""
+        self._follows_call = True
+        self._add_content(remainder)
+        if is_broken:
+            return (yield from self._skip_broken_call(call_format))
+        if not remainder and call_format.closings:
+            yield from self._text.skip_space()
+            yield from self._text.match(*call_format.closings)
+        return ""
+
+    def _skip_broken_call(self, call_format: MarkedCallFormat) -> Reading[str]:
+        """Drop what follows in a broken call; return the mark that begins the next ones, if there is one."""
+        markers = (*call_format.closings, *call_format.openings)
+        while True:
+            before, marker = yield from self._text.piece_before(markers)
+            if marker or not before:
+                return marker if marker in call_format.openings else ""
+
+    def _add_content(self, text: str) -> None:
+        """Say more to the user; white space at the end only once something follows it."""
+        if self._follows_call:
+            text = text.lstrip()
+        said = text.rstrip()
+        if not said:
+            self._space += [text] if text else []
+            return
+        before = "" if self._follows_call and not self._has_content else "".join(self._space)
+        self._space[:] = [text[len(said) :]]
+        self._has_content = True
+        self._follows_call = False
+        self._emit(ContentDelta(before + said))

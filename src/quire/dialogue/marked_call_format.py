@@ -1,0 +1,87 @@
+"""Formats in which calls stand between marks, after content or instead of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from typing_extensions import override
+
+from quire.dialogue.call_reading import CallNotation
+from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.tools import ToolUse
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """What a model writes before its first call, between two calls, and after the last one."""
+
+    head: str
+    separator: str
+    tail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedCallFormat(ToolCallFormat):
+    """How a model's answer calls tools between marks.
+
+    Args:
+        notation: of the calls between the marks.
+        openings: marks, each of which begins calls.
+        closings: marks that may end them.
+        ignored: marks around all calls, which say nothing.
+        start: first character of an answer that is calls without a mark; "" if there are none such. JSON and
+            lists are answers, too, so only calls of tools that the request has count.
+        layout: of the calls that a grammar enforces.
+        token_layout: the layout instead of it for a model whose vocabulary has `token_layout_mark`.
+        token_layout_mark: a mark of the notation.
+    """
+
+    notation: CallNotation
+    openings: tuple[str, ...]
+    closings: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    start: str = ""
+    layout: Layout
+    token_layout: Layout | None = None
+    token_layout_mark: str = ""
+
+    @property
+    @override
+    def marks(self) -> tuple[str, ...]:
+        notation = self.notation.marks
+        return (*self.openings, *self.closings, *self.ignored, *notation)
+
+    @property
+    @override
+    def known_only(self) -> bool:
+        return bool(self.start)
+
+    @override
+    def answer_grammar(self, writer: GrammarWriter, use: ToolUse, content: str | None) -> str:
+        call = writer.one_of(self.notation.grammar(writer, tool) for tool in use.callable_tools)
+        layout = self._layout_for(writer)
+        head, tail = (writer.literal(text) for text in (layout.head, layout.tail))
+        more = f" ({writer.literal(layout.separator)} {call})*" if use.several else ""
+        calls = f"{call}{more} {tail}"
+        if use.must_call:
+            return f"{head} {calls}"
+        if content is not None:
+            return f"{head} {calls} | {content}"
+        if self.start:
+            return f'{writer.text_without(self.openings, self.start)} | {head} {calls} | ""'
+        opening = self._opening_of(layout)
+        rest = writer.literal(layout.head[len(opening) :])
+        text = writer.text_without(self.openings)
+        return f"{writer.text_up_to(opening, self.openings)} {rest} {calls} | {text}"
+
+    def _layout_for(self, writer: GrammarWriter) -> Layout:
+        """Return how calls are laid out by a model with the tokens that `writer` knows."""
+        if self.token_layout is not None and writer.is_token(self.token_layout_mark):
+            return self.token_layout
+        return self.layout
+
+    def _opening_of(self, layout: Layout) -> str:
+        """Return the mark that a layout begins with."""
+        marks = (*self.ignored, *self.openings)
+        return next(mark for mark in marks if layout.head.startswith(mark))

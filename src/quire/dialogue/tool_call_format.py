@@ -1,0 +1,49 @@
+"""What every format in which models call tools has."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.tools import ToolUse
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallFormat(abc.ABC):
+    """How a model's answer calls tools.
+
+    Args:
+        template_marks: what a chat template of this format has in it; each entry is texts that it has all of.
+        arguments_as_text: whether the template wants a call's arguments as JSON text, not as an object.
+        null_content: whether the template wants null, not "", for a message that has calls and no content.
+        short_ids: whether the template wants ids of nine letters and digits.
+    """
+
+    template_marks: tuple[tuple[str, ...], ...]
+    arguments_as_text: bool = False
+    null_content: bool = False
+    short_ids: bool = False
+
+    @property
+    @abc.abstractmethod
+    def marks(self) -> tuple[str, ...]:
+        """All marks, any of which may be a special token of the model."""
+
+    @property
+    def known_only(self) -> bool:
+        """Whether only calls of tools that the request has are calls."""
+        return False
+
+    @abc.abstractmethod
+    def answer_grammar(self, writer: GrammarWriter, use: ToolUse, content: str | None) -> str:
+        """Return the expression for an answer that calls tools as `use` says, with valid arguments.
+
+        Args:
+            writer: of the grammar.
+            use: of tools by the answer.
+            content: the expression for an answer that calls none; None: any text.
+
+        Raises:
+            InvalidRequestError: the format cannot enforce what a tool's schema wants.
+        """
