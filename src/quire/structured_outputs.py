@@ -20,7 +20,7 @@ class ThoughtParams:
     """A thought with which the output may begin; a structure applies to what comes after it.
 
     Made where the prompt is tokenized. If `is_open`, the output begins within the thought, otherwise perhaps
-    with `start`. The thought ends with `end`.
+    with `start`; it must if there are `bridge_token_ids`. The thought ends with `end`.
     """
 
     start: str = knob(default="", help="Text before the thought.")
@@ -37,6 +37,10 @@ class ThoughtParams:
     )
     closing_token_ids: tuple[int, ...] = knob(
         default=(), unit="token ids", help="Tokens that end a thought whose budget is spent."
+    )
+
+    bridge_token_ids: tuple[int, ...] = knob(
+        default=(), unit="token ids", help="Tokens that lead from a thought to what comes after it."
     )
 
     def __post_init__(self) -> None:

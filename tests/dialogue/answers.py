@@ -129,6 +129,10 @@ SAMPLES = [
     ("glm", 'I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>P "x"\ny</arg_value>\n'
      "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>ping</tool_call>",
      "I look.", [("get_weather", {"city": 'P "x"\ny', "days": 3}), PING]),
+    ("harmony", f"<|channel|>commentary<|message|>Well.<|end|><|start|>assistant<|channel|>commentary "
+     f"to=functions.get_weather <|constrain|>json<|message|>{json.dumps(WEATHER[1])}<|call|>"
+     "<|start|>assistant to=functions.ping<|channel|>commentary json<|message|>{}<|call|>", "Well.",
+     [WEATHER, PING]),
     ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\n007 </param\n\n</parameter>\n"
      "<parameter=days>\n12\n</parameter>\n<parameter=unit>\nnull\n</parameter>\n"
      '<parameter=precise>\nTrue\n</parameter>\n<parameter=where>\n{"a": [1]}\n</parameter>\n'

@@ -140,7 +140,7 @@ def test_what_must_be_called_is_called(name, has_marks):
     assert called
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])
 def test_an_answer_may_be_content_and_then_calls(name):
     model = Model(name, has_marks=name == "mistral")
     use = ToolUse(TOOLS, frozenset({"ping"}), several=False)
@@ -153,9 +153,36 @@ def test_an_answer_may_be_content_and_then_calls(name):
     assert not grammar.copy().accept(tokens_of(model, content + call.replace("ping", "pong")))
 
 
+@pytest.mark.parametrize("has_marks", [False, True])
+@pytest.mark.parametrize("content", [None, {"const": "Well."}])
+def test_an_answer_in_harmony_is_preambles_and_then_a_call_or_content(has_marks, content):
+    model = Model("harmony", has_marks=has_marks)
+    use = ToolUse(TOOLS, frozenset({"ping"}), several=False)
+    structure = structure_of_answer(
+        FORMATS["harmony"],
+        use,
+        model.marks.get,
+        content=None if content is None else StructuredOutputsParams(json=content),
+    )
+    grammar = model.backend.compile(structure)
+    must = ToolUse(TOOLS, frozenset({"ping"}), must_call=True)
+    call = model.answer(structure_of_answer(FORMATS["harmony"], must, model.marks.get), 1)
+    assert call == "<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}"
+    final = "<|channel|>final<|message|>" + ("Well." if content is None else '"Well."')
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    for answer in (call, final, preamble + call, preamble + preamble + final):
+        assert grammar.copy().accept([*tokens_of(model, answer), model.eos])
+    for answer in (
+        "Well.", f"{preamble}Well.", call.replace("ping", "pong"), call.replace("{}", "[]"), f"{call} ",
+        f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant{final}", f"{final}<|end|>{call}",
+    ):  # fmt: skip
+        assert not grammar.copy().accept([*tokens_of(model, answer), model.eos])
+    assert grammar.copy().accept(tokens_of(model, "<|channel|>final<|message|>No")) == (content is None)
+
+
 def tokens_of(model, text):
     """The longest tokens of a text, one after the other."""
-    ids = {one: token for token, one in reversed(model.texts.items())}
+    ids = {one: token for token, one in reversed(model.texts.items()) if token != model.eos}
     tokens = []
     rest = text.encode()
     while rest:

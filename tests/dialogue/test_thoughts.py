@@ -23,6 +23,7 @@ from quire.dialogue.thoughts import (
     thought_format_of_template,
 )
 
+MARKED = [name for name, one in THOUGHT_FORMATS.items() if not one.in_messages]
 TRICKY = 'a < b, <tool_call> is {"name": "ping"}, </thin\n\n[/THINK <| é漢🙂 <|END'
 CALL = '<tool_call>\n{"name": "ping", "arguments": {"a": "<think>"}}\n</tool_call>'
 
@@ -51,7 +52,7 @@ def at_every_split(name, answer, expected, **fields):
         assert told(name, [answer[:at], answer[at:]], **fields) == expected
 
 
-@pytest.mark.parametrize("name", THOUGHT_FORMATS)
+@pytest.mark.parametrize("name", MARKED)
 def test_each_format_at_every_split(name):
     one = THOUGHT_FORMATS[name]
     thought = TRICKY.replace(one.end, "")
@@ -93,7 +94,7 @@ def test_unusual_answers(answer, is_open, expected):
     at_every_split("think", answer, expected, is_open=is_open)
 
 
-@pytest.mark.parametrize("name", THOUGHT_FORMATS)
+@pytest.mark.parametrize("name", MARKED)
 @given(st.data())
 @settings(max_examples=25)
 def test_nothing_of_a_thought_is_content_nor_the_other_way_round(name, data):

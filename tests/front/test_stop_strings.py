@@ -168,6 +168,26 @@ def test_thoughts_equal_the_naive_search(pieces, stop, is_open, include):
         assert after.startswith(before), "released text is never taken back"
 
 
+HARMONY = "<|channel|>{}<|message|>{}<|end|>\n<|start|>assistant"
+SEVERAL = (
+    HARMONY.format("analysis", "a STOP") + HARMONY.format("commentary", "Well, ST")
+    + HARMONY.format("analysis", "OP final") + "<|channel|>final<|message|>Yes ST{}OP"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("between", "num_shown"), [("", -4), (".", None)])
+def test_in_harmony_they_do_not_count_in_any_thought_or_header(between, num_shown):
+    whole = SEVERAL.format(between)
+    expected = (whole[:num_shown], "STOP" if num_shown else None)
+    stop = ["STOP", "assistant", "final<", "|>", "<"]
+    for pieces in ([whole], list(whole), *([whole[:at], whole[at:]] for at in range(len(whole)))):
+        reading = ThoughtText(ExpectedThought(THOUGHT_FORMATS["harmony"], is_open=False))
+        text = StoppableText(Pieces(pieces), StopStrings(stop), include_stop=False, thought=reading)
+        words = [text.push(index, may_stop=True) for index in range(len(pieces))]
+        words.append(None if any(words) else text.finish(may_stop=True))
+        assert (text.text, next(filter(None, words), None)) == expected
+
+
 def test_a_thought_is_shown_as_it_comes():
     *_, shown = run_thinking(["<think>", "S", "T", "</think>", "S", "x"], ["STOP"])
     assert shown[:3] == ["<think>", "<think>S", "<think>ST"]

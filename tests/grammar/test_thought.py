@@ -61,6 +61,7 @@ PARAMS = st.builds(
     end=st.sampled_from([TEXT, TOKEN]),
     is_open=st.booleans(),
     budget=st.sampled_from([None, 0, 1, 4]),
+    bridge_token_ids=st.sampled_from([(), tuple(encode("then: "))]),
 )
 
 
@@ -128,6 +129,31 @@ def test_a_budget_forces_the_end(budget, structure):
         assert not accepts(grammar, EOS[0])
         assert grammar.accept([token])
     assert (allowed(grammar) == ALL) == (structure is None)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("end", [TEXT, TOKEN])
+@pytest.mark.parametrize("budget", [None, 30])
+@pytest.mark.parametrize("structure", [SCHEMA, None])
+def test_what_leads_from_a_thought_to_the_rest(structure, budget, end, is_open):
+    bridge = tuple(encode("<|start|>then: "))
+    params = thought(end, is_open=is_open, budget=budget, bridge_token_ids=bridge)
+    grammar = grammar_of(params, structure)
+    for token in () if is_open else params.start_token_ids:  # it cannot be left out
+        assert allowed(grammar) == {token}
+        assert grammar.accept([token])
+    assert grammar.accept(encode("Hm."))
+    assert not allowed(grammar) & set(EOS)
+    assert grammar.accept(encode(end))
+    for token in bridge:
+        assert allowed(grammar) == {token}
+        assert not accepts(grammar, EOS[0])
+        assert grammar.accept([token])
+    if structure is None:
+        assert allowed(grammar) == ALL
+    else:
+        assert not accepts(grammar, encode("x")[0])
+        assert grammar.accept([*encode('{"a": 22}'), EOS[0]])
 
 
 def test_a_thought_may_end_before_its_budget():

@@ -13,6 +13,7 @@ import preloaded
 from checkpoints import make_checkpoint
 from quire import AsyncLLM, EngineConfig, SchedulerConfig
 from quire.config import ServerConfig
+from quire.dialogue.harmony_messages import MARKS as HARMONY_MARKS
 from quire.server.app import create_app
 
 TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -32,7 +33,7 @@ Call tools as <tool_call>{"name": ..., "arguments": ...}</tool_call>:
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking %}<think>
 {% endif %}{% endif %}"""
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", *HARMONY_MARKS)
 USER = {"role": "user", "content": "Hi"}
 TOOL = {
     "type": "function",
@@ -137,7 +138,7 @@ async def test_a_schema_that_cannot_be_enforced_is_refused(client):
     assert caught.value.param == "tools"
 
 
-@pytest.mark.parametrize("client", ["auto"], indirect=True)
+@pytest.mark.parametrize("client", ["auto", "harmony"], indirect=True)
 @pytest.mark.parametrize("required", [True, False], ids=["a call", "a schema"])
 async def test_a_grammar_applies_after_the_thought_and_its_budget(client, required):
     schema = {"name": "s", "schema": TOOL["function"]["parameters"]}
@@ -153,7 +154,7 @@ async def test_a_grammar_applies_after_the_thought_and_its_budget(client, requir
     for arguments in written:
         require_valid(arguments)
     assert [bool(one.message.reasoning) for one in answer.choices] == [True, True]
-    assert 2 * 7 <= answer.usage.completion_tokens_details.reasoning_tokens <= 2 * 8  # with a line break
+    assert 2 * 7 <= answer.usage.completion_tokens_details.reasoning_tokens <= 2 * 8  # perhaps a line break
     told = [["", ""], ["", ""]]
     async for chunk in await create(client, stream=True, extra_body=extra, **fields):
         for one in chunk.choices:
@@ -162,6 +163,19 @@ async def test_a_grammar_applies_after_the_thought_and_its_budget(client, requir
             for call in one.delta.tool_calls or []:
                 told[one.index][1] += call.function.arguments
     assert told == [[one.message.reasoning, text] for one, text in zip(answer.choices, written, strict=True)]
+
+
+@pytest.mark.parametrize("client", ["harmony"], indirect=True)
+@pytest.mark.parametrize("tools", [[TOOL], openai.NOT_GIVEN], ids=["tools", "no tools"])
+@pytest.mark.parametrize("budget", [0, 6])
+async def test_a_budget_in_harmony_is_followed_by_a_message(client, tools, budget):
+    extra = {"thinking_token_budget": budget}
+    answer = await create(client, tools=tools, max_tokens=60, seed=2, extra_body=extra)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == budget
+    [choice] = answer.choices
+    assert bool(getattr(choice.message, "reasoning", None)) == bool(budget)
+    assert choice.message.content or choice.message.tool_calls
+    assert not any(mark in (choice.message.content or "") for mark in ("<|end|>", "<|start|>", "<|channel|>"))
 
 
 @pytest.mark.parametrize("client", ["auto"], indirect=True)

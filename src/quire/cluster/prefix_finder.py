@@ -12,7 +12,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from quire.cluster.block_index import EngineBlocks
+from quire.dialogue.earlier_turns import turns_for_template
 from quire.dialogue.formats import FORMATS, format_of_template
+from quire.dialogue.thoughts import THOUGHT_FORMATS, thought_format_of_template
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.models.tokenizer import Tokenizer
@@ -117,11 +119,14 @@ class PrefixFinder:
         if isinstance(request, ChatCompletionRequest):
             template = self.tokenizer.chat_template_source or ""
             name = format_of_template(template)
+            call_format = None if name is None else FORMATS[name]
+            thought_name = thought_format_of_template(template)
+            thought_format = None if thought_name is None else THOUGHT_FORMATS[thought_name]
             use = request.tool_use()
             text = self.tokenizer.apply_chat_template(
-                request.template_messages(None if name is None else FORMATS[name]),
+                turns_for_template(request.template_messages(call_format), call_format),
                 tools=None if use is None else [tool.for_template() for tool in use.tools],
-                variables=request.thinking_options().variables(template),
+                variables=request.thinking_options().variables(template, thought_format),
             )
             return len(text), self.tokenizer.encode(text[:MAX_CHARACTERS], add_special_tokens=False)
         if len(request.prompts) > 1:

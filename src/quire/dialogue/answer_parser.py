@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.dialogue.call_reading import CallReader
 from quire.dialogue.events import AnswerEvent, ArgumentsDelta, ContentDelta, ReasoningDelta
+from quire.dialogue.harmony_answer import HarmonyAnswer
 from quire.dialogue.incoming_text import IncomingText
 from quire.dialogue.marked_answer import MarkedAnswer
 from quire.dialogue.marked_call_format import MarkedCallFormat
@@ -39,9 +40,19 @@ class AnswerParser:
         self._text = IncomingText()
         known_only = call_format is not None and call_format.known_only
         self._calls = CallReader(self._text, tools, known_only, self._events.append)
+        self._reading = self._answer(call_format, thought).read()
+
+    def _answer(
+        self, call_format: ToolCallFormat | None, thought: ExpectedThought | None
+    ) -> MarkedAnswer | HarmonyAnswer:
+        """Return what reads answers in these formats."""
+        in_harmony = call_format is not None and call_format.in_messages
+        if in_harmony or (thought is not None and thought.format.in_messages):
+            return HarmonyAnswer(
+                self._text, self._calls, self._events.append, thought, reads_calls=in_harmony
+            )
         marked = call_format if isinstance(call_format, MarkedCallFormat) else None
-        answer = MarkedAnswer(self._text, self._calls, self._events.append, marked, thought)
-        self._reading = answer.read()
+        return MarkedAnswer(self._text, self._calls, self._events.append, marked, thought)
 
     @property
     def num_calls(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quire.dialogue.harmony_call_format import HarmonyCallFormat
+from quire.dialogue.harmony_messages import ANALYSIS_HEADER
 from quire.dialogue.json_calls import JsonCalls, ListedOrNamedCalls, NamedCalls
 from quire.dialogue.literal_calls import BareKeyCalls, PythonicCalls
 from quire.dialogue.marked_call_format import Layout, MarkedCallFormat
@@ -102,6 +104,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         template_marks=(("[TOOL_CALLS]",),),
         short_ids=True,
     ),
+    "harmony": HarmonyCallFormat(template_marks=((ANALYSIS_HEADER,),), one_call_a_turn=True),
     "hermes": MarkedCallFormat(
         openings=("<tool_call>",),
         closings=("</tool_call>",),

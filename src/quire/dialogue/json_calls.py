@@ -45,10 +45,11 @@ class JsonCalls:
     def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
         """See `CallNotation.grammar`."""
         head = f'{{"name": {json_text(tool.name)}, "{self.argument_key}": '
-        return f"{writer.literal(head)} {_object_of(writer, tool)} {writer.literal('}')}"
+        return f"{writer.literal(head)} {object_grammar(writer, tool)} {writer.literal('}')}"
 
 
-def _object_of(writer: GrammarWriter, tool: Tool) -> str:
+def object_grammar(writer: GrammarWriter, tool: Tool) -> str:
+    """Return the expression for a tool's arguments as a JSON object."""
     return writer.json({"type": "object", **tool.parameters})
 
 
@@ -136,7 +137,7 @@ class NamedCalls:
         opening, closing = self.fence
         head = f"{self.kind}{self.separator}{tool.name}\n" if self.kind else f"{tool.name}{self.separator}"
         begin, end = (f"{opening}\n", f"\n{closing}") if opening else ("", "")
-        return f"{writer.literal(head + begin)} {_object_of(writer, tool)} {writer.literal(end)}"
+        return f"{writer.literal(head + begin)} {object_grammar(writer, tool)} {writer.literal(end)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

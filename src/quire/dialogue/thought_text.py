@@ -1,7 +1,8 @@
-"""Where in an answer's text the thought ends that it may begin with."""
+"""Which of an answer's text is thought."""
 
 from __future__ import annotations
 
+from quire.dialogue.harmony_messages import ANALYSIS, HarmonyMessages
 from quire.dialogue.incoming_text import SPACE, IncomingText, Reading
 from quire.dialogue.thoughts import ExpectedThought
 
@@ -9,8 +10,8 @@ from quire.dialogue.thoughts import ExpectedThought
 class ThoughtText:
     """Tells the thought of one answer, as the text comes, from what follows it.
 
-    To the thought belong its marks and the white space after it. While the answer may still turn out to begin
-    with no thought, its text is neither.
+    To the thought belong its marks and the white space after it; in harmony, the headers of all messages.
+    While the answer may still turn out to begin with no thought, its text is neither.
 
     Args:
         thought: with which the answer may begin.
@@ -25,7 +26,7 @@ class ThoughtText:
         self._is_open = thought.is_open
         self._text = IncomingText()
         self._parts: list[tuple[str, bool]] = []  # since the last call
-        self._reading = self._read()
+        self._reading = self._read_messages() if self._format.in_messages else self._read()
 
     def feed(self, added: str) -> list[tuple[str, bool]]:
         """Add a piece of the answer; return the parts that have come, and of each whether it is thought."""
@@ -49,6 +50,14 @@ class ThoughtText:
         while piece := (yield from self._text.piece()):
             self._text.mark()
             self._parts.append((piece, False))
+
+    def _read_messages(self) -> Reading[None]:
+        messages = HarmonyMessages(self._text, in_analysis=self._is_open)
+        while (header := (yield from messages.header())) is not None:
+            self._parts.append((messages.skipped, True))
+            while piece := (yield from messages.body()):
+                self._parts.append((piece, header.channel == ANALYSIS))
+        self._parts.append((messages.skipped, True))
 
     def _begins(self) -> Reading[bool]:
         space = yield from self._text.whole_run(SPACE)

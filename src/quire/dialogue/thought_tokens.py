@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from quire.dialogue.harmony_messages import ANALYSIS, HarmonyMessages
+from quire.dialogue.incoming_text import IncomingText, Reading
 from quire.dialogue.thoughts import ExpectedThought
 
 
 class ThoughtTokens:
     """Counts the tokens of one answer that come before the mark which ends its thought.
 
-    Of a mark of several tokens, all but the last one count.
+    In harmony, these are tokens of the bodies of messages that are thoughts. Of a mark of several tokens, all
+    but the last one count.
 
     Args:
         thought: with which the answer may begin.
@@ -32,6 +35,7 @@ class ThoughtTokens:
         self._has_begun = thought.is_open
         self._has_ended = False
         self._num_seen = 0
+        self._messages = MessageThoughts(thought.is_open) if thought.format.in_messages else None
         self._text = ""  # up to the first mark; then the last of it, in which the other may begin
 
     def update(self, token_ids: Sequence[int]) -> int:
@@ -44,7 +48,9 @@ class ThoughtTokens:
         return self.count
 
     def _see(self, token_id: int) -> None:
-        if not self._has_begun:
+        if self._messages is not None:
+            self.count += self._messages.is_thought(self._token_text(token_id))
+        elif not self._has_begun:
             self._see_before(token_id)
         elif self._is_end(token_id):
             self._has_ended = True
@@ -61,3 +67,31 @@ class ThoughtTokens:
             return token_id == self._end_token_id
         self._text = self._text[-len(self._end) :] + self._token_text(token_id)
         return self._end in self._text
+
+
+class MessageThoughts:
+    """Tells which tokens of an answer in harmony are within the body of a message that is thought.
+
+    Args:
+        in_thought: whether the answer begins in such a body.
+    """
+
+    def __init__(self, in_thought: bool) -> None:
+        self._text = IncomingText()
+        self._in_thought = in_thought
+        self._reading = self._read(HarmonyMessages(self._text, in_analysis=in_thought))
+        next(self._reading)
+
+    def is_thought(self, text: str) -> bool:
+        """Whether the next token, which has this text, is in a thought and does not end it."""
+        was_in_thought = self._in_thought
+        self._text.add(text)
+        next(self._reading)
+        return was_in_thought and self._in_thought
+
+    def _read(self, messages: HarmonyMessages) -> Reading[None]:
+        while (header := (yield from messages.header())) is not None:
+            self._in_thought = header.channel == ANALYSIS
+            while (yield from messages.body()):
+                pass
+            self._in_thought = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from quire.dialogue.harmony_messages import ANALYSIS_HEADER, END, FINAL_HEADER, MARKS, MESSAGE_START
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ThoughtFormat:
@@ -14,6 +16,10 @@ class ThoughtFormat:
         start, end: the marks.
         template_marks: texts of which a chat template of this format has at least one.
         space_before_end, space_after_end: white space that the model writes around `end`.
+        message_start: begins each message but the first, where thoughts and content are messages; "" where
+            they are not.
+        content_header: follows it in a message that is content.
+        efforts: values of `reasoning_effort` that the models know; empty: any.
     """
 
     start: str
@@ -21,6 +27,19 @@ class ThoughtFormat:
     template_marks: tuple[str, ...]
     space_before_end: str = "\n"
     space_after_end: str = "\n\n"
+    message_start: str = ""
+    content_header: str = ""
+    efforts: tuple[str, ...] = ()
+
+    @property
+    def in_messages(self) -> bool:
+        """Whether thoughts and content are messages, as in harmony."""
+        return bool(self.message_start)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks, any of which may be a special token of the model."""
+        return MARKS if self.in_messages else (self.start, self.end)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +75,16 @@ THOUGHT_FORMATS: Mapping[str, ThoughtFormat] = {
         end="Here is my response:",
         template_marks=("Here is my thought process:",),
         space_before_end="\n\n",
+    ),
+    "harmony": ThoughtFormat(
+        start=ANALYSIS_HEADER,
+        end=END,
+        template_marks=(ANALYSIS_HEADER,),
+        space_before_end="",
+        space_after_end="",
+        message_start=MESSAGE_START,
+        content_header=FINAL_HEADER,
+        efforts=("low", "medium", "high"),
     ),
     "kimi": ThoughtFormat(
         start="\u25c1think\u25b7", end="\u25c1/think\u25b7", template_marks=("\u25c1/think\u25b7",)
@@ -99,6 +128,6 @@ def expected_thought(
         is_open = continued.rfind(thought_format.start) > continued.rfind(thought_format.end)
         return ExpectedThought(thought_format, is_open=True) if is_open else None
     said = prompt.rstrip()
-    if said.endswith(thought_format.end):
+    if said.endswith(thought_format.content_header if thought_format.in_messages else thought_format.end):
         return None
     return ExpectedThought(thought_format, said.endswith(thought_format.start))

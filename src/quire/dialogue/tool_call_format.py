@@ -18,12 +18,15 @@ class ToolCallFormat(abc.ABC):
         arguments_as_text: whether the template wants a call's arguments as JSON text, not as an object.
         null_content: whether the template wants null, not "", for a message that has calls and no content.
         short_ids: whether the template wants ids of nine letters and digits.
+        one_call_a_turn: whether the template has place for one call in a message, and for what was thought or
+            what was said before it.
     """
 
     template_marks: tuple[tuple[str, ...], ...]
     arguments_as_text: bool = False
     null_content: bool = False
     short_ids: bool = False
+    one_call_a_turn: bool = False
 
     @property
     @abc.abstractmethod
@@ -33,6 +36,16 @@ class ToolCallFormat(abc.ABC):
     @property
     def known_only(self) -> bool:
         """Whether only calls of tools that the request has are calls."""
+        return False
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Marks that end an answer where they are tokens, whether the model's files say so or not."""
+        return ()
+
+    @property
+    def in_messages(self) -> bool:
+        """Whether calls and content are messages, as in harmony."""
         return False
 
     @abc.abstractmethod

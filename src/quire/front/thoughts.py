@@ -22,12 +22,15 @@ class ThoughtControl:
         budget: maximum number of tokens; None: as many as it takes.
         budget_message: said before the thought is ended because the budget is spent.
         continued: the beginning of the answer that is in the prompt already.
+        leads_to_content: whether content must follow, where that is a message of its own; otherwise the
+            structure tells which message it is.
     """
 
     format: ThoughtFormat
     budget: int | None = None
     budget_message: str = ""
     continued: str = ""
+    leads_to_content: bool = True
 
 
 def params_with_thought(
@@ -47,7 +50,8 @@ def params_with_thought(
     if structure is None and control.budget is None:
         return params
     marks = control.format
-    closing = f"{control.budget_message}{marks.space_before_end}{marks.end}{marks.space_after_end}"
+    bridge = marks.message_start + (marks.content_header if control.leads_to_content else "")
+    closing = f"{control.budget_message}{marks.space_before_end}{marks.end}{marks.space_after_end}{bridge}"
     thought = ThoughtParams(
         start=marks.start,
         end=marks.end,
@@ -56,6 +60,7 @@ def params_with_thought(
         end_token_id=tokenizer.added_token_id(marks.end),
         budget=control.budget,
         closing_token_ids=tuple(tokenizer.encode(closing, add_special_tokens=False)),
+        bridge_token_ids=tuple(tokenizer.encode(bridge, add_special_tokens=False)),
     )
     if structure is None:
         with_thought = StructuredOutputsParams(thought=thought)

@@ -100,7 +100,9 @@ class ThoughtGrammar(Grammar):
 
     With a structure, tokens that end the sequence are not allowed in a thought, nor tokens that have its end
     and more, of which the structure could not know. A thought that is not open may be left out; it begins
-    with just the tokens of `start` then, since whatever else comes is the structure's.
+    with just the tokens of `start` then, since whatever else comes is the structure's. Where tokens must lead
+    from the thought to what comes after it, the thought must be there, and has such an end without a
+    structure, too.
 
     Args:
         thought: that may come first.
@@ -119,6 +121,7 @@ class ThoughtGrammar(Grammar):
         self._head: list[int] = []  # tokens of the mark that begins the thought
         self._has_begun = thought.is_open
         self._matched: list[int] = []  # bytes of the mark that ends it, after each token of the thought
+        self._ended_at: int | None = None  # tokens of the thought when its end had come unforced
         self._is_over = False
         self._num_after = 0  # tokens accepted since
 
@@ -148,6 +151,8 @@ class ThoughtGrammar(Grammar):
             self._is_over = False
         within = min(before, len(self._matched))
         del self._matched[len(self._matched) - within :]
+        if self._ended_at is not None and len(self._matched) < self._ended_at:
+            self._ended_at = None
         if before > within:
             del self._head[len(self._head) - (before - within) :]
             self._has_begun = False
@@ -163,17 +168,17 @@ class ThoughtGrammar(Grammar):
         if not self._is_over and (forced := self._forced_token) is not None:
             row[:] = 0
             _set(row, forced)
-        elif self._structure is None:
-            row[:] = _ALL
-        elif self._is_over or not self._has_begun:
-            self._structure.fill_bitmask(row)
-            if not self._is_over:
-                _set(row, self._thought.start_token_ids[0])
-        else:
+        elif self._has_begun and not self._is_over and self._has_strict_end:
             row[:] = _ALL
             overlong = self._end.overlong_tokens(self._num_matched)
             for token_id in (*self._spelling.eos_token_ids, *overlong):
                 row.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        elif self._structure is None:
+            row[:] = _ALL
+        else:
+            self._structure.fill_bitmask(row)
+            if not self._is_over:
+                _set(row, self._thought.start_token_ids[0])
 
     def copy(self) -> ThoughtGrammar:
         """Return an independent grammar in the same state."""
@@ -181,6 +186,7 @@ class ThoughtGrammar(Grammar):
         other = ThoughtGrammar(self._thought, structure, self._end, self._spelling)
         other._head, other._matched = self._head.copy(), self._matched.copy()
         other._has_begun, other._is_over, other._num_after = self._has_begun, self._is_over, self._num_after
+        other._ended_at = self._ended_at
         return other
 
     @property
@@ -192,8 +198,10 @@ class ThoughtGrammar(Grammar):
     def _forced_token(self) -> int | None:
         """The only token that may come before the thought is over, if there is only one."""
         if not self._has_begun:
-            has_part = self._structure is not None and self._head
-            return self._thought.start_token_ids[len(self._head)] if has_part else None
+            is_forced = self._thought.bridge_token_ids or (self._structure is not None and self._head)
+            return self._thought.start_token_ids[len(self._head)] if is_forced else None
+        if self._ended_at is not None:
+            return self._thought.bridge_token_ids[len(self._matched) - self._ended_at]
         budget = self._thought.budget
         if budget is None or len(self._matched) < budget:
             return None
@@ -220,14 +228,15 @@ class ThoughtGrammar(Grammar):
         return True
 
     def _accept_head(self, token_id: int) -> bool:
-        if self._structure is None:
+        if not self._has_strict_end:
             return self._accept_free_head(token_id)
         start = self._thought.start_token_ids
         if token_id == start[len(self._head)]:
             self._head.append(token_id)
             self._has_begun = len(self._head) == len(start)
             return True
-        return not self._head and self._accept_after(token_id)
+        may_be_left_out = not self._head and not self._thought.bridge_token_ids
+        return may_be_left_out and self._accept_after(token_id)
 
     def _accept_free_head(self, token_id: int) -> bool:
         """Accept any token; white space may stand before the mark, and anything after it in one token."""
@@ -245,20 +254,31 @@ class ThoughtGrammar(Grammar):
             matched = 0
             accepted = token_id == forced
             is_last = len(self._matched) + 1 == self._closed_length
+            ends = False
         else:
             after = self._end.after(self._num_matched, token_id)
             matched = 0 if after is None else after
-            accepted = self._structure is None or not self._hides_end(token_id)
-            is_last = after is None
+            accepted = not self._has_strict_end or not self._hides_end(token_id)
+            ends = after is None
+            is_last = ends and not self._thought.bridge_token_ids
         if accepted:
             self._matched.append(matched)
             self._is_over = is_last
+            if ends:
+                self._ended_at = len(self._matched)
         return accepted
 
     @property
     def _closed_length(self) -> int:
-        """Tokens of a thought whose end the budget has forced."""
+        """Tokens of a thought whose end is being forced, and of what leads from it to the rest."""
+        if self._ended_at is not None:
+            return self._ended_at + len(self._thought.bridge_token_ids)
         return (self._thought.budget or 0) + len(self._thought.closing_token_ids)
+
+    @property
+    def _has_strict_end(self) -> bool:
+        """Whether the thought must have an end after which something else can begin."""
+        return self._structure is not None or bool(self._thought.bridge_token_ids)
 
     def _hides_end(self, token_id: int) -> bool:
         """Whether a structure could not begin where the thought ends with this token."""

@@ -8,13 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, text_or_list
 from quire.server.tool_fields import MAX_CALLS, CallId, MessageToolCall
 
 Role = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-
-NAMES_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # in templates
 
 
 class TextPart(StrictModel):

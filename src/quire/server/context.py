@@ -14,7 +14,7 @@ from quire.config import ServerConfig
 from quire.dialogue.formats import FORMATS, format_of_template
 from quire.dialogue.thoughts import THOUGHT_FORMATS, ThoughtFormat, thought_format_of_template
 from quire.dialogue.tool_call_format import ToolCallFormat
-from quire.errors import InvalidRequestError
+from quire.errors import ConfigError, InvalidRequestError
 from quire.server.database import IN_MEMORY
 from quire.server.errors import ApiError
 from quire.server.leniency import IgnoredNames, Leniency
@@ -70,6 +70,7 @@ class ServerContext:
         self.started_at = int(time.time())
         self.calls = LiveCalls()
         self.ignored_names = IgnoredNames()
+        _require_formats_that_go_together(config, self.chat_template)
         self.tenants = tenants or Tenants(config.api_key, config.api_keys_file)
         self.metrics = Metrics(self.model_name, self.tenants)
         self.tracing = tracing
@@ -101,18 +102,12 @@ class ServerContext:
     @functools.cached_property
     def tool_call_format(self) -> ToolCallFormat | None:
         """The format in which the served model calls tools; None if it is unknown."""
-        name: str | None = self.config.tool_call_format
-        if name == "auto":
-            name = format_of_template(self.chat_template)
-        return None if name is None else FORMATS[name]
+        return _tool_call_format(self.config, self.chat_template)
 
     @functools.cached_property
     def thought_format(self) -> ThoughtFormat | None:
         """The format of what the served model thinks; None: it does not, or that is content."""
-        name: str | None = self.config.reasoning_format
-        if name == "auto":
-            name = thought_format_of_template(self.chat_template)
-        return None if name is None or name == "none" else THOUGHT_FORMATS[name]
+        return _thought_format(self.config, self.chat_template)
 
     @property
     def chat_template(self) -> str:
@@ -151,6 +146,33 @@ def _response_store(config: ServerConfig) -> ResponseStore | None:
         return None
     path = IN_MEMORY if config.response_store == "memory" else config.response_store
     return ResponseStore(path, config.max_stored_response_bytes)
+
+
+def _tool_call_format(config: ServerConfig, template: str) -> ToolCallFormat | None:
+    name: str | None = config.tool_call_format
+    if name == "auto":
+        name = "harmony" if config.reasoning_format == "harmony" else format_of_template(template)
+    return None if name is None else FORMATS[name]
+
+
+def _thought_format(config: ServerConfig, template: str) -> ThoughtFormat | None:
+    name: str | None = config.reasoning_format
+    if name == "auto":
+        name = "harmony" if config.tool_call_format == "harmony" else thought_format_of_template(template)
+    return None if name is None or name == "none" else THOUGHT_FORMATS[name]
+
+
+def _require_formats_that_go_together(config: ServerConfig, template: str) -> None:
+    """Raise `ConfigError` if only one of the formats of calls and thoughts is harmony."""
+    call_format, thought_format = _tool_call_format(config, template), _thought_format(config, template)
+    if call_format is None or thought_format is None:
+        return
+    if call_format.in_messages != thought_format.in_messages:
+        harmonic = "calls" if call_format.in_messages else "thoughts"
+        raise ConfigError(
+            f"only the format of the model's {harmonic} is harmony, in which both are messages; set both of "
+            "--tool-call-format and --reasoning-format, or neither"
+        )
 
 
 def context_of(request: Request) -> ServerContext:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.call_grammar import structure_of_answer
+from quire.dialogue.earlier_turns import turns_for_template
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import has_place_for_tools
 from quire.dialogue.thought_tokens import ThoughtTokens
@@ -73,7 +74,8 @@ class Conversation:
         self, context: ServerContext, body: ConversationBody, params: SamplingParams | None = None
     ) -> None:
         self._context = context
-        self._messages = body.template_messages(context.tool_call_format)
+        call_format = context.tool_call_format
+        self._messages = turns_for_template(body.template_messages(call_format), call_format)
         self._tool_use = body.tool_use()
         self._call_format: ToolCallFormat | None = None
         self._thinking = body.thinking_options()
@@ -81,10 +83,19 @@ class Conversation:
         self._thought: ExpectedThought | None = None  # known with the first output
         self._readers: dict[int, AnswerReader] = {}  # by index of the completion
         self._thought_tokens: dict[int, ThoughtTokens] = {}  # likewise
-        self.params = SamplingParams() if params is None else params
+        self.params = asked = SamplingParams() if params is None else params
         if self._tool_use is not None:
             self._call_format = _required_format(context)
-            self.params = _params_with_tools(self.params, self._tool_use, self._call_format, context)
+            if self._needs_tool_grammar(self._tool_use, self._call_format):
+                self.params = _params_with_tools(asked, self._tool_use, self._call_format, context)
+        self._has_tool_grammar = self.params is not asked
+        if call_format is not None and call_format.ends:
+            self.params = _params_with_ends(self.params, call_format, context)
+
+    def _needs_tool_grammar(self, use: ToolUse, call_format: ToolCallFormat) -> bool:
+        """Whether a grammar must lay out the answer: its calls, or the message after a thought."""
+        must_follow_thought = call_format.in_messages and self._thinking.budget is not None
+        return use.needs_grammar or must_follow_thought or self.params.structured_outputs is not None
 
     @property
     def is_structured_by_tools(self) -> bool:
@@ -122,7 +133,14 @@ class Conversation:
         ):
             return {}
         message = self._context.config.thinking_budget_message
-        return {"thought": ThoughtControl(thought_format, budget, message, self._continued)}
+        control = ThoughtControl(
+            thought_format,
+            budget,
+            message,
+            self._continued,
+            leads_to_content=not self._has_tool_grammar,
+        )
+        return {"thought": control}
 
     @property
     def _continued(self) -> str:
@@ -135,14 +153,14 @@ class Conversation:
         if self._call_format is not None:
             yield from self._call_format.marks
         if (thought_format := self._context.thought_format) is not None:
-            yield from (thought_format.start, thought_format.end)
+            yield from thought_format.marks
 
     def _template_options(self) -> dict[str, Any]:
         """Return what the chat template gets to see besides the messages."""
         options = self._prompt_options.given()
         if self._tool_use is not None:
             options["tools"] = [tool.for_template() for tool in self._tool_use.tools]
-        variables = self._thinking.variables(self._context.chat_template)
+        variables = self._thinking.variables(self._context.chat_template, self._context.thought_format)
         if self._prompt_options.documents is not None:
             variables = {"documents": self._prompt_options.documents, **variables}
         if variables:
@@ -249,6 +267,17 @@ def _required_format(context: ServerContext) -> ToolCallFormat:
     return call_format
 
 
+def _params_with_ends(
+    params: SamplingParams, call_format: ToolCallFormat, context: ServerContext
+) -> SamplingParams:
+    """Return the parameters of an answer that ends with the marks which end one in the format."""
+    tokenizer = context.llm.tokenizer
+    known = {*tokenizer.eos_token_ids, *params.stop_token_ids}
+    token_ids = map(tokenizer.added_token_id, call_format.ends)
+    more = [token_id for token_id in token_ids if token_id is not None and token_id not in known]
+    return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *more)) if more else params
+
+
 def _params_with_tools(
     params: SamplingParams, use: ToolUse, call_format: ToolCallFormat, context: ServerContext
 ) -> SamplingParams:
@@ -257,8 +286,6 @@ def _params_with_tools(
     Raises:
         InvalidRequestError: that cannot be enforced.
     """
-    if not use.needs_grammar and params.structured_outputs is None:
-        return params
     closes_objects = context.llm.config.scheduler.closed_json_objects
     structure = structure_of_answer(
         call_format,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import typing
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from quire.dialogue.template_names import uses_name
+from quire.dialogue.thoughts import ThoughtFormat
 from quire.errors import InvalidRequestError
 from quire.server.leniency import Leniency
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
+_EFFORTS = typing.get_args(ReasoningEffort)  # least first
 _SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -33,18 +36,19 @@ class Thinking:
     is_shown: bool = True
     budget: int | None = None
 
-    def variables(self, template: str) -> dict[str, Any]:
+    def variables(self, template: str, thought_format: ThoughtFormat | None = None) -> dict[str, Any]:
         """Return the variables for a chat template.
 
         There is a switch that turns thinking on and off, and `reasoning_effort`, as far as the template uses
-        these names.
+        these names. An effort that models of `thought_format` do not know becomes the nearest that they do.
         """
         variables: dict[str, Any] = {}
         if self.is_on is not None:
             variables = {name: self.is_on for name in _SWITCHES if uses_name(template, name)}
-        has_effort = self.effort is not None and not (self.effort == "none" and variables)
-        if has_effort and uses_name(template, "reasoning_effort"):
-            variables["reasoning_effort"] = self.effort
+        effort = None if self.effort == "none" and variables else self.effort
+        if effort is not None and uses_name(template, "reasoning_effort"):
+            known = () if thought_format is None else thought_format.efforts
+            variables["reasoning_effort"] = _nearest(effort, known)
         return {**variables, **self.template_kwargs}
 
     def note_effort_without_effect(
@@ -71,3 +75,8 @@ class Thinking:
                 param=param,
             )
         leniency.ignore(param)
+
+
+def _nearest(effort: ReasoningEffort, known: Sequence[str]) -> str:
+    """Return the effort of `known` that is nearest to another; that itself if none is known."""
+    return min(known, key=lambda one: abs(_EFFORTS.index(one) - _EFFORTS.index(effort)), default=effort)

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt, limits_of
 from quire.sampling_params import SamplingParams, StopText
-from quire.server.chat_messages import NAMES_OF_THOUGHTS
 from quire.server.leniency import Leniency
 from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking

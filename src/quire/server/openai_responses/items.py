@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
+from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
 from quire.dialogue.tool_call_format import ToolCallFormat
-from quire.server.chat_messages import NAMES_OF_THOUGHTS
 from quire.server.strict_model import Ignored, StrictModel, text_or_list
 from quire.server.tool_fields import CalledFunction, CallId, MessageToolCall, ToolName
 

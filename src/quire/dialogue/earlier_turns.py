@@ -1,0 +1,62 @@
+"""Earlier turns of the model as chat templates take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.dialogue.tool_call_format import ToolCallFormat
+
+NAMES_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # in templates
+
+
+def turns_for_template(
+    messages: list[dict[str, Any]], call_format: ToolCallFormat | None
+) -> list[dict[str, Any]]:
+    """Return a conversation, in which the model calls as many tools in a turn as its template has place for.
+
+    Where that is one, each call of a turn is followed by its own results, and what the model said before it
+    is the end of what it thought: templates refuse a call with both.
+
+    Args:
+        messages: of the conversation.
+        call_format: of the model's calls; None if it is unknown.
+    """
+    if call_format is None or not call_format.one_call_a_turn:
+        return messages
+    turns: list[dict[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        if not message.get("tool_calls"):
+            turns.append(message)
+            continue
+        first_result = at
+        while at < len(messages) and messages[at]["role"] == "tool":
+            at += 1
+        turns += _turns_of_one_call(message, messages[first_result:at])
+    return turns
+
+
+def _turns_of_one_call(message: dict[str, Any], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a message of the model's and the results of its calls, each call with its own results."""
+    calls = message["tool_calls"]
+    results_by_call: dict[Any, list[dict[str, Any]]] = {call["id"]: [] for call in calls}
+    last_call = calls[-1]["id"]
+    for result in results:
+        results_by_call.get(result.get("tool_call_id"), results_by_call[last_call]).append(result)
+    turns: list[dict[str, Any]] = []
+    turn = _with_one_text(message)
+    for call in calls:
+        turns += [{**turn, "tool_calls": [call]}, *results_by_call.pop(call["id"], [])]
+        turn = {"role": message["role"], "content": ""}
+    return turns
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in which what was said follows what was thought, if there are both."""
+    thoughts = {name: message[name] for name in NAMES_OF_THOUGHTS if message.get(name)}
+    if not thoughts or not message["content"]:
+        return message
+    joined = {name: f"{thought}\n\n{message['content']}" for name, thought in thoughts.items()}
+    return {**message, **joined, "content": ""}
