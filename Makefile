@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast test-nixl test-page mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
+.PHONY: help setup demo serve test test-fast test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -131,6 +131,11 @@ mutants: $(READY)  ## Count the small changes to the code that the tests notice 
 test-nixl: $(READY)  ## Test KV transfer over NIXL, which is installed on first use
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,cluster]"
 	@$(BIN)/pytest -q tests/datadist -k nixl
+
+# NAMES="openai-3 anthropic" runs these only, and leaves the table as it is.
+NAMES :=
+clients: $(READY)  ## Run real clients against a server, installed on first use, and write the table in docs/clients.md
+	@$(BIN)/python tools/clients/run.py $(NAMES)
 
 test-page: $(READY)  ## Test the page at / in headless Chromium, which apt-get installs
 	@command -v chromium > /dev/null || { echo "There is no chromium; on Debian: apt-get install chromium"; exit 1; }
