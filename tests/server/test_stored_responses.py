@@ -7,12 +7,14 @@ import sqlite3
 import httpx
 import openai
 import pytest
+from live_server import served
 from scripted_llm import CALLS, ScriptedLLM
 
 from quire.config import ServerConfig
 from quire.server import database
 from quire.server.app import create_app
-from quire.server.openai_responses import background, handlers, store
+from quire.server.openai_responses import background, event_logs, handlers, store
+from quire.server.openai_responses.answers import TextDelta
 from quire.server.openai_responses.store import ResponseStore, StoredResponse
 
 PING = {"type": "function", "name": "ping", "parameters": {"type": "object"}}
@@ -160,6 +162,101 @@ async def test_one_that_fails_says_why(client, text, code):
     begun = await client.responses.create(**MODEL, input=text, background=True)
     response = await ended(client, begun.id)
     assert (response.status, response.error.code) == ("failed", code)
+
+
+async def collected(stream):
+    return [event async for event in stream]
+
+
+async def test_a_stream_from_the_background(client, llm):
+    whole = await collected(
+        await client.responses.create(**MODEL, input="Hi", tools=[PING], background=True, stream=True)
+    )
+    assert [event.type for event in whole[:3]] == [
+        "response.created", "response.queued", "response.in_progress",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+    begun, last = whole[0].response, whole[-1]
+    assert (begun.status, begun.background, last.type) == ("queued", True, "response.completed")
+    plain = await collected(await client.responses.create(**MODEL, input="Hi", tools=[PING], stream=True))
+    assert [event.type for event in whole[3:]] == [event.type for event in plain[2:]]
+    assert (await client.responses.retrieve(begun.id)).to_dict() == last.response.to_dict()
+    for number in (None, 0, 4, len(whole) - 2, len(whole) - 1, 10**6):
+        again = {} if number is None else {"starting_after": number}
+        events = await collected(await client.responses.retrieve(begun.id, stream=True, **again))
+        expected = whole if number is None else whole[number + 1 :]
+        assert [event.to_dict() for event in events] == [event.to_dict() for event in expected]
+
+
+def test_a_client_that_leaves_its_stream_and_comes_back(llm):
+    with served(create_app(llm, ServerConfig())) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with client.responses.create(**MODEL, input="hold", background=True, stream=True) as stream:
+            response_id = next(iter(stream)).response.id
+        assert llm.held_seen.wait(60)
+        assert client.responses.retrieve(response_id).status == "in_progress"
+        reader = iter(client.responses.retrieve(response_id, stream=True, starting_after=0))
+        events = [next(reader)]
+        assert client.responses.cancel(response_id).status == "cancelled"
+        events += reader
+    assert [event.sequence_number for event in events] == list(range(1, len(events) + 1))
+    assert events[-1].type == "response.output_text.delta"
+
+
+@pytest.mark.parametrize(("text", "code"), [("fail", "generation_failed"), ("queue", "queue_full")])
+async def test_a_stream_from_the_background_that_fails(client, text, code):
+    stream = await client.responses.create(**MODEL, input=text, background=True, stream=True)
+    *_, error, last = await collected(stream)
+    assert (error.type, error.code) == ("error", code)
+    assert (last.type, last.response.error.code) == ("response.failed", code)
+    stored = await client.responses.retrieve(last.response.id)
+    assert (stored.status, stored.error.code) == ("failed", code)
+
+
+async def test_events_that_are_not_kept(client, llm, monkeypatch):
+    plain = await client.responses.create(**MODEL, input="Hi", background=True)
+    await ended(client, plain.id)
+    with pytest.raises(openai.ConflictError, match="without stream"):
+        await client.responses.retrieve(plain.id, stream=True)
+    with pytest.raises(openai.BadRequestError, match="starting_after"):
+        await client.responses.retrieve(plain.id, stream=True, starting_after=-1)
+    streams = {"background": True, "stream": True}
+    ids = []
+    for _ in range(2):
+        events = await collected(await client.responses.create(**MODEL, input="Hi", **streams))
+        ids.append(events[0].response.id)
+    size = sum(len(event.to_json(indent=None)) for event in events)
+    monkeypatch.setattr(event_logs, "MAX_BYTES", size)
+    await collected(await client.responses.create(**MODEL, input="Hi", store=True, **streams))
+    for response_id in ids:
+        with pytest.raises(openai.ConflictError):
+            await client.responses.retrieve(response_id, stream=True)
+    await client.responses.delete(ids[0])
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(ids[0], stream=True)
+
+
+async def test_a_reader_that_is_too_slow_is_told_so(monkeypatch):
+    logs = event_logs.EventLogs()
+    log = logs.begin("", "resp_1")
+    stored_answer = {"output_index": 0, "item_id": "msg_1", "delta": "x" * 100, "logprobs": []}
+
+    def more(first, last):
+        logs.append(log, [TextDelta(sequence_number=one, **stored_answer) for one in range(first, last)])
+
+    more(0, 4)
+    reader = log.after(-1)
+    assert b'"sequence_number":0' in await anext(reader)
+    monkeypatch.setattr(event_logs, "MAX_BYTES", 2 * log.num_bytes // 4)
+    more(4, 6)
+    assert not log.has_after(2)
+    assert log.has_after(3)
+    with pytest.raises(store.ApiError, match="without stream"):
+        await anext(reader)
+    logs.end("", "resp_1")
+    assert len(await collected(log.after(3))) == 2
+    logs.remove("", "resp_1")
+    assert logs.get("", "resp_1") is None
 
 
 async def test_too_many_in_the_background(client, llm, monkeypatch):

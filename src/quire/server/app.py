@@ -324,7 +324,12 @@ ENDPOINTS = (
         path="/v1/responses/{response_id}",
         handler=get_response,
         answer=ResponseAnswer,
-        errors=_NO_RESPONSE,
+        event=ResponseAnswer,
+        errors={
+            400: "starting_after is invalid.",
+            409: "The response's events are not kept.",
+            **_NO_RESPONSE,
+        },
     ),
     Endpoint(
         method="DELETE",

@@ -21,6 +21,7 @@ from quire.server.leniency import IgnoredNames, Leniency
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
 from quire.server.openai_responses.background import BackgroundResponses
+from quire.server.openai_responses.event_logs import EventLogs
 from quire.server.openai_responses.store import ResponseStore
 from quire.server.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.server.tenants import Tenant, Tenants
@@ -75,6 +76,7 @@ class ServerContext:
         self.metrics = Metrics(self.model_name, self.tenants)
         self.tracing = tracing
         self.background = BackgroundResponses()
+        self.event_logs = EventLogs()
         self.responses = _response_store(config)
         self.batches = batches
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"

@@ -154,6 +154,12 @@ class Created(ResponseEvent, kw_only=True, tag="response.created"):
     response: ResponseAnswer
 
 
+class Queued(ResponseEvent, kw_only=True, tag="response.queued"):
+    """The response waits to be generated in the background."""
+
+    response: ResponseAnswer
+
+
 class InProgress(ResponseEvent, kw_only=True, tag="response.in_progress"):
     """The response is being generated."""
 

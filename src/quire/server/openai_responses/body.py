@@ -256,11 +256,6 @@ class ResponsesRequest(StrictModel):
         Raises:
             InvalidRequestError: a value out of range, or two that contradict each other.
         """
-        if self.background and self.stream:
-            raise InvalidRequestError(
-                "background and stream are both true; ask for a response in the background by its id",
-                param="stream",
-            )
         if self.top_logprobs and not self.wants_logprobs:
             raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include", param="top_logprobs")
         form = None if self.text is None else self.text.format

@@ -32,6 +32,7 @@ from quire.server.openai_responses.answers import (
     InputTokensDetails,
     OutputItem,
     OutputTokensDetails,
+    Queued,
     ResponseAnswer,
     ResponseError,
     ResponseEvent,
@@ -137,6 +138,20 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
 
     @override
     async def _events(self) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self.events()) as pieces:
+            async for events in pieces:
+                yield b"".join(map(named_event, events))
+
+    def queued_events(self) -> list[ResponseEvent]:
+        """Return the events before `events` of a response in the background."""
+        queued = self.answer("queued", [])
+        return [
+            Created(sequence_number=next(self._numbers), response=queued),
+            Queued(sequence_number=next(self._numbers), response=queued),
+        ]
+
+    async def events(self) -> AsyncGenerator[list[ResponseEvent], None]:
+        """Yield the events of the response as it is generated."""
         progress = SequenceProgress()
         items: ResponseOutput | None = None
         async with contextlib.aclosing(self._outputs()) as outputs:
@@ -146,7 +161,8 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
                 if items is None:
                     items = ResponseOutput(self._conversation.reader(completion), self._numbers)
                     begun = self.answer("in_progress", [])
-                    events.append(Created(sequence_number=next(self._numbers), response=begun))
+                    if not self._body.background:
+                        events.append(Created(sequence_number=next(self._numbers), response=begun))
                     events.append(InProgress(sequence_number=next(self._numbers), response=begun))
                 new_text, first_new_token = progress.advance(completion)
                 events += items.feed(
@@ -160,10 +176,14 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
                     last = Completed if ended.status == "completed" else Incomplete
                     events.append(last(sequence_number=next(self._numbers), response=ended))
                 if events:
-                    yield b"".join(map(named_event, events))
+                    yield events
 
     @override
     def _error_event(self, error: ApiError) -> bytes:
+        return b"".join(map(named_event, self.failure_events(error)))
+
+    def failure_events(self, error: ApiError) -> list[ResponseEvent]:
+        """Return the last events of a response that has failed."""
         told = StreamError(
             sequence_number=next(self._numbers),
             code=error.code or error.kind,
@@ -171,7 +191,7 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
             param=error.param,
         )
         last = Failed(sequence_number=next(self._numbers), response=self.failed(error))
-        return named_event(told) + named_event(last)
+        return [told, last]
 
     def _logprobs(self, completion: CompletionOutput, first_token: int) -> list[TokenLogprob]:
         written = chat_logprobs(completion, first_token, self._body.top_logprobs or 0)

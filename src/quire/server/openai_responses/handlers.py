@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -24,10 +25,12 @@ from quire.server.openai_responses.answers import (
 )
 from quire.server.openai_responses.body import ResponsesRequest
 from quire.server.openai_responses.call import ResponsesCall
+from quire.server.openai_responses.event_logs import EventLog, EventLogs, events_gone
 from quire.server.openai_responses.items import Item, ItemReference, Items
 from quire.server.openai_responses.keeping import Keeping
 from quire.server.openai_responses.store import ResponseStore, StoredResponse, not_found
 from quire.server.responses import encode, json_response
+from quire.server.streaming import event_stream
 
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
@@ -63,13 +66,26 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     context.background.require_room()
     queued = call.answer("queued", [])
     await keeping.keep(queued)
-    context.background.start(tenant, call.id, _generate(call, keeping, request_id_of(request)))
-    return json_response(queued)
+    if not body.stream:
+        context.background.start(tenant, call.id, _generate(call, keeping, request_id_of(request)))
+        return json_response(queued)
+    log = context.event_logs.begin(tenant, call.id)
+    context.event_logs.append(log, call.queued_events())
+    work = _generate_events(call, keeping, log, context.event_logs, request_id_of(request))
+    context.background.start(tenant, call.id, work)
+    return await _stream(request, log, -1)
 
 
 async def get_response(request: Request) -> Response:
-    """Return a stored response."""
-    return json_response(await _current(request))
+    """Return a stored response; with `stream`, its events after `starting_after`."""
+    if request.query_params.get("stream") != "true":
+        return json_response(await _current(request))
+    number = _starting_after(request)
+    answer = await _current(request)
+    log = context_of(request).event_logs.get(tenant_of(request).name, answer.id)
+    if log is None or not log.has_after(number):
+        raise events_gone()
+    return await _stream(request, log, number)
 
 
 async def delete_response(request: Request) -> Response:
@@ -77,6 +93,7 @@ async def delete_response(request: Request) -> Response:
     context, tenant = context_of(request), tenant_of(request).name
     response_id = request.path_params["response_id"]
     await context.background.cancel(tenant, response_id)
+    context.event_logs.remove(tenant, response_id)
     if not await _store_of(context, response_id).delete(tenant, response_id):
         raise not_found(response_id)
     return json_response(DeletedResponse(id=response_id))
@@ -124,6 +141,47 @@ async def _generate(call: ResponsesCall, keeping: Keeping, request_id: str) -> N
     except Exception as error:  # the client hears of it when it asks
         answer = as_api_error(error, request_id=request_id)
         await keeping.keep(call.failed(answer))
+
+
+async def _generate_events(
+    call: ResponsesCall, keeping: Keeping, log: EventLog, logs: EventLogs, request_id: str
+) -> None:
+    """Like `_generate`, with the events of the response in a log."""
+    try:
+        async with contextlib.aclosing(call.events()) as pieces:
+            async for events in pieces:
+                logs.append(log, events)
+    except asyncio.CancelledError:
+        await keeping.keep(call.answer("cancelled", []))
+    except Exception as error:
+        answer = as_api_error(error, request_id=request_id)
+        await keeping.keep(call.failed(answer))
+        logs.append(log, call.failure_events(answer))
+    finally:
+        logs.end(keeping.tenant, call.id)
+
+
+async def _stream(request: Request, log: EventLog, number: int) -> Response:
+    """Return the stream of a log's events after one; a client that leaves it ends nothing else."""
+    return await event_stream(
+        request.receive, log.after(number), _stream_error, request_id=request_id_of(request)
+    )
+
+
+def _stream_error(error: ApiError) -> bytes:
+    return b"event: error\ndata: " + error.body() + b"\n\n"
+
+
+def _starting_after(request: Request) -> int:
+    text = request.query_params.get("starting_after")
+    if text is None:
+        return -1
+    if not text.isdecimal() or len(text) > 9:
+        raise InvalidRequestError(
+            f"starting_after is {text!r:.20}; it must be the sequence_number of an event",
+            param="starting_after",
+        )
+    return int(text)
 
 
 async def _current(request: Request) -> ResponseAnswer:
