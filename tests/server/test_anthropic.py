@@ -266,6 +266,21 @@ async def test_errors_have_anthropics_types(claude, llm, anthropic):
         await create(claude, model="other")
 
 
+async def test_refusals_before_any_endpoint_have_anthropics_shape(llm):
+    app = create_app(llm, ServerConfig(api_key="secret"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
+        for path, method, headers, status, kind in (
+            ("", "POST", {}, 401, "authentication_error"),
+            ("", "GET", {"x-api-key": "secret"}, 405, "invalid_request_error"),
+            ("/batches", "POST", {"x-api-key": "secret"}, 404, "not_found_error"),
+            ("", "POST", {"X-Request-Id": "x" * 200}, 400, "invalid_request_error"),
+            ("", "POST", {"Host": "elsewhere.example"}, 421, "invalid_request_error"),
+        ):
+            answer = await http.request(method, f"/v1/messages{path}", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+        assert "code" in (await http.post("/v1/chat/completions")).json()["error"]
+
+
 async def test_a_failure_within_a_stream_is_its_last_event(claude, anthropic):
     with pytest.raises(anthropic.APIStatusError) as caught:
         async for _ in await create(claude, messages=[{"role": "user", "content": "fail"}], stream=True):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.access_log import CLIENT_LEFT, note_error
 from quire.server.context import context_of, request_id_of
+from quire.server.error_shapes import error_shape_of
 from quire.server.errors import ClientGoneError, as_api_error
 from quire.server.leniency import HEADER, Leniency
 from quire.server.openapi import Endpoint
@@ -21,17 +20,15 @@ async def answer_of(endpoint: Endpoint, request: Request) -> Response:
     try:
         if endpoint.body is None:
             return await endpoint.handler(request)
-        return await _answer_to_body(request, endpoint.handler, endpoint.body)
+        return await _answer_to_body(request, endpoint, endpoint.body)
     except ClientGoneError:
         note_error(request.scope, "client_left")
         return Response(status_code=CLIENT_LEFT)
     except Exception as error:  # as_api_error logs what it does not know
-        return as_api_error(error, request_id=request_id_of(request)).response(endpoint.error_shape)
+        return as_api_error(error, request_id=request_id_of(request)).response(error_shape_of(endpoint.path))
 
 
-async def _answer_to_body(
-    request: Request, handler: Callable[..., Awaitable[Response]], model: type[BaseModel]
-) -> Response:
+async def _answer_to_body(request: Request, endpoint: Endpoint, model: type[BaseModel]) -> Response:
     """Return the handler's answer, which says what had no effect."""
     context = context_of(request)
     leniency = Leniency(is_strict=context.config.strict)
@@ -43,7 +40,7 @@ async def _answer_to_body(
         max_prompt_tokens=context.llm.info.max_model_len,
         leniency=leniency,
     )
-    response = await handler(request, body)
+    response = await endpoint.handler(request, body)
     if leniency.ignored:
         response.headers[HEADER] = leniency.header()
         context.ignored_names.note(leniency.ignored)

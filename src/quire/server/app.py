@@ -27,7 +27,7 @@ from quire.server.administration import (
     wake_up,
 )
 from quire.server.answering import answer_of
-from quire.server.anthropic.answers import ErrorAnswer, MessageAnswer, TokenCount, error_answer
+from quire.server.anthropic.answers import ErrorAnswer, MessageAnswer, TokenCount
 from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
 from quire.server.anthropic.call import count_message_tokens, create_message
 from quire.server.batches.directory import BatchDirectory, opened_directory
@@ -39,6 +39,7 @@ from quire.server.completions import create_completion
 from quire.server.context import ServerContext, context_of
 from quire.server.docs_page import docs_page
 from quire.server.engine_probes import current_stats, health_of
+from quire.server.error_shapes import error_shape_of
 from quire.server.errors import ApiError, as_api_error
 from quire.server.http_metrics import HttpMetrics
 from quire.server.middleware import KeyCheck, RequestEnvelope
@@ -192,12 +193,14 @@ async def _answer_unrouted(request: Request, error: Exception) -> Response:
     path = request.url.path
     if error.status_code == 404:
         nearest = nearest_name(path, [*(endpoint.path for endpoint in ENDPOINTS), "/docs", "/openapi.json"])
-        return ApiError(404, f"there is no {path!r}; {nearest}", code="route_not_found").response()
-    if error.status_code == 405:
+        answer = ApiError(404, f"there is no {path!r}; {nearest}", code="route_not_found")
+    elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{request.method} is not allowed on {path}; use {allowed}"
-        return ApiError(405, message, code="method_not_allowed", headers=error.headers).response()
-    return as_api_error(error).response()
+        answer = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    else:
+        answer = as_api_error(error)
+    return answer.response(error_shape_of(path))
 
 
 def _model_card(context: ServerContext, name: str) -> ModelCard:
@@ -347,7 +350,6 @@ ENDPOINTS = (
         event=MessageAnswer,
         errors=GENERATION_ERRORS,
         error_answer=ErrorAnswer,
-        error_shape=error_answer,
     ),
     Endpoint(
         method="POST",
@@ -357,7 +359,6 @@ ENDPOINTS = (
         answer=TokenCount,
         errors=PROMPT_ERRORS,
         error_answer=ErrorAnswer,
-        error_shape=error_answer,
     ),
     *BATCH_ENDPOINTS,
     Endpoint(

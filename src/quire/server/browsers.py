@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import EdgeConfig, host_name
+from quire.server.error_shapes import error_shape_of
 from quire.server.errors import ApiError
 from quire.server.listening import is_loopback
 
@@ -115,7 +116,8 @@ class CallerCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         refusal = None if scope["type"] != "http" else self._refusal(scope)
-        await (refusal.response() if refusal else self._app)(scope, receive, send)
+        answer = refusal.response(error_shape_of(scope["path"])) if refusal else self._app
+        await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         hosts: list[str] = []

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.access_log import access_record_of
 from quire.server.api_keys import key_refusal
+from quire.server.error_shapes import error_shape_of
 from quire.server.errors import ApiError
 from quire.server.paths import MONITORING_PATHS
 from quire.server.tenants import Tenant, Tenants
@@ -46,7 +47,7 @@ class RequestEnvelope:
             await send(message)
 
         if refusal:
-            await refusal.response()(scope, receive, send_with_id)
+            await refusal.response(error_shape_of(scope["path"]))(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
 
@@ -78,7 +79,8 @@ class KeyCheck:
         tenant = self._tenants.of_headers(headers)
         if tenant is None:
             given = [headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key")]
-            await key_refusal(*given).response()(scope, receive, send)
+            refusal = key_refusal(*given)
+            await refusal.response(error_shape_of(scope["path"]))(scope, receive, send)
         else:
             scope.setdefault("state", {})["tenant"] = tenant
             if (record := access_record_of(scope)) is not None:

@@ -14,7 +14,6 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from quire.server import responses
-from quire.server.errors import ErrorShape, openai_error
 from quire.server.paths import MONITORING_PATHS
 
 _REF = "#/components/schemas/{}"
@@ -57,7 +56,6 @@ class Endpoint:
     event: type[msgspec.Struct] | None = None
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
     error_answer: type[msgspec.Struct] = responses.ErrorResponse
-    error_shape: ErrorShape = openai_error
 
     @property
     def summary(self) -> str:
@@ -121,7 +119,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         operation["security"] = [{}, {"bearer": []}]
         answers["401"] = {
             "description": "The API key is missing or wrong.",
-            "content": _content(responses.ErrorResponse),
+            "content": _content(endpoint.error_answer),
         }
     for media_type, body in ((_JSON, endpoint.body), (_FORM, endpoint.form)):
         if body is not None:
