@@ -31,6 +31,15 @@ async def test_the_name_that_was_asked_for_comes_back(http, client, name):
     assert (await client.models.retrieve(name)).id == name
 
 
+@pytest.mark.parametrize(("served", "asked"), [("a", "a:latest"), ("a:latest", "a"), ("a", "a")])
+async def test_the_tag_latest_may_be_left_out_or_added(llm, served, asked):
+    app = create_app(llm, ServerConfig(served_model_name=(served,)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
+        answer = await http.post("/v1/completions", json={"model": asked, "prompt": "Hi"})
+        assert answer.json()["model"] == asked
+        assert (await http.get(f"/v1/models/{asked}:8b")).status_code == 404
+
+
 async def test_all_names_are_listed_once(client):
     assert [model.id for model in (await client.models.list()).data] == ["gpt-4o", "org/own"]
 

@@ -39,6 +39,7 @@ async def _answer_to_body(request: Request, endpoint: Endpoint, model: type[Base
         max_body_bytes=context.config.max_body_bytes,
         max_prompt_tokens=context.llm.info.max_model_len,
         leniency=leniency,
+        takes_any_type=endpoint.takes_any_type,
     )
     response = await endpoint.handler(request, body)
     if leniency.ignored:

@@ -43,6 +43,7 @@ from quire.server.error_shapes import error_shape_of
 from quire.server.errors import ApiError, as_api_error
 from quire.server.http_metrics import HttpMetrics
 from quire.server.middleware import KeyCheck, RequestEnvelope
+from quire.server.ollama.endpoints import OLLAMA_ENDPOINTS
 from quire.server.openai_responses.answers import DeletedResponse, InputItemList, ResponseAnswer
 from quire.server.openai_responses.body import ResponsesRequest
 from quire.server.openai_responses.handlers import (
@@ -360,6 +361,7 @@ ENDPOINTS = (
         errors=PROMPT_ERRORS,
         error_answer=ErrorAnswer,
     ),
+    *OLLAMA_ENDPOINTS,
     *BATCH_ENDPOINTS,
     Endpoint(
         method="POST",

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 ENGINE_TIMEOUT = 2.0
 """Seconds to wait for the engine's explanations, so that no query hangs when it is stuck."""
 
+LATEST = ":latest"
+"""Tag that Ollama's clients add to names that have none."""
+
 STATS_TIMEOUT = 0.03
 """Seconds to wait for the engine's statistics before the last ones are used: metrics must not be late."""
 
@@ -122,8 +125,8 @@ class ServerContext:
         return self.model_names[0]
 
     def require_model(self, name: str) -> None:
-        """Raise `ApiError` 404 unless `name` is one of the served model's."""
-        if name not in self.model_names:
+        """Raise `ApiError` 404 unless `name` is one of the served model's, with or without the tag latest."""
+        if not {name, f"{name}{LATEST}", name.removesuffix(LATEST)}.intersection(self.model_names):
             raise ApiError(
                 404,
                 f"the model {name!r} is not served here; this server has "

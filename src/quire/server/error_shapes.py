@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from quire.server.anthropic.answers import error_answer
 from quire.server.errors import ErrorShape, openai_error
+from quire.server.ollama.answers import error_text
 
-_SHAPES: dict[str, ErrorShape] = {"/v1/messages": error_answer}
+_SHAPES: dict[str, ErrorShape] = {"/v1/messages": error_answer, "/api/": error_text}
 
 
 def error_shape_of(path: str) -> ErrorShape:

@@ -21,7 +21,7 @@ from quire.server.generation import OutputStream, generate
 from quire.server.logprob_limit import LogprobLimit
 from quire.server.responses import json_response
 from quire.server.sampling_defaults import SamplingDefaults
-from quire.server.streaming import event_stream, unless_disconnected
+from quire.server.streaming import SERVER_SENT_EVENTS, event_stream, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.front.input_processor import ProcessedRequest
@@ -67,6 +67,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     id_prefix: ClassVar[str]
     operation: ClassVar[str] = "chat"  # as OpenTelemetry calls it
+    stream_type: ClassVar[str] = SERVER_SENT_EVENTS
+    """Media type of a stream."""
 
     def __init__(self, request: Request, body: BodyT) -> None:
         self._request = request
@@ -134,7 +136,11 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         receive = self._request.receive
         if self._body.stream:
             return await event_stream(
-                receive, self._events(), self._error_event, request_id=request_id_of(self._request)
+                receive,
+                self._events(),
+                self._error_event,
+                request_id=request_id_of(self._request),
+                media_type=self.stream_type,
             )
         answer = await unless_disconnected(receive, self.whole_answer())
         return json_response(answer)
@@ -223,4 +229,4 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     @abc.abstractmethod
     def _events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events of the answer."""
+        """Yield the events of the answer."""

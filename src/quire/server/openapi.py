@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from quire.server import responses
 from quire.server.paths import MONITORING_PATHS
+from quire.server.streaming import SERVER_SENT_EVENTS
 
 _REF = "#/components/schemas/{}"
 _JSON = "application/json"
@@ -53,7 +54,9 @@ class Endpoint:
     body: type[BaseModel] | None = None
     form: type[BaseModel] | None = None  # body, if it is multipart/form-data; the handler reads it
     media_type: str = CONTENT_TYPE_LATEST  # of an answer that is not JSON
+    takes_any_type: bool = False  # the body is read as JSON whatever its Content-Type says
     event: type[msgspec.Struct] | None = None
+    stream_type: str = SERVER_SENT_EVENTS  # media type of a stream of events
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
     error_answer: type[msgspec.Struct] = responses.ErrorResponse
 
@@ -110,7 +113,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     else:
         content = _content(endpoint.answer)
     if endpoint.event is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[endpoint.stream_type] = {"schema": {"type": "string"}}
     answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status, meaning in endpoint.errors.items():
         answers[str(status)] = {"description": meaning, "content": _content(endpoint.error_answer)}

@@ -1,4 +1,4 @@
-"""What other servers call fields that Quire has under another name."""
+"""Fields that have another name in other servers, and values that have another form there."""
 
 from __future__ import annotations
 
@@ -50,6 +50,17 @@ def with_own_names(values: dict[str, Any], others: Mapping[str, tuple[str, ...]]
         if value is not None and value != _UNLIMITED.get(name):
             own[path[0]] = _placed(own.get(path[0]), path, name, value)
     return own
+
+
+def take_other_values(values: dict[str, Any]) -> None:
+    """Replace values of sampling parameters that Quire has another form for, in place."""
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    if values.get("top_p") == 0 and values["top_p"] is not False:
+        values.update(top_p=None, temperature=0)
+    stop = values.get("stop")
+    if isinstance(stop, str | list) and not any(stop):
+        values["stop"] = None
 
 
 def _placed(there: Any, path: tuple[str, ...], name: str, value: Any) -> Any:

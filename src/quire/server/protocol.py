@@ -37,7 +37,7 @@ from quire.sampling_params import (
 )
 from quire.server.chat_messages import ChatMessage, messages_for_template
 from quire.server.leniency import Ignorable, Leniency
-from quire.server.other_names import NAMES_OF_OTHER_SERVERS
+from quire.server.other_names import NAMES_OF_OTHER_SERVERS, take_other_values
 from quire.server.prompt_options import PromptFields
 from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ResponseFormat, StructuredOutputs
@@ -167,13 +167,7 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
         """Take what other servers' clients mean by values that Quire has another form for."""
-        if values.get("top_k") == -1:
-            values["top_k"] = 0
-        if values.get("top_p") == 0 and values["top_p"] is not False:
-            values.update(top_p=None, temperature=0)
-        stop = values.get("stop")
-        if isinstance(stop, str | list) and not any(stop):
-            values["stop"] = None
+        take_other_values(values)
         if values.get("stream_options") is not None and not values.get("stream"):
             del values["stream_options"]
             leniency.ignore("stream_options")

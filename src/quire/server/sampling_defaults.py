@@ -33,7 +33,7 @@ class SamplingDefaults:
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = dict(fields)
+        self.fields = dict(fields)
         self._fields_of_beams = {name: fields[name] for name in ("max_tokens",) if name in fields}
 
     def params(self, given: Mapping[str, Any]) -> SamplingParams:
@@ -42,11 +42,11 @@ class SamplingDefaults:
         Raises:
             InvalidRequestError: a value out of range, or two that contradict each other.
         """
-        defaults = self._fields_of_beams if given.get("beam_width") else self._fields
+        defaults = self._fields_of_beams if given.get("beam_width") else self.fields
         return SamplingParams(**{**defaults, **given})
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self._fields.items())
+        return ", ".join(f"{name} {value}" for name, value in self.fields.items())
 
 
 QUIRES_OWN = SamplingDefaults({})

@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+SERVER_SENT_EVENTS = "text/event-stream"
+JSON_LINES = "application/x-ndjson"
+
 
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
@@ -61,6 +64,7 @@ async def event_stream(
     error_event: Callable[[ApiError], bytes],
     *,
     request_id: str,
+    media_type: str = SERVER_SENT_EVENTS,
 ) -> EventStream:
     """Return the response that streams `events`, once the first of them is there.
 
@@ -73,7 +77,7 @@ async def event_stream(
         Exception: whatever made the first event fail.
     """
     first = await unless_disconnected(receive, _first(events))
-    return EventStream(first, events, error_event, request_id=request_id)
+    return EventStream(first, events, error_event, request_id=request_id, media_type=media_type)
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
@@ -81,12 +85,11 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events from a generator, which is closed as soon as the client leaves.
+    """Events from a generator, which is closed as soon as the client leaves.
 
     An error after the first event can no longer change the status, so it is sent as an event of its own.
     """
 
-    media_type = "text/event-stream"
     charset = "utf-8"
 
     def __init__(
@@ -96,8 +99,10 @@ class EventStream(Response):
         error_event: Callable[[ApiError], bytes],
         *,
         request_id: str,
+        media_type: str,
     ) -> None:
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._first = first

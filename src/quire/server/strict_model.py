@@ -98,7 +98,7 @@ def _without_ignored_names(
             if hint is not None:
                 raise PydanticCustomError(UNKNOWN_NAME, "unknown name", {"name": name, "hint": hint})
         elif known.is_ignorable:
-            if value not in _DEFAULTS_ELSEWHERE:
+            if value not in _DEFAULTS_ELSEWHERE or type(value) is int:  # 0, which is equal to False
                 leniency.ignore(cls.path_prefix + name)
         elif known.is_supported or value not in _NOTHING:
             kept[name] = int(value) if known.takes_integer and _is_integral(value) else value

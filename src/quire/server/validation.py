@@ -36,6 +36,7 @@ async def read_body(
     max_body_bytes: int,
     max_prompt_tokens: int,
     leniency: Leniency,
+    takes_any_type: bool = False,
 ) -> BodyT:
     """Return the request's JSON body as `model`.
 
@@ -45,13 +46,15 @@ async def read_body(
         max_body_bytes: limit of its size.
         max_prompt_tokens: it may have as many values besides `protocol.MAX_VALUES`.
         leniency: what is accepted without having an effect; it is noted there.
+        takes_any_type: whether the body is JSON whatever its Content-Type says.
 
     Raises:
         ApiError: 413 or 415.
         InvalidRequestError: the body is not JSON in UTF-8, or not what `model` describes.
         ClientGoneError: the connection closed before the body was complete.
     """
-    _require_json(request)
+    if not takes_any_type:
+        _require_json(request)
     body = await bounded_body(request, max_body_bytes, _decompressor(request, max_body_bytes))
     await _require_few_values(body, protocol.MAX_VALUES + max_prompt_tokens)
     try:

@@ -1,0 +1,208 @@
+"""Bodies of POST /api/chat and /api/generate."""
+
+from __future__ import annotations
+
+import abc
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.tools import ToolUse
+from quire.errors import InvalidRequestError
+from quire.sampling_params import NumLogprobs, SamplingParams
+from quire.server.ollama.messages import NoImages, OllamaMessage, messages_for_template
+from quire.server.ollama.options import OllamaOptions
+from quire.server.prompt_options import PromptOptions
+from quire.server.reasoning import Thinking
+from quire.server.response_format import ANY_OBJECT
+from quire.server.sampling_defaults import SamplingDefaults
+from quire.server.strict_model import Ignored, StrictModel, Unsupported
+from quire.server.tool_fields import Tools, tool_use_of
+from quire.structured_outputs import StructuredOutputsParams
+
+
+def _format_form(value: Any) -> str | None:
+    return "=text" if isinstance(value, str) else "=schema" if isinstance(value, dict) else None
+
+
+Format = Annotated[
+    Annotated[Literal["", "json"], Tag("=text")] | Annotated[dict[str, Any], Tag("=schema")],
+    Discriminator(
+        _format_form, custom_error_type="form", custom_error_message="it must be json or a JSON schema"
+    ),
+]
+
+
+def _think_form(value: Any) -> str | None:
+    return "=switch" if isinstance(value, bool) else "=effort" if isinstance(value, str) else None
+
+
+Think = Annotated[
+    Annotated[bool, Tag("=switch")] | Annotated[Literal["low", "medium", "high", "max"], Tag("=effort")],
+    Discriminator(
+        _think_form, custom_error_type="form", custom_error_message="it must be true, false or an effort"
+    ),
+]
+
+
+def _refuse_context(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError("context", "earlier turns are not kept as tokens; send them to /api/chat")
+
+
+def _refuse_template(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError(
+            "template", "a request has no template of its own; set raw to true and send the whole prompt"
+        )
+
+
+class OllamaRequest(StrictModel):
+    """What both bodies have."""
+
+    model: str = Field(description="The served model's name; the tag latest may be left out or added.")
+    stream: Annotated[bool, BeforeValidator(lambda value: True if value is None else value)] = Field(
+        True, description="Send the answer in lines of JSON as it is generated."
+    )
+    options: OllamaOptions | None = None
+    format: Format | None = Field(
+        None, description="json for any object, or a JSON schema that the answer must be valid against."
+    )
+    think: Think | None = Field(
+        None, description="Whether the model thinks, if its chat template has a switch, or with which effort."
+    )
+    logprobs: bool | None = Field(None, description="Return the log-probabilities of the answer's tokens.")
+    top_logprobs: NumLogprobs | None = Field(
+        None, description="Number of most likely tokens to return besides; needs logprobs."
+    )
+    keep_alive: Ignored = None
+    shift: Ignored = None
+    truncate: Ignored = None
+
+    @property
+    @abc.abstractmethod
+    def only_loads(self) -> bool:
+        """Whether there is nothing to answer: the client only wants the model to be there."""
+
+    def raw_prompt(self, chat_template: str) -> str | None:
+        """Return the prompt if it does not pass through the chat template; None if it does."""
+        return None
+
+    def thinking_options(self) -> Thinking:
+        """Return how the model is to think."""
+        if isinstance(self.think, str):
+            return Thinking(is_on=True, effort=self.think)
+        return Thinking(is_on=self.think, is_shown=self.think is not False)
+
+    @abc.abstractmethod
+    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
+        """Return the messages as chat templates expect them."""
+
+    @abc.abstractmethod
+    def prompt_options(self) -> PromptOptions:
+        """Return how the messages become a prompt."""
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which tools the answer may or must call; None: none.
+
+        Raises:
+            InvalidRequestError: a tool is unusable, or there twice.
+        """
+        return None
+
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            InvalidRequestError: a value out of range, or two that contradict each other.
+        """
+        fields = {} if self.options is None else self.options.sampling_fields()
+        if self.logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.format:
+            schema = ANY_OBJECT if self.format == "json" else self.format
+            fields["structured_outputs"] = StructuredOutputsParams(json=schema)
+        return defaults.params(fields)
+
+    def request_options(self) -> dict[str, Any]:
+        """Return the fields of `RequestOptions` that were given: there are none."""
+        return {}
+
+
+class OllamaChatRequest(OllamaRequest):
+    """Body of POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = Field(
+        None, description="The conversation so far. None: the model is only to be there."
+    )
+    tools: Tools | None = Field(None, description="What the model may call; at most 128.")
+
+    @property
+    def only_loads(self) -> bool:
+        """Whether there is nothing to answer."""
+        return not self.messages
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which tools the answer may or must call; None: none.
+
+        Raises:
+            InvalidRequestError: a tool is unusable, or there twice.
+        """
+        return tool_use_of(self.tools, None, parallel_tool_calls=None)
+
+    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
+        """Return the messages as chat templates expect them."""
+        return messages_for_template(self.messages or [], call_format)
+
+    def prompt_options(self) -> PromptOptions:
+        """Return how the messages become a prompt: the answer continues a text of the assistant's."""
+        last = self.messages[-1] if self.messages else None
+        continues = last is not None and last.role == "assistant" and not last.tool_calls
+        return PromptOptions(continue_final_message=continues or None)
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """Body of POST /api/generate."""
+
+    prompt: str | None = Field(None, description="What the user says. None: the model is only to be there.")
+    system: str | None = Field(None, description="What the system says first.")
+    raw: bool | None = Field(
+        None, description="Continue the prompt as it is, without the chat template. Default: false."
+    )
+    context: Annotated[Unsupported, BeforeValidator(_refuse_context)] = None
+    images: NoImages = None
+    suffix: Unsupported = None
+    template: Annotated[Unsupported, BeforeValidator(_refuse_template)] = None
+
+    @property
+    def only_loads(self) -> bool:
+        """Whether there is nothing to answer."""
+        return not self.prompt
+
+    def raw_prompt(self, chat_template: str) -> str | None:
+        """Return the prompt if it does not pass through the chat template; None if it does.
+
+        Raises:
+            InvalidRequestError: it does not, and there is more than the prompt.
+        """
+        if chat_template and not self.raw:
+            return None
+        if self.system:
+            problem = "raw is true" if self.raw else "the model has no chat template"
+            raise InvalidRequestError(
+                f"{problem}, so a system message has no place; put it into the prompt", param="system"
+            )
+        return self.prompt or ""
+
+    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
+        """Return the messages as chat templates expect them."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.prompt or ""}]
+
+    def prompt_options(self) -> PromptOptions:
+        """Return how the messages become a prompt."""
+        return PromptOptions()

@@ -1,0 +1,139 @@
+"""Messages of /api/chat, as bodies have them and as chat templates expect them."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
+from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.server.chat_messages import Role
+from quire.server.strict_model import Ignored, StrictModel, Unsupported
+from quire.server.tool_fields import MAX_CALLS, CallId, ToolName
+
+
+def _refuse_images(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError("images", "models are served with text only; leave images out")
+
+
+NoImages = Annotated[Unsupported, BeforeValidator(_refuse_images)]
+
+
+class CalledOllamaFunction(StrictModel):
+    """A function that the model has called."""
+
+    path_prefix = "messages[].tool_calls[].function."
+
+    name: ToolName
+    arguments: dict[str, Any] | None = None
+    description: Ignored = None
+    index: Ignored = None
+
+
+class OllamaMessageCall(StrictModel):
+    """A call in an assistant's message."""
+
+    path_prefix = "messages[].tool_calls[]."
+
+    function: CalledOllamaFunction
+    id: CallId | None = None
+    type: Ignored = None
+
+
+Calls = Annotated[list[OllamaMessageCall], Field(fail_fast=True, max_length=MAX_CALLS)]
+
+
+class OllamaMessage(StrictModel):
+    """One message; which roles there are, and in which order, is the chat template's affair."""
+
+    path_prefix = "messages[]."
+
+    role: Role
+    content: str | None = Field(None, description="The text. Default: none.")
+    thinking: str | None = Field(None, description="What the assistant thought, for templates that show it.")
+    tool_calls: Calls | None = Field(None, description="The tools that the assistant called.")
+    tool_name: ToolName | None = Field(
+        None, description="In a tool's message: which tool it is the result of."
+    )
+    name: ToolName | None = Field(None, description="The older name of tool_name.")
+    tool_call_id: CallId | None = Field(
+        None, description="In a tool's message: which call it is the result of."
+    )
+    images: NoImages = None
+
+
+class _OpenCalls:
+    """Calls that have no result yet; what belongs together need not be said, but follows from the order."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, str] = OrderedDict()  # by id
+        self._ids: defaultdict[str, deque[str]] = defaultdict(deque)  # by name; those that have one, too
+        self._num_calls = 0
+
+    def add(self, call: OllamaMessageCall) -> str:
+        """Return the id of a call, one of nine letters and digits if the client has given none."""
+        self._num_calls += 1
+        call_id = call.id or f"call{self._num_calls:05}"
+        self._names[call_id] = call.function.name
+        self._ids[call.function.name].append(call_id)
+        return call_id
+
+    def take(self, message: OllamaMessage) -> tuple[str | None, str | None]:
+        """Return id and name of the call that a tool's message is the result of, as far as they are known."""
+        name = message.tool_name or message.name
+        if message.tool_call_id is not None:
+            return message.tool_call_id, self._names.pop(message.tool_call_id, name)
+        if name is None:
+            return self._names.popitem(last=False) if self._names else (None, None)
+        ids = self._ids[name]
+        while ids:
+            if self._names.pop(call_id := ids.popleft(), None) is not None:
+                return call_id, name
+        return None, name
+
+
+def messages_for_template(
+    messages: Sequence[OllamaMessage], call_format: ToolCallFormat | None
+) -> list[dict[str, Any]]:
+    """Return a conversation for the model's template, which shows calls in its own way.
+
+    Args:
+        messages: of the body.
+        call_format: of the model's calls; None if it is unknown.
+    """
+    calls = _OpenCalls()
+    rendered = []
+    for message in messages:
+        one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            one.update(dict.fromkeys(NAMES_OF_THOUGHTS, message.thinking))
+        if message.tool_calls:
+            one["tool_calls"] = [
+                _shown_call(call, calls.add(call), call_format) for call in message.tool_calls
+            ]
+            if call_format is not None and call_format.null_content and not message.content:
+                one["content"] = None
+        call_id, name = calls.take(message) if message.role == "tool" else (None, message.name)
+        if call_id is not None:
+            one["tool_call_id"] = call_id
+        if name is not None:
+            one["name"] = name
+        rendered.append(one)
+    return rendered
+
+
+def _shown_call(call: OllamaMessageCall, call_id: str, call_format: ToolCallFormat | None) -> dict[str, Any]:
+    arguments: Any = call.function.arguments or {}
+    if call_format is not None and call_format.arguments_as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
