@@ -32,10 +32,15 @@ setup: $(READY)  ## Create .venv and install Quire with its development tools
 # torch goes first and alone: it is by far the largest, and constraints.txt pins the tested version.
 NATIVE := $(wildcard native/*.txt native/*.cmake native/src/*.* native/src/*/*.*)
 $(READY): pyproject.toml constraints.txt $(NATIVE)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	@echo "1 of 3: making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2 of 3: downloading and installing torch, the largest part (200 MB): a minute or two"
+	@$(BIN)/pip install -q -c constraints.txt torch
+	@echo "3 of 3: compiling the native kernels and installing Quire with its tools:" \
+		"five minutes on two cores, more if they are busy; pip prints nothing meanwhile"
+	@$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
+	@echo "$(VENV) is ready"
 
 demo: $(READY)  ## Serve the built-in model, ask it several things at once, show answers and figures
 	@$(BIN)/python tools/demo.py
