@@ -14,6 +14,7 @@ from quire.dialogue.thoughts import ExpectedThought, expected_thought
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids
+from quire.front.seeds import derived_seed, random_seed
 from quire.front.thoughts import ThoughtControl, params_with_thought
 from quire.front.token_bounds import TokenBound
 from quire.request_options import RequestOptions, require_text
@@ -22,9 +23,6 @@ from quire.scheduling.beam_search import num_candidates
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
-
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_MASK_64 = 2**64 - 1
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -269,7 +267,7 @@ class InputProcessor:
         return dataclasses.replace(
             params,
             max_tokens=self._max_tokens(params, prompt_length, shorten_output=shorten_output),
-            seed=_random_seed() if params.seed is None else params.seed,
+            seed=random_seed() if params.seed is None else params.seed,
             bad_words_token_ids=self._bad_words(params),
         )
 
@@ -328,21 +326,3 @@ class InputProcessor:
                 if token_ids:
                     sequences[tuple(token_ids)] = None
         return tuple(sequences)
-
-
-def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of completion `index`; that of the first is the request's.
-
-    The others are successive outputs of SplitMix64 (Steele, Lea and Flood 2014), seeded with `seed`, without
-    their lowest bit.
-    """
-    if index == 0:
-        return seed
-    mixed = (seed + index * _GOLDEN_GAMMA) & _MASK_64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return (mixed ^ (mixed >> 31)) >> 1
-
-
-def _random_seed() -> int:
-    return int.from_bytes(os.urandom(8)) >> 1
