@@ -121,6 +121,19 @@ def test_no_text_has_fewer_tokens(name, text, repeats):
     assert most is None or len(text) <= most
 
 
+@pytest.mark.parametrize("from_end", [False, True])
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=50, deadline=None)
+@given(text=texts, num_tokens=st.integers(0, 20))
+def test_a_part_has_more_than_so_many_tokens(name, from_end, text, num_tokens):
+    text = text.encode("utf-8", "ignore").decode() * 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.front.token_bounds._PIECE", 7)
+        part = BOUNDS[name].part_with(text, num_tokens, from_end=from_end)
+    assert part == (text[len(text) - len(part) :] if from_end else text[: len(part)])
+    assert part == text or len(TOKENIZERS[name].encode(part)) > num_tokens
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_texts_in_pieces_that_compose_where_they_meet(name, monkeypatch):
     monkeypatch.setattr("quire.front.token_bounds._PIECE", 3)

@@ -47,6 +47,26 @@ async def test_options_reach_the_engine(http, llm, name):
     assert llm.tokenize_options == {name: True}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_part_of_the_prompt(http, llm, path):
+    body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [USER]}
+    answer = await post(http, path, **body, truncate_prompt_tokens=-1, truncation_side="right")
+    assert answer.status_code == 200
+    options = llm.seen[0].options
+    assert (options["truncate_prompt_tokens"], options["truncation_side"]) == (-1, "right")
+    answer = await post(http, path, **body, truncation_side="left")
+    assert answer.headers[HEADER] == "truncation_side"
+    assert not {"truncate_prompt_tokens", "truncation_side"} & llm.seen[1].options.keys()
+    for wrong in ({"truncate_prompt_tokens": -2}, {"truncate_prompt_tokens": 3, "truncation_side": "up"}):
+        assert (await post(http, path, **body, **wrong)).status_code == 400
+
+
+async def test_truncation_of_responses_has_no_effect(http):
+    answer = await post(http, "/v1/responses", input="Hi", truncation="auto")
+    assert answer.headers[HEADER] == "truncation"
+    assert HEADER not in (await post(http, "/v1/responses", input="Hi", truncation="disabled")).headers
+
+
 async def test_special_tokens_of_a_text(http, llm):
     assert (await post(http, "/v1/completions", prompt="Hi", add_special_tokens=False)).status_code == 200
     assert llm.seen[0].options["add_special_tokens"] is False

@@ -363,3 +363,19 @@ async def test_times_and_tokens_are_those_that_a_client_measures(http_over_tcp):
     assert first <= sum(until_first for until_first, _ in windows)
     assert first + decode <= total("request_duration_seconds") + 1e-6
     assert total("request_duration_seconds") <= sum(until_last for _, until_last in windows)
+
+
+async def test_a_prompt_is_cut_and_echoed_as_it_was_cut(http):
+    whole = (await complete(http, max_tokens=1, return_token_ids=True)).json()["choices"][0]
+    fields = {"truncate_prompt_tokens": 3, "echo": True, "logprobs": 0, "return_token_ids": True}
+    answer = (await complete(http, max_tokens=2, **fields)).json()
+    [choice] = answer["choices"]
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert choice["prompt_token_ids"] == whole["prompt_token_ids"][-3:]
+    written = "".join(choice["logprobs"]["tokens"])
+    assert written == choice["text"]
+    assert PROMPT.endswith("".join(choice["logprobs"]["tokens"][:3]))
+    long = await complete(http, prompt="word " * 60_000, max_tokens=5, truncate_prompt_tokens=-1)
+    assert long.json()["usage"]["prompt_tokens"] == 4096 - 5
+    refused = await complete(http, max_tokens=1, truncate_prompt_tokens=4096)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate_prompt_tokens")

@@ -17,6 +17,7 @@ from quire.front.arguments import prompt_text_or_ids
 from quire.front.seeds import derived_seed, random_seed
 from quire.front.thoughts import ThoughtControl, params_with_thought
 from quire.front.token_bounds import TokenBound
+from quire.front.truncation import MARGIN, Truncation, TruncationSide, truncation_of
 from quire.request_options import RequestOptions, require_text
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 from quire.scheduling.beam_search import num_candidates
@@ -66,6 +67,8 @@ class InputProcessor:
         request_id: str | None = None,
         prompt_text: str | None = None,
         add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: TruncationSide = "left",
         shorten_output: bool = False,
         **options: Any,
     ) -> ProcessedRequest:
@@ -77,6 +80,9 @@ class InputProcessor:
             request_id: None: generated.
             prompt_text: the text of a prompt of token ids, for the output.
             add_special_tokens: whether a text gets the tokens that the model wants around it.
+            truncate_prompt_tokens: number of the prompt's tokens that are kept; -1: as many as fit beside
+                `max_tokens`; None: all.
+            truncation_side: that is cut off.
             shorten_output: whether a `max_tokens` beyond the model's maximum length means as many as fit.
             options: fields of `RequestOptions`.
 
@@ -88,7 +94,12 @@ class InputProcessor:
         serial = next(self._serial)
         request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
         require_text(request_id, "request_id", allow_empty=False)
-        token_ids = self._token_ids(prompt, add_special_tokens=add_special_tokens)
+        truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info.max_model_len)
+        if isinstance(prompt, str):
+            self._check_length(len(prompt) and 1)
+            token_ids, prompt_text = self._encode_prompt(prompt, truncation, add_special_tokens)
+        else:
+            token_ids = self._checked_ids(prompt, truncation)
         params = self._resolve(params, len(token_ids), shorten_output=shorten_output)
         assert params.seed is not None
         core_request = EngineCoreRequest(
@@ -103,7 +114,7 @@ class InputProcessor:
         )
         return ProcessedRequest(
             request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else prompt_text,
+            prompt=prompt_text,
             params=params,
             core_request=core_request,
             arrival_time=arrival_time,
@@ -119,6 +130,8 @@ class InputProcessor:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: TruncationSide = "left",
         marks: Iterable[str] = (),
         thought: ThoughtControl | None = None,
         **options: Any,
@@ -135,11 +148,15 @@ class InputProcessor:
             continue_final_message: whether the answer continues the last message.
             add_special_tokens: whether the tokens that the model wants around a text are added; most
                 templates have written them.
+            truncate_prompt_tokens: as for `process`.
+            truncation_side: likewise.
             marks: texts that are shown in the output even if they are special tokens.
             thought: what is asked of the thought that the answer may begin with; None: nothing.
             options: as for `process`.
         """
-        self._check_conversation(messages)
+        truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info.max_model_len)
+        if truncation is None:
+            self._check_conversation(messages)
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         text = self._tokenizer.apply_chat_template(
@@ -149,7 +166,7 @@ class InputProcessor:
             tools=tools,
             variables=chat_template_kwargs,
         )
-        token_ids = self._encode_prompt(text, add_special_tokens=add_special_tokens)
+        token_ids, text = self._encode_prompt(text, truncation, add_special_tokens)
         expected: ExpectedThought | None = None
         if thought is not None:
             expected = expected_thought(thought.format, text, thought.continued)
@@ -169,7 +186,7 @@ class InputProcessor:
             InvalidRequestError: it is too long for a prompt, or no Unicode text.
         """
         require_text(text, "prompt")
-        return self._encode_prompt(text, add_special_tokens=add_special_tokens) if text else []
+        return self._encode_prompt(text, None, add_special_tokens)[0] if text else []
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included.
@@ -180,20 +197,26 @@ class InputProcessor:
         self._check_vocabulary(token_ids, "tokens")
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _token_ids(self, prompt: str | Sequence[int], *, add_special_tokens: bool) -> list[int]:
-        """Return the prompt's tokens, checked."""
-        if not isinstance(prompt, str):
-            if isinstance(prompt, Sequence):
-                self._check_length(len(prompt))
-            token_ids = prompt_text_or_ids(prompt)
-            assert isinstance(token_ids, list)
-            self._check_vocabulary(token_ids, "prompt")
-            return token_ids
-        self._check_length(len(prompt) and 1)
-        return self._encode_prompt(prompt, add_special_tokens=add_special_tokens)
+    def _checked_ids(self, prompt: Sequence[int], truncation: Truncation | None) -> list[int]:
+        """Return a prompt's token ids, checked."""
+        if isinstance(prompt, Sequence):
+            if truncation is not None:
+                prompt = truncation.part(prompt)
+            self._check_length(len(prompt))
+        token_ids = prompt_text_or_ids(prompt)
+        assert isinstance(token_ids, list)
+        self._check_vocabulary(token_ids, "prompt")
+        return token_ids
 
-    def _encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a prompt; one that is much too long is refused before it is tokenized."""
+    def _encode_prompt(
+        self, text: str, truncation: Truncation | None, add_special_tokens: bool
+    ) -> tuple[list[int], str]:
+        """Return the tokens of a prompt, and the text that they are of.
+
+        A text that is much too long is cut or refused before it is tokenized.
+        """
+        if truncation is not None:
+            return self._encode_truncated(text, truncation, add_special_tokens)
         limit = self._max_prompt_length
         if len(text) > limit and self._bound.least_num_tokens(text, limit) > limit:
             raise ContextLengthError(
@@ -205,7 +228,22 @@ class InputProcessor:
         self._check_length(len(encoding))
         token_ids: list[int] = encoding.ids
         self._check_vocabulary(token_ids, "prompt")
-        return token_ids
+        return token_ids, text
+
+    def _encode_truncated(
+        self, text: str, truncation: Truncation, add_special_tokens: bool
+    ) -> tuple[list[int], str]:
+        from_end = truncation.side == "left"
+        part = self._bound.part_with(text, truncation.num_tokens + MARGIN, from_end=from_end)
+        encoding = self._tokenizer.tokenize(part, add_special_tokens=add_special_tokens)
+        if len(encoding) <= truncation.num_tokens:
+            token_ids: list[int] = encoding.ids
+        else:
+            token_ids, of_text = truncation.within_added(encoding)
+            text = self._tokenizer.decode(token_ids[of_text], skip_special_tokens=False)
+        self._check_length(len(token_ids))
+        self._check_vocabulary(token_ids, "prompt")
+        return token_ids, text
 
     def _check_conversation(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse what can be no prompt before the template looks at it."""

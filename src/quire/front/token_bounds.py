@@ -57,6 +57,21 @@ class TokenBound:
                     break
         return math.ceil(total - _ROUNDING)
 
+    def part_with(self, text: str, num_tokens: int, *, from_end: bool) -> str:
+        """Return the end or the beginning of a text, enough of it for more than `num_tokens` tokens.
+
+        It is the whole text if that may be needed.
+        """
+        total, length = 0.0, 0
+        while self._keeps_characters and total <= num_tokens and length < len(text):
+            start = len(text) - length
+            piece = text[max(0, start - _PIECE) : start] if from_end else text[length : length + _PIECE]
+            total += self._count(piece)
+            length += len(piece)
+        if total <= num_tokens:
+            return text
+        return text[-length:] if from_end else text[:length]
+
     def most_characters(self, num_tokens: int) -> int | None:
         """Return how many characters this many tokens can stand for at most; None: any number."""
         if not self._keeps_characters or not self._shares.all():

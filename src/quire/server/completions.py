@@ -110,10 +110,11 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         """Return the prompt's text and its log-probabilities, as they begin an echoing choice."""
         if not self._body.echo:
             return "", None
-        prompt = self._body.prompts[prompt_index]
-        if not isinstance(prompt, str):
+        if isinstance(self._body.prompts[prompt_index], str):
+            prompt = output.prompt or ""
+        else:
             decode = self._context.llm.tokenizer.decode
-            prompt = decode(prompt, skip_special_tokens=self._params.skip_special_tokens)
+            prompt = decode(output.prompt_token_ids, skip_special_tokens=self._params.skip_special_tokens)
         writer = self._writer(prompt_index, completion)
         return prompt, writer.prompt(output, prompt) if writer else None
 

@@ -84,6 +84,14 @@ class CompletionsCall(GenerationCall[RequestT]):
             **self._head,
         )
 
+    @override
+    def _request_options(self) -> dict[str, Any]:
+        options = super()._request_options()
+        for name in ("truncate_prompt_tokens", "truncation_side"):
+            if (value := getattr(self._body, name)) is not None:
+                options[name] = value
+        return options
+
     def _answer_fields(self, first: RequestOutput) -> dict[str, Any]:
         """Return further fields of a whole answer."""
         return {}

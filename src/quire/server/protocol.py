@@ -163,6 +163,14 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
     return_token_ids: bool | None = Field(
         None, description="Return the token ids of the prompt and of the output."
     )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None,
+        description="Number of the prompt's tokens that are kept; -1: as many as fit beside max_tokens. "
+        "Default: all.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which side truncate_prompt_tokens cuts off. Default: left."
+    )
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
@@ -171,6 +179,8 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
         if values.get("stream_options") is not None and not values.get("stream"):
             del values["stream_options"]
             leniency.ignore("stream_options")
+        if values.get("truncate_prompt_tokens") is None and values.pop("truncation_side", None) is not None:
+            leniency.ignore("truncation_side")
 
     @property
     def include_usage(self) -> bool:

@@ -11,6 +11,7 @@ from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt
 from quire.request_options import RequestOptions, ShortText
 from quire.sampling_params import NumLogprobs, SamplingParams
+from quire.server.leniency import Leniency
 from quire.server.openai_responses.items import Items, MessageItem
 from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ANY_OBJECT, SchemaName
@@ -219,6 +220,12 @@ class ResponsesRequest(StrictModel):
     service_tier: Ignored = None
     conversation: Unsupported = None
     prompt: Unsupported = None
+
+    @classmethod
+    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
+        """Note what has no effect: nothing is cut off."""
+        if values.get("truncation") == "auto":
+            leniency.ignore("truncation")
 
     @property
     def items(self) -> list[Any]:

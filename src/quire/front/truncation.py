@@ -1,0 +1,78 @@
+"""Prompts of which only the end, or the beginning, is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from quire.errors import InvalidRequestError
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TruncationSide = Literal["left", "right"]
+
+MARGIN = 64
+"""Tokens beside a cut that may be others than in the whole text, and are not kept."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Truncation:
+    """How much of a prompt is kept: its last `num_tokens`, or the first if `side`, which is cut, is right."""
+
+    num_tokens: int
+    side: TruncationSide = "left"
+
+    def part(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Return what is kept of a prompt's tokens."""
+        return items[-self.num_tokens :] if self.side == "left" else items[: self.num_tokens]
+
+    def within_added(self, encoding: tokenizers.Encoding) -> tuple[list[int], slice]:
+        """Return the tokens that are kept of a text, and where among them those of the text are.
+
+        Tokens that the model wants around a text stay around what is kept of it, if they fit.
+        """
+        is_added, ids = encoding.special_tokens_mask, encoding.ids
+        head = next((at for at, added in enumerate(is_added) if not added), len(ids))
+        end = next((at for at in range(len(ids), head, -1) if not is_added[at - 1]), head)
+        room = self.num_tokens - head - (len(ids) - end)
+        if room <= 0:
+            kept = list(self.part(ids))
+            return kept, slice(0, len(kept))
+        text = Truncation(room, self.side).part(ids[head:end])
+        return [*ids[:head], *text, *ids[end:]], slice(head, head + len(text))
+
+
+def truncation_of(
+    num_tokens: int | None, side: TruncationSide, params: SamplingParams, max_model_len: int
+) -> Truncation | None:
+    """Return what a request asks for.
+
+    Args:
+        num_tokens: of the prompt that are kept; -1: as many as fit beside `max_tokens`; None: all.
+        side: that is cut off.
+        params: of the request.
+        max_model_len: in tokens, prompt and output together.
+
+    Raises:
+        InvalidRequestError: that cannot be.
+    """
+    if num_tokens is None:
+        return None
+    if side not in ("left", "right"):
+        raise InvalidRequestError(
+            f"truncation_side is {side!r:.80}; it must be left or right", param="truncation_side"
+        )
+    if num_tokens == -1:
+        wanted = getattr(params, "max_tokens", None) or 1
+        return Truncation(max_model_len - (wanted if wanted < max_model_len else 1), side)
+    limit = max_model_len - 1
+    if type(num_tokens) is not int or not 1 <= num_tokens <= limit:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {num_tokens!r:.80}; it must be -1, or from 1 to {limit}, which "
+            f"leaves room for one output token (max_model_len is {max_model_len})",
+            param="truncate_prompt_tokens",
+        )
+    return Truncation(num_tokens, side)
