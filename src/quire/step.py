@@ -32,6 +32,7 @@ class NewRequestData(NamedTuple):
     eos_token_ids: tuple[int, ...]
     block_ids: IntArray  # [number of blocks]
     num_computed_tokens: int
+    draft_scope: tuple[str, str] = ("", "")  # requests of the same one may see each other's outputs in drafts
 
 
 class ResumedRequestData(NamedTuple):

@@ -190,12 +190,15 @@ class ProposingDriver(StepDriver):
     def step(self, num_tokens, *, drafts=None, **others):
         before = {request_id: len(self.requests[request_id].output) for request_id in num_tokens}
         result = super().step(num_tokens, drafts=drafts, num_drafts_wanted=4, **others)
-        assert result.draft_token_ids.shape == (len(num_tokens), 4)
+        drafts_now = result.draft_token_ids
+        if drafts_now is None:
+            drafts_now = np.full((len(num_tokens), 4), NO_TOKEN)
+        assert drafts_now.shape == (len(num_tokens), 4)
         for row, request_id in enumerate(num_tokens):
             emitted = len(self.requests[request_id].output) - before[request_id]
             self.num_drafts += len((drafts or {}).get(request_id, ()))
             self.num_accepted += max(0, emitted - 1)
-            proposed = result.draft_token_ids[row]
+            proposed = drafts_now[row]
             self.proposed[request_id] = proposed[proposed != NO_TOKEN].tolist()
             assert emitted or not self.proposed[request_id]
         self.number_of_steps += 1

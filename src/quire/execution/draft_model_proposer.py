@@ -42,7 +42,7 @@ class DraftModelProposer(Proposer):
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray:
         """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]."""
         drafts = np.full((len(rows.slots), num_drafts), NO_TOKEN, dtype=np.int32)
-        positions_left = rows.num_blocks * self._kv_cache.block_size - (rows.num_tokens - 1)
+        positions_left = rows.num_blocks[rows.slots] * self._kv_cache.block_size - (rows.num_tokens - 1)
         count = np.minimum(rows.max_drafts, positions_left)
         token_ids = rows.token_ids[rows.slots, rows.num_tokens - 1].astype(np.int64)
         live = np.arange(len(count))
@@ -63,10 +63,11 @@ class DraftModelProposer(Proposer):
         Returns:
             The most likely next token of each, and whether its logits were finite.
         """
+        slots = rows.slots[live]
         batch = AttentionBatch.build(
             rows.num_tokens[live] - 1 + number,
             np.ones(len(live), dtype=np.int64),
-            rows.block_tables[live],
+            rows.block_tables[slots, : rows.num_blocks[slots].max()],
             self._kv_cache.block_size,
         )
         logits = self._model.logits(self._model.forward(torch.from_numpy(token_ids), self._kv_cache, batch))

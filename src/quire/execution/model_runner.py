@@ -160,7 +160,10 @@ class ModelRunner:
     def _apply_changes(self, output: SchedulerOutput) -> None:
         """Apply the changes in the order of the plan's fields: slots are freed before they are reused."""
         for request_id in output.finished_req_ids:
-            self._clear(self._batch.finish(request_id))
+            slot = self._batch.finish(request_id)
+            if slot is not None and self._proposer is not None:
+                self._proposer.finish(slot, self._batch.output(slot))
+            self._clear(slot)
         for request_id in output.preempted_req_ids:
             self._clear(self._batch.preempt(request_id))
         for new in output.scheduled_new_reqs:
@@ -184,6 +187,9 @@ class ModelRunner:
                 self._evictor.close(slot)
 
     def _open(self, request: RunnerRequest) -> None:
+        if self._proposer is not None:
+            num_tokens = int(self._batch.num_tokens[request.slot])
+            self._proposer.open(request.slot, num_tokens, request.draft_scope)
         if self._evictor is not None:
             self._evictor.open(request.slot, request.num_prompt_tokens)
         self._sampler.table.write(
@@ -269,14 +275,18 @@ class ModelRunner:
         self._batch.append(output.slots[sampling.rows], emitted)
 
     def _propose(self, output: SchedulerOutput, sampled_token_ids: IntArray) -> IntArray | None:
-        """Return drafts for the rows that have sampled, [R, num_drafts_wanted]; None if none are wanted."""
+        """Return drafts for the rows that have sampled, [R, num_drafts_wanted]; None if there are none."""
         if self._proposer is None or not output.num_drafts_wanted:
             return None
-        drafts = np.full((len(output.slots), output.num_drafts_wanted), NO_TOKEN, dtype=np.int32)
         rows = np.flatnonzero((sampled_token_ids != NO_TOKEN).any(axis=1))
-        if rows.size:
-            to_continue = self._batch.to_continue(output.slots[rows], output.num_drafts_wanted)
-            drafts[rows] = self._proposer.propose(to_continue, output.num_drafts_wanted)
+        if not rows.size:
+            return None
+        to_continue = self._batch.to_continue(output.slots[rows], output.num_drafts_wanted)
+        proposed = self._proposer.propose(to_continue, output.num_drafts_wanted)
+        if proposed is None:
+            return None
+        drafts = np.full((len(output.slots), output.num_drafts_wanted), NO_TOKEN, dtype=np.int32)
+        drafts[rows] = proposed
         return drafts
 
     # -- prompt log-probabilities --------------------------------------------------------------------------

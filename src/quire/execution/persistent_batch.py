@@ -39,6 +39,7 @@ class RunnerRequest:
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...]
     num_prompt_tokens: int
+    draft_scope: tuple[str, str]
     saved: IntArray  # prompt and output tokens as of the preemption; empty while it has a slot
     slot: int = _NO_SLOT
     num_prompt_logprobs_reported: int = 0
@@ -120,6 +121,7 @@ class PersistentBatch:
             sampling_params=data.sampling_params,
             eos_token_ids=data.eos_token_ids,
             num_prompt_tokens=len(data.prompt_token_ids),
+            draft_scope=data.draft_scope,
             saved=np.concatenate((data.prompt_token_ids, np.array(data.output_token_ids, dtype=np.int32))),
         )
         self._enter(request, data)
@@ -293,6 +295,11 @@ class PersistentBatch:
                 )
         self._checked_rows = rows
 
+    def output(self, slot: int) -> IntArray:
+        """Return the output tokens [T] in `slot`, also those of a request that has just left it."""
+        tokens: IntArray = self.token_ids[slot, self.num_prompt_tokens[slot] : self.num_tokens[slot]]
+        return tokens
+
     def block_tables(self, slots: IntArray) -> IntArray:
         """Return the block tables of `slots`, as wide as the longest needs: [S, B]."""
         return self._block_tables[slots, : self._num_blocks[slots].max()]
@@ -326,7 +333,7 @@ class PersistentBatch:
             token_ids=self.token_ids,
             slots=slots.astype(np.int64),
             num_tokens=num_tokens,
-            block_tables=self.block_tables(slots),
-            num_blocks=self._num_blocks[slots],
-            max_drafts=np.clip(self._max_model_len - num_tokens, 0, num_drafts),
+            block_tables=self._block_tables,
+            num_blocks=self._num_blocks,
+            max_drafts=np.minimum(np.maximum(self._max_model_len - num_tokens, 0), num_drafts),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,13 +25,22 @@ class RowsToContinue:
     token_ids: IntArray  # [max_num_seqs, max_model_len + 1] by slot
     slots: Int64Array  # [S]
     num_tokens: Int64Array  # [S] known tokens, prompt and output
-    block_tables: IntArray  # [S, B]; entries past a row's last block are meaningless
-    num_blocks: Int64Array  # [S]
+    block_tables: IntArray  # [max_num_seqs, B] by slot; entries past a row's last block are meaningless
+    num_blocks: Int64Array  # [max_num_seqs] by slot
     max_drafts: Int64Array  # [S] maximum number of tokens to propose for each
 
 
 class Proposer(ABC):
     """Proposes drafts. A bad one costs time only: see `quire.execution.sampling_positions`."""
+
+    def open(self, slot: int, num_tokens: int, scope: tuple[str, str]) -> None:  # noqa: B027
+        """Expect a request in `slot`, new or resumed, with that many known tokens.
+
+        What requests of the same `scope` have generated may appear in its drafts.
+        """
+
+    def finish(self, slot: int, output: IntArray) -> None:  # noqa: B027 - most keep nothing of a request
+        """Observe the output tokens [T] of the request in `slot`, which has ended."""
 
     def copy_blocks(self, copies: IntArray) -> None:  # noqa: B027 - most keep no KV
         """Repeat the copies of KV blocks [N, 2] (from, to) in the proposer's own cache, if it has one."""
@@ -39,8 +49,8 @@ class Proposer(ABC):
         """Observe the tokens [T] that the model computes in a step, including drafts."""
 
     @abstractmethod
-    def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray:
-        """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]."""
+    def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
+        """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]; None: none."""
 
 
 class GuardedProposer(Proposer):
@@ -56,30 +66,37 @@ class GuardedProposer(Proposer):
         self._vocab_size = vocab_size
 
     @override
+    def open(self, slot: int, num_tokens: int, scope: tuple[str, str]) -> None:
+        self._unless_failed(lambda proposer: proposer.open(slot, num_tokens, scope))
+
+    @override
+    def finish(self, slot: int, output: IntArray) -> None:
+        self._unless_failed(lambda proposer: proposer.finish(slot, output))
+
+    @override
     def copy_blocks(self, copies: IntArray) -> None:
-        if self._proposer is not None:
-            try:
-                self._proposer.copy_blocks(copies)
-            except Exception:
-                self._give_up()
+        self._unless_failed(lambda proposer: proposer.copy_blocks(copies))
 
     @override
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
-        if self._proposer is not None:
-            try:
-                self._proposer.follow(token_ids, batch)
-            except Exception:
-                self._give_up()
+        self._unless_failed(lambda proposer: proposer.follow(token_ids, batch))
 
     @override
-    def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray:
-        shape = len(rows.slots), num_drafts
+    def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
         if self._proposer is not None:
             try:
-                return self._checked(self._proposer.propose(rows, num_drafts), shape)
+                drafts = self._proposer.propose(rows, num_drafts)
+                return None if drafts is None else self._checked(drafts, (len(rows.slots), num_drafts))
             except Exception:
                 self._give_up()
-        return np.full(shape, NO_TOKEN, dtype=np.int32)
+        return None
+
+    def _unless_failed(self, call: Callable[[Proposer], None]) -> None:
+        if self._proposer is not None:
+            try:
+                call(self._proposer)
+            except Exception:
+                self._give_up()
 
     def _checked(self, drafts: object, shape: tuple[int, int]) -> IntArray:
         if not (isinstance(drafts, np.ndarray) and drafts.dtype.kind == "i" and drafts.shape == shape):

@@ -422,4 +422,5 @@ def new_request_data(request: Request, slot: int, block_ids: IntArray) -> NewReq
         eos_token_ids=request.eos_token_ids,
         block_ids=block_ids,
         num_computed_tokens=request.num_computed_tokens,
+        draft_scope=(request.tenant, request.cache_salt),
     )
