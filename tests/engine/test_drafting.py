@@ -12,8 +12,8 @@ from quire.config import EngineConfig, SpeculationConfig
 from quire.engine.drafting import build_proposer, find_draft_model
 from quire.engine.memory_plan import MemoryPlan, plan_memory
 from quire.errors import ConfigError, ModelNotFoundError
+from quire.execution.adaptive_proposer import AdaptiveProposer
 from quire.execution.draft_model_proposer import DraftModelProposer
-from quire.execution.ngram_proposer import NgramProposer
 from quire.front.arguments import engine_config
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
@@ -38,12 +38,13 @@ def test_without_speculation_there_is_nothing(checkpoint: Path):
     assert build_proposer(EngineConfig(), None, plan_of(EngineConfig(), model)) is None
 
 
-def test_ngram_needs_no_model(checkpoint: Path):
+@pytest.mark.parametrize("method", ["ngram"])
+def test_copying_needs_no_model(method: str, checkpoint: Path):
     model = read_model_config(checkpoint)
-    config = engine_config("x", {"speculative_method": "ngram", "ngram_max": 3})
-    assert config.speculation == SpeculationConfig(speculative_method="ngram", ngram_max=3)
+    config = engine_config("x", {"speculative_method": method, "ngram_max": 3})
+    assert config.speculation == SpeculationConfig(speculative_method=method, ngram_max=3)
     assert find_draft_model(config, model) is None
-    assert isinstance(build_proposer(config, None, plan_of(config, model)), NgramProposer)
+    assert isinstance(build_proposer(config, None, plan_of(config, model)), AdaptiveProposer)
 
 
 def test_a_draft_model_is_found_and_loaded(checkpoint: Path):

@@ -58,9 +58,11 @@ def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: M
     """Return the proposer of drafts, or None without speculation; loads the draft model's weights."""
     speculation = config.speculation
     if speculation.speculative_method == "ngram":
+        from quire.execution.adaptive_proposer import AdaptiveProposer
         from quire.execution.ngram_proposer import NgramProposer
 
-        return NgramProposer(speculation.ngram_min, speculation.ngram_max)
+        ngram = NgramProposer(speculation.ngram_min, speculation.ngram_max)
+        return AdaptiveProposer(ngram, config.scheduler.max_num_seqs)
     if draft_model is None:
         return None
     from quire.execution.draft_model_proposer import DraftModelProposer

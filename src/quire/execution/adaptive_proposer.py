@@ -1,0 +1,207 @@
+"""Drafts only as long as they are likely to pay."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from quire.execution.proposer import Proposer, RowsToContinue
+from quire.kernels.batch import AttentionBatch
+from quire.step import NO_TOKEN, IntArray
+
+_FIRST_ACCEPTANCE = 0.5
+_OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.98  # what an estimate of acceptance keeps of itself for each draft
+_HIGHEST_ACCEPTANCE = 0.98  # that is believed, so that many accepted drafts are soon forgotten
+_MARGIN = 1.1  # by which a draft's worth must exceed its cost, because both are estimates
+_PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
+
+
+class AdaptiveProposer(Proposer):
+    """Has another proposer propose, for each request as many tokens as are likely to pay.
+
+    A draft that is accepted saves its request a step; verifying one takes the time of a row, which `RowCost`
+    measures. If drafts of a request are accepted with probability p, its k-th is with p^k, and is proposed
+    while that is above its cost. Where not even the first pays, one draft is tried now and then, so rarely
+    that it costs 1 % of the time, to see whether the text has begun to repeat itself. A new request starts
+    with the acceptance that others have had.
+
+    Its own time counts, too, where a step takes a millisecond, so it works on numbers and not on arrays.
+
+    Args:
+        proposer: makes the drafts; is not asked for rows that are to have none.
+        max_num_seqs: number of slots.
+        clock: tells seconds.
+    """
+
+    def __init__(
+        self, proposer: Proposer, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._proposer = proposer
+        self._clock = clock
+        self._cost = RowCost()
+        self._step_began = 0.0
+        self._num_step_rows = 0
+        self._shared = Acceptance(_FIRST_ACCEPTANCE, _SHARED_MEMORY)
+        self._by_slot = [DraftedRequest(_FIRST_ACCEPTANCE, 0) for _ in range(max_num_seqs)]
+
+    @override
+    def open(self, slot: int, num_tokens: int, scope: tuple[str, str]) -> None:
+        self._by_slot[slot] = DraftedRequest(self._shared.estimate, num_tokens)
+        self._proposer.open(slot, num_tokens, scope)
+
+    @override
+    def finish(self, slot: int, output: IntArray) -> None:
+        self._proposer.finish(slot, output)
+
+    @override
+    def copy_blocks(self, copies: IntArray) -> None:
+        self._proposer.copy_blocks(copies)
+
+    @override
+    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
+        self._proposer.follow(token_ids, batch)
+        self._num_step_rows = len(token_ids)
+        self._step_began = self._clock()
+
+    @override
+    def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
+        step_seconds = self._clock() - self._step_began
+        requests = [self._by_slot[slot] for slot in rows.slots.tolist()]
+        num_tokens = rows.num_tokens.tolist()
+        if self._num_step_rows == len(requests) + sum(request.num_drafts for request in requests):
+            self._cost.note(self._num_step_rows, step_seconds)  # there was no prompt in it
+        for request, known in zip(requests, num_tokens, strict=True):
+            if request.num_drafts:
+                self._shared.note(*request.outcome(known))
+        cost = self._cost.of_draft(len(requests))
+        lengths = [
+            min(request.num_wanted(known, cost), most)
+            for request, known, most in zip(requests, num_tokens, rows.max_drafts.tolist(), strict=True)
+        ]
+        chosen = [row for row, length in enumerate(lengths) if length]
+        proposed = self._proposer.propose(_selected(rows, chosen, lengths), num_drafts) if chosen else None
+        if proposed is None:
+            return None
+        for row, count in zip(chosen, (proposed != NO_TOKEN).sum(axis=1).tolist(), strict=True):
+            requests[row].drafted(count, num_tokens[row])
+        drafts = np.full((len(requests), num_drafts), NO_TOKEN, dtype=np.int32)
+        drafts[chosen] = proposed
+        return drafts
+
+
+class Acceptance:
+    """How often drafts are accepted, as a moving average over drafts."""
+
+    __slots__ = ("_memory", "estimate")
+
+    def __init__(self, estimate: float, memory: float) -> None:
+        self.estimate = estimate
+        self._memory = memory
+
+    def note(self, num_accepted: int, is_rejected: bool) -> None:
+        """Take that so many drafts were accepted, and whether the one behind them was rejected."""
+        self.estimate = 1 - (1 - self.estimate) * self._memory**num_accepted
+        if is_rejected:
+            self.estimate *= self._memory
+
+
+class DraftedRequest:
+    """What is known of one request's drafts.
+
+    Args:
+        acceptance: to begin with.
+        num_tokens: known tokens, prompt and output.
+    """
+
+    __slots__ = ("_acceptance", "_num_tokens", "num_drafts")
+
+    def __init__(self, acceptance: float, num_tokens: int) -> None:
+        self._acceptance = Acceptance(acceptance, _OWN_MEMORY)
+        self._num_tokens = num_tokens  # when the newest drafts were made
+        self.num_drafts = 0  # made after the step before
+
+    def drafted(self, num_drafts: int, num_tokens: int) -> None:
+        """Take that drafts were made behind `num_tokens`."""
+        self.num_drafts, self._num_tokens = num_drafts, num_tokens
+
+    def outcome(self, num_tokens: int) -> tuple[int, bool]:
+        """Return how many of the drafts were accepted, and whether the next was rejected."""
+        num_accepted = max(0, min(num_tokens - self._num_tokens - 1, self.num_drafts))
+        is_rejected = num_accepted < self.num_drafts
+        self._acceptance.note(num_accepted, is_rejected)
+        self.num_drafts = 0
+        return num_accepted, is_rejected
+
+    def num_wanted(self, num_tokens: int, cost: float) -> int:
+        """Return how many drafts are likely to pay; `cost` is that of one, see `RowCost.of_draft`."""
+        threshold = min(_MARGIN * cost, 1.0)
+        acceptance = min(self._acceptance.estimate, _HIGHEST_ACCEPTANCE)
+        if acceptance > threshold:
+            return int(math.log(threshold) / math.log(acceptance))
+        return int(num_tokens - self._num_tokens >= cost / _PROBE_SHARE)
+
+
+class RowCost:
+    """What a row more costs in a step: the slope of a line through the durations of recent steps.
+
+    While their numbers of rows hardly differ, a row is assumed to take 0.3 times its share of the step.
+    """
+
+    _MEMORY = 0.98  # what the averages keep of themselves at each step
+    _ASSUMED_COST = 0.3
+    _ASSUMED_WEIGHT = 0.005  # rows²; the assumption counts as much as steps of this variance
+    _LEAST, _MOST = 0.05, 0.99
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._rows = self._seconds = self._variance = self._covariance = 0.0
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Take the duration of a step."""
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._rows, self._seconds = num_rows, seconds
+            return
+        seconds = min(seconds, 2 * self._expected(num_rows))  # something else took the rest
+        share = max(1 - self._MEMORY, 1 / self._num_steps)
+        rows, excess = num_rows - self._rows, seconds - self._seconds
+        self._rows += share * rows
+        self._seconds += share * excess
+        self._variance = (1 - share) * (self._variance + share * rows * rows)
+        self._covariance = (1 - share) * (self._covariance + share * rows * excess)
+
+    def of_draft(self, num_requests: int) -> float:
+        """Return the time that a draft takes, as a share of the time that one of the requests' tokens takes.
+
+        With a draft more, all requests wait for its row, and only one of them may gain a token.
+        """
+        if not self._num_steps:
+            return self._ASSUMED_COST
+        cost = self._slope() * num_requests / self._expected(num_requests)
+        return min(max(cost, self._LEAST), self._MOST)
+
+    def _slope(self) -> float:
+        """Return the seconds that a row more takes."""
+        assumed = self._ASSUMED_COST * self._seconds / self._rows
+        covariance = self._covariance + self._ASSUMED_WEIGHT * assumed
+        return covariance / (self._variance + self._ASSUMED_WEIGHT)
+
+    def _expected(self, num_rows: int) -> float:
+        """Return the seconds that a step is expected to take."""
+        return max(self._seconds + self._slope() * (num_rows - self._rows), self._seconds / 10)
+
+
+def _selected(rows: RowsToContinue, chosen: list[int], lengths: list[int]) -> RowsToContinue:
+    """Return the chosen ones of `rows`, with at most so many drafts for each."""
+    return dataclasses.replace(
+        rows,
+        slots=rows.slots[chosen],
+        num_tokens=rows.num_tokens[chosen],
+        max_drafts=np.array([lengths[row] for row in chosen], dtype=np.int64),
+    )
