@@ -231,6 +231,7 @@ def test_one_stop_string_may_be_given_bare():
         ({"max_num_draft_tokens": 0}, "max_num_draft_tokens is 0; it must be at least 1"),
         ({"ngram_min": 0}, "ngram_min is 0; it must be at least 1"),
         ({"ngram_min": 5}, "ngram_max is 4; it must be at least ngram_min, 5"),
+        ({"ngram_min": 3, "suffix_max": 2}, "suffix_max is 2; it must be at least ngram_min, 3"),
         ({"speculative_method": "draft-model"}, "draft_model is empty; speculative_method draft-model needs"),
         ({"draft_model": "x"}, "draft_model is 'x', but speculative_method is 'none'"),
     ],

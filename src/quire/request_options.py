@@ -29,7 +29,9 @@ class RequestOptions:
         default=0, help="Lower values are served first with the priority policy."
     )
     cache_salt: ShortText = knob(
-        default="", help="Prefix-cache blocks are shared only between requests with the same salt."
+        default="",
+        help="Prefix-cache blocks, and drafts from earlier outputs, are shared only between requests with "
+        "the same salt.",
     )
     tenant: ShortText = knob(default="", help="Whose share the request counts towards with the fair policy.")
     tenant_weight: TenantWeight = knob(

@@ -38,7 +38,7 @@ def test_without_speculation_there_is_nothing(checkpoint: Path):
     assert build_proposer(EngineConfig(), None, plan_of(EngineConfig(), model)) is None
 
 
-@pytest.mark.parametrize("method", ["ngram"])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_copying_needs_no_model(method: str, checkpoint: Path):
     model = read_model_config(checkpoint)
     config = engine_config("x", {"speculative_method": method, "ngram_max": 3})

@@ -72,6 +72,7 @@ def expected() -> list[list[list[int]]]:
     "options",
     [
         {"speculative_method": "ngram"},
+        {"speculative_method": "suffix", "ngram_min": 1},
         {"speculative_method": "draft-model", "draft_model": "mini"},
         {"overlap_steps": True},
         {"overlap_steps": True, "speculative_method": "ngram", "max_num_batched_tokens": 48},
@@ -91,6 +92,20 @@ def test_no_option_changes_a_token(expected, options):
         assert stats.num_free_blocks == stats.num_blocks
         assert (stats.num_accepted_tokens > 0) == ("speculative_method" in options)
         assert stats.num_accepted_tokens <= stats.num_draft_tokens
+
+
+def test_drafts_from_earlier_outputs_are_of_the_same_tenant_and_salt(expected):
+    with LLM("mini", **SMALL, speculative_method="suffix", ngram_min=1) as llm:
+
+        def num_accepted(**options):
+            before = llm.stats().num_accepted_tokens
+            assert tokens(llm.generate(BATCH[0][0], BATCH[0][1], **options)) == expected[:1]
+            return llm.stats().num_accepted_tokens - before
+
+        first = num_accepted(tenant="a", cache_salt="b")
+        for options in ({"tenant": "a"}, {"cache_salt": "b"}, {"tenant": "ab"}, {}):
+            assert num_accepted(**options) <= first
+        assert num_accepted(tenant="a", cache_salt="b") >= first + 6
 
 
 @pytest.fixture(scope="module")

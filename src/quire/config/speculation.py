@@ -6,7 +6,7 @@ from typing import Literal
 
 from quire.config.fields import check_limits, config, knob
 from quire.errors import ConfigError
-from quire.limits import PositiveInt
+from quire.limits import NonNegativeInt, PositiveInt
 
 
 @config
@@ -17,10 +17,11 @@ class SpeculationConfig:
     batch gains nothing from more positions: see `draft_length`.
     """
 
-    speculative_method: Literal["none", "ngram", "draft-model"] = knob(
+    speculative_method: Literal["none", "ngram", "suffix", "draft-model"] = knob(
         default="none",
-        help="Where drafts come from: none, ngram (earlier occurrences of the last tokens), or draft-model "
-        "(a smaller model, see draft_model).",
+        help="Where drafts come from: none, ngram (the last time that the last tokens occurred in the "
+        "request), suffix (what followed them most often, in the request and in earlier outputs of the same "
+        "tenant), or draft-model (a smaller model, see draft_model).",
     )
     num_speculative_tokens: PositiveInt = knob(
         default=4, unit="tokens", help="Maximum number of draft tokens per request and step."
@@ -30,8 +31,15 @@ class SpeculationConfig:
         unit="tokens",
         help="Maximum number of draft tokens per step, shared evenly among the running requests.",
     )
-    ngram_min: PositiveInt = knob(default=2, unit="tokens", help="Shortest n-gram to match.")
+    ngram_min: PositiveInt = knob(default=2, unit="tokens", help="Shortest n-gram or suffix to match.")
     ngram_max: PositiveInt = knob(default=4, unit="tokens", help="Longest n-gram to match.")
+    suffix_max: PositiveInt = knob(default=24, unit="tokens", help="Longest suffix to match.")
+    suffix_history: NonNegativeInt = knob(
+        default=65536,
+        unit="tokens",
+        help="Newest output tokens of each tenant (and cache_salt) that the method suffix copies from; 0: "
+        "none, only from the request itself.",
+    )
     draft_model: str = knob(
         default="",
         help="Model that drafts, given as for model; it must have the same vocabulary. Empty: none.",
@@ -42,6 +50,11 @@ class SpeculationConfig:
         if self.ngram_max < self.ngram_min:
             raise ConfigError(
                 f"SpeculationConfig.ngram_max is {self.ngram_max}; it must be at least ngram_min, "
+                f"{self.ngram_min}"
+            )
+        if self.suffix_max < self.ngram_min:
+            raise ConfigError(
+                f"SpeculationConfig.suffix_max is {self.suffix_max}; it must be at least ngram_min, "
                 f"{self.ngram_min}"
             )
         if self.speculative_method == "draft-model" and not self.draft_model:

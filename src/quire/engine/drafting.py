@@ -14,7 +14,7 @@ from quire.models.config import ModelConfig
 from quire.models.weights import count_parameters
 
 if TYPE_CHECKING:
-    from quire.config import EngineConfig
+    from quire.config import EngineConfig, SpeculationConfig
     from quire.engine.memory_plan import MemoryPlan
     from quire.execution.proposer import Proposer
     from quire.models.checkpoints.loading import WeightOptions
@@ -57,12 +57,11 @@ def find_draft_model(config: EngineConfig, model: ModelConfig, *, weights: bool 
 def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: MemoryPlan) -> Proposer | None:
     """Return the proposer of drafts, or None without speculation; loads the draft model's weights."""
     speculation = config.speculation
-    if speculation.speculative_method == "ngram":
+    if speculation.speculative_method in ("ngram", "suffix"):
         from quire.execution.adaptive_proposer import AdaptiveProposer
-        from quire.execution.ngram_proposer import NgramProposer
 
-        ngram = NgramProposer(speculation.ngram_min, speculation.ngram_max)
-        return AdaptiveProposer(ngram, config.scheduler.max_num_seqs)
+        max_num_seqs = config.scheduler.max_num_seqs
+        return AdaptiveProposer(_copying_proposer(speculation, max_num_seqs), max_num_seqs)
     if draft_model is None:
         return None
     from quire.execution.draft_model_proposer import DraftModelProposer
@@ -72,6 +71,19 @@ def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: M
     shape = dataclasses.replace(draft_model.config, max_model_len=plan.max_model_len)
     decoder = load_decoder(draft_model.path, shape, options=weight_options(config, shape))
     return DraftModelProposer(decoder, PagedAttentionCache.init_cache(None, plan.kv_caches[1]))
+
+
+def _copying_proposer(speculation: SpeculationConfig, max_num_seqs: int) -> Proposer:
+    """Return a proposer that copies what has been said before."""
+    if speculation.speculative_method == "ngram":
+        from quire.execution.ngram_proposer import NgramProposer
+
+        return NgramProposer(speculation.ngram_min, speculation.ngram_max)
+    from quire.execution.suffix_proposer import SuffixProposer
+
+    return SuffixProposer(
+        speculation.ngram_min, speculation.suffix_max, speculation.suffix_history, max_num_seqs
+    )
 
 
 def weight_options(config: EngineConfig, model: ModelConfig) -> WeightOptions:
