@@ -69,6 +69,7 @@ async def test_a_clients_own_transfer_parameters_go_nowhere(routed, fields):
         {"prompt": [[1, 2, 3] * 20, [4, 5, 6] * 20]},
         {"prompt": PROMPT, "echo": True, "logprobs": 1},
         {"prompt": PROMPT, "prompt_logprobs": 1},
+        {"prompt": PROMPT, "truncate_prompt_tokens": -1},
     ],
 )
 async def test_what_gains_nothing_from_a_prefill_engine_goes_past_it_as_the_client_wrote_it(routed, fields):

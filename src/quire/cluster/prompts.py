@@ -38,6 +38,7 @@ _OF_THE_OUTPUT = (  # parameters that have no influence on the KV of the prompt
     "use_beam_search",
     *NAMES_OF_OTHER_SERVERS,
 )
+_UNSPLIT = ("prompt_logprobs", "echo", "truncate_prompt_tokens")
 _ONE_TOKEN = {"max_tokens": Raw(b"1"), "n": Raw(b"1"), "stream": Raw(b"false")}
 _BETWEEN_ENGINES = "kv_transfer_params"
 
@@ -109,12 +110,13 @@ class GenerationBody:
         """Whether one engine can compute the prompt and another go on.
 
         Of several prompts, each would have KV of its own; and the log-probabilities of a prompt need the
-        logits of all of its tokens, so that no KV can be taken from elsewhere.
+        logits of all of its tokens, so that no KV can be taken from elsewhere. How much of a prompt is cut
+        off may depend on `max_tokens`, which is another one for prefill.
         """
         has_one_prompt = "messages" in self._fields or not self.prompt.content[1:].lstrip().startswith(
             (b"[", b'"')
         )
-        return has_one_prompt and not (self._has("prompt_logprobs") or self._has("echo"))
+        return has_one_prompt and not any(map(self._has, _UNSPLIT))
 
     def for_prefill(self, params: Mapping[str, object]) -> bytes:
         """Return the body that has the prompt computed, and one token.
