@@ -1,6 +1,7 @@
 """Fields under the names that vLLM, SGLang, llama.cpp and others give them."""
 
 import pytest
+from fake_llm import MAX_MODEL_LEN
 
 from quire.server.leniency import HEADER
 from quire.structured_outputs import StructuredOutputsParams
@@ -36,15 +37,24 @@ CASES = [
     ({"num_predict": 5, "max_tokens": 5}, {"max_tokens": 5}),
     ({"max_tokens_to_sample": 5}, {"max_tokens": 5}),
     ({"max_tokens": 7, "n_predict": -1}, {"max_tokens": 7}),
+    ({"n_predict": -1}, {"max_tokens": MAX_MODEL_LEN}),
+    ({"n_cmpl": 2}, {"n": 2}),
+    ({"n_probs": 3}, {"logprobs": 3}),
+    ({"n_probs": 0, "grammar": "", "seed": -1}, {"logprobs": None, "structured_outputs": None, "seed": None}),
     ({"min_new_tokens": 2, "max_new_tokens": 5}, {"min_tokens": 2}),
     ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
     ({"stop_sequences": ["x"]}, {"stop": ("x",)}),
     ({"stop_sequences": [""], "regex": None}, {"stop": (), "structured_outputs": None}),
     ({"structured_outputs": {"regex": "a+"}, "guided_regex": "a+"}, structure(regex="a+")),
 ]
+VALUES = [
+    ({"max_tokens": -1}, {"max_tokens": MAX_MODEL_LEN}),
+    ({"logit_bias": [[5, 1.5], [6, False]]}, {"logit_bias": {5: 1.5, 6: -100.0}}),
+    ({"logit_bias": []}, {"logit_bias": {}}),
+]
 
 
-@pytest.mark.parametrize(("fields", "expected"), CASES)
+@pytest.mark.parametrize(("fields", "expected"), CASES + VALUES)
 @pytest.mark.parametrize("send", [complete, chat])
 async def test_they_mean_the_same(http, llm, send, fields, expected):
     response = await send(http, **fields)
@@ -65,6 +75,10 @@ async def test_they_mean_the_same(http, llm, send, fields, expected):
         ({"structured_outputs": "x", "regex": "a"}, "structured_outputs", '"x"'),
         ({"guided_choice": "a"}, "structured_outputs.choice", '"a"'),
         ({"max_new_tokens": 0.5}, "max_tokens", "0.5"),
+        ({"logit_bias": [["Hi", 1.5]]}, "logit_bias", "an object"),
+        ({"logit_bias": [[5, True]]}, "logit_bias.5", "true"),
+        ({"logit_bias": [[one, 1] for one in range(1_025)]}, "logit_bias", "1024"),
+        ({"max_tokens": -2}, "max_tokens", "-2"),
     ],
 )  # fmt: skip
 async def test_what_is_refused(http, fields, param, words):
@@ -80,3 +94,15 @@ async def test_a_strict_server_refuses_them(strict_http, fields):
     response = await complete(strict_http, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith("unknown parameter")
+
+
+@pytest.mark.parametrize("fields", [fields for fields, _ in VALUES])
+async def test_a_strict_server_refuses_other_values(strict_http, fields):
+    response = await complete(strict_http, **fields)
+    assert response.json()["error"]["param"] in fields
+
+
+@pytest.mark.parametrize("send", [complete, chat])
+async def test_tokens_are_returned(http, send):
+    answer = (await send(http, return_tokens=True, max_tokens=2)).json()
+    assert len(answer["choices"][0]["token_ids"]) == 2

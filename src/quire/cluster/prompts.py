@@ -10,7 +10,7 @@ import msgspec
 
 from quire.cluster.prefix_memory import chunk_keys
 from quire.errors import InvalidRequestError
-from quire.server.other_names import NAMES_OF_OTHER_SERVERS
+from quire.server.other_names import NAMES_IN_COMPLETIONS
 
 if TYPE_CHECKING:
     from quire.cluster.prefix_finder import CachedPrefixes
@@ -36,7 +36,7 @@ _OF_THE_OUTPUT = (  # parameters that have no influence on the KV of the prompt
     "structured_outputs",
     "top_logprobs",
     "use_beam_search",
-    *NAMES_OF_OTHER_SERVERS,
+    *NAMES_IN_COMPLETIONS,
 )
 _UNSPLIT = ("prompt_logprobs", "echo", "truncate_prompt_tokens")
 _ONE_TOKEN = {"max_tokens": Raw(b"1"), "n": Raw(b"1"), "stream": Raw(b"false")}

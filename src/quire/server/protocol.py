@@ -37,7 +37,7 @@ from quire.sampling_params import (
 )
 from quire.server.chat_messages import ChatMessage, messages_for_template
 from quire.server.leniency import Ignorable, Leniency
-from quire.server.other_names import NAMES_OF_OTHER_SERVERS, take_other_values
+from quire.server.other_names import NAMES_IN_CHATS, NAMES_IN_COMPLETIONS, take_other_values
 from quire.server.prompt_options import PromptFields
 from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ResponseFormat, StructuredOutputs
@@ -146,8 +146,6 @@ SharedFields = create_model(
 
 class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
     """Fields that completions and chat share."""
-
-    names_of_other_servers = NAMES_OF_OTHER_SERVERS
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
     logit_bias: LogitBias | None = optional_field(SamplingParams, "logit_bias")
@@ -274,6 +272,8 @@ _SHARED_SAMPLING_FIELDS = tuple(
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
+    names_of_other_servers = NAMES_IN_COMPLETIONS
+
     prompt: PromptForms = Field(description="Text or token ids to continue, one or several.")
     max_tokens: NonNegativeInt | None = Field(
         None,
@@ -331,6 +331,8 @@ class CompletionRequest(GenerationRequest):
 class ChatCompletionRequest(PromptFields, GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
+    names_of_other_servers = NAMES_IN_CHATS
+
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] = Field(
         description="The conversation so far."
     )
@@ -375,8 +377,10 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Let max_completion_tokens win over max_tokens."""
+        """Let max_completion_tokens win over max_tokens, and top_logprobs ask for logprobs."""
         super().adapt(values, leniency)
+        if values.get("top_logprobs") is not None and values.get("logprobs") is None:
+            values["logprobs"] = True
         if values.get("max_completion_tokens") is not None:
             older = values.pop("max_tokens", None)
             if older is not None and older != values["max_completion_tokens"]:
