@@ -19,6 +19,7 @@ from quire.server.batches import handlers, input_lines, job, records, service, u
 from quire.server.batches.directory import BatchDirectory
 from quire.server.batches.input_lines import InputCheck
 from quire.server.batches.results import ResultFile
+from quire.server.leniency import HEADER
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MODEL = {"model": "fake"}
@@ -34,9 +35,10 @@ def jsonl(*lines):
 
 
 @contextlib.asynccontextmanager
-async def serving(llm, directory, **config):
+async def serving(llm, directory, *, strict=False, **config):
     """Yield a client of a server with files and batches in `directory`, and its application."""
-    app = create_app(llm, ServerConfig(batches=BatchConfig(batch_dir=str(directory), **config)))
+    batches = BatchConfig(batch_dir=str(directory), **config)
+    app = create_app(llm, ServerConfig(batches=batches, strict=strict))
     await app.state.context.start(app)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
     client = openai.AsyncOpenAI(
@@ -107,6 +109,20 @@ async def test_a_file_comes_back(client, tmp_path):
     for call in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError):
             await call(file.id)
+
+
+async def test_what_has_no_effect_on_a_file_is_named(llm, client, tmp_path):
+    fields = {"anchor": "created_at", "seconds": 3600}
+    create = client.files.with_raw_response.create
+    answer = await create(file=b"x", purpose="batch", expires_after=fields)
+    assert answer.headers[HEADER] == "expires_after"
+    answer = await create(file=b"x", purpose="batch", extra_body={"colour": "red"})
+    assert answer.headers[HEADER] == "colour"
+    assert HEADER not in (await create(file=b"x", purpose="batch")).headers
+    async with serving(llm, tmp_path, strict=True) as strict:
+        with pytest.raises(openai.BadRequestError, match="expires_after"):
+            await strict.files.create(file=b"x", purpose="batch", expires_after=fields)
+        assert not list((tmp_path / "files").iterdir())
 
 
 async def test_lists_come_in_pages(client):

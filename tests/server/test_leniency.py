@@ -81,6 +81,23 @@ async def test_a_priority_that_no_policy_reads(http, llm, reads, priority, ignor
     assert llm.seen[0].options.get("priority", 0) == (priority if reads else 0)
 
 
+@pytest.mark.parametrize(
+    ("reads", "params", "ignored"),
+    [(True, {"a": 1}, None), (False, {"a": 1}, "kv_transfer_params"), (False, {}, None)],
+)
+async def test_kv_transfer_params_that_no_connector_reads(http, llm, reads, params, ignored):
+    llm.info.reads_kv_transfer_params = reads
+    response = await complete(http, kv_transfer_params=params)
+    assert response.headers.get(HEADER) == ignored
+    assert llm.seen[0].options.get("kv_transfer_params", {}) == (params if reads else {})
+
+
+async def test_a_strict_server_refuses_kv_transfer_params_that_no_connector_reads(strict_http, llm):
+    llm.info.reads_kv_transfer_params = False
+    response = await complete(strict_http, kv_transfer_params={"a": 1})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "kv_transfer_params")
+
+
 async def test_a_strict_server_leaves_an_unread_priority_to_the_engine(strict_http, llm):
     llm.info.reads_priority = False
     await complete(strict_http, priority=3)

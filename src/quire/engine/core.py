@@ -131,6 +131,7 @@ class EngineCore:
             kv_transfer_address=lending_address(self._connector),
             kv_events_ports=None if self._publisher is None else self._publisher.tcp_ports,
             reads_priority=self.scheduler.reads_priority,
+            reads_kv_transfer_params=not isinstance(self._connector, TierConnector | None),
         )
 
     def add(self, request: EngineCoreRequest) -> None:

@@ -77,6 +77,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     `kv_transfer_address` is where peers read the KV of prompts, IPv4 address and port; None: it lends none.
     `kv_events_ports` are the TCP ports of KV events, live and replayed; None: they do not have one each.
     `reads_priority`: whether any policy does; if none does, requests with a priority are refused.
+    `reads_kv_transfer_params`: whether a KV connector may; if none does, they have no effect.
     """
 
     model: str
@@ -91,6 +92,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_transfer_address: tuple[str, int] | None = None
     kv_events_ports: tuple[int, int] | None = None
     reads_priority: bool = True
+    reads_kv_transfer_params: bool = True
 
 
 class EngineStart(msgspec.Struct):

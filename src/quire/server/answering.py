@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,9 +17,9 @@ from quire.server.validation import read_body
 async def answer_of(endpoint: Endpoint, request: Request) -> Response:
     """Return the answer of the endpoint's handler, given its body, or to whatever it raises."""
     try:
-        if endpoint.body is None:
+        if endpoint.body is None and endpoint.form is None:
             return await endpoint.handler(request)
-        return await _answer_to_body(request, endpoint, endpoint.body)
+        return await _answer_to_body(request, endpoint)
     except ClientGoneError:
         note_error(request.scope, "client_left")
         return Response(status_code=CLIENT_LEFT)
@@ -28,20 +27,23 @@ async def answer_of(endpoint: Endpoint, request: Request) -> Response:
         return as_api_error(error, request_id=request_id_of(request)).response(error_shape_of(endpoint.path))
 
 
-async def _answer_to_body(request: Request, endpoint: Endpoint, model: type[BaseModel]) -> Response:
-    """Return the handler's answer, which says what had no effect."""
+async def _answer_to_body(request: Request, endpoint: Endpoint) -> Response:
+    """Return the handler's answer, which says what had no effect; it reads a form by itself."""
     context = context_of(request)
     leniency = Leniency(is_strict=context.config.strict)
     request.scope["state"]["leniency"] = leniency
-    body = await read_body(
-        request,
-        model,
-        max_body_bytes=context.config.max_body_bytes,
-        max_prompt_tokens=context.llm.info.max_model_len,
-        leniency=leniency,
-        takes_any_type=endpoint.takes_any_type,
-    )
-    response = await endpoint.handler(request, body)
+    if endpoint.body is None:
+        response = await endpoint.handler(request)
+    else:
+        body = await read_body(
+            request,
+            endpoint.body,
+            max_body_bytes=context.config.max_body_bytes,
+            max_prompt_tokens=context.llm.info.max_model_len,
+            leniency=leniency,
+            takes_any_type=endpoint.takes_any_type,
+        )
+        response = await endpoint.handler(request, body)
     if leniency.ignored:
         response.headers[HEADER] = leniency.header()
         context.ignored_names.note(leniency.ignored)

@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.errors import InvalidRequestError
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.access_log import access_record_of
@@ -82,15 +83,28 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._options = body.request_options()
         if "kv_transfer_params" in self._options:
             self._tenant.require_kv_transfer()
-        self._leave_out_unread_priority()
+        self._leave_out_unread_options()
         self._params = self._within_model(body.sampling_params(self._context.sampling_defaults))
 
-    def _leave_out_unread_priority(self) -> None:
-        """Note a priority as without effect if the engine's policy has none, unless the server is strict."""
+    def _leave_out_unread_options(self) -> None:
+        """Note options that the engine does not read as without effect.
+
+        Raises:
+            InvalidRequestError: the server is strict; a priority the engine itself refuses then.
+        """
         info, leniency = self._context.llm.info, leniency_of(self._request)
         if self._options.get("priority") and not info.reads_priority and not leniency.is_strict:
             del self._options["priority"]
             leniency.ignore("priority")
+        if self._options.get("kv_transfer_params") and not info.reads_kv_transfer_params:
+            if leniency.is_strict:
+                raise InvalidRequestError(
+                    "kv_transfer_params has no effect, since the engine has no KV connector that reads it; "
+                    "start it with another --role or --kv-connector",
+                    param="kv_transfer_params",
+                )
+            del self._options["kv_transfer_params"]
+            leniency.ignore("kv_transfer_params")
 
     def _within_model(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with no more output tokens than the model's maximum length, unless it is strict."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -23,8 +23,9 @@ from quire.server.batches.answers import (
 from quire.server.batches.body import BatchQuery, BatchRequest, FileQuery
 from quire.server.batches.directory import disk_failure
 from quire.server.batches.service import Batches
-from quire.server.context import context_of, tenant_of
+from quire.server.context import context_of, leniency_of, tenant_of
 from quire.server.errors import ApiError
+from quire.server.leniency import Leniency
 from quire.server.responses import json_response
 from quire.server.validation import read_query
 
@@ -55,6 +56,7 @@ async def create_file(request: Request) -> Response:
         purpose = form.fields.get("purpose", b"").decode(errors="replace")
         if purpose != "batch":
             raise InvalidRequestError(f"purpose is {purpose!r:.80}; it must be 'batch'", param="purpose")
+        _note_without_effect(form.fields, leniency_of(request))
         await batches.directory.run(batches.directory.sync)
         file = FileObject(
             id=file_id,
@@ -220,6 +222,16 @@ async def _uploading(batches: Batches, tenant: str, form: UploadForm) -> AsyncIt
         raise
     finally:
         batches.num_uploads -= 1
+
+
+def _note_without_effect(names: Iterable[str], leniency: Leniency) -> None:
+    """Note the fields of an upload that change nothing, such as expires_after."""
+    for name in names:
+        if name == "purpose":
+            continue
+        if leniency.is_strict:
+            raise InvalidRequestError(f"{name!r:.80} has no effect; leave it out", param=name[:80])
+        leniency.ignore(name.partition("[")[0])  # forms write objects as expires_after[seconds]
 
 
 async def _file(request: Request, file_id: str) -> FileObject:
