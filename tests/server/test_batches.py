@@ -11,6 +11,7 @@ import openai
 import pytest
 from scripted_llm import ScriptedLLM
 
+from logged import logged
 from quire.config import BatchConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.request_options import LOWEST_PRIORITY
@@ -35,10 +36,10 @@ def jsonl(*lines):
 
 
 @contextlib.asynccontextmanager
-async def serving(llm, directory, *, strict=False, **config):
+async def serving(llm, directory, *, log=None, strict=False, **config):
     """Yield a client of a server with files and batches in `directory`, and its application."""
     batches = BatchConfig(batch_dir=str(directory), **config)
-    app = create_app(llm, ServerConfig(batches=batches, strict=strict))
+    app = create_app(llm, ServerConfig(batches=batches, strict=strict), log=log)
     await app.state.context.start(app)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
     client = openai.AsyncOpenAI(
@@ -123,6 +124,21 @@ async def test_what_has_no_effect_on_a_file_is_named(llm, client, tmp_path):
         with pytest.raises(openai.BadRequestError, match="expires_after"):
             await strict.files.create(file=b"x", purpose="batch", expires_after=fields)
         assert not list((tmp_path / "files").iterdir())
+
+
+async def test_each_request_is_in_the_access_log(llm, tmp_path, monkeypatch):
+    with logged(monkeypatch) as log:
+        async with serving(llm, tmp_path, log=log.log) as client:
+            wrong = line("b", prompt="Hi", top_p=7)
+            batch = await ended(client, (await begun(client, line("a"), wrong)).id)
+            [answer] = (await results(client, batch.output_file_id)).values()
+            [error] = (await results(client, batch.error_file_id)).values()
+        entries = {one["request_id"]: one for one in log.entries if one["client"] == "batch"}
+        assert entries.keys() == {one["response"]["request_id"] for one in (answer, error)}
+        served, refused = (entries[one["response"]["request_id"]] for one in (answer, error))
+        assert (served["path"], served["status"]) == (COMPLETIONS, 200)
+        assert served["completion_tokens"] == answer["response"]["body"]["usage"]["completion_tokens"]
+        assert (refused["status"], refused["error"]) == (400, "invalid_request_error:top_p")
 
 
 async def test_lists_come_in_pages(client):

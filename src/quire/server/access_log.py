@@ -8,7 +8,7 @@ import datetime
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -36,7 +36,7 @@ class AccessRecord:
     """What is known of one request.
 
     Attributes:
-        client: address of the connection's other end.
+        client: address of the connection's other end; batch: it is a line of a batch.
         method, path: of the request, the path as it was sent, without its query.
         request_id: its X-Request-Id, or the one that it was given.
         tenant: whose it is, as far as its key tells; whoever checks keys sets it.
@@ -100,6 +100,22 @@ class AccessLog:
             return
         self.writer.write(self._to_line(record.fields()))
 
+    @contextlib.contextmanager
+    def noting(self, scope: MutableMapping[str, Any], record: AccessRecord) -> Iterator[AccessRecord]:
+        """Have a request noted on `record`, and write its line when it ends."""
+        state = scope.setdefault("state", {})
+        state[_STATE] = record
+        try:
+            yield record
+        except BaseException as error:
+            left = isinstance(error, asyncio.CancelledError)
+            record.status = record.status or (CLIENT_LEFT if left else 500)
+            record.error = record.error or ("cancelled" if left else "internal_error")
+            raise
+        finally:
+            record.request_id = state.get("request_id", "")
+            self.write(record)
+
     def _line_of_dropped(self, number: int) -> bytes:
         return self._to_line({"time": _time_of_day(), "dropped_lines": number})
 
@@ -134,24 +150,14 @@ class AccessLogging:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        state = scope.setdefault("state", {})
-        record = state[_STATE] = record_of(scope)
+        with self._log.noting(scope, record_of(scope)) as record:
 
-        async def send_noting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-            await send(message)
+            async def send_noting(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    record.status = message["status"]
+                await send(message)
 
-        try:
             await self._app(scope, receive, send_noting)
-        except BaseException as error:
-            left = isinstance(error, asyncio.CancelledError)
-            record.status = record.status or (CLIENT_LEFT if left else 500)
-            record.error = record.error or ("cancelled" if left else "internal_error")
-            raise
-        finally:
-            record.request_id = state.get("request_id", "")
-            self._log.write(record)
 
 
 def access_record_of(scope: Mapping[str, Any]) -> AccessRecord | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.types import Message
 
 from quire.errors import InvalidRequestError
 from quire.request_options import LOWEST_PRIORITY
+from quire.server.access_log import AccessLog, AccessRecord
 from quire.server.answering import answer_of
 from quire.server.chat import create_chat_completion
 from quire.server.completions import create_completion
@@ -81,4 +83,16 @@ async def answer_line(app: Starlette, tenant: Tenant, url: str, request_id: str,
         "headers": [(b"content-type", b"application/json")],
         "state": {"request_id": request_id, "tenant": tenant},
     }
-    return await answer_of(_ENDPOINTS[url], Request(scope, receive))
+    record = AccessRecord(client="batch", method="POST", path=url)
+    if app.state.context.tenants.needs_key:
+        record.tenant = tenant.name
+    log: AccessLog | None = app.state.access_log
+    with contextlib.nullcontext() if log is None else log.noting(scope, record):
+        answer = await answer_of(_ENDPOINTS[url], Request(scope, receive))
+        record.status = answer.status_code
+        await answer(scope, receive, _send_nowhere)  # an error is noted when it is sent
+    return answer
+
+
+async def _send_nowhere(_message: Message) -> None:
+    pass
