@@ -56,6 +56,12 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{tests[room]:6} {duration:7.1f}  {room}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state_directory(tmp_path_factory):
+    """Let what Quire keeps about its runs not end up in the user's files."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture
 def preloaded_engines():
     """Let processes that engines and fronts consist of start with torch imported (tests/preloaded.py)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
+from quire.models.checkpoints.hub import resolve_model
 from subprocesses import run, started
 
 QUIRE = [sys.executable, "-m", "quire.cli.main"]
@@ -39,6 +41,18 @@ def test_generate_answers_the_same_every_time_and_as_json():
     answers = [record["outputs"][0]["text"] for record in records]
     assert answers == [text.stdout.removesuffix("\n")] * 2
     assert text.stderr == ""
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_a_file_has_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    model = shutil.copytree(resolve_model("mini"), tmp_path / "model")
+    os.truncate(model / "model.safetensors", 1_000_000)
+    failed = quire("serve", str(model), "--port", "0")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    loading, error = failed.stderr.splitlines()
+    assert loading == f"Loading {model} ..."
+    assert error.startswith(f"error: {model / 'model.safetensors'} cannot be read: ")
+    assert "Traceback" in (tmp_path / "quire" / "engine.log").read_text()
 
 
 def test_the_front_process_does_not_import_torch():

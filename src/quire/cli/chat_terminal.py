@@ -6,7 +6,6 @@ Only a chat in a terminal imports this module: prompt_toolkit is slow to import.
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import typer
@@ -14,14 +13,15 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+from quire.state_directory import state_directory
+
 MAX_HISTORY_BYTES = 1 << 20
 MAX_KEPT_TURN = 1 << 16  # characters; a longer one, pasted probably, is not kept
 
 
 def history_file() -> Path:
-    """Return where earlier turns are kept: quire/chat-history in the user's state directory."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "quire" / "chat-history"
+    """Return where earlier turns are kept: chat-history in the state directory."""
+    return state_directory() / "chat-history"
 
 
 class TerminalTurns:

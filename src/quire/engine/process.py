@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
+from quire.engine.failure_log import log_failed_start
 from quire.engine.messages import (
     SPARE_OPTION,
     STACKS_SIGNAL,
     Acknowledge,
     EngineFailed,
     EngineStart,
-    ErrorInfo,
     FromEngine,
     LoadProgress,
     Ready,
@@ -187,9 +187,7 @@ def _serve(start: EngineStart, connection: Connection) -> int:
     try:
         core = _build_core(start, connection)
     except Exception as error:
-        if not isinstance(error, (ValueError, OSError)):
-            logger.exception("the engine could not be built")
-        connection.send(StartupFailed(ErrorInfo.of(error)))
+        connection.send(StartupFailed(log_failed_start(error)))
         return 1
     from quire.engine.loop import EngineLoop
 

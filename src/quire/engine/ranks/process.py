@@ -79,8 +79,10 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[ToRank]) -> NoReturn:
 
 
 def _fail(channel: Channel, error: Exception) -> NoReturn:
-    logger.error("rank failed", exc_info=error)
-    reason = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+    reason = str(error)
+    if not isinstance(error, QuireError):
+        logger.error("rank failed", exc_info=error)
+        reason = f"{type(error).__name__}: {error}"
     channel.send(RankFailed(reason, is_consequence=isinstance(error, ExchangeError)))
     sys.stderr.flush()
     os._exit(1)
