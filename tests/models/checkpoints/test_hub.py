@@ -1,4 +1,4 @@
-"""Names of models that are not there: what may have been meant."""
+"""Names of models: short ones, and what may have been meant by those that no model has."""
 
 import pytest
 
@@ -32,6 +32,7 @@ def unreachable(*_, **__):
         ("llama.gguff", "llama.gguf"),
         ("Qwen/Qwen3-0.6", "Qwen/Qwen3-0.6B"),
         ("./minni", "mini"),
+        ("qwen3-0.6", "Qwen3-0.6B"),
     ],
 )
 def test_the_nearest_model_at_hand_is_named(at_hand, name, meant):
@@ -44,3 +45,35 @@ def test_a_name_like_no_other_gets_no_hint(at_hand, name):
     with pytest.raises(ModelNotFoundError) as caught:
         resolve_model(name)
     assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked_for"),
+    [
+        ("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
+        ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("gpt2", "gpt2"),
+        ("Gpt2", "gpt2"),
+        ("bert-base", "bert-base"),
+        ("other/Qwen3-0.6B", "other/Qwen3-0.6B"),
+    ],
+)
+def test_the_last_part_of_a_downloaded_models_name_is_enough(at_hand, tmp_path, monkeypatch, name, asked_for):
+    (tmp_path / "cache" / "models--gpt2").mkdir()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: tmp_path / name)
+    assert resolve_model(name) == tmp_path / asked_for
+
+
+def test_the_last_part_of_several_names_is_not(at_hand, tmp_path):
+    (tmp_path / "cache" / "models--unsloth--Qwen3-0.6B").mkdir()
+    with pytest.raises(
+        ModelNotFoundError, match=r"short for Qwen/Qwen3-0\.6B and unsloth/Qwen3-0\.6B; give one"
+    ):
+        resolve_model("qwen3-0.6b")
+
+
+def test_a_name_in_full_is_not_short_for_another(at_hand, tmp_path, monkeypatch):
+    for name in ("models--gpt2", "models--someone--GPT2"):
+        (tmp_path / "cache" / name).mkdir()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: tmp_path / name)
+    assert resolve_model("gpt2") == tmp_path / "gpt2"

@@ -21,8 +21,9 @@ def resolve_model(name: str, *, weights: bool = True, revision: str = "") -> Pat
     """Return the directory or GGUF file of the model `name`, downloading it from the hub if need be.
 
     Args:
-        name: "mini" for the built-in model, the path of a directory or of a GGUF file, or a name on the
-            Hugging Face hub such as "Qwen/Qwen3-0.6B".
+        name: "mini" for the built-in model, the path of a directory or of a GGUF file, a name on the
+            Hugging Face hub such as "Qwen/Qwen3-0.6B", or the last part of that, in upper or lower case, for
+            a model that has been downloaded.
         weights: download the weights too; without them only what describes the model.
         revision: branch, tag or commit of a model on the hub; empty: its main branch.
 
@@ -32,7 +33,7 @@ def resolve_model(name: str, *, weights: bool = True, revision: str = "") -> Pat
     """
     path = _local_path(name)
     if path is None:
-        return _download(name, _WANTED_FILES if weights else _DESCRIPTION_FILES, revision)
+        return _download(_full_name(name), _WANTED_FILES if weights else _DESCRIPTION_FILES, revision)
     if revision:
         raise ConfigError(
             f"EngineConfig.revision is {revision!r:.100}, but {name!r} is on this machine, and only models "
@@ -59,6 +60,23 @@ def _built_in() -> Path:
             f"the built-in model is not in {_BUILT_IN_DIRECTORY}; this installation of Quire is incomplete"
         )
     return _BUILT_IN_DIRECTORY
+
+
+def _full_name(name: str) -> str:
+    """Return the name of the downloaded model that is meant by its last part alone; others as they are.
+
+    Raises:
+        ModelNotFoundError: it is the last part of several.
+    """
+    downloaded = list(_cached_names())
+    meant = [one for one in downloaded if one.rpartition("/")[2].casefold() == name.casefold()]
+    if name in downloaded or not meant:
+        return name
+    if len(meant) > 1:
+        raise ModelNotFoundError(
+            f"{name!r} is short for {' and '.join(meant)}; give one of these names in full"
+        )
+    return meant[0]
 
 
 def _download(name: str, wanted: list[str], revision: str) -> Path:
@@ -93,7 +111,8 @@ def _hint(name: str) -> str:
     """Return which model that is at hand may be meant by a name that no model has; "" if none is like it."""
     path = Path(name).expanduser()
     beside = (str(one) for one in _entries(path.parent) if one.is_dir() or one.suffix == GGUF_SUFFIX)
-    known = sorted({*beside, BUILT_IN_MODEL, *_cached_names()})
+    downloaded = {name for full_name in _cached_names() for name in (full_name, full_name.rpartition("/")[2])}
+    known = sorted({*beside, BUILT_IN_MODEL, *downloaded})
     close = difflib.get_close_matches(str(path), known, n=1, cutoff=_LIKENESS)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
