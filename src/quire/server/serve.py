@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import socket
 import sys
 import threading
@@ -221,11 +222,13 @@ async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
 def _announce(context: ServerContext, listening: Listener) -> None:
     """Print that the server is ready, where, and a command to try."""
     info = context.llm.info
-    key = " -H 'Authorization: Bearer '$QUIRE_API_KEY" if context.tenants.needs_key else ""
+    sent_key = ' -H "Authorization: Bearer ${QUIRE_API_KEY%% *}"'  # of several keys, the first
+    key = sent_key if context.tenants.needs_key else ""
+    hint = "Try, with QUIRE_API_KEY set to the key" if key and not os.environ.get("QUIRE_API_KEY") else "Try"
     question = f'{{"model": "{context.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     url = f"{listening.curl}/v1/chat/completions"
     print(
         f"Ready: {listening.url} ({context.model_name}, {info.dtype}, loaded in {info.load_seconds:.1f} s)\n"
-        f"Try: curl {url}{key} -H 'Content-Type: application/json' -d '{question}'",
+        f"{hint}: curl {url}{key} -H 'Content-Type: application/json' -d '{question}'",
         flush=True,
     )

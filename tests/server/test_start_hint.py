@@ -1,0 +1,61 @@
+"""The command that a server prints when it is ready, as a shell takes it."""
+
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from quire.engine.messages import EngineInfo
+from quire.server.serve import _announce
+
+INFO = EngineInfo(
+    model="mini",
+    max_model_len=512,
+    vocab_size=1536,
+    num_blocks=1,
+    block_size=16,
+    kv_cache_bytes=1,
+    dtype="bfloat16",
+    load_seconds=1.0,
+)
+SHOW_ARGUMENTS = """curl() { printf '%s\\n' "$@"; }\n"""
+
+
+def hint(capsys, *, needs_key: bool) -> str:
+    context = SimpleNamespace(
+        llm=SimpleNamespace(info=INFO), model_name="mini", tenants=SimpleNamespace(needs_key=needs_key)
+    )
+    _announce(context, SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
+    return capsys.readouterr().out.splitlines()[1]
+
+
+def arguments_of(command: str, **variables: str) -> list[str]:
+    environment = {"PATH": os.environ["PATH"], **variables}
+    script = SHOW_ARGUMENTS + command
+    return subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+@pytest.mark.parametrize("keys", ["secret", "secret another"])
+def test_the_command_sends_one_key(capsys, monkeypatch, keys):
+    monkeypatch.setenv("QUIRE_API_KEY", keys)
+    said, _, command = hint(capsys, needs_key=True).partition(": ")
+    assert said == "Try"
+    assert "secret" not in command
+    sent = arguments_of(command, QUIRE_API_KEY=keys)
+    assert sent[0] == "http://localhost:8000/v1/chat/completions"
+    assert [one for one in sent if one.startswith("Authorization")] == ["Authorization: Bearer secret"]
+
+
+def test_a_key_that_shells_do_not_have_is_asked_for(capsys, monkeypatch):
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    assert hint(capsys, needs_key=True).startswith("Try, with QUIRE_API_KEY set to the key: curl ")
+
+
+def test_without_a_key_none_is_sent(capsys, monkeypatch):
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    said, _, command = hint(capsys, needs_key=False).partition(": ")
+    assert said == "Try"
+    assert not any("Authorization" in one for one in arguments_of(command))
