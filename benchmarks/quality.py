@@ -45,6 +45,7 @@ class Kind:
     dtype: str = "bfloat16"
     quantization: str = "none"
     group_size: int = 128
+    int4_activations: str = "int8"
     kv_dtype: str = "bfloat16"
 
 
@@ -54,6 +55,8 @@ KINDS = (
     Kind("int8", quantization="int8"),
     Kind("int4, groups of 32", quantization="int4", group_size=32),
     Kind("int4, groups of 128", quantization="int4"),
+    Kind("int4 times bfloat16, groups of 32", quantization="int4", group_size=32, int4_activations="bfloat16"),
+    Kind("int4 times bfloat16, groups of 128", quantization="int4", int4_activations="bfloat16"),
     Kind("bfloat16, int8 KV", kv_dtype="int8"),
     Kind("int8, int8 KV", quantization="int8", kv_dtype="int8"),
 )
@@ -62,7 +65,12 @@ KINDS = (
 def compute_logits(path: Path, kind: Kind, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the logits [T, vocab] after each token of one prompt."""
     config = read_model_config(path)
-    options = WeightOptions(dtype=kind.dtype, quantization=kind.quantization, group_size=kind.group_size)
+    options = WeightOptions(
+        dtype=kind.dtype,
+        quantization=kind.quantization,
+        group_size=kind.group_size,
+        int4_activations=kind.int4_activations,
+    )
     decoder = load_decoder(path, config, options=options)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     metadata = PagedAttentionCacheMetaData.for_layers(

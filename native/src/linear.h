@@ -26,8 +26,9 @@ struct PackedWeight {
   WeightFormat format;
   int64_t out_features;
   int64_t in_features;
-  int64_t group_size;  // kInt4 only: a multiple of 16 that divides in_features
-  const char* panels;  // aligned to 64 bytes
+  int64_t group_size;          // kInt4 only: a multiple of 16 that divides in_features
+  const char* panels;          // aligned to 64 bytes
+  bool has_int8_rows = false;  // kInt4 only: rows are quantized as for kInt8, instead of being rounded to bf16
 
   int64_t num_panels() const { return ceil_div(out_features, kPanelColumns); }
   int64_t panel_bytes() const;
@@ -46,8 +47,8 @@ inline int64_t PackedWeight::panel_bytes() const {
 }
 
 // out [num_rows, out_features] = rows [num_rows, in_features] x weight^T + bias. Strides are in elements between rows; the
-// numbers of a row are adjacent. Sums are in float32 (kInt8: exact integers), in an order that depends on neither num_rows nor
-// the number of threads.
+// numbers of a row are adjacent. Sums are in float32 (kInt8, and groups of kInt4 with int8 rows: exact integers), in an order that
+// depends on neither num_rows nor the number of threads.
 struct LinearCall {
   const PackedWeight* weight;
   const void* rows;
@@ -65,17 +66,18 @@ struct LinearCall {
 struct LinearScratch {
   int64_t rows = 0;     // the rows as the format wants them
   int64_t row_bytes;    // from one row to the next
-  int64_t row_numbers;  // kInt8: the scale of each row; kInt4: the sums of each row's groups
+  int64_t row_numbers;  // kInt8: the scale of each row; kInt4: the scales of int8 rows, then the sums of each row's groups
   int64_t total;
 
   LinearScratch(const PackedWeight& weight, int64_t num_rows) {
-    const int64_t num_groups = weight.format == WeightFormat::kInt4 ? weight.in_features / weight.group_size : 1;
+    const int64_t num_groups = weight.format == WeightFormat::kInt4 ? weight.in_features / weight.group_size : 0;
     const bool is_float32 = weight.format == WeightFormat::kFloat32 || weight.format == WeightFormat::kFloat16;
-    const int64_t input_bytes = is_float32 ? 4 : weight.format == WeightFormat::kInt8 ? 1 : 2;
+    const bool is_int8 = weight.format == WeightFormat::kInt8 || weight.has_int8_rows;
+    const int64_t input_bytes = is_float32 ? 4 : is_int8 ? 1 : 2;
     // An odd number of lines, so that the same place of many rows is not in the same few sets of a cache.
     row_bytes = (ceil_div(weight.in_features * input_bytes, kLine) | 1) * kLine;
     row_numbers = num_rows * row_bytes;
-    total = row_numbers + num_rows * num_groups * 4;
+    total = row_numbers + num_rows * (num_groups + 1) * 4;
   }
 };
 

@@ -13,6 +13,7 @@ using namespace quire::test;
 struct Case {
   WeightFormat format;
   int64_t out_features, in_features, num_rows, group_size;
+  bool has_int8_rows;
 };
 
 std::vector<bf16> multiply(const Kernels& kernels, ThreadPool& pool, const PackedWeight& weight, const std::vector<bf16>& rows,
@@ -31,7 +32,7 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
   const std::vector<bf16> matrix = to_bf16(random_floats(shape.out_features * shape.in_features, 0.1f));
   const std::vector<bf16> rows = to_bf16(random_floats(shape.num_rows * shape.in_features));
   const std::vector<float> bias = random_floats(shape.out_features);
-  PackedWeight weight{shape.format, shape.out_features, shape.in_features, shape.group_size, nullptr};
+  PackedWeight weight{shape.format, shape.out_features, shape.in_features, shape.group_size, nullptr, shape.has_int8_rows};
   Aligned panels(weight.bytes());
   weight.panels = panels.data;
   const int64_t split = shape.out_features / 3;  // two sources, one below the other
@@ -60,12 +61,10 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
       }
       const double got = to_float(out[row * shape.out_features + column]);
       // Quantized numbers are off by half a step, in 4 bits by a whole one where the largest of the other sign is cut off.
-      double rounding = 0.0;
-      if (shape.format == WeightFormat::kInt4) rounding = inputs * largest_weight / 8;
-      if (shape.format == WeightFormat::kInt8) {
-        const double weight_error = largest_weight / 254, input_error = largest_input / 254;
-        rounding = inputs * weight_error + weights * input_error + shape.in_features * weight_error * input_error;
-      }
+      const bool is_int4 = shape.format == WeightFormat::kInt4, is_int8 = shape.format == WeightFormat::kInt8;
+      const double weight_error = is_int4 ? largest_weight / 8 : is_int8 ? largest_weight / 254 : 0.0;
+      const double input_error = is_int8 || shape.has_int8_rows ? largest_input / 254 : 0.0;
+      const double rounding = inputs * weight_error + weights * input_error + shape.in_features * weight_error * input_error;
       const double bound = std::abs(exact) / 128 + rounding / 64 + magnitude * 1e-5 + rounding + 1e-3;
       CHECK(std::abs(got - exact) <= bound, "%s, format %d: %g instead of %g, %ld x %ld", kernels.instruction_set,
             static_cast<int>(shape.format), got, exact, static_cast<long>(shape.out_features),
@@ -88,10 +87,13 @@ int main() {
   for (const Kernels* kernels : all_kernels()) {
     for (const WeightFormat format :
          {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8, WeightFormat::kInt4}) {
-      for (int turn = 0; turn < 12; ++turn) {
-        const int64_t group_size = format == WeightFormat::kInt4 ? (turn % 2 ? 32 : 128) : 0;
+      const bool is_int4 = format == WeightFormat::kInt4;
+      for (int turn = 0; turn < (is_int4 ? 24 : 12); ++turn) {
+        const int64_t group_size = is_int4 ? int64_t{16} << turn % 4 : 0;
         const int64_t in_features = group_size ? group_size * random_int(1, 3) : random_int(1, 300);
-        check_case(*kernels, pool, one_thread, {format, random_int(3, 200), in_features, random_int(1, 80), group_size});
+        const bool has_int8_rows = is_int4 && turn % 8 >= 4;
+        check_case(*kernels, pool, one_thread,
+                   {format, random_int(3, 200), in_features, random_int(1, 80), group_size, has_int8_rows});
       }
     }
     std::printf("%s: as exact as the formats allow\n", kernels->instruction_set);

@@ -84,12 +84,34 @@ def test_int8(instruction_set: str, dtype: torch.dtype, shape: tuple[int, int]) 
 
 
 @on_instruction_sets(dtype=DTYPES, group_size=[32, 128], shape=[(128, 100), (384, 1000)])
-def test_int4(instruction_set: str, dtype: torch.dtype, group_size: int, shape: tuple[int, int]) -> None:
+def test_int4_times_int8(
+    instruction_set: str, dtype: torch.dtype, group_size: int, shape: tuple[int, int]
+) -> None:
+    inputs, outputs = shape
+    rows, bias = _random(ROWS, inputs, dtype=dtype), _random(outputs, seed=2)
+    weight = quantize_int4(_random(outputs, inputs, seed=1), group_size)
+    zeros = _random(*weight.zeros.shape, seed=3).abs() * 8
+    weight = Int4Weight(weight.values, weight.scales, zeros)
+    linear = PackedLinear([weight], bias, dtype=dtype)
+    expected = reference_linear([weight], bias, dtype=torch.float32)(rows.float())
+    difference = (linear(rows).float() - expected).abs()
+    # Exact sums of the same quantized numbers, but one just between two steps may go to either.
+    step = rows.float().abs().amax(dim=1, keepdim=True) / 127 * dequantize(weight).abs().max()
+    assert (difference <= expected.abs() * ROUNDING[dtype] + step + 1e-3).all()
+    if dtype == torch.float32:
+        assert (difference > 1e-4 * inputs**0.5).float().mean() < 0.01
+    _assert_rows_keep_their_bits(linear, rows)
+
+
+@on_instruction_sets(dtype=DTYPES, group_size=[32, 128], shape=[(128, 100), (384, 1000)])
+def test_int4_times_bfloat16(
+    instruction_set: str, dtype: torch.dtype, group_size: int, shape: tuple[int, int]
+) -> None:
     inputs, outputs = shape
     rows = _random(ROWS, inputs, dtype=dtype)
     quantized = quantize_int4(_random(outputs, inputs, seed=1), group_size)
-    linear = PackedLinear([quantized], dtype=dtype)
-    exact = reference_linear([quantized], dtype=torch.float32)(rows.float())
+    linear = PackedLinear([quantized], dtype=dtype, int4_activations="bfloat16")
+    exact = reference_linear([quantized], dtype=torch.float32, int4_activations="bfloat16")(rows.float())
     error = (linear(rows).float() - exact).abs()
     assert (error <= exact.abs() * ROUNDING[dtype] + 1e-3 * inputs**0.5).all()
     _assert_rows_keep_their_bits(linear, rows)
@@ -146,7 +168,7 @@ def test_asymmetric_int4() -> None:
         torch.randint(0, 16, (40, 4), generator=generator).float(),
     )
     rows = _random(7, 128, dtype=torch.bfloat16)
-    linear = PackedLinear([weight], dtype=torch.bfloat16)
+    linear = PackedLinear([weight], dtype=torch.bfloat16, int4_activations="bfloat16")
     expected = F.linear(rows.double(), dequantize(weight).double())
     torch.testing.assert_close(linear(rows).double(), expected, rtol=2**-7, atol=0.05)
 

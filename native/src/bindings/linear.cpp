@@ -14,8 +14,10 @@ namespace {
 // Address, type, number of rows, and the addresses of scales and zeros or 0: see WeightSource.
 using Source = std::tuple<uintptr_t, int, int64_t, uintptr_t, uintptr_t>;
 
-PackedWeight make_weight(int format, int64_t out_features, int64_t in_features, int64_t group_size, uintptr_t panels) {
-  return {static_cast<WeightFormat>(format), out_features, in_features, group_size, at_address<const char>(panels)};
+PackedWeight make_weight(int format, int64_t out_features, int64_t in_features, int64_t group_size, uintptr_t panels,
+                         bool has_int8_rows) {
+  return {static_cast<WeightFormat>(format), out_features, in_features, group_size,
+          at_address<const char>(panels),    has_int8_rows};
 }
 
 void pack(const PackedWeight& weight, const std::vector<Source>& sources) {
@@ -60,17 +62,18 @@ void bind_linear(nb::module_& module) {
   nb::class_<PackedWeight>(module, "PackedWeight")
       .def(
           "__init__",
-          [](PackedWeight* self, int format, int64_t out_features, int64_t in_features, int64_t group_size, uintptr_t panels) {
-            new (self) PackedWeight(make_weight(format, out_features, in_features, group_size, panels));
+          [](PackedWeight* self, int format, int64_t out_features, int64_t in_features, int64_t group_size, uintptr_t panels,
+             bool has_int8_rows) {
+            new (self) PackedWeight(make_weight(format, out_features, in_features, group_size, panels, has_int8_rows));
           },
-          "format"_a, "out_features"_a, "in_features"_a, "group_size"_a, "panels"_a)
+          "format"_a, "out_features"_a, "in_features"_a, "group_size"_a, "panels"_a, "has_int8_rows"_a = false)
       .def("pack", &pack, "sources"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("linear", &linear, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "bias"_a, "out"_a, "out_type"_a,
            "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def(
       "packed_bytes",
       [](int format, int64_t out_features, int64_t in_features, int64_t group_size) {
-        return make_weight(format, out_features, in_features, group_size, 0).bytes();
+        return make_weight(format, out_features, in_features, group_size, 0, false).bytes();
       },
       "format"_a, "out_features"_a, "in_features"_a, "group_size"_a);
 }

@@ -9,7 +9,8 @@
 
 namespace quire::QUIRE_BASE_ISA {
 
-void multiply_int4(const LinearCall& call, ThreadPool& pool);  // linear_int4.cpp
+void multiply_int4(const LinearCall& call, ThreadPool& pool);       // linear_int4.cpp
+void multiply_int4_int8(const LinearCall& call, ThreadPool& pool);  // linear_int4_int8.cpp
 
 }  // namespace quire::QUIRE_BASE_ISA
 
@@ -129,7 +130,7 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
   float* scales = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
   uint8_t* rows = reinterpret_cast<uint8_t*>(call.scratch + scratch.rows);
   parallel_for(pool, call.num_rows,
-               [&](int64_t row, int) { scales[row] = quantize_row(call, row, rows + row * row_stride, row_stride); });
+               [&](int64_t row, int) { scales[row] = quantize_row<128>(call, row, rows + row * row_stride, row_stride); });
   for_each_task(call, pool, Int8Format::kRowsTogether, [&](int64_t panel, int64_t first_row, int64_t last_row) {
     const int64_t column = panel * kPanelColumns;
     const int64_t count = min(weight.out_features - column, kPanelColumns);
@@ -163,7 +164,9 @@ void linear(const LinearCall& call, ThreadPool& pool) {
     case WeightFormat::kBFloat16: return multiply_float<BFloat16Format>(call, pool);
     case WeightFormat::kFloat16: return multiply_float<Float16Format>(call, pool);
     case WeightFormat::kInt8: return multiply_int8(call, pool);
-    case WeightFormat::kInt4: return QUIRE_BASE_ISA::multiply_int4(call, pool);
+    case WeightFormat::kInt4:
+      return call.weight->has_int8_rows ? QUIRE_BASE_ISA::multiply_int4_int8(call, pool)
+                                        : QUIRE_BASE_ISA::multiply_int4(call, pool);
   }
 }
 

@@ -1,13 +1,10 @@
 // Products with weights of 4 bits. See linear.h; compiled once for each instruction set.
+#include "int4_panels.h"
 #include "linear_formats.h"
 #include "linear_rows.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
-
-constexpr int kAheadBytes = 4096;                // how far ahead of its use a weight is fetched
-constexpr int kOctet = 8;                        // inputs whose weights of 16 columns lie in one line
-constexpr int kGroupHeader = kPanelColumns * 8;  // bytes of a group's scales and zeros
 
 #if defined(__AVX512BW__)
 // The numbers 0 to 15 as bf16, twice: the instruction picks by 5 bits, of which the highest is another weight's.

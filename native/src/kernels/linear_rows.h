@@ -12,9 +12,9 @@ QUIRE_INLINE f32x16 load_inputs(const T* row, int64_t input, int64_t count) {
   return left >= kLanes ? load(row + input) : load_some(row + input, static_cast<int>(left > 0 ? left : 0));
 }
 
-// A row with 127 for its largest magnitude, rounded to nearest, plus 128; zeros up to `padded`. Returns the scale.
-template <class T>
-float quantize_inputs(const T* row, int64_t num_inputs, uint8_t* to, int64_t padded) {
+// A row with 127 for its largest magnitude, rounded to nearest, plus kOffset, in bytes; zeros up to `padded`. Returns the scale.
+template <int kOffset, class T>
+float quantize_inputs(const T* row, int64_t num_inputs, void* to, int64_t padded) {
   f32x16 largest = {}, unsound = {};
   for (int64_t input = 0; input < num_inputs; input += kLanes) {
     const f32x16 values = load_inputs(row, input, num_inputs);
@@ -29,18 +29,19 @@ float quantize_inputs(const T* row, int64_t num_inputs, uint8_t* to, int64_t pad
   for (int64_t input = 0; input < padded; input += kLanes) {
     const f32x16 values = load_inputs(row, input, num_inputs);
     const i32x16 rounded = bits_as<i32x16>(values * inverse + kRound) - bits_as<i32x16>(splat(kRound));
-    const i8x16 bytes = low_bytes(rounded + 128);
-    std::memcpy(to + input, &bytes, min(padded - input, kLanes));
+    const i8x16 bytes = low_bytes(rounded + kOffset);
+    std::memcpy(static_cast<char*>(to) + input, &bytes, min(padded - input, kLanes));
   }
   return scale;
 }
 
-inline float quantize_row(const LinearCall& call, int64_t row, uint8_t* to, int64_t padded) {
+template <int kOffset>
+float quantize_row(const LinearCall& call, int64_t row, void* to, int64_t padded) {
   const int64_t place = row * call.row_stride, count = call.weight->in_features;
   switch (call.row_type) {
-    case DType::kBFloat16: return quantize_inputs(static_cast<const bf16*>(call.rows) + place, count, to, padded);
-    case DType::kFloat16: return quantize_inputs(static_cast<const fp16*>(call.rows) + place, count, to, padded);
-    default: return quantize_inputs(static_cast<const float*>(call.rows) + place, count, to, padded);
+    case DType::kBFloat16: return quantize_inputs<kOffset>(static_cast<const bf16*>(call.rows) + place, count, to, padded);
+    case DType::kFloat16: return quantize_inputs<kOffset>(static_cast<const fp16*>(call.rows) + place, count, to, padded);
+    default: return quantize_inputs<kOffset>(static_cast<const float*>(call.rows) + place, count, to, padded);
   }
 }
 

@@ -95,6 +95,7 @@ def weight_options(config: EngineConfig, model: ModelConfig) -> WeightOptions:
         dtype=dtype_of(config, model),
         quantization=config.quantization,
         group_size=config.quantization_group_size,
+        int4_activations=config.int4_activations,
         kernels=config.kernels,
         cache=choose_cache(
             config.weight_cache,

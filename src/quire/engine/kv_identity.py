@@ -51,7 +51,8 @@ def _parts(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[s
     return {
         "shape": _digest(dataclasses.asdict(_without_length(model))),
         "dtype": dtype_of(config, model),
-        "quantization": f"{config.quantization} in groups of {config.quantization_group_size}",
+        "quantization": f"{config.quantization} in groups of {config.quantization_group_size}, times "
+        f"{config.int4_activations}",
         "KV dtype": plan.kv_dtype,
         "block size": str(plan.block_size),
         "rope": _rope(model),

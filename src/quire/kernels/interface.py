@@ -44,6 +44,7 @@ class KernelSet(ABC):
         dtype: torch.dtype,
         quantization: str = "none",
         group_size: int = 128,
+        int4_activations: str = "int8",
         memory: WeightMemory | None = None,
     ) -> Linear:
         """Return the dense layer whose weight is `parts`, one below the other.
@@ -55,6 +56,7 @@ class KernelSet(ABC):
             quantization: what to make of weights in floating point: none, int8 or int4. Quantized ones stay
                 as they are if `quantization` names another kind.
             group_size: inputs that share a scale, for int4.
+            int4_activations: what rows are made for int4: int8, each with a scale, or bfloat16.
             memory: where packed weights go; None: memory of the layer's own.
         """
 

@@ -97,22 +97,22 @@ class Int8Linear(Linear):
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        wide = rows.float()
-        largest = wide.abs().amax(dim=1)
-        inverse = torch.where(largest > 0, INT8_STEPS / largest, 0.0)
-        values = (wide * inverse[:, None]).round_().to(torch.int8)
-        scales = largest / INT8_STEPS
-        result = int8_product(values, self._values).float() * (self._scales * scales[:, None])
+        quantized = quantize_int8(rows)
+        exact = int8_product(quantized.values, self._values).float()
+        result = exact * (self._scales * quantized.scales[:, None])
         if self.bias is not None:
             result += self.bias
         return _result(result.to(rows.dtype), out)
 
 
 class Int4Linear(Linear):
-    """4-bit weights, multiplied as the numbers that they stand for."""
+    """4-bit weights, multiplied as the numbers that they stand for; so are rows that become int8 before."""
 
-    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None, group_size: int) -> None:
+    def __init__(
+        self, parts: Sequence[Weight], bias: torch.Tensor | None, group_size: int, activations: str
+    ) -> None:
         super().__init__(parts, bias)
+        self._has_int8_rows = activations == "int8"
         quantized = [
             part if isinstance(part, Int4Weight) else quantize_int4(dequantize(part), group_size)
             for part in parts
@@ -121,7 +121,8 @@ class Int4Linear(Linear):
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        return _result(self._float(rows.bfloat16().float()).to(rows.dtype), out)
+        rounded = dequantize(quantize_int8(rows)) if self._has_int8_rows else rows.bfloat16().float()
+        return _result(self._float(rounded).to(rows.dtype), out)
 
 
 def quantization_of(parts: Sequence[Weight], wanted: str, group_size: int) -> str:

@@ -49,13 +49,14 @@ class ReferenceKernels(KernelSet):
         dtype: torch.dtype,
         quantization: str = "none",
         group_size: int = 128,
+        int4_activations: str = "int8",
         memory: WeightMemory | None = None,
     ) -> Linear:
         kind = quantization_of(parts, quantization, group_size)
         if kind == "int8":
             return Int8Linear(parts, bias)
         if kind == "int4":
-            return Int4Linear(parts, bias, group_size)
+            return Int4Linear(parts, bias, group_size, int4_activations)
         if dtype == torch.bfloat16 and has_onednn_bfloat16():
             return OneDnnLinear(parts, bias)
         return FloatLinear(parts, bias, dtype)

@@ -35,7 +35,13 @@ class WeightFormat(enum.Enum):
 
 class PackedWeight:
     def __init__(
-        self, format: int, out_features: int, in_features: int, group_size: int, panels: int
+        self,
+        format: int,
+        out_features: int,
+        in_features: int,
+        group_size: int,
+        panels: int,
+        has_int8_rows: bool = False,
     ) -> None: ...
     def pack(self, sources: Sequence[tuple[int, int, int, int, int]]) -> None: ...
     def linear(

@@ -46,6 +46,7 @@ class PackedLinear(Linear):
         dtype: torch.dtype,
         quantization: str = "none",
         group_size: int = 128,
+        int4_activations: str = "int8",
         memory: WeightMemory | None = None,
     ) -> None:
         if not parts:
@@ -68,7 +69,8 @@ class PackedLinear(Linear):
         weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
         layout = weight_format.value, self.out_features, self.in_features, group_size
         self._panels = memory.allocate(_native.packed_bytes(*layout))
-        self._weight = _native.PackedWeight(*layout, self._panels.data_ptr())
+        has_int8_rows = kind == "int4" and int4_activations == "int8"
+        self._weight = _native.PackedWeight(*layout, self._panels.data_ptr(), has_int8_rows)
         self._bias = address(self.bias)
         if not memory.is_filled:
             self._weight.pack([_source(part) for part in parts])

@@ -43,6 +43,7 @@ class WeightOptions:
         dtype: bfloat16, float16, float32, or auto for the type in the checkpoint's config.
         quantization: of weights that are stored in floating point: none, int8 or int4.
         group_size: inputs that share a scale, for int4.
+        int4_activations: what activations are made for int4: int8 or bfloat16.
         kernels: which kernels compute: auto, native or reference.
         cache: where weights that native kernels have packed are kept; None: nowhere.
     """
@@ -50,6 +51,7 @@ class WeightOptions:
     dtype: str = "auto"
     quantization: str = "none"
     group_size: int = 128
+    int4_activations: str = "int8"
     kernels: str = "auto"
     cache: WeightCache | None = None
 
@@ -175,6 +177,7 @@ class _Loader:
             dtype=self._dtype,
             quantization=self._options.quantization if quantization is None else quantization,
             group_size=self._options.group_size,
+            int4_activations=self._options.int4_activations,
             memory=self._memory,
         )
         self._release(sources)
