@@ -55,7 +55,9 @@ KINDS = (
     Kind("int8", quantization="int8"),
     Kind("int4, groups of 32", quantization="int4", group_size=32),
     Kind("int4, groups of 128", quantization="int4"),
-    Kind("int4 times bfloat16, groups of 32", quantization="int4", group_size=32, int4_activations="bfloat16"),
+    Kind(
+        "int4 times bfloat16, groups of 32", quantization="int4", group_size=32, int4_activations="bfloat16"
+    ),
     Kind("int4 times bfloat16, groups of 128", quantization="int4", int4_activations="bfloat16"),
     Kind("bfloat16, int8 KV", kv_dtype="int8"),
     Kind("int8, int8 KV", quantization="int8", kv_dtype="int8"),

@@ -22,8 +22,8 @@ struct WeightSource {
 // Fills `panels`, weight.bytes() aligned to 64 bytes, with the sources one below the other; together they have
 // weight.out_features rows. weight.panels is not looked at.
 //
-// int8: a row's largest magnitude becomes 127. int4: the largest magnitude of a group becomes 0 or the 8 steps below its zero,
-// which is 8 (as in GGUF's Q4_0).
+// int8: a row's largest magnitude becomes 127. int4: 16 steps span a group's weights and 0, or 0.9 or 0.8 of
+// that range, whichever has the least squared error.
 struct PackCall {
   const PackedWeight* weight;
   char* panels;

@@ -76,25 +76,43 @@ class Panels {
   const Aligned memory_;
 };
 
-// How far a number may be from the one that went in, and the scale that its row or group should have.
-void check_quantized(const Panels& panels, const Case& shape, int64_t output, const std::vector<double>& row) {
-  const int64_t group_size = shape.format == WeightFormat::kInt4 ? shape.group_size : shape.in_features;
-  for (int64_t first = 0; first < shape.in_features; first += group_size) {
-    const auto is_smaller = [](double a, double b) { return std::fabs(a) < std::fabs(b); };
-    const double extreme = *std::max_element(row.begin() + first, row.begin() + first + group_size, is_smaller);
-    const double scale = shape.format == WeightFormat::kInt4 ? extreme / -8.0 : std::fabs(extreme) / 127.0;
-    CHECK(std::fabs(panels.scale(output, first) - scale) <= 1e-6 * std::fabs(scale), "scale %g, not %g",
-          panels.scale(output, first), scale);
-    int64_t sum = 0;
-    for (int64_t input = first; input < first + group_size; ++input) {
-      const double steps = panels.number(output, input), zero = shape.format == WeightFormat::kInt4 ? 8.0 : 0.0;
-      // The number opposite to the extreme may be a whole step beyond the last one of four bits.
-      const bool is_beyond = shape.format == WeightFormat::kInt4 && steps == 15.0;
-      const double bound = std::fabs(scale) * (is_beyond ? 1.0001 : 0.5001);
-      CHECK(std::fabs((steps - zero) * scale - row[input]) <= bound, "%g steps of %g for %g", steps, scale, row[input]);
-      sum += static_cast<int64_t>(steps);
+void check_int8(const Panels& panels, int64_t output, const std::vector<double>& row) {
+  const auto is_smaller = [](double a, double b) { return std::fabs(a) < std::fabs(b); };
+  const double scale = std::fabs(*std::max_element(row.begin(), row.end(), is_smaller)) / 127.0;
+  CHECK(std::fabs(panels.scale(output, 0) - scale) <= 1e-6 * scale, "scale %g, not %g", panels.scale(output, 0), scale);
+  int64_t sum = 0;
+  for (int64_t input = 0; input < static_cast<int64_t>(row.size()); ++input) {
+    const double steps = panels.number(output, input);
+    CHECK(std::fabs(steps * scale - row[input]) <= 0.5001 * scale, "%g steps of %g for %g", steps, scale, row[input]);
+    sum += static_cast<int64_t>(steps);
+  }
+  CHECK(sum == panels.sum(output), "sum %d", panels.sum(output));
+}
+
+// The squared error of a group whose nearest of 16 steps from low to high are taken.
+double squared_error(const double* group, int64_t count, double low, double high) {
+  double error = 0.0;
+  for (int64_t i = 0; i < count; ++i) {
+    const double step = (high - low) / 15.0;
+    const double steps = std::min(std::max(std::nearbyint((group[i] - low) / step), 0.0), 15.0);
+    error += std::pow(low + steps * step - group[i], 2.0);
+  }
+  return error;
+}
+
+void check_int4(const Panels& panels, const Case& shape, int64_t output, const std::vector<double>& row) {
+  for (int64_t first = 0; first < shape.in_features; first += shape.group_size) {
+    const double* group = row.data() + first;
+    const double low = std::min(*std::min_element(group, group + shape.group_size), 0.0);
+    const double high = std::max(*std::max_element(group, group + shape.group_size), 0.0);
+    double least = HUGE_VAL, error = 0.0;
+    for (const double share : {1.0, 0.9, 0.8})
+      least = std::min(least, squared_error(group, shape.group_size, low * share, high * share));
+    for (int64_t i = 0; i < shape.group_size; ++i) {
+      const double steps = panels.number(output, first + i);
+      error += std::pow((steps - panels.zero(output, first)) * panels.scale(output, first) - group[i], 2.0);
     }
-    CHECK(shape.format == WeightFormat::kInt4 || sum == panels.sum(output), "sum %d", panels.sum(output));
+    CHECK(error <= 1.001 * least + 1e-12, "a squared error of %g, not %g", error, least);
   }
 }
 
@@ -112,8 +130,12 @@ void check_floats(const Kernels& kernels, ThreadPool& pool, const Case& shape) {
     std::vector<double> row;
     for (int64_t input = 0; input < shape.in_features; ++input)
       row.push_back(number_of(matrix[output * shape.in_features + input]));
-    if (shape.format == WeightFormat::kInt8 || shape.format == WeightFormat::kInt4) {
-      check_quantized(panels, shape, output, row);
+    if (shape.format == WeightFormat::kInt8) {
+      check_int8(panels, output, row);
+      continue;
+    }
+    if (shape.format == WeightFormat::kInt4) {
+      check_int4(panels, shape, output, row);
       continue;
     }
     for (int64_t input = 0; input < shape.in_features; ++input) {

@@ -97,7 +97,7 @@ def test_int4_times_int8(
     difference = (linear(rows).float() - expected).abs()
     # Exact sums of the same quantized numbers, but one just between two steps may go to either.
     step = rows.float().abs().amax(dim=1, keepdim=True) / 127 * dequantize(weight).abs().max()
-    assert (difference <= expected.abs() * ROUNDING[dtype] + step + 1e-3).all()
+    assert (difference <= expected.abs() * ROUNDING[dtype] + 3 * step + 1e-3).all()
     if dtype == torch.float32:
         assert (difference > 1e-4 * inputs**0.5).float().mean() < 0.01
     _assert_rows_keep_their_bits(linear, rows)

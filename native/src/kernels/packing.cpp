@@ -7,6 +7,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+constexpr float kRangeShares[] = {1.0f, 0.9f, 0.8f};  // of a group's range that 16 steps may span
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even, in the low bits
 
 QUIRE_INLINE f32x16 load_weights(const WeightSource& source, int64_t place, int64_t count) {
@@ -102,17 +103,46 @@ const char* int8_row(const Column& column, const WeightSource& source, int64_t r
   return buffer;
 }
 
-// The weight of largest magnitude in a group, with its sign.
-QUIRE_INLINE float extreme(const WeightSource& source, int64_t place, int64_t count) {
-  const float largest = largest_magnitude(source, place, count);
+// What the steps 0 to 15 of a group stand for: (step - zero) * scale.
+struct Int4Range {
+  float scale, zero;
+
+  QUIRE_INLINE f32x16 steps_of(f32x16 weights) const {
+    const f32x16 steps = weights * (scale > 0.0f ? 1.0f / scale : 0.0f) + zero;
+    return minimum(maximum(steps, f32x16{}), splat(15.0f)) + kRound;  // rounded, in the low bits
+  }
+  QUIRE_INLINE f32x16 errors_of(f32x16 weights) const { return (steps_of(weights) - kRound - zero) * scale - weights; }
+};
+
+// The sixteen steps over a group's weights and 0, or over less, with the outermost weights cut off: whichever has the least squared
+// error. NaN if there is a NaN or an infinity.
+Int4Range best_range(const float* weights, int64_t count) {
+  f32x16 lowest = {}, highest = {}, unsound = {};
   for (int64_t input = 0; input < count; input += kLanes) {
-    const f32x16 values = load_weights(source, place + input, count - input);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      if (values[lane] == -largest) return -largest;
-      if (values[lane] == largest) return largest;
+    const f32x16 values = load(weights + input);
+    lowest = minimum(lowest, values);
+    highest = maximum(highest, values);
+    unsound += values * 0.0f;
+  }
+  const float low = -max_of_lanes(-lowest), high = max_of_lanes(highest);
+  Int4Range best = {(high - low) / 15.0f + sum_of_lanes(unsound), 0.0f};
+  float least = __builtin_inff();
+  for (const float share : kRangeShares) {
+    const float scale = (high - low) * share / 15.0f;
+    if (!(scale > 0.0f)) continue;
+    const Int4Range range = {scale, -low * share / scale};
+    f32x16 sum = {};
+    for (int64_t input = 0; input < count; input += kLanes) {
+      const f32x16 error = range.errors_of(load(weights + input));
+      sum += error * error;
+    }
+    const float error = sum_of_lanes(sum);
+    if (error < least) {
+      least = error;
+      best = range;
     }
   }
-  return largest;
+  return best;
 }
 
 void pack_int4_row(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
@@ -121,20 +151,23 @@ void pack_int4_row(const Column& column, const WeightSource& source, int64_t row
   const int64_t num_groups = weight.in_features / group_size;
   const int64_t group_bytes = kPanelColumns * 8 + group_size * kPanelColumns / 2;
   int8_t* nibbles = reinterpret_cast<int8_t*>(buffer);
+  float* weights = reinterpret_cast<float*>(buffer + round_up(group_size, kLine));
   for (int64_t group = 0; group < num_groups; ++group) {
     const int64_t place = row * weight.in_features + group * group_size;
-    float scale, zero = 8.0f;
+    float scale, zero;
     if (source.type == DType::kUInt8) {
       std::memcpy(nibbles, static_cast<const uint8_t*>(source.rows) + place, group_size);
       scale = source.scales[row * num_groups + group];
       zero = source.zeros[row * num_groups + group];
     } else {
-      scale = extreme(source, place, group_size) / -8.0f;
-      const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
       for (int64_t input = 0; input < group_size; input += kLanes) {
-        const f32x16 steps = load_weights(source, place + input, group_size - input) * inverse + 8.0f;
-        const f32x16 bounded = minimum(maximum(steps, f32x16{}), splat(15.0f));
-        const i32x16 rounded = bits_as<i32x16>(bounded + kRound) - bits_as<i32x16>(splat(kRound));
+        store(weights + input, load_weights(source, place + input, group_size - input));
+      }
+      const Int4Range range = best_range(weights, group_size);
+      scale = range.scale;
+      zero = range.zero;
+      for (int64_t input = 0; input < group_size; input += kLanes) {
+        const i32x16 rounded = bits_as<i32x16>(range.steps_of(load(weights + input))) - bits_as<i32x16>(splat(kRound));
         const i8x16 bytes = low_bytes(rounded);
         std::memcpy(nibbles + input, &bytes, kLanes);
       }

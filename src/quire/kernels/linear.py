@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from quire.kernels.torch_internals import int8_product, linear_pointwise, reorder_linear_weight
 from quire.kernels.weights import (
-    INT8_STEPS,
     Int4Weight,
     Int8Weight,
     Weight,

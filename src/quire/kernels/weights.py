@@ -10,6 +10,7 @@ import torch
 
 INT4_ZERO = 8.0  # the step that stands for 0 where quantization is symmetric
 KERNEL_GROUPS = (128, 64, 32)  # inputs that share a scale and a zero in the kernels for int4
+INT4_RANGE_SHARES = (1.0, 0.9, 0.8)  # of a group's range that 16 steps may span
 INT8_STEPS = 127  # the largest magnitude of a row, in steps
 
 
@@ -93,16 +94,32 @@ def quantize_int8(weight: torch.Tensor) -> Int8Weight:
 def quantize_int4(weight: torch.Tensor, group_size: int) -> Int4Weight:
     """Return `weight` [rows, in] in 4 bits, in groups along the inputs.
 
-    The largest magnitude of a group becomes 8 steps below its zero, which uses all sixteen steps where
-    plus and minus 7 would use fifteen (as GGUF's Q4_0 does).
+    Sixteen steps span the weights of a group and 0, or a part of that range, with the outermost weights cut
+    off: whichever has the least squared error.
     """
     groups = weight.float().reshape(len(weight), -1, group_size)
-    place = groups.abs().argmax(dim=2, keepdim=True)
-    scales = groups.gather(2, place) / -INT4_ZERO
-    inverse = torch.where(scales != 0, 1.0 / scales, 0.0)
-    values = (groups * inverse + INT4_ZERO).clamp_(0, 15).round_().to(torch.uint8)
-    scales = scales.squeeze(2)
-    return Int4Weight(values.flatten(1), scales, torch.full_like(scales, INT4_ZERO))
+    low = groups.amin(dim=2, keepdim=True).clamp(max=0.0)
+    high = groups.amax(dim=2, keepdim=True).clamp(min=0.0)
+    best, least = _in_steps(groups, low, high), torch.full_like(low, math.inf)
+    for share in INT4_RANGE_SHARES:
+        candidate = _in_steps(groups, low * share, high * share)
+        values, scales, zeros = candidate
+        error = ((values - zeros) * scales - groups).square().sum(dim=2, keepdim=True)
+        is_better = error < least
+        best = tuple(torch.where(is_better, new, old) for new, old in zip(candidate, best, strict=True))
+        least = torch.where(is_better, error, least)
+    values, scales, zeros = best
+    return Int4Weight(values.to(torch.uint8).flatten(1), scales.squeeze(2), zeros.squeeze(2))
+
+
+def _in_steps(
+    groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the nearest of 16 steps from `low` to `high`, their scale and zero: [rows, groups, any]."""
+    scales = (high - low) / 15
+    inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
+    zeros = -low * inverse
+    return (groups * inverse + zeros).clamp(0, 15).round(), scales, zeros
 
 
 def dequantize(weight: Weight) -> torch.Tensor:
