@@ -15,6 +15,7 @@ from quire.kernels.weights import INT4_ZERO, Int4Weight, Weight
 from quire.models.checkpoints.gguf.file import BLOCKS
 
 _Decode = Callable[[torch.Tensor], Weight]
+_IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -45,16 +46,64 @@ def _q4_0(octets: torch.Tensor) -> Weight:
 def _q4_1(octets: torch.Tensor) -> Weight:
     """d and the block's least number m, then as Q4_0; 0 stands for m."""
     numbers = octets[..., :4].contiguous().view(torch.float16).float()
-    scales, least = numbers[..., :1], numbers[..., 1:]
     nibbles = octets[..., 4:]
     values = torch.cat((nibbles & 15, nibbles >> 4), dim=2)
-    return (values * scales + least).flatten(1)
+    return _with_least(values, numbers[..., 0], numbers[..., 1])
 
 
 def _q8_0(octets: torch.Tensor) -> Weight:
     """d, then 32 signed bytes."""
     scales = octets[..., :2].contiguous().view(torch.float16).float()
     return (octets[..., 2:].view(torch.int8) * scales).flatten(1)
+
+
+def _q4_k(octets: torch.Tensor) -> Weight:
+    """`_scales_of_8`, then 4 bits of each number: 64 numbers in 32 bytes, low nibbles first."""
+    scales, least = _scales_of_8(octets)
+    return _with_least(_low_bits(octets[..., 16:]).flatten(2), scales.flatten(1), least.flatten(1))
+
+
+def _q5_k(octets: torch.Tensor) -> Weight:
+    """As Q4_K, with a fifth bit: of the numbers of group g in bit g of 32 bytes, before the others."""
+    scales, least = _scales_of_8(octets)
+    bits = (octets[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+    values = _low_bits(octets[..., 48:]) | bits << 4
+    return (values * scales[..., None] + least[..., None]).flatten(1)
+
+
+def _low_bits(octets: torch.Tensor) -> torch.Tensor:
+    """Return the nibbles [rows, blocks, 8, 32] of bytes [rows, blocks, 128]."""
+    runs = octets.unflatten(2, (4, 1, 32))
+    return torch.cat((runs & 15, runs >> 4), dim=3).flatten(2, 3)
+
+
+def _scales_of_8(octets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales and the least numbers [rows, blocks, 8] of a block's groups of 32 numbers.
+
+    A block has d, d of the least numbers, and 12 bytes: the low 6 bits of 8 are the first four scales and the
+    first four least numbers; the other 4 have the low 4 bits of the others, whose high 2 are left in the 8.
+    """
+    steps = octets[..., :4].contiguous().view(torch.float16).float()
+    first, second, low = octets[..., 4:8], octets[..., 8:12], octets[..., 12:16]
+    scales = torch.cat((first & 63, (low & 15) | (first >> 6) << 4), dim=2)
+    least = torch.cat((second & 63, (low >> 4) | (second >> 6) << 4), dim=2)
+    return steps[..., :1] * scales, -(steps[..., 1:] * least)
+
+
+def _with_least(values: torch.Tensor, scales: torch.Tensor, least: torch.Tensor) -> Int4Weight:
+    """Return weights of value * scale + least: [rows, groups, group_size] and two times [rows, groups]."""
+    is_flat = scales == 0.0  # then all numbers are the least one: 0 less a zero of -1, times it
+    zeros = torch.where(is_flat, -1.0, -least / torch.where(is_flat, 1.0, scales))
+    values = torch.where(is_flat[..., None], 0, values.view(*scales.shape, -1)).to(torch.uint8)
+    return Int4Weight(values.flatten(1), torch.where(is_flat, least, scales), zeros)
+
+
+def _iq4_nl(octets: torch.Tensor) -> Weight:
+    """d, then 16 bytes as in Q4_0, whose nibbles are places in a table."""
+    scales = octets[..., :2].contiguous().view(torch.float16).float()
+    nibbles = octets[..., 2:]
+    places = torch.cat((nibbles & 15, nibbles >> 4), dim=2).int()
+    return (torch.tensor(_IQ4_NUMBERS)[places] * scales).flatten(1)
 
 
 def _q6_k(octets: torch.Tensor) -> Weight:
@@ -79,6 +128,9 @@ KINDS: dict[int, Kind] = {  # by ggml's number
     2: Kind("Q4_0", *BLOCKS[2], _q4_0),
     3: Kind("Q4_1", *BLOCKS[3], _q4_1),
     8: Kind("Q8_0", *BLOCKS[8], _q8_0),
+    12: Kind("Q4_K", *BLOCKS[12], _q4_k),
+    13: Kind("Q5_K", *BLOCKS[13], _q5_k),
     14: Kind("Q6_K", *BLOCKS[14], _q6_k),
+    20: Kind("IQ4_NL", *BLOCKS[20], _iq4_nl),
     30: Kind("BF16", *BLOCKS[30], _as_type(torch.bfloat16)),
 }

@@ -45,7 +45,8 @@ ROPE_TENSORS = (_ROPE_FACTORS, *_LONG_ROPE_FACTORS.values())
 _MAX_ROPE_FACTORS = 1 << 12
 _DTYPES = {0: "float32", 1: "float16"}  # by ggml's number; all others are computed in bfloat16
 _EMBEDDING_DTYPES = _DTYPES | {30: "bfloat16"}
-_FLOAT32, _Q4_0 = 0, 2
+_FLOAT32 = 0
+_INT4_KINDS = (2, 3, 12)  # Q4_0, Q4_1, Q4_K
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
@@ -92,7 +93,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
     for name in ("bos_token_id", "eos_token_id"):
         values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
     values |= _rope(file, architecture, values)
-    return values, StoredQuantization("int4", 32) if kind == _Q4_0 else StoredQuantization()
+    return values, StoredQuantization("int4", 32) if kind in _INT4_KINDS else StoredQuantization()
 
 
 def _matrix_kind(file: GGUFFile) -> int:
