@@ -100,15 +100,15 @@ def quantize_int4(weight: torch.Tensor, group_size: int) -> Int4Weight:
     groups = weight.float().reshape(len(weight), -1, group_size)
     low = groups.amin(dim=2, keepdim=True).clamp(max=0.0)
     high = groups.amax(dim=2, keepdim=True).clamp(min=0.0)
-    best, least = _in_steps(groups, low, high), torch.full_like(low, math.inf)
+    values, scales, zeros = _in_steps(groups, low, high)
+    least = torch.full_like(low, math.inf)
     for share in INT4_RANGE_SHARES:
-        candidate = _in_steps(groups, low * share, high * share)
-        values, scales, zeros = candidate
-        error = ((values - zeros) * scales - groups).square().sum(dim=2, keepdim=True)
+        steps, scale, zero = _in_steps(groups, low * share, high * share)
+        error = ((steps - zero) * scale - groups).square().sum(dim=2, keepdim=True)
         is_better = error < least
-        best = tuple(torch.where(is_better, new, old) for new, old in zip(candidate, best, strict=True))
         least = torch.where(is_better, error, least)
-    values, scales, zeros = best
+        values = torch.where(is_better, steps, values)
+        scales, zeros = torch.where(is_better, scale, scales), torch.where(is_better, zero, zeros)
     return Int4Weight(values.to(torch.uint8).flatten(1), scales.squeeze(2), zeros.squeeze(2))
 
 

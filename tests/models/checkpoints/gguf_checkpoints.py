@@ -45,7 +45,13 @@ _NAMES = {
 
 
 def write_gguf(
-    checkpoint: Path, family: str, kind: str, *, has_tokenizer: bool = False, **metadata: Any
+    checkpoint: Path,
+    family: str,
+    kind: str,
+    *,
+    has_tokenizer: bool = False,
+    max_tensors: int = 0,
+    **metadata: Any,
 ) -> tuple[Path, Path]:
     """Convert the float32 checkpoint in directory `checkpoint`.
 
@@ -53,6 +59,7 @@ def write_gguf(
         checkpoint: the directory.
         family: one of `ARCHITECTURES`.
         kind: of the matrices, as ggml calls it: F32, BF16, Q8_0 and so on.
+        max_tensors: in one file; 0: all.
         has_tokenizer: write the checkpoint's tokenizer into the file too.
         metadata: more of it, {architecture}. before each name and dots for double underscores.
 
@@ -63,7 +70,7 @@ def write_gguf(
     shutil.copytree(checkpoint, twin)
     file = checkpoint.with_name(checkpoint.name + ".gguf")
     config = json.loads((checkpoint / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, ARCHITECTURES[family])
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[family], split_max_tensors=max_tensors)
     _add_metadata(writer, config)
     for name, value in metadata.items():
         writer.add_key_value(

@@ -22,6 +22,7 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.gguf.blocks import KINDS
 from quire.models.checkpoints.gguf.config import read_gguf_config
 from quire.models.checkpoints.gguf.file import GGUFFile
+from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.weights import count_parameters, weight_specs
@@ -75,6 +76,46 @@ def test_every_weight_is_what_the_gguf_package_makes_of_it(kind: str, tmp_path: 
                 # Where 0 stands for the least number, it is kept as the place of zero.
                 rounding = 1e-6 if kind == "Q4_1" else 0.0
                 torch.testing.assert_close(dequantize(weight), wanted[source.name], rtol=0, atol=rounding)
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> tuple[list[Path], Path]:
+    """The parts of a model in several files, and its twin."""
+    path = make_checkpoint("qwen3", tmp_path / "model", **WIDE)
+    (tmp_path / "parts").mkdir()
+    file, twin = write_gguf(path, "qwen3", "F32", max_tensors=9)
+    parts = sorted(file.parent.glob("model-*-of-*.gguf"))
+    return [part.rename(tmp_path / "parts" / part.name) for part in parts], twin
+
+
+def test_a_model_in_several_files_is_found_by_any_of_them(split: tuple[list[Path], Path]) -> None:
+    parts, twin = split
+    assert len(parts) > 2
+    wanted, logits = _generate(twin)
+    for path in (parts[0], parts[-1], parts[0].parent):
+        found = find_gguf(path)
+        assert found == parts[0]
+        tokens, same_logits = _generate(found)
+        assert tokens == wanted
+        torch.testing.assert_close(logits, same_logits, atol=1e-4, rtol=0)
+
+
+def test_parts_that_are_not_those_of_one_model_are_named(split: tuple[list[Path], Path]) -> None:
+    parts, _ = split
+    second = parts[1].read_bytes()
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=r"-00002-of-0000\d\.gguf is missing: the model is in several files"):
+        read_model_config(parts[0])
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ModelError, match=r"-00002-of-0000\d\.gguf says split\.no 2, not 1"):
+        read_model_config(parts[0])
+    parts[1].write_bytes(second[: len(second) // 2])
+    with pytest.raises(ModelError, match=r"-00002-of-0000\d\.gguf cannot be read"):
+        read_model_config(parts[0])
+    parts[1].unlink()
+    parts[1].symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match="outside of the model's directory"):
+        read_model_config(parts[0])
 
 
 @pytest.mark.parametrize("number", KINDS)

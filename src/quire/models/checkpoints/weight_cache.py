@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quire.models.checkpoints.gguf.location import find_gguf
+from quire.models.checkpoints.gguf.location import find_gguf, parts_of
 from quire.models.checkpoints.packed_file import read_packed, write_packed
 from quire.models.checkpoints.safetensors import weight_files
 
@@ -127,7 +127,7 @@ def cache_key(path: Path, **settings: Any) -> str:
         settings: all else that the packed numbers depend on, such as dtype, quantization and instruction set.
     """
     gguf = find_gguf(path)
-    files = [path / "config.json", *weight_files(path)] if gguf is None else [gguf]
+    files = [path / "config.json", *weight_files(path)] if gguf is None else parts_of(gguf)
     identity = {
         "files": [_identity(file.resolve()) for file in files],
         "version": (importlib.metadata.version("quire"), PACKING_VERSION),

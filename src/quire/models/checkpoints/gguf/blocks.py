@@ -73,7 +73,7 @@ def _q5_k(octets: torch.Tensor) -> Weight:
 
 def _low_bits(octets: torch.Tensor) -> torch.Tensor:
     """Return the nibbles [rows, blocks, 8, 32] of bytes [rows, blocks, 128]."""
-    runs = octets.unflatten(2, (4, 1, 32))
+    runs = octets.reshape(*octets.shape[:2], 4, 1, 32)
     return torch.cat((runs & 15, runs >> 4), dim=3).flatten(2, 3)
 
 

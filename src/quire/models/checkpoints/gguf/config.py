@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ModelError
-from quire.models.checkpoints.gguf.file import GGUFFile
+from quire.models.checkpoints.gguf.file import GGUFFile, read_gguf
 from quire.models.checkpoints.quantized.description import StoredQuantization
 from quire.models.config_entries import ROPE_RULES, RULES, check_entry
 
@@ -55,7 +55,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
     Raises:
         ModelError: the file cannot be read, or the architecture is not one that Quire reads from GGUF.
     """
-    file = GGUFFile(path)
+    file = read_gguf(path)
     architecture = str(file.entry("general.architecture", str))
     if architecture not in _ARCHITECTURES:
         raise ModelError(
@@ -63,9 +63,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
             "from GGUF files"
         )
     if "token_embd.weight" not in file.tensors:
-        raise ModelError(
-            f"{path} lacks token_embd.weight; is it a language model, and all of it in one file?"
-        )
+        raise ModelError(f"{path} lacks token_embd.weight; is it a language model, and all of it?")
     values = {}
     for name, key in _KEYS.items():
         if f"{architecture}.{key}" in file.metadata:
@@ -141,5 +139,5 @@ def _floats(file: GGUFFile, name: str) -> list[float]:
             "dimension are needed"
         )
     stop = info.start + 4 * info.shape[0]
-    numbers = np.frombuffer(file.data[info.start : stop], dtype="<f4")
+    numbers = np.frombuffer(info.data[info.start : stop], dtype="<f4")
     return [float(number) for number in numbers]

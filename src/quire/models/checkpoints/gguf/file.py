@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ModelError
+from quire.models.checkpoints.gguf.location import parts_of
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -55,11 +56,38 @@ BLOCKS = {
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `shape` as torch has it, the last dimension adjacent; `start` in bytes."""
+    """Where in `data` a tensor lies: `shape` as torch has it, last dimension adjacent; `start` in bytes."""
 
     shape: tuple[int, ...]
     kind: int
     start: int
+    data: mmap.mmap
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Return the GGUF file at `path` with the tensors of all its parts, if it is the first of several.
+
+    Raises:
+        ModelError: a file cannot be read, or the parts are not those of one model.
+    """
+    file, *others = (GGUFFile(part) for part in parts_of(path))
+    for number, other in enumerate(others, start=1):
+        if other.metadata.get("split.no") != number:
+            raise ModelError(
+                f"{other.path} says split.no {other.metadata.get('split.no')!r:.50}, not {number}"
+            )
+        twice = file.tensors.keys() & other.tensors.keys()
+        if twice:
+            raise ModelError(
+                f"{other.path} holds {min(twice):.1000}, which another part of the model holds too"
+            )
+        file.tensors |= other.tensors
+    promised = file.metadata.get("split.tensors.count", len(file.tensors))
+    if promised != len(file.tensors):
+        raise ModelError(
+            f"{path} promises {promised!r:.50} tensors; its {len(others) + 1} parts hold {len(file.tensors)}"
+        )
+    return file
 
 
 class GGUFFile:
@@ -143,7 +171,7 @@ class GGUFFile:
         if num_dims > _MAX_DIMS:
             raise ValueError(f"tensor {name} has {num_dims} dimensions; at most {_MAX_DIMS} are possible")
         shape = tuple(self._number("<Q") for _ in range(num_dims))[::-1]
-        return name, TensorInfo(shape, self._number("<I"), self._number("<Q"))
+        return name, TensorInfo(shape, self._number("<I"), self._number("<Q"), self.data)
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:

@@ -1,7 +1,7 @@
 """The weights of a GGUF file.
 
-Each tensor becomes the form that the kernels can hold without loss: Q4_0 is int4 in groups of 32. There is no
-such form for groups of 8 bits and the rest, so these are floating point, to be quantized as asked.
+Each tensor becomes the form that the kernels can hold without loss: 4 bits are int4 in groups of 32. There is
+no such form for groups of 8 bits and the rest, so these are floating point, to be quantized as asked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.errors import ModelError
 from quire.kernels.weights import Int4Weight, Weight
 from quire.models.checkpoints.gguf.blocks import KINDS, Kind
 from quire.models.checkpoints.gguf.config import ROPE_TENSORS
-from quire.models.checkpoints.gguf.file import GGUFFile, TensorInfo
+from quire.models.checkpoints.gguf.file import TensorInfo, read_gguf
 from quire.models.checkpoints.gguf.names import gguf_name
 from quire.models.checkpoints.mapped_files import drop_pages
 
@@ -25,12 +25,11 @@ class GGUFWeights:
     """See `quire.models.checkpoints.checkpoint.WeightStore`.
 
     Args:
-        path: the file.
+        path: the file, or the first of several.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = GGUFFile(path)
-        self._octets = torch.frombuffer(self._file.data, dtype=torch.uint8)
+        self._file = read_gguf(path)
         self._architecture: str = self._file.entry("general.architecture", str) or ""
 
     def close(self) -> None:
@@ -83,7 +82,8 @@ class GGUFWeights:
         return kind
 
     def _bytes(self, info: TensorInfo, kind: Kind) -> torch.Tensor:
-        return self._octets[info.start :][: math.prod(info.shape) // kind.block_size * kind.block_bytes]
+        num_bytes = math.prod(info.shape) // kind.block_size * kind.block_bytes
+        return torch.frombuffer(info.data, dtype=torch.uint8, offset=info.start, count=num_bytes)
 
     def _as_published(self, name: str, weight: Weight) -> Weight:
         """Undo what llama.cpp's conversion changes in some architectures."""
