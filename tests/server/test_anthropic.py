@@ -213,7 +213,10 @@ async def test_an_answer_of_a_schema(claude, llm, field, anthropic):
 
 async def test_tokens_are_counted(claude, llm):
     counted = await claude.messages.count_tokens(
-        model="fake", messages=[USER, USER], tools=[PING], system="Be kind."
+        model="fake",
+        messages=[USER, {"role": "assistant", "content": "So?"}],
+        tools=[PING],
+        system="Be kind.",
     )
     assert counted.input_tokens == 3
     assert llm.conversation[1][0]["function"]["name"] == "ping"

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
-from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt, limits_of
 from quire.sampling_params import SamplingParams, StopText
+from quire.server.anthropic.turns import Message, TextBlocks, ToolUseBlock, messages_for_template
 from quire.server.leniency import Leniency
 from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking
 from quire.server.sampling_defaults import SamplingDefaults
-from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field, text_or_list
+from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field
 from quire.server.tool_fields import (
     MAX_TOOLS,
-    CallId,
     FunctionTool,
     ToolName,
     function_tool,
@@ -29,110 +26,6 @@ from quire.server.tool_fields import (
     tool_use_of,
 )
 from quire.structured_outputs import StructuredOutputsParams
-
-
-class TextBlock(StrictModel):
-    """Text."""
-
-    path_prefix = "content[]."
-
-    type: Literal["text"]
-    text: str
-    cache_control: Ignored = None
-    citations: Ignored = None
-
-
-class ThinkingBlock(StrictModel):
-    """What the model thought in an earlier turn."""
-
-    path_prefix = "messages[].content[]."
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: Ignored = None
-    cache_control: Ignored = None
-
-
-class RedactedThinkingBlock(StrictModel):
-    """A thought that only another service can read; the model is not shown it."""
-
-    path_prefix = "messages[].content[]."
-
-    type: Literal["redacted_thinking"]
-    data: Ignored = None
-
-
-class ToolUseBlock(StrictModel):
-    """A tool that the model called in an earlier turn."""
-
-    path_prefix = "messages[].content[]."
-
-    type: Literal["tool_use"]
-    id: CallId
-    name: ToolName
-    input: dict[str, Any]
-    cache_control: Ignored = None
-    caller: Ignored = None
-
-
-TextBlocks = Annotated[
-    Annotated[str, Tag("=text")] | Annotated[list[TextBlock], Field(fail_fast=True), Tag("=parts")],
-    text_or_list("=parts", "a string or a list of text blocks"),
-]
-
-
-class ToolResultBlock(StrictModel):
-    """What a tool that the model called returned."""
-
-    path_prefix = "messages[].content[]."
-
-    type: Literal["tool_result"]
-    tool_use_id: CallId
-    content: TextBlocks | None = None
-    is_error: bool | None = Field(None, description="The model is shown the content only.")
-    cache_control: Ignored = None
-
-
-_TAGS_OF_TYPES = {
-    "text": "=text_block",
-    "thinking": "=thinking",
-    "redacted_thinking": "=redacted",
-    "tool_use": "=tool_use",
-    "tool_result": "=tool_result",
-}
-
-
-def _block_form(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return _TAGS_OF_TYPES.get(kind) if isinstance(kind, str) else None
-
-
-Block = Annotated[
-    Annotated[TextBlock, Tag("=text_block")]
-    | Annotated[ThinkingBlock, Tag("=thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("=redacted")]
-    | Annotated[ToolUseBlock, Tag("=tool_use")]
-    | Annotated[ToolResultBlock, Tag("=tool_result")],
-    Discriminator(
-        _block_form,
-        custom_error_type="form",
-        custom_error_message="its type must be text, tool_use, tool_result, thinking or redacted_thinking; "
-        "images and documents are not taken",
-    ),
-]
-Blocks = Annotated[
-    Annotated[str, Tag("=text")] | Annotated[list[Block], Field(fail_fast=True), Tag("=parts")],
-    text_or_list("=parts", "a string or a list of content blocks"),
-]
-
-
-class Message(StrictModel):
-    """One turn."""
-
-    path_prefix = "messages[]."
-
-    role: Literal["user", "assistant", "system"]
-    content: Blocks
 
 
 class CustomTool(StrictModel):
@@ -262,7 +155,8 @@ class CountTokensRequest(StrictModel):
     def prompt_options(self) -> PromptOptions:
         """Return how the messages become a prompt: the answer continues a text of the assistant's."""
         last = self.messages[-1]
-        calls_tools = any(isinstance(block, ToolUseBlock) for block in last.content)
+        blocks = last.content if isinstance(last.content, list) else ()
+        calls_tools = any(isinstance(block, ToolUseBlock) for block in blocks)
         return PromptOptions(continue_final_message=(last.role == "assistant" and not calls_tools) or None)
 
     def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
@@ -271,16 +165,7 @@ class CountTokensRequest(StrictModel):
         Raises:
             InvalidRequestError: blocks are in messages where they make no sense.
         """
-        rendered: list[dict[str, Any]] = []
-        if self.system is not None and (text := _text(self.system)):
-            rendered.append({"role": "system", "content": text})
-        names: dict[str, str] = {}
-        for message in self.messages:
-            if message.role == "assistant":
-                rendered.append(_assistant_message(message, names, call_format))
-            else:
-                rendered += _other_messages(message, names)
-        return rendered
+        return messages_for_template(self.system, self.messages, call_format)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -337,73 +222,3 @@ class MessagesRequest(CountTokensRequest):
             )
         form = newer or self.output_format
         return None if form is None else StructuredOutputsParams(json=form.schema_)
-
-
-def _text(content: str | Sequence[TextBlock] | None) -> str:
-    """Return the text of blocks, a line each."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(block.text for block in content)
-
-
-def _assistant_message(
-    message: Message, names: dict[str, str], call_format: ToolCallFormat | None
-) -> dict[str, Any]:
-    """Return a message of the model's; note the names of the tools that it calls by the calls' ids."""
-    if isinstance(message.content, str):
-        return {"role": "assistant", "content": message.content}
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for block in message.content:
-        match block:
-            case TextBlock():
-                texts.append(block.text)
-            case ThinkingBlock():
-                thoughts.append(block.thinking)
-            case ToolUseBlock():
-                names[block.id] = block.name
-                as_text = call_format is not None and call_format.arguments_as_text
-                arguments = json.dumps(block.input, ensure_ascii=False) if as_text else block.input
-                function = {"name": block.name, "arguments": arguments}
-                calls.append({"id": block.id, "type": "function", "function": function})
-            case ToolResultBlock():
-                raise InvalidRequestError(
-                    "an assistant's message has a tool_result block; results are the user's", param="messages"
-                )
-    rendered: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        rendered.update(dict.fromkeys(NAMES_OF_THOUGHTS, "\n".join(thoughts)))
-    if calls:
-        rendered["tool_calls"] = calls
-        if call_format is not None and call_format.null_content and not texts:
-            rendered["content"] = None
-    return rendered
-
-
-def _other_messages(message: Message, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return a user's or the system's message: the results of tools in it are messages of their own."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    rendered: list[dict[str, Any]] = []
-    texts: list[TextBlock] = []
-    for block in message.content:
-        match block:
-            case TextBlock():
-                texts.append(block)
-            case ToolResultBlock(tool_use_id=call_id):
-                if call_id not in names:
-                    raise InvalidRequestError(
-                        f"a tool_result has the tool_use_id {call_id!r}, which no tool_use before it has",
-                        param="messages",
-                    )
-                result = {"role": "tool", "tool_call_id": call_id, "name": names[call_id]}
-                rendered.append({**result, "content": _text(block.content)})
-            case _:
-                raise InvalidRequestError(
-                    f"a message of the {message.role}'s has a {block.type} block, which is the assistant's",
-                    param="messages",
-                )
-    if texts or not rendered:
-        rendered.append({"role": message.role, "content": _text(texts)})
-    return rendered
