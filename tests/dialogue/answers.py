@@ -32,10 +32,11 @@ class Said:
     calls: list[tuple[str, str]]
 
 
-def said(name, pieces, schemas=SCHEMAS):
+def said(name, pieces, schemas=SCHEMAS, *, is_cut_off=False):
     """What a format's parser makes of an answer in these pieces, having checked the order of events."""
     parser = AnswerParser(FORMATS[name], schemas)
-    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    events += parser.finish(is_cut_off=is_cut_off)
     content, calls, is_open = "", [], False
     for event in events:
         match event:

@@ -36,6 +36,22 @@ def test_a_broken_call_at_every_split(name, answer, content, calls):
     assert said(name, answer) == Said(content, calls)
 
 
+@pytest.mark.parametrize("name", [name for name in MARKED if not FORMATS[name].start])
+def test_no_beginning_of_a_call_is_content_where_an_answer_is_cut_off(name):
+    [answer, content] = next(
+        [answer, content] for one, answer, content, calls in SAMPLES if one == name and calls
+    )
+    opening = next(mark for mark in FORMATS[name].openings if mark in answer)
+    begin = answer.index(opening) + len(opening)
+    for end in range(begin, len(answer)):
+        assert content.startswith(said(name, [answer[:end]], is_cut_off=True).content)
+
+
+@pytest.mark.parametrize("answer", ["a <tool_call> no", "a <tool_call>{] ", "a </tool_call", "a <tool"])
+def test_what_cannot_be_a_call_is_content_where_an_answer_is_cut_off(answer):
+    assert said("hermes", [answer], is_cut_off=True) == Said(answer, [])
+
+
 def test_each_format_is_tested_and_can_be_configured():
     assert {name for name, *_ in SAMPLES} == FORMATS.keys()
     assert {"auto", *FORMATS} == set(typing.get_args(ToolCallFormatName))

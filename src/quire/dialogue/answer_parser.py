@@ -1,7 +1,8 @@
 """The parser of answers: which of a text is thought, which is content, and which is calls of tools.
 
 A call begins, for whoever reads the events, when its name is known. What turns out to be no call before that
-is content, with the marks around it. A call that has begun and is malformed ends where it is malformed, with
+is content, with the marks around it, unless it is cut off there: no one knows whether it would be a call, and
+what follows such a mark mostly is. A call that has begun and is malformed ends where it is malformed, with
 the arguments that it has by then; what follows up to the mark that ends it belongs to no one. White space
 beside a call or a thought is neither content nor thought.
 """
@@ -64,9 +65,13 @@ class AnswerParser:
         self._text.add(text)
         return self._advance()
 
-    def finish(self) -> list[AnswerEvent]:
-        """Return what is left to say, the answer being complete."""
-        self._text.end()
+    def finish(self, *, is_cut_off: bool = False) -> list[AnswerEvent]:
+        """Return what is left to say, no more text coming.
+
+        Args:
+            is_cut_off: whether something else than the model has ended the answer.
+        """
+        self._text.end(is_cut_off=is_cut_off)
         return self._advance()
 
     def _advance(self) -> list[AnswerEvent]:

@@ -19,12 +19,19 @@ SPACE = re.compile(r"\s+")
 
 
 class IncomingText:
-    """A text of which more may come."""
+    """A text of which more may come.
+
+    Attributes:
+        is_cut_off: whether it has ended although its writer had not.
+        has_run_out: whether something has been looked for that it may have begun with when it ended.
+    """
 
     def __init__(self) -> None:
         self._text = ""
         self._position = 0
         self._has_ended = False
+        self.is_cut_off = False
+        self.has_run_out = False
         self._kept: list[str] = []
 
     def add(self, text: str) -> None:
@@ -32,9 +39,14 @@ class IncomingText:
         self._text = self._text[self._position :] + text
         self._position = 0
 
-    def end(self) -> None:
-        """Declare that no more will come."""
+    def end(self, *, is_cut_off: bool = False) -> None:
+        """Declare that no more will come.
+
+        Args:
+            is_cut_off: whether its writer had not ended it.
+        """
         self._has_ended = True
+        self.is_cut_off = is_cut_off
 
     def mark(self) -> None:
         """Forget what has been consumed so far; `since_mark` returns what is consumed from now on."""
@@ -48,6 +60,7 @@ class IncomingText:
         """Return the next character without consuming it; "" at the end."""
         while self._position == len(self._text):
             if self._has_ended:
+                self.has_run_out = True
                 return ""
             yield
         return self._text[self._position]
@@ -103,7 +116,9 @@ class IncomingText:
 
     def _comes_next(self, literal: str) -> Reading[bool]:
         while len(self._text) - self._position < len(literal):
-            if self._has_ended or not literal.startswith(self._text[self._position :]):
+            may_follow = literal.startswith(self._text[self._position :])
+            if self._has_ended or not may_follow:
+                self.has_run_out |= may_follow
                 return False
             yield
         return self._text.startswith(literal, self._position)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.dialogue.call_reading import CallReader, NotACallError
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
@@ -82,6 +82,8 @@ class MarkedAnswer:
         while True:
             self._text.mark()
             before, marker = yield from self._text.piece_before(markers)
+            if not marker and self._is_cut_off_mark(before, markers):
+                return
             self._add_content(before)
             while marker in call_format.openings:
                 marker = yield from self._read_calls(call_format, marker)
@@ -109,7 +111,11 @@ class MarkedAnswer:
                 self._calls.break_off()
             else:
                 remainder = self._text.since_mark()
-        if self._calls.num_calls == num_before:
+        has_calls = self._calls.num_calls > num_before
+        if (opening or has_calls) and self._is_cut_off:
+            yield from self._drop_rest()
+            return ""
+        if not has_calls:
             self._add_content(opening + remainder)
             return ""
         self._follows_call = True
@@ -119,7 +125,24 @@ class MarkedAnswer:
         if not remainder and call_format.closings:
             yield from self._text.skip_space()
             yield from self._text.match(*call_format.closings)
+            if self._is_cut_off:
+                yield from self._drop_rest()
         return ""
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether something that was looked for may have begun when the answer was cut off."""
+        return self._text.is_cut_off and self._text.has_run_out
+
+    def _is_cut_off_mark(self, text: str, markers: Sequence[str]) -> bool:
+        """Whether the last text after a call may be the beginning of the mark of another."""
+        is_last = self._follows_call and self._text.is_cut_off
+        return is_last and any(marker.startswith(text.strip()) for marker in markers)
+
+    def _drop_rest(self) -> Reading[None]:
+        """Leave out the beginning of a call, or of its mark, that is all that is left."""
+        self._follows_call = True
+        yield from self._text.piece()
 
     def _skip_broken_call(self, call_format: MarkedCallFormat) -> Reading[str]:
         """Drop what follows in a broken call; return the mark that begins the next ones, if there is one."""

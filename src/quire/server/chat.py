@@ -95,7 +95,7 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
     def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> ChatChoice:
         return ChatChoice(
             index=completion.index,
-            message=message_of(self._conversation.reader(completion), completion.text),
+            message=message_of(self._conversation.reader(completion), completion),
             logprobs=self._logprobs(completion, 0),
             finish_reason=self._end_reason(completion),
             token_ids=self._token_ids(completion, 0),
@@ -118,7 +118,7 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         index = completion.index
         logprobs = self._logprobs(completion, first_new_token)
         reader = self._conversation.reader(completion)
-        deltas = deltas_of(reader, new_text, is_last=completion.finish_reason is not None)
+        deltas = deltas_of(reader, new_text, completion)
         token_ids = self._token_ids(completion, first_new_token)
         if not deltas and (token_ids or (logprobs and logprobs.content)):
             deltas = [ChatDelta(content="")]

@@ -219,6 +219,7 @@ class AnswerReader:
     ) -> None:
         self._parser: AnswerParser | None = None
         if call_format is not None or thought is not None:
+        self._must_call = use is not None and use.must_call
             self._parser = AnswerParser(call_format, {} if use is None else use.schemas, thought)
         self._shows_thought = shows_thought
         self._short_ids = call_format is not None and call_format.short_ids
@@ -228,14 +229,26 @@ class AnswerReader:
         """Whether the answer has called a tool so far."""
         return self._parser is not None and self._parser.num_calls > 0
 
-    def events(self, new_text: str, *, is_last: bool) -> list[AnswerEvent]:
-        """Return what is new with a piece of the text."""
+    def events(self, new_text: str, *, is_last: bool, is_cut_off: bool = False) -> list[AnswerEvent]:
+        """Return what is new with a piece of the text.
+
+        Args:
+            new_text: the piece.
+            is_last: whether nothing follows.
+            is_cut_off: whether something else than the model has ended the answer.
+        """
         if self._parser is None:
             return [ContentDelta(new_text)] if new_text else []
-        events = self._parser.feed(new_text) + (self._parser.finish() if is_last else [])
-        if self._shows_thought:
-            return events
-        return [event for event in events if not isinstance(event, ReasoningDelta)]
+        events = self._parser.feed(new_text)
+        if is_last:
+            events += self._parser.finish(is_cut_off=is_cut_off)
+        return [event for event in events if self._is_shown(event)]
+
+    def _is_shown(self, event: AnswerEvent) -> bool:
+        """Whether an event is told; what is no call where there must be one is the beginning of one."""
+        if isinstance(event, ReasoningDelta):
+            return self._shows_thought
+        return not (self._must_call and isinstance(event, ContentDelta))
 
     def new_call_id(self, prefix: str = "call_") -> str:
         """Return an id for a call: with the prefix, unless the template wants short ones."""
@@ -293,12 +306,15 @@ def _params_with_tools(
         context.llm.tokenizer.added_token_id,
         content=_enforceable_content(params.structured_outputs, closes_objects=closes_objects),
     )
-    return dataclasses.replace(params, structured_outputs=structure)
+    stop = () if use.must_call else params.stop
+    return dataclasses.replace(params, structured_outputs=structure, stop=stop)
 
 
 def _enforceable_content(
     content: StructuredOutputsParams | None, *, closes_objects: bool
 ) -> StructuredOutputsParams | None:
+    Stop strings count in content, of which an answer that must call has none.
+
     """Return what the answer must be if it calls no tools, as a grammar can enforce it.
 
     Raises:

@@ -209,6 +209,11 @@ def end_reason(completion: CompletionOutput) -> EndReason | None:
             return "stop"
 
 
+def is_cut_off(completion: CompletionOutput) -> bool:
+    """Whether a limit or a stop string has ended the sequence, and not the model."""
+    return completion.finish_reason is FinishReason.LENGTH or isinstance(completion.stop_reason, str)
+
+
 def usage_of(outputs: Sequence[RequestOutput], *, count_completion: bool = True) -> TokenUsage:
     """Return the tokens of all outputs; each prompt counts once, whatever its number of sequences."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)

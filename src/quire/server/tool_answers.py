@@ -7,7 +7,9 @@ from msgspec import UNSET
 from quire.dialogue.events import AnswerEvent, ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
 from quire.server.conversation import AnswerReader
 from quire.server.responses import (
+from quire.request_output import CompletionOutput
     AssistantMessage,
+from quire.server.generation import is_cut_off
     CalledFunctionDelta,
     ChatDelta,
     FunctionCall,
@@ -16,12 +18,12 @@ from quire.server.responses import (
 )
 
 
-def message_of(reader: AnswerReader, text: str) -> AssistantMessage:
+def message_of(reader: AnswerReader, completion: CompletionOutput) -> AssistantMessage:
     """Return a whole answer as a message."""
     content: list[str] = []
     thought: list[str] = []
     calls: list[ToolCall] = []
-    for event in reader.events(text, is_last=True):
+    for event in reader.events(completion.text, is_last=True, is_cut_off=is_cut_off(completion)):
         match event:
             case ContentDelta(text=piece):
                 content.append(piece)
@@ -41,9 +43,9 @@ def message_of(reader: AnswerReader, text: str) -> AssistantMessage:
     )
 
 
-def deltas_of(reader: AnswerReader, text: str, *, is_last: bool) -> list[ChatDelta]:
+def deltas_of(reader: AnswerReader, text: str, completion: CompletionOutput) -> list[ChatDelta]:
     """Return what is new in an answer with a piece of its text."""
-    events = reader.events(text, is_last=is_last)
+    events = reader.events(text, is_last=completion.finished, is_cut_off=is_cut_off(completion))
     return [delta for event in events if (delta := _delta(reader, event)) is not None]
 
 

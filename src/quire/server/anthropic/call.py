@@ -47,7 +47,7 @@ from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
 from quire.server.context import context_of, leniency_of
 from quire.server.conversation import AnswerReader, Conversation
 from quire.server.errors import ApiError
-from quire.server.generation import OutputStream, SequenceProgress, naming_fields
+from quire.server.generation import OutputStream, SequenceProgress, is_cut_off, naming_fields
 from quire.server.generation_call import GenerationCall
 from quire.server.responses import json_response
 from quire.status import FinishReason
@@ -99,7 +99,7 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
         [output] = await self._final_outputs()
         [completion] = output.outputs
         reader = self._conversation.reader(completion)
-        content = _content_of(reader, completion.text)
+        content = _content_of(reader, completion)
         stop = _stop_details(completion, reader)
         return self._message(output, content, stop.stop_reason, stop.stop_sequence)
 
@@ -115,7 +115,7 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
                     blocks = _StreamedBlocks(self._conversation.reader(completion))
                     events.append(MessageStart(self._message(output, [], None, None)))
                 new_text, _ = progress.advance(completion)
-                events += blocks.events(new_text, is_last=completion.finished)
+                events += blocks.events(new_text, completion)
                 if completion.finished:
                     details = _stop_details(completion, blocks.reader)
                     events += [MessageDelta(details, _usage_of(output)), MessageStop()]
@@ -151,10 +151,11 @@ class _StreamedBlocks:
         self._index = -1
         self._open: type[ContentBlock] | None = None
 
-    def events(self, new_text: str, *, is_last: bool) -> list[StreamEvent]:
+    def events(self, new_text: str, completion: CompletionOutput) -> list[StreamEvent]:
         """Return what is new with a piece of the answer's text."""
         events: list[StreamEvent] = []
-        for event in self.reader.events(new_text, is_last=is_last):
+        is_last = completion.finished
+        for event in self.reader.events(new_text, is_last=is_last, is_cut_off=is_cut_off(completion)):
             events += self._translated(event)
         return events + self._close() if is_last else events
 
@@ -187,11 +188,11 @@ class _StreamedBlocks:
         return [BlockStop(self._index)]
 
 
-def _content_of(reader: AnswerReader, text: str) -> list[ContentBlock]:
+def _content_of(reader: AnswerReader, completion: CompletionOutput) -> list[ContentBlock]:
     """Return the blocks of a whole answer."""
     blocks: list[ContentBlock] = []
     arguments: dict[int, str] = {}  # of calls, by the index of the block
-    for event in reader.events(text, is_last=True):
+    for event in reader.events(completion.text, is_last=True, is_cut_off=is_cut_off(completion)):
         match event:
             case ContentDelta(text=piece):
                 if blocks and isinstance(blocks[-1], TextContent):

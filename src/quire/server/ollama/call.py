@@ -126,7 +126,7 @@ class _OllamaCall(GenerationCall[BodyT]):
     async def whole_answer(self) -> OllamaChat | OllamaGeneration:
         [output] = await self._final_outputs()
         [completion] = output.outputs
-        message = MessageReader(self._reader(completion)).whole(completion.text)
+        message = MessageReader(self._reader(completion)).whole(completion)
         return self._last_answer(message, output, completion, 0)
 
     @override
@@ -138,7 +138,7 @@ class _OllamaCall(GenerationCall[BodyT]):
                 [completion] = output.outputs
                 reader = reader or MessageReader(self._reader(completion))
                 new_text, first_new_token = progress.advance(completion)
-                messages = reader.pieces(new_text, is_last=completion.finished)
+                messages = reader.pieces(new_text, completion)
                 lines = [self._answer(message, done=False) for message in messages]
                 if completion.finished:
                     last = self._last_answer(OllamaAnswerMessage(), output, completion, first_new_token)

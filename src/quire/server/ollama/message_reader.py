@@ -14,7 +14,9 @@ from quire.dialogue.events import (
     CallEnd,
     ContentDelta,
     ReasoningDelta,
+from quire.request_output import CompletionOutput
 )
+from quire.server.generation import is_cut_off
 from quire.server.conversation import AnswerReader
 from quire.server.ollama.answers import CalledTool, OllamaAnswerMessage, OllamaToolCall
 
@@ -32,14 +34,15 @@ class MessageReader:
         self._arguments: list[str] = []  # pieces of the call that is being read
         self._num_calls = 0
 
-    def pieces(self, new_text: str, *, is_last: bool) -> list[OllamaAnswerMessage]:
+    def pieces(self, new_text: str, completion: CompletionOutput) -> list[OllamaAnswerMessage]:
         """Return what is new with a piece of the text."""
-        events = self._reader.events(new_text, is_last=is_last)
+        is_last = completion.finished
+        events = self._reader.events(new_text, is_last=is_last, is_cut_off=is_cut_off(completion))
         return [message for event in events if (message := self._message(event)) is not None]
 
-    def whole(self, text: str) -> OllamaAnswerMessage:
+    def whole(self, completion: CompletionOutput) -> OllamaAnswerMessage:
         """Return the message that all of the text is."""
-        return _joined(self.pieces(text, is_last=True))
+        return _joined(self.pieces(completion.text, completion))
 
     def _message(self, event: AnswerEvent) -> OllamaAnswerMessage | None:
         match event:

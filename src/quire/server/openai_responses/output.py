@@ -61,7 +61,7 @@ class ResponseOutput:
         """
         new: list[ResponseEvent] = []
         self._unsent_logprobs += logprobs
-        for event in self._reader.events(text, is_last=is_last):
+        for event in self._reader.events(text, is_last=is_last, is_cut_off=not is_complete):
             match event:
                 case dialogue.ContentDelta(text=piece):
                     new += self._more_text(piece)
