@@ -91,6 +91,8 @@ SAMPLES = [
     ("hermes", 'a <tool_call> <tool_call>{"name": "ping"}</tool_call>', "a <tool_call>", [PING]),
     ("hermes", '<tool_call>{"nom": "ping"}</tool_call>', '<tool_call>{"nom": "ping"}</tool_call>', []),
     ("hermes", '<tool_call>{"name": "pi', '<tool_call>{"name": "pi', []),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "ping", "parameters": {"b": 2}}</tool_call>', "",
+     [("ping", {"a": 1})]),
     ("llama3_json", object_call("ping", {"x": [1.5e3, True, None]}, "parameters"), "",
      [("ping", {"x": [1500.0, True, None]})]),
     ("llama3_json", f'<|python_tag|>{object_call(*WEATHER)}; {object_call(*PING, "parameters")}', "",

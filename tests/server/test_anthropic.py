@@ -93,6 +93,41 @@ async def test_text_and_two_calls(claude, llm):
     }
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "\\ud83d"}', {"city": "\ud83d"}),
+        ('{"city": 99999999999999999999999}', {"city": 99999999999999999999999}),
+        ('{"city": NaN}', {}),
+        ("[1]", {}),
+    ],
+)
+async def test_arguments_as_a_model_may_write_them(claude, llm, arguments, expected):
+    llm.reply = f'<tool_call>{{"name": "get weather!", "arguments": {arguments}}}</tool_call>'
+    [call] = (await create(claude)).content
+    assert (call.name, call.input) == ("get weather!", expected)
+
+
+async def test_turns_of_one_side_are_one(claude, llm):
+    call = {"type": "tool_use", "id": "toolu_1", "name": "get weather!", "input": {}}
+    await create(
+        claude,
+        messages=[
+            USER,
+            {"role": "user", "content": [{"type": "text", "text": "there"}]},
+            {"role": "assistant", "content": "Let me see."},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]},
+            {"role": "user", "content": "And now?"},
+        ],
+    )
+    messages = llm.conversation[0]
+    assert [(one["role"], one["content"]) for one in messages] == [
+        ("user", "Hi\nthere"), ("assistant", "Let me see."), ("tool", ""), ("user", "And now?"),
+    ]  # fmt: skip
+    assert messages[1]["tool_calls"][0]["function"]["name"] == "get weather!"
+
+
 @pytest.mark.parametrize("limit", range(1, len(CALLS) + 1, 6))
 async def test_a_stream_says_what_the_whole_answer_says(claude, limit):
     whole = await create(claude, max_tokens=limit)

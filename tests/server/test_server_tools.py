@@ -91,6 +91,33 @@ async def test_calls_that_are_cut_off(client):
     assert choice.message.tool_calls[0].function.arguments == '{"city": "}'
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_nothing_of_a_call_is_content_wherever_it_is_cut_off(client, llm, choice):
+    begin = CALLS.index("<tool_call>") + len("<tool_call>")
+    content = "Well." if choice == "auto" else ""
+    for limit in range(begin, len(CALLS), 5):
+        asked = {"max_tokens": limit, "tool_choice": choice}
+        whole = (await create(client, **asked)).choices[0].message
+        assert (whole.content or "") == content
+        chunks = [chunk async for chunk in await create(client, stream=True, **asked)]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == content
+
+
+async def test_stop_strings_count_where_there_may_be_content(client, llm):
+    await create(client, stop=["}"], parallel_tool_calls=False)
+    await create(client, stop=["}"], tool_choice="required")
+    assert [one.params.stop for one in llm.seen] == [("}",), ()]
+
+
+async def test_a_call_comes_back_whatever_its_name_is(client, llm):
+    llm.reply = '<tool_call>{"name": "get weather!"}</tool_call>'
+    sent = (await create(client)).choices[0].message.model_dump(exclude_none=True)
+    [call] = sent["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "name": "get weather!", "content": "20"}
+    await create(client, messages=[USER, sent, result])
+    assert llm.conversation[0][2]["name"] == "get weather!"
+
+
 async def test_a_stream_in_openais_order(client):
     chunks = [
         chunk

@@ -62,6 +62,14 @@ async def test_a_conversation_goes_on_from_a_response(client, llm):
     assert len(llm.conversation[0]) == 7
 
 
+async def test_a_conversation_goes_on_from_a_call_of_any_name(client, llm):
+    llm.reply = '<tool_call>{"name": "no such tool!"}</tool_call>'
+    first = await client.responses.create(**MODEL, input="Hi", tools=[PING])
+    result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "There is none."}
+    await client.responses.create(**MODEL, input=[result], previous_response_id=first.id)
+    assert llm.conversation[0][-1]["name"] == "no such tool!"
+
+
 async def test_what_is_stored_comes_back(client):
     given = await client.responses.create(**MODEL, input="Hi", tools=[PING], metadata={"a": "b"})
     assert (await client.responses.retrieve(given.id)).to_dict() == given.to_dict()

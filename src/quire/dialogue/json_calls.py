@@ -54,9 +54,10 @@ def object_grammar(writer: GrammarWriter, tool: Tool) -> str:
 
 
 def _read_object(reader: CallReader) -> Reading[None]:
-    """Read one call; its arguments may come before its name."""
+    """Read one call; its arguments may come before its name, and the first ones count."""
     text = reader.text
     arguments: list[str] = []
+    has_arguments = False
     yield from reader.expect("{")
     while True:
         yield from text.skip_space()
@@ -69,7 +70,8 @@ def _read_object(reader: CallReader) -> Reading[None]:
             yield from decode_string(text, name.append, MAX_NAME_LENGTH)
             reader.begin("".join(name))
             reader.arguments("".join(arguments))
-        elif "".join(key) in _ARGUMENT_KEYS:
+        elif "".join(key) in _ARGUMENT_KEYS and not has_arguments:
+            has_arguments = True
             yield from _read_arguments(reader, arguments)
         else:
             yield from copy_value(text, lambda part: None)

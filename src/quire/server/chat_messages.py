@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, text_or_list
-from quire.server.tool_fields import MAX_CALLS, CallId, MessageToolCall
+from quire.server.tool_fields import MAX_CALLS, CalledName, CallId, MessageToolCall
 
 Role = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -41,7 +41,9 @@ class ChatMessage(StrictModel):
     content: Content | None = Field(
         None, validate_default=True, description="Only an assistant's message may have none."
     )
-    name: Role | None = Field(None, description="Of the speaker or the tool, for templates that show it.")
+    name: CalledName | None = Field(
+        None, description="Of the speaker or the tool, for templates that show it."
+    )
     tool_call_id: CallId | None = Field(
         None, description="In a tool's message: which call it is the result of."
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET
+import json
+
+from msgspec import UNSET, Raw
 
 from quire.dialogue.events import AnswerEvent, ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
-from quire.server.conversation import AnswerReader
-from quire.server.responses import (
 from quire.request_output import CompletionOutput
-    AssistantMessage,
+from quire.server.conversation import AnswerReader
 from quire.server.generation import is_cut_off
+from quire.server.responses import (
+    AssistantMessage,
     CalledFunctionDelta,
     ChatDelta,
     FunctionCall,
@@ -47,6 +49,19 @@ def deltas_of(reader: AnswerReader, text: str, completion: CompletionOutput) -> 
     """Return what is new in an answer with a piece of its text."""
     events = reader.events(text, is_last=completion.finished, is_cut_off=is_cut_off(completion))
     return [delta for event in events if (delta := _delta(reader, event)) is not None]
+
+
+def object_of(arguments: str) -> Raw | None:
+    """Return a call's arguments for APIs that have them as an object: JSON without line breaks.
+
+    None if they are no object, as where they were cut off. In `Raw`, because Python has texts, such as half
+    of a surrogate pair, that no other encoder writes.
+    """
+    try:
+        value = json.loads(arguments)
+        return Raw(json.dumps(value, allow_nan=False)) if isinstance(value, dict) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _delta(reader: AnswerReader, event: AnswerEvent) -> ChatDelta | None:

@@ -17,6 +17,7 @@ MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+CalledName = Annotated[str, StringConstraints(min_length=1, max_length=512)]  # whatever a model wrote
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -147,7 +148,7 @@ class CalledFunction(StrictModel):
 
     path_prefix = "messages[].tool_calls[].function."
 
-    name: ToolName
+    name: CalledName
     arguments: str = Field(description="JSON, as the model wrote it.")
 
 

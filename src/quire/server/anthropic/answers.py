@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from quire.server.errors import ApiError
 from quire.server.responses import encode
+
+NO_INPUT = Raw(b"{}")
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -30,7 +32,7 @@ class ToolUseContent(Struct, kw_only=True, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: Raw
 
 
 ContentBlock: TypeAlias = TextContent | ThinkingContent | ToolUseContent

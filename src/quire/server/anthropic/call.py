@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +19,7 @@ from quire.dialogue.events import (
 )
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.anthropic.answers import (
+    NO_INPUT,
     BlockDelta,
     BlockStart,
     BlockStop,
@@ -50,6 +49,7 @@ from quire.server.errors import ApiError
 from quire.server.generation import OutputStream, SequenceProgress, is_cut_off, naming_fields
 from quire.server.generation_call import GenerationCall
 from quire.server.responses import json_response
+from quire.server.tool_answers import object_of
 from quire.status import FinishReason
 
 CALL_ID_PREFIX = "toolu_"
@@ -169,7 +169,7 @@ class _StreamedBlocks:
                 return [*start, BlockDelta(self._index, ThinkingDelta(text))]
             case CallBegin(name=name):
                 call_id = self.reader.new_call_id(CALL_ID_PREFIX)
-                return self._begin(ToolUseContent(id=call_id, name=name, input={}))
+                return self._begin(ToolUseContent(id=call_id, name=name, input=NO_INPUT))
             case ArgumentsDelta(text=text):
                 return [BlockDelta(self._index, InputJsonDelta(text))]
             case CallEnd():
@@ -206,23 +206,15 @@ def _content_of(reader: AnswerReader, completion: CompletionOutput) -> list[Cont
                     blocks.append(ThinkingContent(thinking=piece))
             case CallBegin(name=name):
                 arguments[len(blocks)] = ""
-                blocks.append(ToolUseContent(id=reader.new_call_id(CALL_ID_PREFIX), name=name, input={}))
+                call_id = reader.new_call_id(CALL_ID_PREFIX)
+                blocks.append(ToolUseContent(id=call_id, name=name, input=NO_INPUT))
             case ArgumentsDelta(text=piece):
                 arguments[len(blocks) - 1] += piece
     for index, written in arguments.items():
         call = blocks[index]
         assert isinstance(call, ToolUseContent)
-        call.input = _object_of(written)
+        call.input = object_of(written) or NO_INPUT
     return blocks
-
-
-def _object_of(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; what was cut off is no JSON, and nothing of it can be told."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _stop_details(completion: CompletionOutput, reader: AnswerReader) -> StopDetails:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from msgspec import UNSET, Raw
+from msgspec import UNSET
 
 from quire.dialogue.events import (
     AnswerEvent,
@@ -14,11 +13,12 @@ from quire.dialogue.events import (
     CallEnd,
     ContentDelta,
     ReasoningDelta,
-from quire.request_output import CompletionOutput
 )
-from quire.server.generation import is_cut_off
+from quire.request_output import CompletionOutput
 from quire.server.conversation import AnswerReader
+from quire.server.generation import is_cut_off
 from quire.server.ollama.answers import CalledTool, OllamaAnswerMessage, OllamaToolCall
+from quire.server.tool_answers import object_of
 
 
 class MessageReader:
@@ -60,7 +60,7 @@ class MessageReader:
 
     def _call(self) -> OllamaAnswerMessage | None:
         """Return the call that has ended; None if its arguments are no object, as when it was cut off."""
-        arguments = _object_of("".join(self._arguments))
+        arguments = object_of("".join(self._arguments))
         if arguments is None:
             return None
         function = CalledTool(index=self._num_calls, name=self._name, arguments=arguments)
@@ -68,15 +68,6 @@ class MessageReader:
         return OllamaAnswerMessage(
             tool_calls=[OllamaToolCall(id=self._reader.new_call_id(), function=function)]
         )
-
-
-def _object_of(arguments: str) -> Raw | None:
-    """Return a JSON object without line breaks; None if it is none."""
-    try:
-        value = json.loads(arguments)
-        return Raw(json.dumps(value, allow_nan=False)) if isinstance(value, dict) else None
-    except (ValueError, RecursionError):
-        return None
 
 
 def _joined(pieces: Sequence[OllamaAnswerMessage]) -> OllamaAnswerMessage:

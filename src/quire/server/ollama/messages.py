@@ -14,7 +14,7 @@ from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.server.chat_messages import Role
 from quire.server.strict_model import Ignored, StrictModel, Unsupported
-from quire.server.tool_fields import MAX_CALLS, CallId, ToolName
+from quire.server.tool_fields import MAX_CALLS, CalledName, CallId
 
 
 def _refuse_images(value: Any) -> None:
@@ -30,7 +30,7 @@ class CalledOllamaFunction(StrictModel):
 
     path_prefix = "messages[].tool_calls[].function."
 
-    name: ToolName
+    name: CalledName
     arguments: dict[str, Any] | None = None
     description: Ignored = None
     index: Ignored = None
@@ -58,10 +58,10 @@ class OllamaMessage(StrictModel):
     content: str | None = Field(None, description="The text. Default: none.")
     thinking: str | None = Field(None, description="What the assistant thought, for templates that show it.")
     tool_calls: Calls | None = Field(None, description="The tools that the assistant called.")
-    tool_name: ToolName | None = Field(
+    tool_name: CalledName | None = Field(
         None, description="In a tool's message: which tool it is the result of."
     )
-    name: ToolName | None = Field(None, description="The older name of tool_name.")
+    name: CalledName | None = Field(None, description="The older name of tool_name.")
     tool_call_id: CallId | None = Field(
         None, description="In a tool's message: which call it is the result of."
     )

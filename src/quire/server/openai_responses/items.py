@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.server.strict_model import Ignored, StrictModel, text_or_list
-from quire.server.tool_fields import CalledFunction, CallId, MessageToolCall, ToolName
+from quire.server.tool_fields import CalledFunction, CalledName, CallId, MessageToolCall
 
 _TEXT_TYPES = frozenset({"input_text", "output_text", "text", "refusal"})
 
@@ -88,7 +88,7 @@ class FunctionCallItem(StrictModel):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: ToolName
+    name: CalledName
     arguments: str = Field(description="JSON, as the model wrote it.")
     id: Ignored = None
     status: Ignored = None
