@@ -216,12 +216,19 @@ def test_names_that_a_format_cannot_write_are_refused(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm", "gemma"])
-def test_what_a_format_cannot_enforce_is_refused(name):
-    parameters = {"properties": {"zip": {"type": "string", "pattern": "[0-9]+"}}}
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"properties": {"zip": {"type": "string", "pattern": "[0-9]+"}}}, "'pattern'"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"zip": {}}}}}, r"'\$ref'"),
+        ({"properties": {"zip": {}}, "required": ["zip", "city"]}, "required 'city'"),
+    ],
+)
+def test_what_a_format_cannot_enforce_is_refused(name, parameters, problem):
     for strict in (False, True):
         use = ToolUse((Tool("f", parameters=parameters, strict=strict),), frozenset({"f"}))
         if strict:
-            with pytest.raises(InvalidRequestError, match="'pattern'"):
+            with pytest.raises(InvalidRequestError, match=problem):
                 structure_of_answer(FORMATS[name], use, {}.get)
         else:
             structure_of_answer(FORMATS[name], use, {}.get)

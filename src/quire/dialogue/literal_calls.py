@@ -11,7 +11,7 @@ from quire.dialogue.call_reading import CallReader, Emit, NotACallError, escaped
 from quire.dialogue.grammar_writing import GrammarWriter
 from quire.dialogue.incoming_text import IncomingText, Reading
 from quire.dialogue.json_copying import hexadecimal
-from quire.dialogue.tagged_calls import require_plain, unwritable
+from quire.dialogue.tagged_calls import require_plain, require_plain_object, unwritable
 from quire.dialogue.tools import Tool
 
 _WORD = re.compile(r"[\w.+-]+")
@@ -115,6 +115,7 @@ def _members_grammar(
     value: Callable[[Mapping[str, Any], Mapping[str, Any]], str],
 ) -> str:
     """Return the expression for the arguments: the required ones first."""
+    require_plain_object(tool)
     required = tool.parameters.get("required", ())
     groups: tuple[list[str], list[str]] = ([], [])
     for name, schema in tool.parameters.get("properties", {}).items():

@@ -14,6 +14,12 @@ from quire.dialogue.tools import Tool
 from quire.errors import InvalidRequestError
 
 _UNENFORCED = frozenset({"pattern", "minLength", "maxLength", "format", "anyOf", "oneOf", "allOf", "const"})
+_UNENFORCED_OF_OBJECTS = frozenset(
+    {
+        *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const"),
+        *("minProperties", "maxProperties", "patternProperties", "propertyNames", "dependentSchemas"),
+    }
+)
 _TYPES: Mapping[type, tuple[str, ...]] = {
     type(None): ("null",),
     bool: ("boolean",),
@@ -80,6 +86,7 @@ class TaggedCalls:
 
     def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
         """See `CallNotation.grammar`."""
+        require_plain_object(tool)
         required = tool.parameters.get("required", ())
         parts = [writer.literal(f"{self.name_begin}{tool.name}{self.name_end}\n")]
         for name, schema in tool.parameters.get("properties", {}).items():
@@ -144,6 +151,28 @@ def require_plain(tool: Tool, schema: Mapping[str, Any]) -> None:
         raise InvalidRequestError(
             f"tool {tool.name!r} is strict, and its schema has {unenforced[0]!r} for a string, which cannot "
             "be enforced in the format of this model's calls; leave it out, or set strict to false",
+            param="tools",
+        )
+
+
+def require_plain_object(tool: Tool) -> None:
+    """Refuse a schema that wants more of the arguments than that each is valid, of which some must be there.
+
+    Raises:
+        InvalidRequestError: it does, and the tool is strict.
+    """
+    if not tool.strict:
+        return
+    unenforced = sorted(_UNENFORCED_OF_OBJECTS & tool.parameters.keys())
+    properties = tool.parameters.get("properties", {})
+    missing = [name for name in tool.parameters.get("required", ()) if name not in properties]
+    if unenforced or missing:
+        problem = (
+            repr(unenforced[0]) if unenforced else f"the required {missing[0]!r:.80} not in its properties"
+        )
+        raise InvalidRequestError(
+            f"tool {tool.name!r} is strict, and its schema has {problem}, which cannot be enforced in the "
+            "format of this model's calls; put all arguments into properties, or set strict to false",
             param="tools",
         )
 
