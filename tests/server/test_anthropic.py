@@ -68,7 +68,7 @@ async def test_a_plain_answer(claude, llm, anthropic):
     assert (answer.role, answer.model, answer.stop_reason, answer.stop_sequence) == (
         "assistant", "fake", "end_turn", None,
     )  # fmt: skip
-    assert answer.id.startswith("msg-")
+    assert answer.id == f"msg-{answer._request_id}"
     usage = answer.usage
     assert usage.output_tokens == len(llm.reply)
     assert (usage.input_tokens + usage.cache_read_input_tokens, usage.cache_read_input_tokens) == (3, 3)

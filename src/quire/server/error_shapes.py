@@ -1,4 +1,4 @@
-"""Which API's clients a path is for, and so which shape its errors have, whoever refuses the request."""
+"""Which API's clients a path is for: what its errors look like, and which headers have a request's id."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from quire.server.anthropic.answers import error_answer
 from quire.server.errors import ErrorShape, openai_error
 from quire.server.ollama.answers import error_text
 
-_SHAPES: dict[str, ErrorShape] = {"/v1/messages": error_answer, "/api/": error_text}
+_ANTHROPIC = "/v1/messages"
+_SHAPES: dict[str, ErrorShape] = {_ANTHROPIC: error_answer, "/api/": error_text}
 
 
 def error_shape_of(path: str) -> ErrorShape:
@@ -15,3 +16,8 @@ def error_shape_of(path: str) -> ErrorShape:
         if path.startswith(beginning):
             return shape
     return openai_error
+
+
+def request_id_headers_of(path: str) -> tuple[str, ...]:
+    """Return the headers in which a path's clients look for the request's id."""
+    return ("X-Request-Id", "Request-Id") if path.startswith(_ANTHROPIC) else ("X-Request-Id",)

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.access_log import access_record_of
 from quire.server.api_keys import key_refusal
-from quire.server.error_shapes import error_shape_of
+from quire.server.error_shapes import error_shape_of, request_id_headers_of
 from quire.server.errors import ApiError
 from quire.server.paths import MONITORING_PATHS
 from quire.server.tenants import Tenant, Tenants
@@ -41,9 +41,11 @@ class RequestEnvelope:
         echoed = uuid.uuid4().hex if refusal else request_id
         scope.setdefault("state", {})["request_id"] = echoed
 
+        ids = dict.fromkeys(request_id_headers_of(scope["path"]), echoed)
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = echoed
+                MutableHeaders(scope=message).update(ids)
             await send(message)
 
         if refusal:
