@@ -333,13 +333,22 @@ async def test_what_has_no_effect_is_named(http):
     assert answer.headers["X-Ignored-Parameters"] == "metadata"
 
 
-async def test_a_strict_server_refuses_it(llm):
-    app = create_app(llm, ServerConfig(strict=True))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
-        body = {"model": "fake", "max_tokens": 9, "messages": [USER], "surprise": 1}
-        answer = await http.post("/v1/messages", json=body)
+async def test_thinking_that_the_model_does_not_do_is_named(http):
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"model": "fake", "max_tokens": 9, "messages": [USER], "thinking": thinking}
+    assert (await http.post("/v1/messages", json=body)).headers["X-Ignored-Parameters"] == "thinking"
+    answer = await http.post("/v1/messages", json={**body, "thinking": {"type": "disabled"}})
+    assert "X-Ignored-Parameters" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("field", "word"), [({"surprise": 1}, "surprise"), ({"thinking": {"type": "enabled"}}, "thinking")]
+)
+async def test_a_strict_server_refuses_it(strict_http, field, word):
+    body = {"model": "fake", "max_tokens": 9, "messages": [USER], **field}
+    answer = await strict_http.post("/v1/messages", json=body)
     assert answer.status_code == 400
-    assert "surprise" in answer.json()["error"]["message"]
+    assert word in answer.json()["error"]["message"]
 
 
 async def test_a_thought_is_a_block_before_the_others(claude, llm):

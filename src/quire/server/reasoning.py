@@ -68,13 +68,29 @@ class Thinking:
         asks_for_nothing = self.effort is None or (self.effort == "none" and not can_think)
         if asks_for_nothing or any(uses_name(template, name) for name in (*_SWITCHES, "reasoning_effort")):
             return
-        if leniency.is_strict:
-            raise InvalidRequestError(
-                f"{param} is {self.effort!r}, which is not supported by the model's chat template; "
-                "leave it out",
-                param=param,
-            )
-        leniency.ignore(param)
+        _note(param, f"is {self.effort!r}", leniency)
+
+    def note_switch_without_effect(
+        self, template: str, leniency: Leniency, *, can_think: bool, param: str
+    ) -> None:
+        """Note that the model is to think, if it is not known to think and its template has no switch.
+
+        The arguments are those of `note_effort_without_effect`.
+
+        Raises:
+            InvalidRequestError: the server is strict.
+        """
+        if self.is_on and not can_think and not any(uses_name(template, name) for name in _SWITCHES):
+            _note(param, "turns thinking on", leniency)
+
+
+def _note(param: str, problem: str, leniency: Leniency) -> None:
+    if leniency.is_strict:
+        raise InvalidRequestError(
+            f"{param} {problem}, which is not supported by the model's chat template; leave it out",
+            param=param,
+        )
+    leniency.ignore(param)
 
 
 def _nearest(effort: ReasoningEffort, known: Sequence[str]) -> str:

@@ -77,12 +77,14 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
         super().__init__(request, body)
         self._conversation = Conversation(self._context, body, self._params)
         self._params = self._conversation.params
-        body.thinking_options().note_effort_without_effect(
-            self._context.chat_template,
-            leniency_of(request),
-            can_think=self._context.thought_format is not None,
-            param="output_config.effort",
+        can_think = self._context.thought_format is not None
+        template, leniency = self._context.chat_template, leniency_of(request)
+        thinking = body.thinking_options()
+        thinking.note_effort_without_effect(
+            template, leniency, can_think=can_think, param="output_config.effort"
         )
+        if body.thinking is not None:
+            thinking.note_switch_without_effect(template, leniency, can_think=can_think, param="thinking")
 
     @property
     def _request_ids(self) -> Sequence[str]:

@@ -223,9 +223,12 @@ class ResponsesRequest(StrictModel):
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Note what has no effect: nothing is cut off."""
+        """Note what has no effect: nothing is cut off, and nothing but log-probabilities is included."""
         if values.get("truncation") == "auto":
             leniency.ignore("truncation")
+        included = values.get("include")
+        if isinstance(included, list) and any(one != LOGPROBS for one in included):
+            leniency.ignore("include")
 
     @property
     def items(self) -> list[Any]:
