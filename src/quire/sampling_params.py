@@ -225,7 +225,7 @@ class SamplingParams:
                     if width
                     else "it needs beam search; set beam_width"
                 )
-                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}, but {problem}", param=name)
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r:.80}, but {problem}", param=name)
         if not width:
             return
         for name, is_wrong, limit in (

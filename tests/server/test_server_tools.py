@@ -229,6 +229,8 @@ async def test_content_of_a_schema_beside_calls(client, llm):
         ({"tool_choice": "any"}, "tool_choice", "required"),
         ({"tool_choice": 3}, "tool_choice", "allowed_tools"),
         ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs", "JSON schema"),
+        ({"tool_choice": "required", "extra_body": {"beam_width": 2}}, "beam_width", "tool_choice"),
+        ({"tool_choice": "required", "extra_body": {"min_tokens": 2}}, "min_tokens", "tool_choice"),
         ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "no content"),
         ({"tool_choice": "required", "tools": [tool_with({"enum": ["x" * 20_000]})]}, "tools", "too large"),
     ],

@@ -148,6 +148,8 @@ async def test_one_that_is_cancelled(client, llm):
     begun = await client.responses.create(**MODEL, input="hold", background=True)
     await llm.held.wait()
     assert (await client.responses.retrieve(begun.id)).status == "in_progress"
+    with pytest.raises(openai.BadRequestError, match="still being generated"):
+        await client.responses.create(**MODEL, input="So?", previous_response_id=begun.id)
     assert (await client.responses.cancel(begun.id)).status == "cancelled"
     assert (await client.responses.retrieve(begun.id)).status == "cancelled"
     assert len(llm.aborted) == 1

@@ -87,6 +87,7 @@ class Conversation:
         if self._tool_use is not None:
             self._call_format = _required_format(context)
             if self._needs_tool_grammar(self._tool_use, self._call_format):
+                _require_grammar_possible(asked)
                 self.params = _params_with_tools(asked, self._tool_use, self._call_format, context)
         self._has_tool_grammar = self.params is not asked
         if call_format is not None and call_format.ends:
@@ -218,8 +219,8 @@ class AnswerReader:
         shows_thought: bool,
     ) -> None:
         self._parser: AnswerParser | None = None
-        if call_format is not None or thought is not None:
         self._must_call = use is not None and use.must_call
+        if call_format is not None or thought is not None:
             self._parser = AnswerParser(call_format, {} if use is None else use.schemas, thought)
         self._shows_thought = shows_thought
         self._short_ids = call_format is not None and call_format.short_ids
@@ -291,10 +292,27 @@ def _params_with_ends(
     return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *more)) if more else params
 
 
+def _require_grammar_possible(params: SamplingParams) -> None:
+    """Refuse what does not go together with a grammar, and say so in terms of tools.
+
+    Raises:
+        InvalidRequestError: a parameter does not.
+    """
+    for name in ("beam_width", "min_tokens", "ignore_eos"):
+        if value := getattr(params, name):
+            raise InvalidRequestError(
+                f"{name} is {value!r}, but a grammar sees to it that the tools are called as tool_choice, "
+                f"parallel_tool_calls, strict or the form of the answer want it; leave {name} or these out",
+                param=name,
+            )
+
+
 def _params_with_tools(
     params: SamplingParams, use: ToolUse, call_format: ToolCallFormat, context: ServerContext
 ) -> SamplingParams:
     """Return the parameters of an answer that calls tools as it may or must.
+
+    Stop strings count in content, of which an answer that must call has none.
 
     Raises:
         InvalidRequestError: that cannot be enforced.
@@ -313,8 +331,6 @@ def _params_with_tools(
 def _enforceable_content(
     content: StructuredOutputsParams | None, *, closes_objects: bool
 ) -> StructuredOutputsParams | None:
-    Stop strings count in content, of which an answer that must call has none.
-
     """Return what the answer must be if it calls no tools, as a grammar can enforce it.
 
     Raises:

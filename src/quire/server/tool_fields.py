@@ -217,7 +217,7 @@ def _chosen(choice: Any, names: list[str]) -> tuple[list[str], bool]:
         return _existing(allowed.tools, names), allowed.mode == "required"
     if choice == "required" and not names:
         raise InvalidRequestError(
-            "tool_choice is 'required', and there are no tools; send tools", param="tool_choice"
+            "tool_choice wants a tool to be called, and there are none; send tools", param="tool_choice"
         )
     return ([] if choice == "none" else names), choice == "required"
 

@@ -49,6 +49,13 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     earlier: list[Item] = []
     if (previous := body.previous_response_id) is not None:
         store = _store_of(context, previous, "previous_response_id")
+        if context.background.has(tenant, previous):
+            raise ApiError(
+                400,
+                f"the response {previous!r} is still being generated; go on from it when it is completed",
+                param="previous_response_id",
+                code="response_in_progress",
+            )
         for part in await store.conversation(tenant, previous, context.config.max_body_bytes):
             earlier += _parsed(part)
     keeping = None
