@@ -21,6 +21,9 @@ TextOrTokenIds = str | Sequence[int]
 PromptForm = TextOrTokenIds | Mapping[str, Any]
 """Text, token ids, or a mapping with either."""
 
+Tools = Sequence[Mapping[str, Any]]
+"""Functions, as OpenAI's API describes them."""
+
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")  # of mappings; the first of them that is there counts
 
 _Part = type[SchedulerConfig] | type[SpeculationConfig] | type[SupervisionConfig] | type[ChatTemplateConfig]
@@ -127,6 +130,30 @@ def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type
     if len(given) != len(batch):
         raise InvalidRequestError(
             f"there are {len(batch)} prompts but {len(given)} {name}; give one, or one for each", param=name
+        )
+    return list(given)
+
+
+def tools_for_each(batch: Sequence[Any], given: Any) -> list[Tools | None]:
+    """Return the tools of each conversation of `batch`: `given` for all, or one list (or None) for each.
+
+    Raises:
+        InvalidRequestError: it is neither, or there are not as many lists as conversations.
+    """
+    if given is None:
+        return [None] * len(batch)
+    meaning = "a list of tools, or a sequence of such lists"
+    _require_sequence(given, "tools", meaning)
+    if all(isinstance(one, Mapping) for one in given):
+        return [given] * len(batch)
+    for one in given:
+        if one is not None:
+            _require_sequence(one, "tools", meaning)
+    if len(given) != len(batch):
+        raise InvalidRequestError(
+            f"there are {len(batch)} conversations but {len(given)} lists of tools; give one list, or one "
+            "for each",
+            param="tools",
         )
     return list(given)
 

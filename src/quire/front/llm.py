@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quire.config import BUILT_IN_MODEL
 from quire.engine.messages import EngineInfo
-from quire.front.arguments import PromptForm, conversations_of, engine_config, one_for_each, prompts_of
+from quire.front.arguments import (
+    PromptForm,
+    Tools,
+    conversations_of,
+    engine_config,
+    one_for_each,
+    prompts_of,
+    tools_for_each,
+)
 from quire.front.batch import Batch
 from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
@@ -114,16 +122,24 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Tools | Sequence[Tools | None] | None = None,
         progress: bool = False,
         use_tqdm: bool | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one or several conversations, which the chat template turns into prompts."""
+        """Like `generate`, for one or several conversations, which the chat template turns into prompts.
+
+        `tools` are those that the model is told of, as OpenAI's API describes them: for all conversations, or
+        a list (or None) for each.
+        """
         self.wait_until_ready()
         batch = conversations_of(messages)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         prepare = self._session.requests.prepare_chat
-        requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
+        requests = [
+            prepare(conversation, one, tools=told, **options)
+            for conversation, one, told in zip(batch, params, tools_for_each(batch, tools), strict=True)
+        ]
         return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
 
     def stats(self) -> SchedulerStats:
