@@ -15,6 +15,9 @@ from quire.cli.console import stderr_is_terminal
 from quire.cli.offline import ready_llm
 from quire.cli.options import config_options
 from quire.config import EngineConfig
+from quire.dialogue.answer_parser import AnswerParser
+from quire.dialogue.events import ArgumentsDelta, CallBegin, ContentDelta
+from quire.dialogue.formats import FORMATS, ToolCallFormat, format_of_template
 from quire.errors import ModelError
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -22,8 +25,10 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from quire.models.tokenizer import Tokenizer
+
 EVAL_FILE = "eval.jsonl"
-SPARE_TOKENS = 8  # more than the longest answer has, so that an answer that is too long counts as wrong
+SPARE_TOKENS = 8  # more than an answer or a call has, so that an answer that is too long counts as wrong
 
 
 @config_options(positional=("model",), engine=EngineConfig)
@@ -41,8 +46,9 @@ def evaluate(
 ) -> None:
     """Ask MODEL the questions in its eval.jsonl and report how many answers match exactly.
 
-    Each line of that file is an object with "task", "messages" and "answer". All prompts run greedily in
-    one offline batch, in this process; surrounding white space is ignored in the comparison.
+    Each line of that file is an object with "task", "messages" and "answer", and maybe "tools" and "calls".
+    All prompts run greedily in one offline batch, in this process. Surrounding white space is ignored in
+    the comparison, and so is how a call is written.
 
     Examples:
       quire eval
@@ -64,12 +70,37 @@ def evaluate(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool; `arguments` is None if they are no JSON."""
+
+    name: str
+    arguments: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One question: its task, the chat to complete, and the correct answer."""
+    """One question: its task, the chat to complete, the correct answer, the tools, and the correct calls."""
 
     task: str
     messages: list[dict[str, Any]]
     answer: str
+    tools: list[dict[str, Any]] | None = None
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+    def is_answered_by(self, text: str, call_format: ToolCallFormat | None) -> bool:
+        """Whether an answer is the correct one.
+
+        Args:
+            text: that the model has written.
+            call_format: in which it calls tools.
+        """
+        content, calls = text, list[Call]()
+        if self.tools is not None:
+            schemas = {
+                tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in self.tools
+            }
+            content, calls = content_and_calls(text, AnswerParser(call_format, schemas))
+        return content.strip() == self.answer.strip() and calls == self.calls
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,10 +112,10 @@ class Score:
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
-    def add(self, case: Case, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput, *, is_match: bool) -> None:
         """Count one answered case."""
         self.prompts += 1
-        self.matches += output.outputs[0].text.strip() == case.answer.strip()
+        self.matches += is_match
         self.prompt_tokens += len(output.prompt_token_ids)
         self.cached_tokens += output.num_cached_tokens
 
@@ -138,10 +169,41 @@ def read_cases(path: Path) -> list[Case]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            cases.append(Case(record["task"], record["messages"], record["answer"]))
+            cases.append(_case(record))
         except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"line {number} of {path} is not a valid case: {error!r}") from None
     return cases
+
+
+def _case(record: dict[str, Any]) -> Case:
+    task, messages, answer = record["task"], record["messages"], record["answer"]
+    calls = [Call(call["name"], call["arguments"]) for call in record.get("calls", ())]
+    tools = record.get("tools")
+    for tool in tools or ():
+        tool["function"]["name"]  # or it is no tool
+    return Case(task, messages, answer, tools, calls)
+
+
+def content_and_calls(text: str, parser: AnswerParser) -> tuple[str, list[Call]]:
+    """Return what a whole answer says to the user, and which tools it calls."""
+    content = ""
+    calls: list[tuple[str, list[str]]] = []
+    for event in [*parser.feed(text), *parser.finish()]:
+        match event:
+            case ContentDelta(text=piece):
+                content += piece
+            case CallBegin(name=name):
+                calls.append((name, []))
+            case ArgumentsDelta(text=piece):
+                calls[-1][1].append(piece)
+    return content, [Call(name, _value("".join(pieces))) for name, pieces in calls]
+
+
+def _value(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
 
 
 def select(cases: Iterable[Case], tasks: list[str], limit: int) -> list[Case]:
@@ -161,24 +223,63 @@ def select(cases: Iterable[Case], tasks: list[str], limit: int) -> list[Case]:
 
 
 def run_cases(engine: EngineConfig, cases: list[Case]) -> EvaluationReport:
-    """Answer all cases greedily in one batch and score them."""
+    """Answer all cases greedily in one batch and score them.
+
+    Raises:
+        ModelError: cases have tools, and how the model calls these is unknown.
+    """
     with ready_llm(engine) as llm:
         tokenizer = llm.get_tokenizer()
-        longest = max(len(tokenizer.encode(case.answer, add_special_tokens=False)) for case in cases)
-        sampling = SamplingParams(temperature=0.0, max_tokens=longest + SPARE_TOKENS)
+        call_format = None
+        if any(case.tools is not None for case in cases):
+            call_format = _call_format(tokenizer.chat_template_source)
+        sampling = SamplingParams(temperature=0.0, max_tokens=_longest_answer(tokenizer, cases))
         started = time.perf_counter()
-        outputs = llm.chat([case.messages for case in cases], sampling, progress=stderr_is_terminal())
+        outputs = llm.chat(
+            [case.messages for case in cases],
+            sampling,
+            tools=[case.tools for case in cases],
+            marks=() if call_format is None else call_format.marks,
+            progress=stderr_is_terminal(),
+        )
         seconds = time.perf_counter() - started
-    return scored(cases, outputs, seconds)
+    return scored(cases, outputs, seconds, call_format)
 
 
-def scored(cases: list[Case], outputs: list[RequestOutput], seconds: float) -> EvaluationReport:
-    """Compare the outputs with the correct answers."""
+def _longest_answer(tokenizer: Tokenizer, cases: Iterable[Case]) -> int:
+    """Return how many tokens the longest answer may have."""
+
+    def length(case: Case) -> int:
+        calls = [json.dumps(dataclasses.asdict(call), ensure_ascii=False) for call in case.calls]
+        texts = [case.answer, *calls]
+        return sum(len(tokenizer.encode(text, add_special_tokens=False)) + SPARE_TOKENS for text in texts)
+
+    return max(map(length, cases))
+
+
+def _call_format(template: str | None) -> ToolCallFormat:
+    name = None if template is None else format_of_template(template)
+    if name is None:
+        raise ModelError(
+            "the format in which the model calls tools is not known from its chat template; choose tasks "
+            "without tools (--task)"
+        )
+    return FORMATS[name]
+
+
+def scored(
+    cases: list[Case],
+    outputs: list[RequestOutput],
+    seconds: float,
+    call_format: ToolCallFormat | None = None,
+) -> EvaluationReport:
+    """Compare the outputs with the correct answers; `call_format` is that of the model's calls."""
     tasks: dict[str, Score] = {}
     total = Score()
     for case, output in zip(cases, outputs, strict=True):
-        tasks.setdefault(case.task, Score()).add(case, output)
-        total.add(case, output)
+        is_match = case.is_answered_by(output.outputs[0].text, call_format)
+        for score in (tasks.setdefault(case.task, Score()), total):
+            score.add(output, is_match=is_match)
     output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     return EvaluationReport(tasks=tasks, total=total, output_tokens=output_tokens, seconds=seconds)
 
