@@ -13,22 +13,23 @@ import json
 import shutil
 from pathlib import Path
 
-import data
 import tokenizer as tok
 import torch
+from batches import format_rates
 from model import Mini, MiniConfig
 from safetensors.torch import load_file
-from train import format_rates
+from tool_data import answer_text, evaluation_set
 
+MAX_ANSWER_TOKENS = 160
 CHECK_ROWS = 32  # prompts of similar length answered together
 LOGIT_TOLERANCE = 1e-3  # float32 on both sides; only the order of additions differs
 
 
-def tokenizer_config() -> dict:
+def tokenizer_config(tokenizer_file: Path) -> dict:
     """The content of tokenizer_config.json."""
-    special = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    added = json.loads(tokenizer_file.read_text())["added_tokens"]
     return {
-        "added_tokens_decoder": {str(i): {"content": t, **special} for i, t in enumerate(tok.SPECIAL_TOKENS)},
+        "added_tokens_decoder": {str(token.pop("id")): token for token in added},
         "bos_token": None,
         "chat_template": tok.CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
@@ -59,8 +60,8 @@ def export(run: Path, to: Path) -> None:
         (to / f"{name}.tmp").replace(to / name)
     write_json(to / "config.json", MiniConfig().to_hf())
     write_json(to / "generation_config.json", generation_config())
-    write_json(to / "tokenizer_config.json", tokenizer_config())
-    rows = data.evaluation_set(tok.load(to / "tokenizer.json"))
+    write_json(to / "tokenizer_config.json", tokenizer_config(to / "tokenizer.json"))
+    rows = evaluation_set(tok.load(to / "tokenizer.json"))
     (to / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -76,15 +77,15 @@ def check_logits(folder: Path, reference: torch.nn.Module) -> float:
 @torch.no_grad()
 def answer(model: torch.nn.Module, tokenizer: object, rows: list[dict]) -> list[str]:
     """Greedy answers of `model` to evaluation rows of similar prompt length."""
-    inputs = tokenizer.apply_chat_template(
-        [r["messages"] for r in rows],
-        add_generation_prompt=True,
-        padding=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    prompts = [
+        tokenizer.apply_chat_template(
+            r["messages"], tools=r.get("tools"), add_generation_prompt=True, tokenize=False
+        )
+        for r in rows
+    ]
+    inputs = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
     inputs.pop("token_type_ids", None)
-    tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+    tokens = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
     return tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -104,11 +105,12 @@ def check(folder: Path, dtype: torch.dtype, misses: int) -> None:
     for start in range(0, len(rows), CHECK_ROWS):
         chunk = rows[start : start + CHECK_ROWS]
         for row, text in zip(chunk, answer(model, tokenizer, chunk), strict=True):
-            hits.setdefault(row["task"], []).append(text == row["answer"])
-            if text != row["answer"] and misses > 0:
+            expected = answer_text(row)
+            hits.setdefault(row["task"], []).append(text == expected)
+            if text != expected and misses > 0:
                 misses -= 1
                 question = row["messages"][-1]["content"][-80:]
-                print(f"  {row['task']}: {question!r} -> {text!r}, not {row['answer']!r}")
+                print(f"  {row['task']}: {question!r} -> {text!r}, not {expected!r}")
     print({task: len(h) for task, h in hits.items()})
     print(format_rates({task: sum(h) / len(h) for task, h in hits.items()}))
 

@@ -8,13 +8,17 @@ Three kinds of text must be split the same way everywhere, because the model cop
   merge may join two bare syllables, so a name never splits otherwise because an English word contains it.
 
 All other merges are learned from the training text in the usual greedy way.
+
+UTF-8 never has the bytes C0, C1 and F5 to FF.  Their ids belong to the marks around tools and calls, and to a
+few merges for JSON, which came later than all else and have changed no other id.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,19 +35,58 @@ END_OF_TEXT, END, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = (
     "<|user|>",
     "<|assistant|>",
 )
+TOOL_CALL, TOOL_CALL_END, TOOL_RESPONSE, TOOLS = TOOL_MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "<tools>",
+)
 VOCAB_SIZE = 1536
 
+# A tool is shown as its name and parameters: `set_timer(minutes: number, label?)`.
 CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('mini knows the roles system, user and assistant, not ' ~ message['role']) -}}
+{%- if tools -%}
+{{- '<tools>' -}}
+{%- for tool in tools -%}
+{%- set schema = tool['function']['parameters'] or {} -%}
+{{- tool['function']['name'] ~ '(' -}}
+{%- for name, field in (schema['properties'] or {}).items() -%}
+{{- name -}}
+{%- if name not in (schema['required'] or []) -%}{{- '?' -}}{%- endif -%}
+{%- set type = field['type'] if field is mapping else '' -%}
+{%- if type is sequence and ('integer' in type or 'number' in type) -%}{{- ': number' -}}{%- endif -%}
+{%- if not loop.last -%}{{- ', ' -}}{%- endif -%}
+{%- endfor -%}
+{{- ')\\n' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
 {%- endif -%}
-{{- '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ '<|end|>' -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'tool' -%}
+{{- '<tool_response>' -}}
+{%- elif message['role'] in ['system', 'user', 'assistant'] -%}
+{{- '<|' ~ message['role'] ~ '|>' -}}
+{%- else -%}
+{{- raise_exception('mini knows the roles system, user, assistant and tool, not ' ~ message['role']) -}}
+{%- endif -%}
+{{- message['content'] or '' -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set arguments = call['function']['arguments'] -%}
+{%- if message['content'] or not loop.first -%}{{- '\\n' -}}{%- endif -%}
+{{- '<tool_call>\\n{"name": ' ~ (call['function']['name'] | tojson) ~ ', "arguments": ' -}}
+{{- (arguments if arguments is string else arguments | tojson) ~ '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
 _SPLIT = r" ?\p{L}+| ?\p{N}|\n| ?[^\s\p{L}\p{N}]+|\s+"
 _SPACE = "Ġ"  # the byte-level alphabet's letter for a space
+_NO_UTF8 = "ÀÁõö÷øùúûüýþÿ"  # the byte-level alphabet's letters for C0, C1 and F5 to FF
+_JSON_MERGES = [
+    *(("{", '"'), ('"', ":"), (_SPACE, '"'), ('"', ","), (f"{_SPACE}{{", '"'), ('"', "}")),
+    *(("ar", "gu"), ("argu", "me"), ("argume", "nts")),
+]
 _TRAINED_WORD = re.compile(r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+")
 
 
@@ -118,7 +161,9 @@ def build(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
         if left + right not in known:  # two merges may build the same piece
             known.add(left + right)
             pieces.append(left + right)
-    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges))
+    replaced = dict(zip(_NO_UTF8, (*TOOL_MARKS, *(a + b for a, b in _JSON_MERGES)), strict=True))
+    vocab = {replaced.get(p, p): i for i, p in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges + _JSON_MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
@@ -127,7 +172,26 @@ def build(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TOOL_MARKS])
     return tokenizer
+
+
+def signature(tool: dict) -> str:
+    """A tool as the template shows it."""
+    function = tool["function"]
+    schema = function.get("parameters") or {}
+    required = schema.get("required", ())
+    shown = []
+    for name, field in schema.get("properties", {}).items():
+        is_number = field["type"] in ("integer", "number")
+        shown.append(name + "?" * (name not in required) + ": number" * is_number)
+    return f"{function['name']}({', '.join(shown)})\n"
+
+
+def call_text(function: dict) -> str:
+    """A call as the template shows it, which is what the model writes."""
+    call = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    return f"{TOOL_CALL}\n{call}\n{TOOL_CALL_END}"
 
 
 class ChatEncoder:
@@ -138,6 +202,8 @@ class ChatEncoder:
         ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
         self.end, self.pad = ids[END], ids[END_OF_TEXT]
         self._roles = {"system": ids[SYSTEM], "user": ids[USER], "assistant": ids[ASSISTANT]}
+        self._roles["tool"] = tokenizer.token_to_id(TOOL_RESPONSE)
+        self._tools = tokenizer.token_to_id(TOOLS)
         self._cache: dict[str, list[int]] = {}
 
     def text(self, text: str) -> list[int]:
@@ -152,6 +218,12 @@ class ChatEncoder:
     def message(self, role: str, content: str) -> list[int]:
         """Token ids of one message with its markers."""
         return [self._roles[role], *self.text(content), self.end]
+
+    def tools(self, tools: Sequence[dict]) -> list[int]:
+        """Token ids of the tools that a conversation begins with; none if there are none."""
+        if not tools:
+            return []
+        return [self._tools, *self.text("".join(map(signature, tools))), self.end]
 
     def generation_prompt(self) -> list[int]:
         """Token ids that start the model's turn."""

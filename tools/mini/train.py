@@ -1,9 +1,10 @@
-"""Train `mini` from scratch: `python tools/mini/train.py --out DIR`.
+"""Train `mini` from scratch: `python tools/mini/train.py --out DIR`, then with tools: `--out NEW --from DIR`.
 
 One step takes two micro-batches: short tasks in rows of 256 tokens, and lists with questions about them in
 rows of up to 1,536 tokens.  Only answers have a loss, and the output matrix is applied to their rows only.
 Lists get longer: when nine in ten answers at the current level are correct, the next level starts; the last
-level emphasizes the short tasks.  Tasks with more errors are drawn more often.
+level emphasizes the short tasks.  Tasks with more errors are drawn more often.  With `--from`, a third
+micro-batch has conversations with tools in rows of 384 tokens.
 
 The run continues from DIR/checkpoint.pt if that is there, and ends with DIR/model.safetensors and
 DIR/tokenizer.json.
@@ -15,7 +16,6 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,11 +27,15 @@ import data
 import tokenizer as tok
 import torch
 import torch.nn.functional as F
+from batches import Batch, collate, evaluate, fast_precision, format_rates, right_answers
 from model import Mini, MiniConfig
-from safetensors.torch import save_file
-from torch import Tensor
+from muon import Muon
+from safetensors.torch import load_file, save_file
+from tool_data import evaluation_set, tool_conversation
+from tool_needs import ToolSampler
 
 SHORT_LENGTH = 256
+TOOL_LENGTH = 384
 SHORT_TASKS = {"qa": 2.0, "add": 1.0, "copy": 0.6, "reverse": 1.0}  # share of turns at equal accuracy
 MUON_LR, ADAM_LR = 0.02, 3e-3
 WARMUP_STEPS = 100
@@ -62,6 +66,7 @@ class Level:
 
     chances: tuple[float, ...]  # of each of SHAPES
     short_rows: int = 5
+    tool_rows: int = 0
     list_rows: float = 1.0  # share of the rows of the shape that are used
     colon_share: float = 0.4  # of lists; a colon between key and value makes the key harder to match
 
@@ -73,6 +78,7 @@ LEVELS = (
     Level((0.15, 0.2, 0.25, 0.4)),
     Level((0.15, 0.2, 0.25, 0.4), short_rows=16, list_rows=0.5),
 )
+TOOL_LEVEL = Level((0.15, 0.2, 0.25, 0.4), short_rows=4, tool_rows=15, list_rows=0.25)
 PROMOTION = 0.9  # share of correct answers that starts the next level
 
 
@@ -102,45 +108,34 @@ class Progress:
             self.level += 1
 
 
-@dataclass
-class Batch:
-    """Rows of one length.  `where` are flat positions whose next token is an answer token `target`."""
-
-    ids: Tensor  # [rows, length]
-    where: Tensor  # [answer tokens]
-    target: Tensor  # [answer tokens]
-    span: Tensor  # [answer tokens], which answer a token belongs to
-    tasks: list[str]  # task of each answer
-
-
-def collate(examples: Iterable[data.Example], length: int, pad: int) -> Batch:
-    """Pad conversations to `length` and list their answer tokens."""
-    rows, where, target, span, tasks = [], [], [], [], []
-    for row, example in enumerate(examples):
-        rows.append(example.ids + [pad] * (length - len(example.ids)))
-        for start, end, task in example.spans:
-            where += range(row * length + start - 1, row * length + end - 1)
-            target += example.ids[start:end]
-            span += [len(tasks)] * (end - start)
-            tasks.append(task)
-    return Batch(*(torch.tensor(x) for x in (rows, where, target, span)), tasks)
-
-
 class Trainer:
-    """Model, optimizers, data source and progress of one run."""
+    """Model, optimizers, data source and progress of one run.
 
-    def __init__(self, out: Path, total_steps: int, decay_steps: int, seed: int) -> None:
+    Args:
+        out: folder for the checkpoint and the result.
+        start: folder with the weights to begin with, and to learn tools from there; None: begin with none.
+        total_steps: after which the run ends.
+        decay_steps: last steps, in which the learning rate decays to zero.
+        seed: of weights and data.
+    """
+
+    def __init__(self, out: Path, start: Path | None, total_steps: int, decay_steps: int, seed: int) -> None:
         self.out, self.total_steps, self.decay_steps = out, total_steps, decay_steps
+        self.has_tools = start is not None
         torch.manual_seed(seed)
         self.rng = random.Random(seed)
         self.encoder = self._encoder()
         self.sampler = data.TaskSampler(self.rng)
+        self.tool_sampler = ToolSampler(self.sampler)
         self.model = Mini(MiniConfig())
+        if start is not None:
+            weights = load_file(start / "model.safetensors")
+            self.model.load_state_dict({name: weight.float() for name, weight in weights.items()})
         self.compiled = torch.compile(self.model.hidden, dynamic=False)
         matrices = [p for n, p in self.model.named_parameters() if p.dim() == 2 and "embed" not in n]
         others = [p for n, p in self.model.named_parameters() if p.dim() != 2 or "embed" in n]
         self.optimizers = [
-            torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.01),
+            Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.01),
             torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.base_lrs = (MUON_LR, ADAM_LR)
@@ -187,32 +182,45 @@ class Trainer:
         step = self.progress.step
         return min(1.0, (step + 1) / WARMUP_STEPS, (self.total_steps - step) / self.decay_steps)
 
+    @property
+    def level(self) -> Level:
+        """What steps are composed of at present."""
+        return TOOL_LEVEL if self.has_tools else LEVELS[self.progress.level]
+
     def short_batch(self) -> Batch:
         """Rows of short tasks."""
         weights = self.progress.weights()
         rows = [
             data.short_conversation(self.sampler, self.encoder, weights, SHORT_LENGTH)
-            for _ in range(LEVELS[self.progress.level].short_rows)
+            for _ in range(self.level.short_rows)
         ]
         return collate(rows, SHORT_LENGTH, self.encoder.pad)
 
+    def tool_batch(self) -> Batch:
+        """Rows of conversations with tools."""
+        rows = [
+            tool_conversation(self.tool_sampler, self.encoder, TOOL_LENGTH)
+            for _ in range(self.level.tool_rows)
+        ]
+        return collate(rows, TOOL_LENGTH, self.encoder.pad)
+
     def retrieval_batch(self) -> tuple[int, Batch]:
         """Rows with lists, of a shape drawn by level, and the index of that shape."""
-        level = LEVELS[self.progress.level]
+        level = self.level
         self.sampler.colon_share = level.colon_share
         index = self.rng.choices(range(len(level.chances)), level.chances)[0]
         shape, rows = SHAPES[index], []
         for _ in range(max(1, round(shape.rows * level.list_rows))):
-            share = 1.0 if self.progress.level == 0 else self.rng.uniform(0.4, 1.0)
+            share = 1.0 if level is LEVELS[0] else self.rng.uniform(0.4, 1.0)
             tokens = self.rng.randint(*shape.tokens)
             rows.append(data.retrieval_conversation(self.sampler, self.encoder, tokens, shape.length, share))
         return index, collate(rows, shape.length, self.encoder.pad)
 
     def backward(self, batch: Batch, suffix: str = "") -> float:
         """Add the gradients of one micro-batch, note its accuracy, return its loss."""
-        # Compiling takes half a minute per shape: only worth it for the shape that every step uses.
-        run = self.compiled if batch.ids.shape[1] == SHORT_LENGTH else self.model.hidden
-        with torch.autocast("cpu", torch.bfloat16):
+        # Compiling takes half a minute per shape: only worth it for those that every step uses.
+        run = self.compiled if batch.ids.shape[1] in (SHORT_LENGTH, TOOL_LENGTH) else self.model.hidden
+        with fast_precision():
             hidden = run(batch.ids).flatten(0, 1)[batch.where]
             logits = self.model.logits(hidden)
         losses = F.cross_entropy(logits.float(), batch.target, reduction="none")
@@ -230,22 +238,26 @@ class Trainer:
     def step(self) -> tuple[float, float]:
         """One optimizer step; returns the loss of short tasks and of retrieval."""
         factor = self.learning_rate()
-        self.sampler.reopen = REOPEN_SHARE if self.progress.step >= REOPEN_STEP else 0.0
+        reopens = self.has_tools or self.progress.step >= REOPEN_STEP
+        self.sampler.reopen = REOPEN_SHARE if reopens else 0.0
         for optimizer, lr in zip(self.optimizers, self.base_lrs, strict=True):
             optimizer.param_groups[0]["lr"] = lr * factor
         short = self.backward(self.short_batch())
         index, batch = self.retrieval_batch()
         retrieval = self.backward(batch, f"-{index}")
+        if self.level.tool_rows:
+            self.backward(self.tool_batch())
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
-        self.progress.promote()
+        if not self.has_tools:
+            self.progress.promote()
         return short, retrieval
 
     def run(self) -> None:
         """Train to the last step."""
-        rows = data.evaluation_set(self.encoder)
+        rows = evaluation_set(self.encoder) if self.has_tools else data.evaluation_set(self.encoder)
         while self.progress.step < self.total_steps:
             started = time.monotonic()
             losses = self.step()
@@ -275,44 +287,15 @@ class Trainer:
         )
 
 
-def right_answers(logits: Tensor, batch: Batch) -> list[bool]:
-    """For each answer, whether all its tokens are the most likely ones: what greedy decoding would give."""
-    wrong = (logits.argmax(-1) != batch.target).to(torch.long)
-    return (torch.bincount(batch.span, weights=wrong, minlength=len(batch.tasks)) == 0).tolist()
-
-
-@torch.no_grad()
-def evaluate(model: Mini, encoder: tok.ChatEncoder, rows: list[dict]) -> dict[str, float]:
-    """Share of exact answers by task, in batches of about 8,192 tokens of similar length."""
-    examples = []
-    for row in rows:
-        example, (message,) = data.Example(), row["messages"]
-        data.add_turn(example, data.Turn(row["task"], message["content"], row["answer"]), encoder)
-        examples.append(example)
-    examples.sort(key=lambda e: len(e.ids))
-    hits: dict[str, list[bool]] = {}
-    while examples:
-        length = len(examples[-1].ids)
-        chunk = [examples.pop() for _ in range(min(len(examples), max(1, 8192 // length)))]
-        batch = collate(chunk, length, encoder.pad)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model.logits(model.hidden(batch.ids).flatten(0, 1)[batch.where])
-        for task, right in zip(batch.tasks, right_answers(logits, batch), strict=True):
-            hits.setdefault(task, []).append(right)
-    return {task: sum(h) / len(h) for task, h in sorted(hits.items())}
-
-
-def format_rates(rates: dict[str, float]) -> str:
-    """Rates in per cent for the log."""
-    return " ".join(f"{task}={100 * rate:.1f}" for task, rate in rates.items())
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and the result")
+    parser.add_argument(
+        "--from", dest="start", type=Path, help="folder with the weights that learn to call tools"
+    )
     parser.add_argument("--steps", type=int, default=2300, help="optimizer steps in all")
     parser.add_argument(
         "--decay-steps",
@@ -325,7 +308,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    Trainer(args.out, args.steps, args.decay_steps, args.seed).run()
+    Trainer(args.out, args.start, args.steps, args.decay_steps, args.seed).run()
 
 
 if __name__ == "__main__":
