@@ -12,8 +12,9 @@ import pytest
 from fake_engine import FakeTokenizer, finished_output
 from typer.testing import CliRunner, Result
 
-from quire.cli.evaluate import EVAL_FILE, SPARE_TOKENS, Case, read_cases, scored, select
+from quire.cli.evaluate import EVAL_FILE, SPARE_TOKENS, Call, Case, read_cases, scored, select
 from quire.cli.main import app
+from quire.dialogue.formats import FORMATS
 from quire.errors import ModelError
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -25,11 +26,15 @@ CASES = [
     Case("copy", [{"role": "user", "content": "cd ef gh"}], "cd ef gh"),
 ]
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
 
 class FakeLLM:
     """Copies what it is asked, with white space around."""
 
     calls: list[tuple[list, SamplingParams]]
+    tools: list[Any]
     options: dict[str, Any]
 
     def __init__(self, **options: Any) -> None:
@@ -47,8 +52,11 @@ class FakeLLM:
     def get_tokenizer(self) -> FakeTokenizer:
         return FakeTokenizer()
 
-    def chat(self, messages: list, sampling_params: SamplingParams, **_: Any) -> list[RequestOutput]:
+    def chat(
+        self, messages: list, sampling_params: SamplingParams, *, tools: list, **_: Any
+    ) -> list[RequestOutput]:
         type(self).calls.append((messages, sampling_params))
+        type(self).tools = tools
         return [
             finished_output(f" {chat[-1]['content']}\n", prompt_tokens=10, cached_tokens=5)
             for chat in messages
@@ -125,7 +133,58 @@ def test_a_model_without_an_evaluation_file(model: Path):
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"task": "a", "messages": []}', "3"])
+@pytest.fixture
+def cases_with_tools(model: Path) -> Path:
+    asked = {"task": "tools", "messages": [{"role": "user", "content": CALL}], "answer": "", "tools": [TOOL]}
+    with (model / EVAL_FILE).open("a") as file:
+        for calls in ([{"name": "add", "arguments": {"b": 2, "a": 1}}], []):
+            file.write(json.dumps({**asked, "calls": calls}) + "\n")
+    return model
+
+
+def test_calls_are_compared_by_name_and_arguments(cases_with_tools: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FakeTokenizer, "chat_template_source", "{{ tools }}<tool_call>", raising=False)
+    report = json.loads(evaluate(str(cases_with_tools), "--json").stdout)
+    assert report["tasks"]["tools"]["exact_match"] == 0.5
+    assert report["tasks"]["copy"]["exact_match"] == 1.0
+    assert FakeLLM.tools == [None] * len(CASES) + [[TOOL]] * 2
+
+
+def test_tools_of_a_model_whose_calls_are_in_no_known_format(
+    cases_with_tools: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FakeTokenizer, "chat_template_source", "{{ tools }}", raising=False)
+    result = evaluate(str(cases_with_tools))
+    assert (result.exit_code, FakeLLM.calls) == (1, [])
+    assert "--task" in result.stderr
+    assert evaluate(str(cases_with_tools), "--task", "copy").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        (CALL, True),
+        (f"Yes.{CALL}", False),
+        (CALL + CALL, False),
+        (CALL.replace("2", "3"), False),
+        (CALL.replace('"add"', '"sum"'), False),
+        (CALL[:40], False),
+        ("3", False),
+    ],
+)
+def test_a_call_must_be_the_whole_answer(text: str, is_right: bool):
+    case = Case("tools", [], "", [TOOL], [Call("add", {"a": 1, "b": 2})])
+    assert case.is_answered_by(text, FORMATS["hermes"]) is is_right
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{", "[]", '{"task": "a", "messages": []}', "3",
+        '{"task": "a", "messages": [], "answer": "", "tools": [{}]}',
+        '{"task": "a", "messages": [], "answer": "", "calls": [{"name": "f"}]}',
+    ],
+)  # fmt: skip
 def test_a_malformed_line_is_named(model: Path, line: str):
     (model / EVAL_FILE).write_text('{"task": "a", "messages": [], "answer": "b"}\n' + line + "\n")
     with pytest.raises(ModelError, match="line 2 of"):
@@ -150,3 +209,4 @@ def test_the_built_in_model_has_questions_for_every_task():
 
     tasks = {case.task for case in read_cases(resolve_model("mini") / EVAL_FILE)}
     assert {"qa", "add", "copy", "reverse", "retrieval-200", "retrieval-600", "retrieval-1400"} <= tasks
+    assert {"tools-call", "tools-calls", "tools-none", "tools-result"} <= tasks

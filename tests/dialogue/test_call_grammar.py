@@ -68,18 +68,25 @@ class Model:
 
     def __init__(self, name, *, has_marks):
         content = json.loads((MINI / "tokenizer.json").read_text())
-        first = max(content["model"]["vocab"].values()) + 1
-        first = max(first, *(token["id"] + 1 for token in content["added_tokens"]))
+        special = [token for token in content["added_tokens"] if token["special"]]
+        known = {token["content"]: token for token in content["added_tokens"] if token not in special}
+        if not has_marks:
+            content["added_tokens"] = special
+        vocab_size = len(content["model"]["vocab"])
         self.marks = {}
         for mark in dict.fromkeys(FORMATS[name].marks) if has_marks else ():
-            if mark[0] in "<[" and mark[-1] in ">]" and len(mark) > 1:
-                self.marks[mark] = first + len(self.marks)
+            if mark in known:
+                known[mark]["special"] = True
+                self.marks[mark] = known[mark]["id"]
+            elif mark[0] in "<[" and mark[-1] in ">]" and len(mark) > 1:
+                self.marks[mark] = vocab_size
+                vocab_size += 1
                 added = {"id": self.marks[mark], "content": mark, "special": True}
                 content["added_tokens"].append({**content["added_tokens"][0], **added})
         self.eos = TOKENIZER.eos_token_ids[0]
         self.texts = TOKEN_BYTES | {token: mark.encode() for mark, token in self.marks.items()}
         text = json.dumps(content)
-        self.backend = LLGuidanceBackend(lambda: text, first + len(self.marks), lambda: [self.eos])
+        self.backend = LLGuidanceBackend(lambda: text, vocab_size, lambda: [self.eos])
 
     def answer(self, structure, seed):
         """A random answer, None if it has not ended after some tokens."""

@@ -298,6 +298,15 @@ def test_the_built_in_model_answers():
             [{"role": "user", "content": "What is a KV block?"}], SamplingParams(max_tokens=5)
         )
         assert 1 <= len(output.outputs[0].token_ids) <= 5
+        chats, tools = [[{"role": "user", "content": "Hi"}]] * 2, [{"function": {"name": "ping"}}]
+        for_all = llm.chat(chats, GREEDY, tools=tools)
+        assert ["ping()" in one.prompt for one in for_all] == [True, True]
+        for_each = llm.chat(chats, GREEDY, tools=[None, tools])
+        assert ["ping()" in one.prompt for one in for_each] == [False, True]
+        for wrong in ([tools], 5, [5, 5]):
+            with pytest.raises(InvalidRequestError) as refused:
+                llm.chat(chats, GREEDY, tools=wrong)
+            assert refused.value.param == "tools"
 
 
 def test_a_replaced_scheduler_is_used(checkpoint):

@@ -33,14 +33,17 @@ FEW = settings(max_examples=25)
 
 
 def token_bytes() -> list[bytes | None]:
-    """The bytes of every token, None for special ones; GPT-2's table shows each byte as a printable one."""
+    """The bytes of every token, None for special ones and for marks, which llguidance takes for such.
+
+    GPT-2's table shows each byte as a printable one.
+    """
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     table = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
     pieces = [TOKENIZER.backend.id_to_token(token) for token in range(NUM_TOKENS)]
+    added = TOKENIZER.backend.get_added_tokens_decoder()
     return [
-        None if token in TOKENIZER.special_token_ids else bytes(table[char] for char in piece)
-        for token, piece in enumerate(pieces)
+        None if token in added else bytes(table[char] for char in piece) for token, piece in enumerate(pieces)
     ]
 
 

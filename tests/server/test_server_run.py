@@ -131,6 +131,49 @@ def test_completions_agree_with_themselves(shared):
             assert scored.text[offset:].startswith(token)
 
 
+def function(name, **types):
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_the_built_in_model_calls_tools(shared):
+    tools = [
+        function("get_weather", city="string"),
+        function("calculator", expression="string"),
+        function("set_timer", minutes="integer"),
+    ]
+
+    def answer(messages, **fields):
+        asked = {"model": "mini", "messages": messages, "tools": tools, "temperature": 0, **fields}
+        return shared.client().chat.completions.create(**asked).choices[0]
+
+    def calls(message):
+        return [(one.function.name, json.loads(one.function.arguments)) for one in message.tool_calls]
+
+    asked = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    called = answer(asked)
+    assert (called.finish_reason, called.message.content) == ("tool_calls", None)
+    assert calls(called.message) == [("get_weather", {"city": "Oslo"})]
+    [call] = called.message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 12, "condition": "rain"}'}
+    told = answer([*asked, called.message, result])
+    assert (told.finish_reason, told.message.tool_calls) == ("stop", None)
+    assert told.message.content == "It is 12 degrees in Oslo, rain."
+
+    both = [{"role": "user", "content": "What is 23 * 17? Set a timer for 10 minutes."}]
+    expected = [("calculator", {"expression": "23 * 17"}), ("set_timer", {"minutes": 10})]
+    assert calls(answer(both).message) == expected
+    assert calls(answer(both, parallel_tool_calls=False).message) == expected[:1]
+
+    for tool_choice in ("auto", "none"):
+        known = answer(QUESTION, tool_choice=tool_choice)
+        assert (known.finish_reason, known.message.tool_calls) == ("stop", None)
+        assert known.message.content.startswith("A fixed-size piece of the KV cache")
+    other = [{"role": "user", "content": "Search for cheap flights to Rome."}]
+    assert answer(other).message.content == "I have no tool for that."
+
+
 def test_bad_requests_leave_it_serving(shared):
     url = f"{shared.url}/v1/completions"
     for fields, status in [
