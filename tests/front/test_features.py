@@ -105,7 +105,7 @@ def test_drafts_from_earlier_outputs_are_of_the_same_tenant_and_salt(expected):
         first = num_accepted(tenant="a", cache_salt="b")
         for options in ({"tenant": "a"}, {"cache_salt": "b"}, {"tenant": "ab"}, {}):
             assert num_accepted(**options) <= first
-        assert num_accepted(tenant="a", cache_salt="b") >= first + 6
+        assert num_accepted(tenant="a", cache_salt="b") > first
 
 
 @pytest.fixture(scope="module")

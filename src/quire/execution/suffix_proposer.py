@@ -133,7 +133,7 @@ def occurrences(text: IntArray, suffix: IntArray, min_n: int) -> tuple[int, Int6
     if not ends.size:
         return 0, ends
     places = ends[:, None] - np.arange(len(suffix))
-    is_same = (text[places] == suffix[::-1]) & (places >= 0)
+    is_same = (text[np.maximum(places, 0)] == suffix[::-1]) & (places >= 0)
     lengths = np.logical_and.accumulate(is_same, axis=1).sum(axis=1)
     longest = int(lengths.max())
     return (longest, ends[lengths == longest] + 1) if longest >= min_n else (0, ends[:0])
