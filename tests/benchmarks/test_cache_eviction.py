@@ -55,8 +55,8 @@ def test_what_kvcrush_retains_is_part_of_the_budget():
 
 
 def test_half_the_prompt_keeps_the_answers_if_pooling_is_centered():
-    """The last two digits of this answer are in the next block, which pooling forward evicts."""
-    cases = cache_eviction.retrieval_cases(2, "name")[1:]
+    """The end of this answer is in the next block, which pooling forward evicts."""
+    cases = cache_eviction.retrieval_cases(7, "name")[6:]
     shares = {
         pooling: cache_eviction.exact_match(cases, cache_eviction.eviction(688, score_pooling=pooling))[0]
         for pooling in ("forward", "centered")

@@ -34,6 +34,7 @@ _SPACE = "▁"  # as SentencePiece writes it
 
 _ADDING_NORMALIZERS = {"Prepend", "ByteLevel", *get_args(_Form)}
 _KEEPING_PRETOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts"}
+_NOT_IN_UTF8 = [0xC0, 0xC1, *range(0xF5, 0x100)]
 _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -133,6 +134,8 @@ class TokenBound:
             if self._knows_all_bytes():
                 is_single[:] = True
         shares = np.where(is_single, 1 / np.maximum(longest, 1), 0.0)
+        if self._is_byte_level:
+            shares[_NOT_IN_UTF8] = 1.0  # so that a tokenizer may do without them
         added = self._backend.get_added_tokens_decoder().values()
         if any(
             token.lstrip or token.rstrip for token in added
