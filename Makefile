@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site clean
+.PHONY: help setup demo serve test test-fast test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -185,6 +185,14 @@ docs: $(READY)  ## Write the pages and the stub that are generated from the code
 
 docs-site: $(READY)  ## Build the documentation as a site in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# The wheels run where glibc is as new as here, or newer; those of a release are built in manylinux' image.
+PYTHONS :=
+wheels:  ## Build wheels in dist for the CPythons on the path (3.11 to 3.14), or PYTHONS="python3.12 ..."
+	@$(PYTHON) tools/wheels.py build $(PYTHONS)
+
+check-wheels:  ## Install each wheel in a clean environment of each CPython that it is for, and ask it something
+	@$(PYTHON) tools/wheels.py check $(PYTHONS)
 
 clean:  ## Remove caches and build products; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
