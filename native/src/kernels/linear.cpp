@@ -9,8 +9,8 @@
 
 namespace quire::QUIRE_BASE_ISA {
 
-void multiply_int4(const LinearCall& call, ThreadPool& pool);       // linear_int4.cpp
-void multiply_int4_int8(const LinearCall& call, ThreadPool& pool);  // linear_int4_int8.cpp
+void multiply_groups(const LinearCall& call, ThreadPool& pool);       // linear_groups.cpp
+void multiply_groups_int8(const LinearCall& call, ThreadPool& pool);  // linear_groups_int8.cpp
 
 }  // namespace quire::QUIRE_BASE_ISA
 
@@ -165,8 +165,8 @@ void linear(const LinearCall& call, ThreadPool& pool) {
     case WeightFormat::kFloat16: return multiply_float<Float16Format>(call, pool);
     case WeightFormat::kInt8: return multiply_int8(call, pool);
     case WeightFormat::kInt4:
-      return call.weight->has_int8_rows ? QUIRE_BASE_ISA::multiply_int4_int8(call, pool)
-                                        : QUIRE_BASE_ISA::multiply_int4(call, pool);
+      return call.weight->has_int8_rows ? QUIRE_BASE_ISA::multiply_groups_int8(call, pool)
+                                        : QUIRE_BASE_ISA::multiply_groups(call, pool);
   }
 }
 

@@ -1,5 +1,5 @@
 // Products with weights of 4 bits. See linear.h; compiled once for each instruction set.
-#include "int4_panels.h"
+#include "group_panels.h"
 #include "linear_formats.h"
 #include "linear_rows.h"
 
@@ -112,7 +112,7 @@ Rows convert_rows(const LinearCall& call, ThreadPool& pool) {
 
 }  // namespace
 
-void multiply_int4(const LinearCall& call, ThreadPool& pool) {
+void multiply_groups(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const Rows rows = convert_rows(call, pool);
   for_each_task(call, pool, kTileRows, [&](int64_t panel, int64_t first_row, int64_t last_row) {
