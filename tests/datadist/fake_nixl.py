@@ -48,6 +48,7 @@ class FakeNixl:
         self.faults: dict[str, Any] = {}
         self.is_slow = False
         self.released = threading.Event()
+        self.hangs = threading.Event()
         self.numbers = itertools.count(1)
 
     def open_agent(self, name: str) -> FakeAgent:
@@ -56,6 +57,7 @@ class FakeNixl:
         return FakeAgent(name, self)
 
     def hang(self, *_: Any) -> None:
+        self.hangs.set()
         self.released.wait()
 
     @contextlib.contextmanager

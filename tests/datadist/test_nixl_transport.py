@@ -220,6 +220,7 @@ def test_a_hang_of_the_prompt_s_agent_ends_its_links_and_tcp_takes_over(fake, ne
     with fake.fault("get_new_notifs", fake.hang), fake.fault("prep_xfer_dlist", fail):
         with fails_with(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT):
             pair.pull()
+        assert fake.hangs.wait(sides.PATIENT / 1000)
         pair.relink()
     pair.pull()
     assert pair.has_arrived()
