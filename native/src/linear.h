@@ -8,9 +8,8 @@
 
 namespace quire {
 
-// How a weight matrix [out_features, in_features] is stored. In all formats but the int4 one the columns of a panel lie side
-// by side, so that a panel is read from its start to its end once.
-enum class WeightFormat : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4 };
+// How a weight matrix [out_features, in_features] is stored. A panel is read from its start to its end once.
+enum class WeightFormat : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4, kGroupedInt8 = 5 };
 
 constexpr int kPanelColumns = 32;
 
@@ -18,22 +17,32 @@ constexpr int kPanelColumns = 32;
 //   kFloat32, kFloat16: [in][32]
 //   kBFloat16:          [in / 2][32][2], `in` rounded up
 //   kInt8:              [in / 4][32][4], `in` rounded up; then float32 scale [32], int32 sum of the column [32]
-//   kInt4:              for each group of `group_size` inputs: float32 scale [32], float32 zero [32], then
+//   kInt4:              for each group of `group_size` inputs: float16 scale [32], float16 zero [32], then
 //                       [group_size / 8][32][2] of 16 bits: of eight inputs of a column, the first of the two has those
-//                       with even numbers, the second those with odd ones, four bits each from the lowest up
-// An int4 weight is (q - zero) * scale with q in 0..15, an int8 weight q * scale.
+//                       with even numbers, the second those with odd ones, four bits each from the lowest up;
+//                       after the last group, float32 unit [32]
+//   kGroupedInt8:       likewise, with [group_size / 4][32][4] bytes
+// A weight in groups is (q - zero) * scale * unit with q in 0..15 or 0..255, an int8 weight q * scale. Units are powers of two, so
+// that scales which float16 can hold, times a power of two, are held exactly.
 struct PackedWeight {
   WeightFormat format;
   int64_t out_features;
   int64_t in_features;
-  int64_t group_size;          // kInt4 only: a multiple of 16 that divides in_features
+  int64_t group_size;          // in_groups() only: a multiple of 16 that divides in_features
   const char* panels;          // aligned to 64 bytes
-  bool has_int8_rows = false;  // kInt4 only: rows are quantized as for kInt8, instead of being rounded to bf16
+  bool has_int8_rows = false;  // in_groups() only: rows are quantized as for kInt8, instead of being rounded to bf16
 
+  bool in_groups() const { return format == WeightFormat::kInt4 || format == WeightFormat::kGroupedInt8; }
+  int64_t num_groups() const { return in_groups() ? in_features / group_size : 0; }
+  int64_t group_bytes() const;
   int64_t num_panels() const { return ceil_div(out_features, kPanelColumns); }
   int64_t panel_bytes() const;
   int64_t bytes() const { return num_panels() * panel_bytes(); }
 };
+
+inline int64_t PackedWeight::group_bytes() const {
+  return kPanelColumns * (4 + (format == WeightFormat::kInt4 ? group_size / 2 : group_size));
+}
 
 inline int64_t PackedWeight::panel_bytes() const {
   switch (format) {
@@ -41,13 +50,14 @@ inline int64_t PackedWeight::panel_bytes() const {
     case WeightFormat::kBFloat16: return (in_features + 1) / 2 * kPanelColumns * 4;
     case WeightFormat::kFloat16: return in_features * kPanelColumns * 2;
     case WeightFormat::kInt8: return (in_features + 3) / 4 * kPanelColumns * 4 + kPanelColumns * 8;
-    case WeightFormat::kInt4: return in_features / group_size * (kPanelColumns * 8 + group_size * kPanelColumns / 2);
+    case WeightFormat::kInt4:
+    case WeightFormat::kGroupedInt8: return num_groups() * group_bytes() + kPanelColumns * 4;
   }
   return 0;
 }
 
 // out [num_rows, out_features] = rows [num_rows, in_features] x weight^T + bias. Strides are in elements between rows; the
-// numbers of a row are adjacent. Sums are in float32 (kInt8, and groups of kInt4 with int8 rows: exact integers), in an order that
+// numbers of a row are adjacent. Sums are in float32 (kInt8, and groups with int8 rows: exact integers), in an order that
 // depends on neither num_rows nor the number of threads.
 struct LinearCall {
   const PackedWeight* weight;
@@ -66,18 +76,17 @@ struct LinearCall {
 struct LinearScratch {
   int64_t rows = 0;     // the rows as the format wants them
   int64_t row_bytes;    // from one row to the next
-  int64_t row_numbers;  // kInt8: the scale of each row; kInt4: the scales of int8 rows, then the sums of each row's groups
+  int64_t row_numbers;  // kInt8: the scale of each row; groups: the scales of int8 rows, then the sums of each row's groups
   int64_t total;
 
   LinearScratch(const PackedWeight& weight, int64_t num_rows) {
-    const int64_t num_groups = weight.format == WeightFormat::kInt4 ? weight.in_features / weight.group_size : 0;
     const bool is_float32 = weight.format == WeightFormat::kFloat32 || weight.format == WeightFormat::kFloat16;
     const bool is_int8 = weight.format == WeightFormat::kInt8 || weight.has_int8_rows;
     const int64_t input_bytes = is_float32 ? 4 : is_int8 ? 1 : 2;
     // An odd number of lines, so that the same place of many rows is not in the same few sets of a cache.
     row_bytes = (ceil_div(weight.in_features * input_bytes, kLine) | 1) * kLine;
     row_numbers = num_rows * row_bytes;
-    total = row_numbers + num_rows * (num_groups + 1) * 4;
+    total = row_numbers + num_rows * (weight.num_groups() + 1) * 4;
   }
 };
 

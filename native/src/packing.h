@@ -8,9 +8,9 @@
 namespace quire {
 
 // Some of the rows [num_rows, in_features] of a weight matrix; the numbers of a row are adjacent.
-//   kFloat32, kBFloat16, kFloat16: fit every format; int8 and int4 ones are quantized on the way.
+//   kFloat32, kBFloat16, kFloat16: fit every format but kGroupedInt8; int8 and int4 ones are quantized on the way.
 //   kInt8:  for kInt8, with `scales` [num_rows].
-//   kUInt8: for kInt4, one weight of 0..15 in each byte, with `scales` and `zeros` [num_rows, in_features / group_size].
+//   kUInt8: for kInt4 and kGroupedInt8, one weight in each byte, with `scales` and `zeros` [num_rows, in_features / group_size].
 struct WeightSource {
   const void* rows;
   DType type;

@@ -28,17 +28,48 @@ std::vector<bf16> multiply(const Kernels& kernels, ThreadPool& pool, const Packe
   return out;
 }
 
+// A matrix as it is packed: in bf16, or in bytes, and the numbers that it stands for.
+struct Matrix {
+  std::vector<bf16> floats;
+  std::vector<uint8_t> steps;
+  std::vector<float> scales, zeros;  // of groups
+  std::vector<double> numbers;
+
+  explicit Matrix(const Case& shape) {
+    const int64_t count = shape.out_features * shape.in_features;
+    if (shape.format != WeightFormat::kGroupedInt8) {
+      floats = to_bf16(random_floats(count, 0.1f));
+      for (const bf16 number : floats) numbers.push_back(to_float(number));
+      return;
+    }
+    for (int64_t group = 0; group < count / shape.group_size; ++group) {
+      scales.push_back(0x1p-14f * static_cast<float>(random_int(1, 15)));
+      zeros.push_back(static_cast<float>(random_int(0, 255)));
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      steps.push_back(static_cast<uint8_t>(random_int(0, 3) ? random_int(0, 255) : 255));  // the largest sums, too
+      const int64_t group = i / shape.group_size;
+      numbers.push_back((steps[i] - zeros[group]) * static_cast<double>(scales[group]));
+    }
+  }
+
+  WeightSource source(const Case& shape, int64_t first, int64_t count) const {
+    const int64_t place = first * shape.in_features;
+    if (steps.empty()) return {floats.data() + place, DType::kBFloat16, count, nullptr, nullptr};
+    const int64_t group = place / shape.group_size;
+    return {steps.data() + place, DType::kUInt8, count, scales.data() + group, zeros.data() + group};
+  }
+};
+
 void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread, const Case& shape) {
-  const std::vector<bf16> matrix = to_bf16(random_floats(shape.out_features * shape.in_features, 0.1f));
+  const Matrix matrix(shape);
   const std::vector<bf16> rows = to_bf16(random_floats(shape.num_rows * shape.in_features));
   const std::vector<float> bias = random_floats(shape.out_features);
   PackedWeight weight{shape.format, shape.out_features, shape.in_features, shape.group_size, nullptr, shape.has_int8_rows};
   Aligned panels(weight.bytes());
   weight.panels = panels.data;
   const int64_t split = shape.out_features / 3;  // two sources, one below the other
-  const WeightSource sources[] = {
-      {matrix.data(), DType::kBFloat16, split, nullptr, nullptr},
-      {matrix.data() + split * shape.in_features, DType::kBFloat16, shape.out_features - split, nullptr, nullptr}};
+  const WeightSource sources[] = {matrix.source(shape, 0, split), matrix.source(shape, split, shape.out_features - split)};
   PackCall packing{&weight, panels.data, sources, 2, nullptr};
   Aligned room(kernels.pack_scratch(packing, pool.num_threads()));
   packing.scratch = room.data;
@@ -51,7 +82,7 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
              largest_weight = 0.0;
       for (int64_t input = 0; input < shape.in_features; ++input) {
         const double number = to_float(rows[row * shape.in_features + input]);
-        const double factor = to_float(matrix[column * shape.in_features + input]);
+        const double factor = matrix.numbers[column * shape.in_features + input];
         exact += number * factor;
         magnitude += std::abs(number * factor);
         inputs += std::abs(number);
@@ -85,13 +116,13 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
 int main() {
   ThreadPool pool(3), one_thread(1);
   for (const Kernels* kernels : all_kernels()) {
-    for (const WeightFormat format :
-         {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8, WeightFormat::kInt4}) {
-      const bool is_int4 = format == WeightFormat::kInt4;
-      for (int turn = 0; turn < (is_int4 ? 24 : 12); ++turn) {
-        const int64_t group_size = is_int4 ? int64_t{16} << turn % 4 : 0;
+    for (const WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16,
+                                      WeightFormat::kInt8, WeightFormat::kInt4, WeightFormat::kGroupedInt8}) {
+      const bool in_groups = format == WeightFormat::kInt4 || format == WeightFormat::kGroupedInt8;
+      for (int turn = 0; turn < (in_groups ? 24 : 12); ++turn) {
+        const int64_t group_size = in_groups ? int64_t{16} << turn % 4 : 0;
         const int64_t in_features = group_size ? group_size * random_int(1, 3) : random_int(1, 300);
-        const bool has_int8_rows = is_int4 && turn % 8 >= 4;
+        const bool has_int8_rows = in_groups && turn % 8 >= 4;
         check_case(*kernels, pool, one_thread,
                    {format, random_int(3, 200), in_features, random_int(1, 80), group_size, has_int8_rows});
       }

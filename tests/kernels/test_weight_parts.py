@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize, part_of, quantize_int8
+from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, part_of, quantize_int8
 
 ROWS, INPUTS = 48, 512
 
@@ -13,15 +13,16 @@ ROWS, INPUTS = 48, 512
 def _weights() -> dict[str, Weight]:
     generator = torch.Generator().manual_seed(0)
     dense = torch.randn(ROWS, INPUTS, generator=generator)
-    int4 = {
-        f"int4-{size}": Int4Weight(
-            torch.randint(0, 16, (ROWS, INPUTS), generator=generator, dtype=torch.uint8),
+    in_groups = {
+        f"int{bits}-{size}": GroupedWeight(
+            torch.randint(0, 1 << bits, (ROWS, INPUTS), generator=generator, dtype=torch.uint8),
             torch.rand(ROWS, INPUTS // size, generator=generator),
-            torch.randint(0, 16, (ROWS, INPUTS // size), generator=generator).float(),
+            torch.randint(0, 1 << bits, (ROWS, INPUTS // size), generator=generator).float(),
+            bits,
         )
-        for size in (32, 128)
+        for bits, size in ((4, 32), (4, 128), (8, 16), (8, 32))
     }
-    return {"bfloat16": dense.bfloat16(), "int8": quantize_int8(dense), **int4}
+    return {"bfloat16": dense.bfloat16(), "int8": quantize_int8(dense), **in_groups}
 
 
 @pytest.mark.parametrize("name", list(_weights()))
@@ -54,5 +55,5 @@ def test_rows_of_a_mapped_matrix_are_not_copied() -> None:
 
 
 def test_groups_cut_too_small_for_any_kernel_are_refused() -> None:
-    with pytest.raises(ValueError, match="groups of 128, which cannot be divided at 16 and 256"):
-        part_of(_weights()["int4-128"], 1, [range(16, 256)])
+    with pytest.raises(ValueError, match="groups of 128, which cannot be divided at 8 and 256"):
+        part_of(_weights()["int4-128"], 1, [range(8, 256)])

@@ -27,7 +27,7 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.tiles import HeadLayout
-from quire.kernels.weights import quantize_int4, quantize_int8
+from quire.kernels.weights import MAX_ZERO, GroupedWeight, quantize_int4, quantize_int8
 from quire.kv.cache_view import PagedAttentionCacheView
 
 HEADS = HeadLayout(4, 2, 32)
@@ -313,8 +313,10 @@ def is_defined(kernel: str, arguments: Arguments) -> bool:
         return bool(
             (temperature > 0).all() and np.isfinite(temperature).all() and logits.max() <= maxima.min()
         )
-    values = getattr(arguments.get("parts", [None])[0], "values", None)
-    return kernel != "linear_int4" or not isinstance(values, torch.Tensor) or int(values.max()) < 16
+    part = arguments.get("parts", [None])[0]
+    if not isinstance(part, GroupedWeight) or not isinstance(part.values, torch.Tensor):
+        return True
+    return int(part.values.max()) < 16 and float(part.zeros.abs().max()) <= MAX_ZERO
 
 
 def check(kernel: str) -> int:

@@ -58,7 +58,8 @@ void bind_linear(nb::module_& module) {
       .value("bfloat16", WeightFormat::kBFloat16)
       .value("float16", WeightFormat::kFloat16)
       .value("int8", WeightFormat::kInt8)
-      .value("int4", WeightFormat::kInt4);
+      .value("int4", WeightFormat::kInt4)
+      .value("grouped_int8", WeightFormat::kGroupedInt8);
   nb::class_<PackedWeight>(module, "PackedWeight")
       .def(
           "__init__",

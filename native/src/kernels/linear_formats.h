@@ -164,11 +164,11 @@ void for_each_task(const LinearCall& call, ThreadPool& pool, int rows_together, 
   });
 }
 
-// Calls visit(first_row, count, pass) for tiles of nearly equal height.
-template <class Visit>
+// Calls visit(first_row, count, tile, num_tiles) for tiles of nearly equal height, of up to `Rows`.
+template <int Rows = kTileRows, class Visit>
 QUIRE_INLINE void for_each_tile(int64_t first_row, int64_t last_row, const Visit& visit) {
   const int64_t num_rows = last_row - first_row;
-  const int64_t num_tiles = ceil_div(num_rows, kTileRows);
+  const int64_t num_tiles = ceil_div(num_rows, Rows);
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t start = first_row + num_rows * tile / num_tiles;
     const int64_t stop = first_row + num_rows * (tile + 1) / num_tiles;

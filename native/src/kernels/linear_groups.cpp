@@ -1,4 +1,4 @@
-// Products with weights of 4 bits. See linear.h; compiled once for each instruction set.
+// Products of rows in bf16 with weights in groups. See linear.h; compiled once for each instruction set.
 #include "group_panels.h"
 #include "linear_formats.h"
 #include "linear_rows.h"
@@ -6,28 +6,49 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+// Lines hold the weights of some inputs of sixteen columns; each becomes pairs of bf16.
+
+QUIRE_INLINE u32x16 bits_of_whole(u32x16 numbers) { return bits_as<u32x16>(convert<f32x16>(bits_as<i32x16>(numbers))); }
+
+struct Int8Lines {
+  static constexpr int kPairs = 2;
+
+  static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const u32x16 word = packed >> (16 * pair);
+      pairs[pair] = bits_of_whole(word & 0xff) >> 16 | bits_of_whole(word >> 8 & 0xff);
+    }
+  }
+};
+
 #if defined(__AVX512BW__)
 // The numbers 0 to 15 as bf16, twice: the instruction picks by 5 bits, of which the highest is another weight's.
 alignas(64) const uint16_t kNumbers[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
                                            0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
                                            0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
 
-QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[4]) {
-  const __m512i numbers = _mm512_load_si512(kNumbers);
-  const __m512i words = bits_as<__m512i>(packed);
-  pairs[0] = bits_as<u32x16>(_mm512_permutexvar_epi16(words, numbers));
-  pairs[1] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), numbers));
-  pairs[2] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), numbers));
-  pairs[3] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), numbers));
-}
-#else
-QUIRE_INLINE u32x16 bits_of_whole(u32x16 numbers) { return bits_as<u32x16>(convert<f32x16>(bits_as<i32x16>(numbers))); }
+struct Int4Lines {
+  static constexpr int kPairs = 4;
 
-QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[4]) {
-  for (int pair = 0; pair < 4; ++pair) {
-    pairs[pair] = bits_of_whole(packed >> (4 * pair) & 0xf) >> 16 | bits_of_whole(packed >> (16 + 4 * pair) & 0xf);
+  static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
+    const __m512i numbers = _mm512_load_si512(kNumbers);
+    const __m512i words = bits_as<__m512i>(packed);
+    pairs[0] = bits_as<u32x16>(_mm512_permutexvar_epi16(words, numbers));
+    pairs[1] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), numbers));
+    pairs[2] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), numbers));
+    pairs[3] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), numbers));
   }
-}
+};
+#else
+struct Int4Lines {
+  static constexpr int kPairs = 4;
+
+  static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
+    for (int pair = 0; pair < kPairs; ++pair) {
+      pairs[pair] = bits_of_whole(packed >> (4 * pair) & 0xf) >> 16 | bits_of_whole(packed >> (16 + 4 * pair) & 0xf);
+    }
+  }
+};
 #endif
 
 // The rows of a call as bf16, and the sum of each row's groups.
@@ -38,11 +59,11 @@ struct Rows {
   int64_t num_groups;
 };
 
-// R rows times one panel, added to `totals`. A group's weights are multiplied as whole numbers, which bf16 holds exactly; its
-// scale and zero come in once for each row and column.
-template <int R>
+// R rows times one panel, added to `totals`, without the units. A group's weights are multiplied as whole numbers, which bf16 holds
+// exactly; its scale and zero come in once for each row and column.
+template <class Lines, int R>
 void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, const PackedWeight& weight, const char* panel) {
-  const int64_t num_octets = weight.group_size / kOctet;
+  const int64_t num_lines = weight.group_size / (2 * Lines::kPairs);
   for (int64_t group = 0; group < rows.num_groups; ++group) {
     const char* weights = panel + kGroupHeader;
     const bf16* inputs = rows.numbers + first_row * rows.in_features + group * weight.group_size;
@@ -50,52 +71,50 @@ void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, con
     f32x16 sums[R][2];
 #pragma GCC unroll 12
     for (int row = 0; row < R; ++row) sums[row][0] = sums[row][1] = f32x16{};
-    for (int64_t octet = 0; octet < num_octets; ++octet) {
+    for (int64_t line = 0; line < num_lines; ++line) {
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        const char* line = weights + (2 * octet + half) * kLine;
-        __builtin_prefetch(line + kAheadBytes, 0, 2);
-        u32x16 pairs[4];
-        unpack(load_bits<u32x16>(line), pairs);
+        const char* at = weights + (2 * line + half) * kLine;
+        __builtin_prefetch(at + kAheadBytes, 0, 2);
+        u32x16 pairs[Lines::kPairs];
+        Lines::unpack(load_bits<u32x16>(at), pairs);
 #pragma GCC unroll 12
         for (int row = 0; row < R; ++row) {
 #pragma GCC unroll 4
-          for (int pair = 0; pair < 4; ++pair) {
-            const uint32_t input = BFloat16Format::input(inputs + row * rows.in_features, 4 * octet + pair);
+          for (int pair = 0; pair < Lines::kPairs; ++pair) {
+            const uint32_t input = BFloat16Format::input(inputs + row * rows.in_features, Lines::kPairs * line + pair);
             BFloat16Format::add(sums[row][half], input, pairs[pair]);
           }
         }
       }
     }
-    const float* scales = reinterpret_cast<const float*>(panel);
-    const float* zeros = scales + kPanelColumns;
-    const f32x16 scale[2] = {load(scales), load(scales + kLanes)};
-    const f32x16 zero[2] = {load(zeros), load(zeros + kLanes)};
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const GroupScale scale(panel, half);
 #pragma GCC unroll 12
-    for (int row = 0; row < R; ++row) {
-      const float group_sum = rows.group_sums[(first_row + row) * rows.num_groups + group];
-      totals[row][0] += scale[0] * (sums[row][0] - zero[0] * group_sum);
-      totals[row][1] += scale[1] * (sums[row][1] - zero[1] * group_sum);
+      for (int row = 0; row < R; ++row) {
+        totals[row][half] += scale.of(sums[row][half], rows.group_sums[(first_row + row) * rows.num_groups + group]);
+      }
     }
-    panel = weights + num_octets * 2 * kLine;
+    panel += weight.group_bytes();
   }
 }
 
 using MultiplyTile = void (*)(f32x16 (*)[2], const Rows&, int64_t, const PackedWeight&, const char*);
 
-template <int R = kTileRows>
+template <class Lines, int R = kTileRows>
 MultiplyTile tile_function(int num_rows) {
   if constexpr (R == 1) {
-    return multiply_tile<1>;
+    return multiply_tile<Lines, 1>;
   } else {
-    return num_rows == R ? multiply_tile<R> : tile_function<R - 1>(num_rows);
+    return num_rows == R ? multiply_tile<Lines, R> : tile_function<Lines, R - 1>(num_rows);
   }
 }
 
 Rows convert_rows(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const LinearScratch scratch(weight, call.num_rows);
-  const int64_t num_groups = weight.in_features / weight.group_size;
+  const int64_t num_groups = weight.num_groups();
   bf16* converted = reinterpret_cast<bf16*>(call.scratch + scratch.rows);
   float* group_sums = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
   parallel_for(pool, call.num_rows, [&](int64_t row, int) {
@@ -110,26 +129,32 @@ Rows convert_rows(const LinearCall& call, ThreadPool& pool) {
   return {converted, group_sums, weight.in_features, num_groups};
 }
 
-}  // namespace
-
-void multiply_groups(const LinearCall& call, ThreadPool& pool) {
+template <class Lines>
+void multiply(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const Rows rows = convert_rows(call, pool);
   for_each_task(call, pool, kTileRows, [&](int64_t panel, int64_t first_row, int64_t last_row) {
     const int64_t column = panel * kPanelColumns;
     const int64_t count = min(weight.out_features - column, kPanelColumns);
+    const char* panel_at = weight.panels + panel * weight.panel_bytes();
+    const float* units = units_of(weight, panel_at);
     f32x16 bias[2];
     load_bias(call.bias, column, count, bias);
     for_each_tile(first_row, last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
-      f32x16 totals[kTileRows][2];
+      f32x16 totals[kTileRows][2] = {};
+      tile_function<Lines>(num_rows)(totals, rows, row, weight, panel_at);
       for (int i = 0; i < num_rows; ++i) {
-        totals[i][0] = bias[0];
-        totals[i][1] = bias[1];
+        for (int half = 0; half < 2; ++half) totals[i][half] = totals[i][half] * load(units + half * kLanes) + bias[half];
+        store_row(call, row + i, column, count, totals[i]);
       }
-      tile_function<>(num_rows)(totals, rows, row, weight, weight.panels + panel * weight.panel_bytes());
-      for (int i = 0; i < num_rows; ++i) store_row(call, row + i, column, count, totals[i]);
     });
   });
+}
+
+}  // namespace
+
+void multiply_groups(const LinearCall& call, ThreadPool& pool) {
+  return call.weight->format == WeightFormat::kInt4 ? multiply<Int4Lines>(call, pool) : multiply<Int8Lines>(call, pool);
 }
 
 }  // namespace quire::QUIRE_ISA

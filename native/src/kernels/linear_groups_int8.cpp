@@ -1,4 +1,4 @@
-// Products of rows in int8 with weights of 4 bits. See linear.h; compiled once for each instruction set.
+// Products of rows in int8 with weights in groups. See linear.h; compiled once for each instruction set.
 #include "group_panels.h"
 #include "linear_formats.h"
 #include "linear_rows.h"
@@ -6,16 +6,13 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// A lane's four bytes hold the weights of eight inputs of a column, in this order: first the lower halves of the bytes, then the
-// higher ones. Rows have their inputs in the same order.
-constexpr int kOrder[kOctet] = {0, 4, 1, 5, 2, 6, 3, 7};
-
-// -- sums of products of four weights (0 to 15) and four inputs (-127 to 127) in each lane ------------------------------------
+// -- sums of products of four weights and four inputs (-127 to 127) in each lane ---------------------------------------------
 
 #if defined(__AVX512VNNI__)
 using Partial = i32x16;
-constexpr int64_t kMaxOctets = INT64_MAX;  // that a partial sum has room for
-constexpr int kHalvesTogether = 2;         // of a panel, whose sums fit into the registers
+constexpr int64_t kMaxProducts = INT64_MAX;  // of weights up to 15 that a partial sum has room for, four inputs each
+constexpr int kHalvesTogether = 2;           // of a panel, whose sums fit into the registers with those of kRowsTogether rows
+constexpr int kRowsTogether = kTileRows;
 
 QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
   sum = bits_as<i32x16>(_mm512_dpbusd_epi32(bits_as<__m512i>(sum), bits_as<__m512i>(weights), _mm512_set1_epi32(inputs)));
@@ -23,8 +20,9 @@ QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
 QUIRE_INLINE i32x16 widened(Partial sum) { return sum; }
 #elif defined(__AVX2__)
 using Partial = Vector<int16_t, 2 * kLanes>;
-constexpr int64_t kMaxOctets = 4;  // 16 x 15 x 127 = 30480
+constexpr int64_t kMaxProducts = 8;  // 16 x 15 x 127 = 30480
 constexpr int kHalvesTogether = 1;
+constexpr int kRowsTogether = 2 * kTileRows;
 
 QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
   const __m256i all = _mm256_set1_epi32(inputs);
@@ -40,8 +38,9 @@ QUIRE_INLINE i32x16 widened(Partial sum) {
 }
 #else
 using Partial = i32x16;
-constexpr int64_t kMaxOctets = INT64_MAX;
+constexpr int64_t kMaxProducts = INT64_MAX;
 constexpr int kHalvesTogether = 1;
+constexpr int kRowsTogether = kTileRows;
 
 QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
   // Bytes as words: first those with even numbers, then those with odd ones.
@@ -51,6 +50,45 @@ QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
 }
 QUIRE_INLINE i32x16 widened(Partial sum) { return sum; }
 #endif
+
+// -- lines: weights of some inputs of sixteen columns, and the operands that they are multiplied as ---------------------------
+
+QUIRE_INLINE void unpack(u32x16 line, u32x16 (&halves)[2]) {
+  halves[0] = line & 0x0f0f0f0f;
+  halves[1] = line >> 4 & 0x0f0f0f0f;
+}
+
+// Four bytes hold the weights of eight inputs: first the lower halves of the bytes, then the higher ones.
+struct Int4Lines {
+  static constexpr int kInputs = 8;
+  static constexpr int kOrder[kInputs] = {0, 4, 1, 5, 2, 6, 3, 7};  // of the inputs of a row, to fit
+  static constexpr int kOperands = 2;
+  static constexpr int kPartials = 1;
+
+  static QUIRE_INLINE void operands(u32x16 line, u32x16 (&operands)[kOperands]) { unpack(line, operands); }
+  static QUIRE_INLINE i32x16 sum(const Partial (&partials)[kPartials]) { return widened(partials[0]); }
+};
+
+struct Int8Lines {
+  static constexpr int kInputs = 4;
+  static constexpr int kOrder[kInputs] = {0, 1, 2, 3};
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+  // Products of whole bytes would not fit into 16 bits.
+  static constexpr int kOperands = 2;
+  static constexpr int kPartials = 2;
+
+  static QUIRE_INLINE void operands(u32x16 line, u32x16 (&operands)[kOperands]) { unpack(line, operands); }
+  static QUIRE_INLINE i32x16 sum(const Partial (&partials)[kPartials]) {
+    return widened(partials[0]) + (widened(partials[1]) << 4);
+  }
+#else
+  static constexpr int kOperands = 1;
+  static constexpr int kPartials = 1;
+
+  static QUIRE_INLINE void operands(u32x16 line, u32x16 (&operands)[kOperands]) { operands[0] = line; }
+  static QUIRE_INLINE i32x16 sum(const Partial (&partials)[kPartials]) { return widened(partials[0]); }
+#endif
+};
 
 // -- tiles: R rows times one panel --------------------------------------------------------------------------------------
 
@@ -64,53 +102,56 @@ struct Rows {
 };
 
 // Adds the products of a group to `sums`, of some halves of the panel.
-template <int R>
-QUIRE_INLINE void add_group(i32x16 (&sums)[R][2], const int8_t* inputs, int64_t row_stride, int64_t num_octets,
+template <class Lines, int R>
+QUIRE_INLINE void add_group(i32x16 (&sums)[R][2], const int8_t* inputs, int64_t row_stride, int64_t num_lines,
                             const char* weights, int first_half) {
-  for (int64_t octet = 0; octet < num_octets;) {
-    const int64_t stop = kMaxOctets < num_octets - octet ? octet + kMaxOctets : num_octets;
-    Partial partial[R][kHalvesTogether];
+  constexpr int kQuads = Lines::kInputs / 4;
+  constexpr int64_t kMaxLines = kMaxProducts / kQuads;
+  for (int64_t line = 0; line < num_lines;) {
+    const int64_t stop = kMaxLines < num_lines - line ? line + kMaxLines : num_lines;
+    Partial partials[R][kHalvesTogether][Lines::kPartials];
 #pragma GCC unroll 12
     for (int row = 0; row < R; ++row) {
 #pragma GCC unroll 2
-      for (int half = 0; half < kHalvesTogether; ++half) partial[row][half] = Partial{};
+      for (int half = 0; half < kHalvesTogether; ++half) {
+#pragma GCC unroll 2
+        for (Partial& partial : partials[row][half]) partial = Partial{};
+      }
     }
-    for (; octet < stop; ++octet) {
-      u32x16 low[kHalvesTogether], high[kHalvesTogether];
+    for (; line < stop; ++line) {
+      u32x16 operands[kHalvesTogether][Lines::kOperands];
 #pragma GCC unroll 2
       for (int half = 0; half < kHalvesTogether; ++half) {
-        const char* line = weights + (2 * octet + first_half + half) * kLine;
-        __builtin_prefetch(line + kAheadBytes, 0, 2);
-        const u32x16 packed = load_bits<u32x16>(line);
-        low[half] = packed & 0x0f0f0f0f;
-        high[half] = packed >> 4 & 0x0f0f0f0f;
+        const char* at = weights + (2 * line + first_half + half) * kLine;
+        __builtin_prefetch(at + kAheadBytes, 0, 2);
+        Lines::operands(load_bits<u32x16>(at), operands[half]);
       }
 #pragma GCC unroll 12
       for (int row = 0; row < R; ++row) {
-        uint32_t eight[2];
-        std::memcpy(eight, inputs + row * row_stride + octet * kOctet, sizeof eight);
+        uint32_t fours[kQuads];
+        std::memcpy(fours, inputs + row * row_stride + line * Lines::kInputs, sizeof fours);
 #pragma GCC unroll 2
         for (int half = 0; half < kHalvesTogether; ++half) {
-          add_products(partial[row][half], low[half], eight[0]);
-          add_products(partial[row][half], high[half], eight[1]);
+#pragma GCC unroll 2
+          for (int i = 0; i < Lines::kOperands; ++i) {
+            add_products(partials[row][half][i % Lines::kPartials], operands[half][i], fours[i % kQuads]);
+          }
         }
       }
     }
 #pragma GCC unroll 12
     for (int row = 0; row < R; ++row) {
 #pragma GCC unroll 2
-      for (int half = 0; half < kHalvesTogether; ++half) sums[row][first_half + half] += widened(partial[row][half]);
+      for (int half = 0; half < kHalvesTogether; ++half) sums[row][first_half + half] += Lines::sum(partials[row][half]);
     }
   }
 }
 
-// Adds R rows times one panel to `totals`, without the scales of the rows. Sums of a group are exact; its scale and zero come in
-// once for each row and column.
-template <int R>
+// Adds R rows times one panel to `totals`, without the scales of the rows and the units. Sums of a group are exact; its scale and
+// zero come in once for each row and column.
+template <class Lines, int R>
 void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, const PackedWeight& weight, const char* panel) {
-  const int64_t num_octets = weight.group_size / kOctet;
   for (int64_t group = 0; group < rows.num_groups; ++group) {
-    const char* weights = panel + kGroupHeader;
     const int8_t* inputs = rows.numbers + first_row * rows.row_stride + group * weight.group_size;
     for (int at = 0; at < kGroupHeader; at += kLine) __builtin_prefetch(panel + kAheadBytes + at, 0, 2);
     i32x16 sums[R][2];
@@ -118,46 +159,46 @@ void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, con
     for (int row = 0; row < R; ++row) sums[row][0] = sums[row][1] = i32x16{};
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half += kHalvesTogether) {
-      add_group<R>(sums, inputs, rows.row_stride, num_octets, weights, half);
+      add_group<Lines, R>(sums, inputs, rows.row_stride, weight.group_size / Lines::kInputs, panel + kGroupHeader, half);
     }
-    const float* scales = reinterpret_cast<const float*>(panel);
-    const float* zeros = scales + kPanelColumns;
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const f32x16 scale = load(scales + half * kLanes), zero = load(zeros + half * kLanes);
+      const GroupScale scale(panel, half);
 #pragma GCC unroll 12
       for (int row = 0; row < R; ++row) {
         const float group_sum = rows.group_sums[(first_row + row) * rows.num_groups + group];
-        totals[row][half] += scale * (convert<f32x16>(sums[row][half]) - zero * group_sum);
+        totals[row][half] += scale.of(convert<f32x16>(sums[row][half]), group_sum);
       }
     }
-    panel = weights + num_octets * 2 * kLine;
+    panel += weight.group_bytes();
   }
 }
 
 using MultiplyTile = void (*)(f32x16 (*)[2], const Rows&, int64_t, const PackedWeight&, const char*);
 
-template <int R = kTileRows>
+template <class Lines, int R = kRowsTogether>
 MultiplyTile tile_function(int num_rows) {
   if constexpr (R == 1) {
-    return multiply_tile<1>;
+    return multiply_tile<Lines, 1>;
   } else {
-    return num_rows == R ? multiply_tile<R> : tile_function<R - 1>(num_rows);
+    return num_rows == R ? multiply_tile<Lines, R> : tile_function<Lines, R - 1>(num_rows);
   }
 }
 
+template <class Lines>
 void put_in_order(int8_t* row, int64_t num_inputs) {
-  for (int64_t octet = 0; octet < num_inputs; octet += kOctet) {
-    int8_t ordered[kOctet];
-    for (int i = 0; i < kOctet; ++i) ordered[i] = row[octet + kOrder[i]];
-    std::memcpy(row + octet, ordered, kOctet);
+  for (int64_t input = 0; input < num_inputs; input += Lines::kInputs) {
+    int8_t ordered[Lines::kInputs];
+    for (int i = 0; i < Lines::kInputs; ++i) ordered[i] = row[input + Lines::kOrder[i]];
+    std::memcpy(row + input, ordered, Lines::kInputs);
   }
 }
 
+template <class Lines>
 Rows quantize_rows(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const LinearScratch scratch(weight, call.num_rows);
-  const int64_t num_groups = weight.in_features / weight.group_size;
+  const int64_t num_groups = weight.num_groups();
   int8_t* numbers = reinterpret_cast<int8_t*>(call.scratch + scratch.rows);
   float* scales = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
   float* group_sums = scales + call.num_rows;
@@ -169,30 +210,39 @@ Rows quantize_rows(const LinearCall& call, ThreadPool& pool) {
       for (int64_t i = 0; i < weight.group_size; ++i) sum += to[group * weight.group_size + i];
       group_sums[row * num_groups + group] = static_cast<float>(sum);
     }
-    put_in_order(to, weight.in_features);
+    put_in_order<Lines>(to, weight.in_features);
   });
   return {numbers, scales, group_sums, scratch.row_bytes, num_groups};
+}
+
+template <class Lines>
+void multiply(const LinearCall& call, ThreadPool& pool) {
+  const PackedWeight& weight = *call.weight;
+  const Rows rows = quantize_rows<Lines>(call, pool);
+  for_each_task(call, pool, kRowsTogether, [&](int64_t panel, int64_t first_row, int64_t last_row) {
+    const int64_t column = panel * kPanelColumns;
+    const int64_t count = min(weight.out_features - column, kPanelColumns);
+    const char* panel_at = weight.panels + panel * weight.panel_bytes();
+    const float* units = units_of(weight, panel_at);
+    f32x16 bias[2];
+    load_bias(call.bias, column, count, bias);
+    for_each_tile<kRowsTogether>(first_row, last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
+      f32x16 totals[kRowsTogether][2] = {};
+      tile_function<Lines>(num_rows)(totals, rows, row, weight, panel_at);
+      for (int i = 0; i < num_rows; ++i) {
+        for (int half = 0; half < 2; ++half) {
+          totals[i][half] = totals[i][half] * (load(units + half * kLanes) * rows.scales[row + i]) + bias[half];
+        }
+        store_row(call, row + i, column, count, totals[i]);
+      }
+    });
+  });
 }
 
 }  // namespace
 
 void multiply_groups_int8(const LinearCall& call, ThreadPool& pool) {
-  const PackedWeight& weight = *call.weight;
-  const Rows rows = quantize_rows(call, pool);
-  for_each_task(call, pool, kTileRows, [&](int64_t panel, int64_t first_row, int64_t last_row) {
-    const int64_t column = panel * kPanelColumns;
-    const int64_t count = min(weight.out_features - column, kPanelColumns);
-    f32x16 bias[2];
-    load_bias(call.bias, column, count, bias);
-    for_each_tile(first_row, last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
-      f32x16 totals[kTileRows][2] = {};
-      tile_function<>(num_rows)(totals, rows, row, weight, weight.panels + panel * weight.panel_bytes());
-      for (int i = 0; i < num_rows; ++i) {
-        for (int half = 0; half < 2; ++half) totals[i][half] = totals[i][half] * rows.scales[row + i] + bias[half];
-        store_row(call, row + i, column, count, totals[i]);
-      }
-    });
-  });
+  return call.weight->format == WeightFormat::kInt4 ? multiply<Int4Lines>(call, pool) : multiply<Int8Lines>(call, pool);
 }
 
 }  // namespace quire::QUIRE_ISA

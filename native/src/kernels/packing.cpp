@@ -1,6 +1,7 @@
 // See packing.h. Compiled once for each instruction set.
 #include "packing.h"
 
+#include "group_panels.h"
 #include "simd.h"
 #include "transpose.h"
 
@@ -145,42 +146,98 @@ Int4Range best_range(const float* weights, int64_t count) {
   return best;
 }
 
-void pack_int4_row(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
+// The power of two that scales are stored as multiples of: the largest finite one becomes 2^14 to 2^15.
+float unit_of(const float* scales, int64_t count) {
+  float largest = 0.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const float magnitude = __builtin_fabsf(scales[i]);
+    if (magnitude > largest && magnitude < __builtin_inff()) largest = magnitude;
+  }
+  if (largest == 0.0f) return 1.0f;
+  const int exponent = __builtin_ilogbf(largest) - 14;
+  return __builtin_ldexpf(1.0f, exponent < -126 ? -126 : exponent);
+}
+
+struct GroupMemory {
+  float* weights;  // [group_size]
+  float* scales;   // [num_groups]
+  float* zeros;    // [num_groups]
+  int8_t* steps;   // [group_size]
+
+  GroupMemory(const PackedWeight& weight, char* buffer) {
+    weights = reinterpret_cast<float*>(buffer);
+    scales = weights + weight.group_size;
+    zeros = scales + weight.num_groups();
+    steps = reinterpret_cast<int8_t*>(zeros + weight.num_groups());
+  }
+};
+
+// The numbers of a group as floats; rows of a floating-point type.
+void load_group(const PackedWeight& weight, const WeightSource& source, int64_t place, float* weights) {
+  for (int64_t input = 0; input < weight.group_size; input += kLanes) {
+    store(weights + input, load_weights(source, place + input, weight.group_size - input));
+  }
+}
+
+void take_steps(Int4Range range, const float* weights, int64_t count, int8_t* steps) {
+  for (int64_t input = 0; input < count; input += kLanes) {
+    const i32x16 rounded = bits_as<i32x16>(range.steps_of(load(weights + input))) - bits_as<i32x16>(splat(kRound));
+    const i8x16 bytes = low_bytes(rounded);
+    std::memcpy(steps + input, &bytes, kLanes);
+  }
+}
+
+// Puts the steps of a group of a column where linear.h says; `to`: the start of the group.
+void store_steps(const Column& column, const int8_t* steps, char* to) {
+  const int64_t group_size = column.weight->group_size;
+  to += kGroupHeader;
+  if (column.weight->format == WeightFormat::kGroupedInt8) {
+    for (int64_t quad = 0; quad < group_size / 4; ++quad) {
+      std::memcpy(to + (quad * kPanelColumns + column.index) * 4, steps + quad * 4, 4);
+    }
+    return;
+  }
+  for (int64_t octet = 0; octet < group_size / 8; ++octet) {
+    const int8_t* q = steps + octet * 8;
+    const uint16_t packed[2] = {static_cast<uint16_t>(q[0] | q[2] << 4 | q[4] << 8 | q[6] << 12),
+                                static_cast<uint16_t>(q[1] | q[3] << 4 | q[5] << 8 | q[7] << 12)};
+    std::memcpy(to + (octet * kPanelColumns + column.index) * 4, packed, 4);
+  }
+}
+
+// First the scales of all groups, which have a unit in common; then the steps, nearest with scale and zero as they are stored.
+void pack_grouped_row(const Column& column, const WeightSource& source, int64_t row, char* buffer) {
   const PackedWeight& weight = *column.weight;
-  const int64_t group_size = weight.group_size;
-  const int64_t num_groups = weight.in_features / group_size;
-  const int64_t group_bytes = kPanelColumns * 8 + group_size * kPanelColumns / 2;
-  int8_t* nibbles = reinterpret_cast<int8_t*>(buffer);
-  float* weights = reinterpret_cast<float*>(buffer + round_up(group_size, kLine));
+  const int64_t group_size = weight.group_size, num_groups = weight.num_groups();
+  const GroupMemory memory(weight, buffer);
+  const bool has_steps = source.type == DType::kUInt8;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    if (has_steps) {
+      memory.scales[group] = source.scales[row * num_groups + group];
+      memory.zeros[group] = source.zeros[row * num_groups + group];
+      continue;
+    }
+    load_group(weight, source, row * weight.in_features + group * group_size, memory.weights);
+    const Int4Range range = best_range(memory.weights, group_size);
+    memory.scales[group] = range.scale;
+    memory.zeros[group] = range.zero;
+  }
+  const float unit = unit_of(memory.scales, num_groups);
+  const_cast<float*>(units_of(weight, column.panel))[column.index] = unit;
   for (int64_t group = 0; group < num_groups; ++group) {
     const int64_t place = row * weight.in_features + group * group_size;
-    float scale, zero;
-    if (source.type == DType::kUInt8) {
-      std::memcpy(nibbles, static_cast<const uint8_t*>(source.rows) + place, group_size);
-      scale = source.scales[row * num_groups + group];
-      zero = source.zeros[row * num_groups + group];
+    const fp16 scale = from_float<fp16>(memory.scales[group] / unit), zero = from_float<fp16>(memory.zeros[group]);
+    if (has_steps) {
+      std::memcpy(memory.steps, static_cast<const uint8_t*>(source.rows) + place, group_size);
     } else {
-      for (int64_t input = 0; input < group_size; input += kLanes) {
-        store(weights + input, load_weights(source, place + input, group_size - input));
-      }
-      const Int4Range range = best_range(weights, group_size);
-      scale = range.scale;
-      zero = range.zero;
-      for (int64_t input = 0; input < group_size; input += kLanes) {
-        const i32x16 rounded = bits_as<i32x16>(range.steps_of(load(weights + input))) - bits_as<i32x16>(splat(kRound));
-        const i8x16 bytes = low_bytes(rounded);
-        std::memcpy(nibbles + input, &bytes, kLanes);
-      }
+      load_group(weight, source, place, memory.weights);
+      take_steps({to_float(scale) * unit, to_float(zero)}, memory.weights, group_size, memory.steps);
     }
-    char* to = column.panel + group * group_bytes;
-    std::memcpy(to + column.index * 4, &scale, 4);
-    std::memcpy(to + (kPanelColumns + column.index) * 4, &zero, 4);
-    for (int64_t octet = 0; octet < group_size / 8; ++octet) {
-      const int8_t* q = nibbles + octet * 8;
-      const uint16_t packed[2] = {static_cast<uint16_t>(q[0] | q[2] << 4 | q[4] << 8 | q[6] << 12),
-                                  static_cast<uint16_t>(q[1] | q[3] << 4 | q[5] << 8 | q[7] << 12)};
-      std::memcpy(to + kPanelColumns * 8 + (octet * kPanelColumns + column.index) * 4, packed, 4);
-    }
+    char* to = column.panel + group * weight.group_bytes();
+    fp16* scales = reinterpret_cast<fp16*>(to);
+    scales[column.index] = scale;
+    scales[kPanelColumns + column.index] = zero;
+    store_steps(column, memory.steps, to);
   }
 }
 
@@ -232,8 +289,8 @@ void pack_columns(const PackCall& call, int64_t panel, char* to, char* buffer) {
     const Origin origin = origin_of(call, panel * kPanelColumns + index);
     if (origin.source == nullptr) continue;
     const Column column = {call.weight, to, index};
-    if (call.weight->format == WeightFormat::kInt4) {
-      pack_int4_row(column, *origin.source, origin.row, buffer);
+    if (call.weight->in_groups()) {
+      pack_grouped_row(column, *origin.source, origin.row, buffer);
     } else {
       pack_float16_row(column, *origin.source, origin.row, buffer);
     }
@@ -249,7 +306,7 @@ int64_t pack_scratch(const PackCall& call, int num_threads) {
 void pack(const PackCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const int64_t thread_bytes = pack_scratch(call, 1);
-  const bool has_steps = weight.format != WeightFormat::kInt4 && weight.format != WeightFormat::kFloat16;
+  const bool has_steps = !weight.in_groups() && weight.format != WeightFormat::kFloat16;
   parallel_for(pool, weight.num_panels(), [&](int64_t panel, int thread) {
     char* to = call.panels + panel * weight.panel_bytes();
     char* buffer = call.scratch + thread * thread_bytes;

@@ -60,8 +60,9 @@ class EngineConfig:
     )
     int4_activations: Literal["int8", "bfloat16"] = knob(
         default="int8",
-        help="How activations are multiplied with int4 weights. int8: quantized per token, as with int8 "
-        "weights, which is several times as fast; bfloat16: not quantized, which is slightly more accurate.",
+        help="How activations are multiplied with int4 weights, and with stored ones of 8 bits in groups. "
+        "int8: quantized per token, as with int8 weights, which is several times as fast; bfloat16: not "
+        "quantized, which is slightly more accurate.",
     )
     weight_cache: str = knob(
         default="auto",

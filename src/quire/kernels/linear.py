@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from quire.kernels.torch_internals import int8_product, linear_pointwise, reorder_linear_weight
 from quire.kernels.weights import (
-    Int4Weight,
+    GroupedWeight,
     Int8Weight,
     Weight,
     dequantize,
@@ -104,8 +104,8 @@ class Int8Linear(Linear):
         return _result(result.to(rows.dtype), out)
 
 
-class Int4Linear(Linear):
-    """4-bit weights, multiplied as the numbers that they stand for; so are rows that become int8 before."""
+class GroupedLinear(Linear):
+    """Weights in groups, multiplied as the numbers that they stand for; so are rows that are made int8."""
 
     def __init__(
         self, parts: Sequence[Weight], bias: torch.Tensor | None, group_size: int, activations: str
@@ -113,7 +113,7 @@ class Int4Linear(Linear):
         super().__init__(parts, bias)
         self._has_int8_rows = activations == "int8"
         quantized = [
-            part if isinstance(part, Int4Weight) else quantize_int4(dequantize(part), group_size)
+            part if isinstance(part, GroupedWeight) else quantize_int4(dequantize(part), group_size)
             for part in parts
         ]
         self._float = FloatLinear([dequantize(part) for part in quantized], bias, torch.float32)
@@ -125,18 +125,16 @@ class Int4Linear(Linear):
 
 
 def quantization_of(parts: Sequence[Weight], wanted: str, group_size: int) -> str:
-    """Return the quantization that a matrix of `parts` gets.
+    """Return the quantization that a matrix of `parts` gets: none, int8, int4 or grouped_int8.
 
-    Parts of different kinds become floats first. A matrix whose inputs are not whole groups is held in int8
-    instead of int4.
+    Parts in groups stay so, in 8 bits unless all have 4. Other parts of different kinds become floats first.
+    A matrix whose inputs are not whole groups is held in int8 instead of int4.
     """
-    kinds = {type(part) for part in parts}
-    if kinds == {Int8Weight}:
+    if all(isinstance(part, Int8Weight) for part in parts):
         return "int8"
-    if kinds == {Int4Weight}:
-        groups = {part.group_size for part in parts if isinstance(part, Int4Weight)}
-        if len(groups) == 1:
-            return "int4"
+    bits = {part.bits if isinstance(part, GroupedWeight) else 0 for part in parts}
+    if 0 not in bits:
+        return "int4" if bits == {4} else "grouped_int8"
     return "int8" if wanted == "int4" and in_features(parts[0]) % group_size else wanted
 
 

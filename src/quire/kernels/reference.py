@@ -19,7 +19,7 @@ from quire.kernels.attention import Scores, SeenBlocks, attend
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
-from quire.kernels.linear import FloatLinear, Int4Linear, Int8Linear, Linear, OneDnnLinear, quantization_of
+from quire.kernels.linear import FloatLinear, GroupedLinear, Int8Linear, Linear, OneDnnLinear, quantization_of
 from quire.kernels.memory import WeightMemory
 from quire.kernels.sampling import ReferenceSampling, SamplingKernels
 from quire.kernels.sparse_prefill import selected_keys
@@ -55,8 +55,8 @@ class ReferenceKernels(KernelSet):
         kind = quantization_of(parts, quantization, group_size)
         if kind == "int8":
             return Int8Linear(parts, bias)
-        if kind == "int4":
-            return Int4Linear(parts, bias, group_size, int4_activations)
+        if kind in ("int4", "grouped_int8"):
+            return GroupedLinear(parts, bias, group_size, int4_activations)
         if dtype == torch.bfloat16 and has_onednn_bfloat16():
             return OneDnnLinear(parts, bias)
         return FloatLinear(parts, bias, dtype)

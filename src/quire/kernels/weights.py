@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 INT4_ZERO = 8.0  # the step that stands for 0 where quantization is symmetric
-KERNEL_GROUPS = (128, 64, 32)  # inputs that share a scale and a zero in the kernels for int4
+KERNEL_GROUPS = (128, 64, 32, 16)  # inputs that share a scale and a zero in the kernels
+MAX_ZERO = 60_000.0  # kernels hold zeros in float16
 INT4_RANGE_SHARES = (1.0, 0.9, 0.8)  # of a group's range that 16 steps may span
 INT8_STEPS = 127  # the largest magnitude of a row, in steps
 
@@ -23,12 +24,13 @@ class Int8Weight:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class Int4Weight:
-    """Rows of a matrix in 4 bits: weight = (value - zero) * scale of its group of `group_size` inputs."""
+class GroupedWeight:
+    """Rows of a matrix in few bits: weight = (value - zero) * scale of its group of `group_size` inputs."""
 
-    values: torch.Tensor  # [rows, in_features] uint8, 0 to 15
+    values: torch.Tensor  # [rows, in_features] uint8, less than 2^bits
     scales: torch.Tensor  # [rows, in_features / group_size] float32
     zeros: torch.Tensor  # like scales; whole numbers unless the checkpoint has others
+    bits: int  # 4 or 8
 
     @property
     def group_size(self) -> int:
@@ -36,7 +38,7 @@ class Int4Weight:
         return self.values.shape[1] // self.scales.shape[1]
 
 
-Weight = torch.Tensor | Int8Weight | Int4Weight
+Weight = torch.Tensor | Int8Weight | GroupedWeight
 """Some rows of a matrix, [rows, in_features]; a tensor is of a floating-point type."""
 
 
@@ -75,7 +77,7 @@ def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
     else:
         of_tables = list(ranges)
     scales, zeros = (_slices(table, axis, of_tables) for table in tables)
-    return Int4Weight(_slices(weight.values, axis, ranges), scales, zeros)
+    return GroupedWeight(_slices(weight.values, axis, ranges), scales, zeros, weight.bits)
 
 
 def _slices(tensor: torch.Tensor, axis: int, ranges: Sequence[range]) -> torch.Tensor:
@@ -91,42 +93,52 @@ def quantize_int8(weight: torch.Tensor) -> Int8Weight:
     return Int8Weight((wide * inverse[:, None]).round_().to(torch.int8), largest / INT8_STEPS)
 
 
-def quantize_int4(weight: torch.Tensor, group_size: int) -> Int4Weight:
+def quantize_int4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
     """Return `weight` [rows, in] in 4 bits, in groups along the inputs.
 
     Sixteen steps span the weights of a group and 0, or a part of that range, with the outermost weights cut
-    off: whichever has the least squared error.
+    off: whichever has the least squared error. Scale and zero are numbers that kernels can hold.
     """
     groups = weight.float().reshape(len(weight), -1, group_size)
     low = groups.amin(dim=2, keepdim=True).clamp(max=0.0)
     high = groups.amax(dim=2, keepdim=True).clamp(min=0.0)
-    values, scales, zeros = _in_steps(groups, low, high)
+    scales, zeros = _range(low, high)
     least = torch.full_like(low, math.inf)
     for share in INT4_RANGE_SHARES:
-        steps, scale, zero = _in_steps(groups, low * share, high * share)
-        error = ((steps - zero) * scale - groups).square().sum(dim=2, keepdim=True)
+        scale, zero = _range(low * share, high * share)
+        error = ((_steps(groups, scale, zero) - zero) * scale - groups).square().sum(dim=2, keepdim=True)
         is_better = error < least
         least = torch.where(is_better, error, least)
-        values = torch.where(is_better, steps, values)
         scales, zeros = torch.where(is_better, scale, scales), torch.where(is_better, zero, zeros)
-    return Int4Weight(values.to(torch.uint8).flatten(1), scales.squeeze(2), zeros.squeeze(2))
+    scales, zeros = as_held(scales.squeeze(2)), zeros.squeeze(2).half().float()
+    steps = _steps(groups, scales.unsqueeze(2), zeros.unsqueeze(2))
+    return GroupedWeight(steps.to(torch.uint8).flatten(1), scales, zeros, bits=4)
 
 
-def _in_steps(
-    groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the nearest of 16 steps from `low` to `high`, their scale and zero: [rows, groups, any]."""
+def as_held(scales: torch.Tensor) -> torch.Tensor:
+    """Return [rows, groups] as kernels hold them: in float16, as multiples of a power of two for each row."""
+    _, exponents = torch.frexp(scales.abs().amax(dim=1, keepdim=True))
+    units = torch.ldexp(torch.ones_like(scales[:, :1]), (exponents - 15).clamp(min=-126))
+    return (scales / units).half().float() * units
+
+
+def _range(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and zero of 16 steps from `low` to `high`."""
     scales = (high - low) / 15
+    return scales, torch.where(scales > 0, -low / scales, 0.0)
+
+
+def _steps(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return the nearest of 16 steps: [rows, groups, group_size]."""
     inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
-    zeros = -low * inverse
-    return (groups * inverse + zeros).clamp(0, 15).round(), scales, zeros
+    return (groups * inverse + zeros).clamp(0, 15).round()
 
 
 def dequantize(weight: Weight) -> torch.Tensor:
     """Return `weight` as float32."""
     if isinstance(weight, Int8Weight):
         return weight.values.float() * weight.scales[:, None]
-    if isinstance(weight, Int4Weight):
+    if isinstance(weight, GroupedWeight):
         groups = weight.values.float().reshape(*weight.scales.shape, -1)
         return ((groups - weight.zeros[:, :, None]) * weight.scales[:, :, None]).flatten(1)
     return weight.float()

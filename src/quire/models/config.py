@@ -36,8 +36,8 @@ class ModelConfig:
     architecture: str = ""  # class name in the checkpoint, such as LlamaForCausalLM
     family: str = ""  # entry of `quire.models.families.FAMILIES` that knows its weights
     dtype: str = "float32"  # of the weights as stored
-    stored_quantization: str = "none"  # what most stored matrices become in memory: none (dtype), int8, int4
-    stored_group_size: int = 128  # inputs that share a scale, for int4
+    stored_quantization: str = "none"  # what most matrices become: none (dtype), int8, int4, grouped_int8
+    stored_group_size: int = 128  # inputs that share a scale, for int4 and grouped_int8
     embedding_dtype: str = ""  # of the embedding as stored; empty: it is quantized there, or unknown
     vocab_size: int = 0  # rows of the embedding
     hidden_size: int = 0  # features of the residual stream

@@ -11,6 +11,7 @@ from quire.models.config import DTYPE_BYTES, ModelConfig
 from quire.models.families import FAMILIES
 from quire.models.shard import WHOLE, Shard
 
+_IN_GROUPS = ("int4", "grouped_int8")
 QUANTIZED_FIELDS = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
 _ADDED_ONCE = ("attention_output_bias", "down_bias")  # of layers whose results are summed over the ranks
 
@@ -96,8 +97,9 @@ def weight_bytes(
         dtype: of what is not quantized.
         quantization: none, int8 or int4; in int4, the output layer is in int8. Matrices that are stored
             quantized stay as they are.
-        group_size: inputs that share two float32 numbers, for int4.
-        is_native: held by native kernels; the reference holds int4 as the float32 numbers that it stands for.
+        group_size: inputs that share a scale and a zero, for int4.
+        is_native: held by native kernels; the reference holds groups as the float32 numbers that they stand
+            for.
         shard: the part of the model that is held.
     """
     matrices = held_quantization(config, quantization)
@@ -113,7 +115,7 @@ def weight_bytes(
         elif spec.field == "output":
             kind = output_quantization(quantization)
         for source in spec.sources:
-            is_wide = not is_native and kind == "int4" and source.held_shape[1] % group_size == 0
+            is_wide = not is_native and kind in _IN_GROUPS and source.held_shape[1] % group_size == 0
             held_as = ("none", "float32") if is_wide else (kind, dtype)
             total += _bytes_as(*held_as, source.held_shape, group_size)
     return total
@@ -129,8 +131,9 @@ def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int) ->
     if kind == "none":
         return math.prod(shape) * DTYPE_BYTES[dtype]
     rows, inputs = shape
-    if kind == "int4" and inputs % group_size == 0:
-        return rows * (inputs // 2 + inputs // group_size * 8)  # scale and zero
+    if kind in _IN_GROUPS and inputs % group_size == 0:
+        values = inputs // 2 if kind == "int4" else inputs
+        return rows * (values + inputs // group_size * 4 + 4)  # scale and zero in float16, and their unit
     return rows * (inputs + 8)  # scale and sum
 
 

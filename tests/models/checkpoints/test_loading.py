@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
 from quire.errors import ModelError
-from quire.kernels.linear import Int4Linear, Linear
+from quire.kernels.linear import GroupedLinear, Linear
 from quire.kernels.memory import WeightMemory
 from quire.models import weights
 from quire.models.checkpoints.config_reading import read_model_config
@@ -161,7 +161,7 @@ def test_the_reference_holds_int4_as_what_it_stands_for(tmp_path: Path) -> None:
     ]
     held = decoder.embedding.nbytes
     for linear in (*matrices, decoder.output):
-        weight = linear._float._weight if isinstance(linear, Int4Linear) else linear._values
+        weight = linear._float._weight if isinstance(linear, GroupedLinear) else linear._values
         held += weight.nbytes
     planned = weight_bytes(config, "bfloat16", "int4", 32, is_native=False)
     assert planned == pytest.approx(held, rel=0.02)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.errors import ConfigError, ModelError
-from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize
+from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
@@ -81,7 +81,7 @@ def _packed(encode: Callable[[Steps], Tensors], group_size: int, **kind: Any) ->
     strategy = {"strategy": "group", "group_size": group_size} if group_size > 0 else {"strategy": "channel"}
     weights = {"num_bits": kind.get("bits", 4), "type": "int", **strategy}
     config = _compressed(format="pack-quantized", weights=weights)
-    return Kind(config, encode, **{"read_as": Int4Weight} | kind, group_size=group_size)
+    return Kind(config, encode, **{"read_as": GroupedWeight} | kind, group_size=group_size)
 
 
 def _gptq_kind(group_size: int, *, bits: int = 4, version: int = 1, **kind: Any) -> Kind:
@@ -92,7 +92,7 @@ def _gptq_kind(group_size: int, *, bits: int = 4, version: int = 1, **kind: Any)
         desc_act="shuffled" in kind,
     )
     encode = functools.partial(gptq, bits=bits, version=version)
-    return Kind(config, encode, **{"read_as": Int4Weight} | kind, bits=bits, group_size=group_size)
+    return Kind(config, encode, **{"read_as": GroupedWeight} | kind, bits=bits, group_size=group_size)
 
 
 KINDS = {
@@ -113,11 +113,11 @@ KINDS = {
     "gptq, group 64": _gptq_kind(64),
     "gptq, rows": _gptq_kind(-1, symmetric=True),
     "gptq, version 2": _gptq_kind(32, version=2),
-    "gptq, 8 bits": _gptq_kind(32, bits=8, read_as=torch.Tensor),
+    "gptq, 8 bits": _gptq_kind(32, bits=8),
     "gptq, 8 bits, rows": _gptq_kind(-1, bits=8, symmetric=True, read_as=Int8Weight),
     "gptq, desc_act": _gptq_kind(32, shuffled=True, read_as=torch.Tensor),
-    "awq": Kind(AWQ, awq, Int4Weight),
-    "awq, group 128": Kind(AWQ | {"group_size": 128}, awq, Int4Weight, group_size=128),
+    "awq": Kind(AWQ, awq, GroupedWeight),
+    "awq, group 128": Kind(AWQ | {"group_size": 128}, awq, GroupedWeight, group_size=128),
 }
 
 
@@ -157,10 +157,10 @@ def test_a_rank_holds_its_part_of_every_weight(kind: Kind, tmp_path: Path) -> No
 
 def test_a_part_that_cuts_groups_is_refused(tmp_path: Path) -> None:
     path, _ = KINDS["gptq, group 64"].write(tmp_path / "model")
-    refused = WeightSource("model.layers.0.mlp.down_proj.weight", (128, 256), 1, (range(48, 112),))
+    refused = WeightSource("model.layers.0.mlp.down_proj.weight", (128, 256), 1, (range(40, 104),))
     with (
         Checkpoint(path) as checkpoint,
-        pytest.raises(ConfigError, match=r"tensor_parallel_size does not allow for .*down_proj.*48 and 112"),
+        pytest.raises(ConfigError, match=r"tensor_parallel_size does not allow for .*down_proj.*40 and 104"),
     ):
         checkpoint.weight(refused)
 
@@ -169,9 +169,10 @@ def test_a_part_that_cuts_groups_is_refused(tmp_path: Path) -> None:
 def test_the_memory_that_the_weights_will_take_is_known_from_the_config(kind: Kind, tmp_path: Path) -> None:
     path, _ = kind.write(tmp_path / "model")
     config = read_model_config(path)
-    form = {Int4Weight: "int4", Int8Weight: "int8", torch.Tensor: "none"}[kind.read_as]
+    in_groups = "int4" if kind.bits == 4 else "grouped_int8"
+    form = {GroupedWeight: in_groups, Int8Weight: "int8", torch.Tensor: "none"}[kind.read_as]
     assert config.stored_quantization == form
-    groups = {weight.group_size for _, weight in _matrices(path) if isinstance(weight, Int4Weight)}
+    groups = {weight.group_size for _, weight in _matrices(path) if isinstance(weight, GroupedWeight)}
     assert groups in (set(), {config.stored_group_size})
     planned, plain = (
         weight_bytes(shape, "float32", "none", 128)
@@ -190,7 +191,7 @@ def _logits(path: Path, **options: Any) -> torch.Tensor:
 
 
 # Rows are rounded to bfloat16 before products with 4 bits, and to 8 bits before those with 8.
-BOUNDS = {Int4Weight: 0.05, Int8Weight: 0.05, torch.Tensor: 1e-5}
+BOUNDS = {GroupedWeight: 0.05, Int8Weight: 0.05, torch.Tensor: 1e-5}
 
 
 @pytest.mark.parametrize("name", ["pack-quantized, rows", "int-quantized", "gptq", "gptq, desc_act", "awq"])

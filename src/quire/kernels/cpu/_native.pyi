@@ -33,6 +33,8 @@ class WeightFormat(enum.Enum):
 
     int4 = 4
 
+    grouped_int8 = 5
+
 class PackedWeight:
     def __init__(
         self,

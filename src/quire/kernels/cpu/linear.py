@@ -22,11 +22,12 @@ from quire.kernels.cpu.tensors import (
 )
 from quire.kernels.linear import Linear, quantization_of
 from quire.kernels.memory import WeightMemory
-from quire.kernels.weights import Int4Weight, Int8Weight, Weight, dequantize, num_rows
+from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, num_rows
 
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_KINDS = ("none", "int8", "int4")
+_KINDS = ("none", "int8", "int4", "grouped_int8")
+_IN_GROUPS = ("int4", "grouped_int8")
 _GROUP_MULTIPLE = 16  # of inputs that share a scale, see native/src/linear.h
 
 
@@ -63,13 +64,13 @@ class PackedLinear(Linear):
             self.bias = self.bias.contiguous()
             _check_tensor("the bias", self.bias, _FLOATS, (self.out_features,))
         kind = quantization_of(parts, quantization, group_size)
-        group_size = _group_size(parts, group_size) if kind == "int4" else 0
+        group_size = _group_size(parts, group_size) if kind in _IN_GROUPS else 0
         _check_kind(kind, dtype, group_size, self.in_features)
         parts = [_as_source(part, kind, group_size) for part in parts]
         weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
         layout = weight_format.value, self.out_features, self.in_features, group_size
         self._panels = memory.allocate(_native.packed_bytes(*layout))
-        has_int8_rows = kind == "int4" and int4_activations == "int8"
+        has_int8_rows = kind in _IN_GROUPS and int4_activations == "int8"
         self._weight = _native.PackedWeight(*layout, self._panels.data_ptr(), has_int8_rows)
         self._bias = address(self.bias)
         if not memory.is_filled:
@@ -108,12 +109,12 @@ def _check_part(part: Weight, in_features: int, *, is_read: bool) -> None:
         groups = part.scales.shape[-1]
         if not groups or in_features % groups:
             raise ValueError(
-                f"an int4 weight has {groups} groups of {in_features} inputs; they must be equal"
+                f"a weight in groups has {groups} groups of {in_features} inputs; they must be equal"
             )
         tensors = [
-            ("an int4 weight", part.values, (torch.uint8,), (rows, in_features)),
-            ("an int4 weight's scales", part.scales, _FLOATS, (rows, groups)),
-            ("an int4 weight's zeros", part.zeros, (*_FLOATS, torch.uint8), (rows, groups)),
+            ("a weight in groups", part.values, (torch.uint8,), (rows, in_features)),
+            ("its scales", part.scales, _FLOATS, (rows, groups)),
+            ("its zeros", part.zeros, (*_FLOATS, torch.uint8), (rows, groups)),
         ]
     for name, tensor, types, shape in tensors:
         _check_tensor(name, tensor, types, shape, is_read=is_read)
@@ -141,7 +142,7 @@ def _check_kind(kind: str, dtype: torch.dtype, group_size: int, in_features: int
             f"a layer is to be {dtype} and quantized by {kind!r}; types are float32, bfloat16 and float16, "
             f"quantizations {', '.join(_KINDS)}"
         )
-    if kind != "int4":
+    if kind not in _IN_GROUPS:
         return
     if group_size < 1 or group_size % _GROUP_MULTIPLE or in_features % group_size:
         raise ValueError(
@@ -151,14 +152,17 @@ def _check_kind(kind: str, dtype: torch.dtype, group_size: int, in_features: int
 
 
 def _group_size(parts: Sequence[Weight], wanted: int) -> int:
-    """Return the group size of parts in 4 bits, the smallest if they differ; `wanted` if there are none."""
-    return min((part.group_size for part in parts if isinstance(part, Int4Weight)), default=wanted)
+    """Return the group size of parts in groups, the smallest if they differ; `wanted` if there are none."""
+    return min((part.group_size for part in parts if isinstance(part, GroupedWeight)), default=wanted)
 
 
 def _as_source(part: Weight, kind: str, group_size: int) -> Weight:
     """Return `part` in a form that can be packed as `kind`."""
-    fits = isinstance(part, torch.Tensor) or (kind == "int8") == isinstance(part, Int8Weight)
-    if not fits or (kind == "none" and not isinstance(part, torch.Tensor)):
+    if isinstance(part, GroupedWeight):
+        fits = kind == "grouped_int8" or (kind == "int4" and part.bits == 4)
+    else:
+        fits = isinstance(part, torch.Tensor) or kind == "int8"
+    if not fits:
         part = dequantize(part)
     if isinstance(part, torch.Tensor):
         return part.contiguous()
@@ -166,13 +170,13 @@ def _as_source(part: Weight, kind: str, group_size: int) -> Weight:
         return Int8Weight(part.values.contiguous(), part.scales.float().contiguous())
     repeats = part.group_size // group_size  # groups are powers of two
     scales, zeros = (table.float().repeat_interleave(repeats, dim=1) for table in (part.scales, part.zeros))
-    return Int4Weight(part.values.contiguous(), scales.contiguous(), zeros.contiguous())
+    return GroupedWeight(part.values.contiguous(), scales.contiguous(), zeros.contiguous(), part.bits)
 
 
 def _source(part: Weight) -> tuple[int, int, int, int, int]:
     if isinstance(part, torch.Tensor):
         return address(part), TYPE_NUMBERS[part.dtype], num_rows(part), 0, 0
-    zeros = part.zeros if isinstance(part, Int4Weight) else None
+    zeros = part.zeros if isinstance(part, GroupedWeight) else None
     return (
         address(part.values),
         TYPE_NUMBERS[part.values.dtype],

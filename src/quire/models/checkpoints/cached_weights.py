@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire.kernels.memory import ALIGNMENT, WeightMemory
-from quire.kernels.weights import Int4Weight, Int8Weight, Weight
+from quire.kernels.weights import GroupedWeight, Int8Weight, Weight
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache
 from quire.models.weights import WeightSource
@@ -104,8 +104,8 @@ def _whole_lines(num_bytes: int) -> int:
 def _form(weight: Weight) -> list[Any]:
     if isinstance(weight, Int8Weight):
         return ["int8"]
-    if isinstance(weight, Int4Weight):
-        return ["int4", weight.group_size]
+    if isinstance(weight, GroupedWeight):
+        return ["grouped", weight.bits, weight.group_size]
     return ["float"]
 
 
@@ -116,5 +116,6 @@ def _outline(form: list[Any], shape: tuple[int, ...]) -> Weight:
     values = torch.empty(shape, dtype=torch.uint8, device="meta")
     if form[0] == "int8":
         return Int8Weight(values, torch.empty(rows, device="meta"))
-    scales = torch.empty(rows, inputs // form[1], device="meta")
-    return Int4Weight(values, scales, scales)
+    _, bits, group_size = form
+    scales = torch.empty(rows, inputs // group_size, device="meta")
+    return GroupedWeight(values, scales, scales, bits)

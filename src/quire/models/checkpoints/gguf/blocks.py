@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.weights import INT4_ZERO, Int4Weight, Weight
+from quire.kernels.weights import INT4_ZERO, MAX_ZERO, GroupedWeight, Weight
 from quire.models.checkpoints.gguf.file import BLOCKS
 
 _Decode = Callable[[torch.Tensor], Weight]
+_INT8_ZERO = 128  # the step of unsigned bytes that stands for the 0 of signed ones
+_Q6_ZERO = 32
 _IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -37,10 +39,10 @@ def _as_type(dtype: torch.dtype) -> _Decode:
 
 def _q4_0(octets: torch.Tensor) -> Weight:
     """d, then 16 bytes: the first half of the block in the low bits, the other in the high ones; 8 is 0."""
-    scales = octets[..., :2].contiguous().view(torch.float16).squeeze(2).float()
+    scales = _first_half(octets)
     nibbles = octets[..., 2:]
     values = torch.cat((nibbles & 15, nibbles >> 4), dim=2).flatten(1)
-    return Int4Weight(values, scales, torch.full_like(scales, INT4_ZERO))
+    return GroupedWeight(values, scales, torch.full_like(scales, INT4_ZERO), bits=4)
 
 
 def _q4_1(octets: torch.Tensor) -> Weight:
@@ -48,19 +50,18 @@ def _q4_1(octets: torch.Tensor) -> Weight:
     numbers = octets[..., :4].contiguous().view(torch.float16).float()
     nibbles = octets[..., 4:]
     values = torch.cat((nibbles & 15, nibbles >> 4), dim=2)
-    return _with_least(values, numbers[..., 0], numbers[..., 1])
+    return _with_least(values, numbers[..., 0], numbers[..., 1], bits=4)
 
 
 def _q8_0(octets: torch.Tensor) -> Weight:
     """d, then 32 signed bytes."""
-    scales = octets[..., :2].contiguous().view(torch.float16).float()
-    return (octets[..., 2:].view(torch.int8) * scales).flatten(1)
+    return _signed(octets[..., 2:], _first_half(octets))
 
 
 def _q4_k(octets: torch.Tensor) -> Weight:
     """`_scales_of_8`, then 4 bits of each number: 64 numbers in 32 bytes, low nibbles first."""
     scales, least = _scales_of_8(octets)
-    return _with_least(_low_bits(octets[..., 16:]).flatten(2), scales.flatten(1), least.flatten(1))
+    return _with_least(_low_bits(octets[..., 16:]), scales.flatten(1), least.flatten(1), bits=4)
 
 
 def _q5_k(octets: torch.Tensor) -> Weight:
@@ -68,7 +69,7 @@ def _q5_k(octets: torch.Tensor) -> Weight:
     scales, least = _scales_of_8(octets)
     bits = (octets[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
     values = _low_bits(octets[..., 48:]) | bits << 4
-    return (values * scales[..., None] + least[..., None]).flatten(1)
+    return _with_least(values, scales.flatten(1), least.flatten(1), bits=8)
 
 
 def _low_bits(octets: torch.Tensor) -> torch.Tensor:
@@ -90,20 +91,35 @@ def _scales_of_8(octets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return steps[..., :1] * scales, -(steps[..., 1:] * least)
 
 
-def _with_least(values: torch.Tensor, scales: torch.Tensor, least: torch.Tensor) -> Int4Weight:
-    """Return weights of value * scale + least: [rows, groups, group_size] and two times [rows, groups]."""
-    is_flat = scales == 0.0  # then all numbers are the least one: 0 less a zero of -1, times it
+def _with_least(
+    values: torch.Tensor, scales: torch.Tensor, least: torch.Tensor, *, bits: int
+) -> GroupedWeight:
+    """Return weights of value * scale + least: [rows, any, group_size] and two times [rows, groups]."""
+    # In a flat group all numbers are the least one, or as good as: 0 less a zero of -1, times it.
+    is_flat = scales.abs() * MAX_ZERO <= least.abs()
     zeros = torch.where(is_flat, -1.0, -least / torch.where(is_flat, 1.0, scales))
-    values = torch.where(is_flat[..., None], 0, values.view(*scales.shape, -1)).to(torch.uint8)
-    return Int4Weight(values.flatten(1), torch.where(is_flat, least, scales), zeros)
+    values = torch.where(is_flat[..., None], 0, values.reshape(*scales.shape, -1)).to(torch.uint8)
+    return GroupedWeight(values.flatten(1), torch.where(is_flat, least, scales), zeros, bits)
+
+
+def _signed(values: torch.Tensor, scales: torch.Tensor) -> GroupedWeight:
+    """Return weights of value * scale: bytes of int8 [rows, groups, group_size] and [rows, groups]."""
+    return GroupedWeight(
+        (values ^ _INT8_ZERO).flatten(1), scales, torch.full_like(scales, _INT8_ZERO), bits=8
+    )
+
+
+def _first_half(octets: torch.Tensor) -> torch.Tensor:
+    """Return the float16 number [rows, blocks] that blocks begin with."""
+    return octets[..., :2].contiguous().view(torch.float16).squeeze(2).float()
 
 
 def _iq4_nl(octets: torch.Tensor) -> Weight:
     """d, then 16 bytes as in Q4_0, whose nibbles are places in a table."""
-    scales = octets[..., :2].contiguous().view(torch.float16).float()
     nibbles = octets[..., 2:]
     places = torch.cat((nibbles & 15, nibbles >> 4), dim=2).int()
-    return (torch.tensor(_IQ4_NUMBERS)[places] * scales).flatten(1)
+    numbers = torch.tensor(_IQ4_NUMBERS, dtype=torch.int8)[places]
+    return _signed(numbers.view(torch.uint8), _first_half(octets))
 
 
 def _q6_k(octets: torch.Tensor) -> Weight:
@@ -117,9 +133,9 @@ def _q6_k(octets: torch.Tensor) -> Weight:
     scales, step = octets[..., 192:208], octets[..., 208:]
     nibbles = torch.cat((low & 15, low >> 4), dim=3).flatten(3)
     pairs = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=3).flatten(3)
-    values = (nibbles.flatten(2) | (pairs.flatten(2) << 4)).to(torch.int8) - 32
-    wide = step.contiguous().view(torch.float16).float() * scales.contiguous().view(torch.int8)
-    return (values.view(*blocks, 16, 16) * wide.unsqueeze(3)).flatten(1)
+    values = nibbles.flatten(1) | (pairs.flatten(1) << 4)
+    wide = (_first_half(step)[..., None] * scales.contiguous().view(torch.int8)).flatten(1)
+    return GroupedWeight(values, wide, torch.full_like(wide, _Q6_ZERO), bits=8)
 
 
 KINDS: dict[int, Kind] = {  # by ggml's number

@@ -46,7 +46,11 @@ _MAX_ROPE_FACTORS = 1 << 12
 _DTYPES = {0: "float32", 1: "float16"}  # by ggml's number; all others are computed in bfloat16
 _EMBEDDING_DTYPES = _DTYPES | {30: "bfloat16"}
 _FLOAT32 = 0
-_INT4_KINDS = (2, 3, 12)  # Q4_0, Q4_1, Q4_K
+_STORED = {  # by ggml's number: Q4_0, Q4_1, Q4_K; Q8_0, Q5_K, IQ4_NL; Q6_K
+    **dict.fromkeys((2, 3, 12), StoredQuantization("int4", 32)),
+    **dict.fromkeys((8, 13, 20), StoredQuantization("grouped_int8", 32)),
+    14: StoredQuantization("grouped_int8", 16),
+}
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
@@ -91,7 +95,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
     for name in ("bos_token_id", "eos_token_id"):
         values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
     values |= _rope(file, architecture, values)
-    return values, StoredQuantization("int4", 32) if kind in _INT4_KINDS else StoredQuantization()
+    return values, _STORED.get(kind, StoredQuantization())
 
 
 def _matrix_kind(file: GGUFFile) -> int:

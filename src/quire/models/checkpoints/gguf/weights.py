@@ -1,7 +1,7 @@
 """The weights of a GGUF file.
 
-Each tensor becomes the form that the kernels can hold without loss: 4 bits are int4 in groups of 32. There is
-no such form for groups of 8 bits and the rest, so these are floating point, to be quantized as asked.
+Each tensor becomes the form that the kernels can hold: 4 bits are int4 in groups of 32, and all other
+quantized kinds are 8 bits in groups of 32 or 16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from quire.errors import ModelError
-from quire.kernels.weights import Int4Weight, Weight
+from quire.kernels.weights import GroupedWeight, Weight
 from quire.models.checkpoints.gguf.blocks import KINDS, Kind
 from quire.models.checkpoints.gguf.config import ROPE_TENSORS
 from quire.models.checkpoints.gguf.file import TensorInfo, read_gguf
@@ -98,9 +98,13 @@ class GGUFWeights:
         """Return each head's rows with pairs that rotate together half a head apart, not side by side."""
         metadata = self._file.metadata
         heads = metadata.get(f"llama.attention.{count}") or metadata["llama.attention.head_count"]
-        if isinstance(weight, Int4Weight):
-            parts = (weight.values, weight.scales, weight.zeros)
-            return Int4Weight(*(_deinterleave(part, heads) for part in parts))
+        if isinstance(weight, GroupedWeight):
+            return GroupedWeight(
+                _deinterleave(weight.values, heads),
+                _deinterleave(weight.scales, heads),
+                _deinterleave(weight.zeros, heads),
+                weight.bits,
+            )
         assert isinstance(weight, torch.Tensor)
         return _deinterleave(weight, heads)
 

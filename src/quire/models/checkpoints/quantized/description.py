@@ -22,7 +22,7 @@ MAX_GROUP = 128  # inputs that share a scale in memory; longer groups are cut
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class StoredQuantization:
-    """What most matrices become in memory: none (floating point), int8, or int4 in groups of inputs."""
+    """What most matrices become in memory: none (floating point), int8, or groups: int4, grouped_int8."""
 
     kind: str = "none"
     group_size: int = MAX_GROUP
@@ -48,9 +48,12 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
     checks[method](values)
     bits, group_size = _main_group(values) if method == "compressed-tensors" else _bits_and_group(values)
     is_run = values.get("desc_act") is not True
-    if bits == 4 and is_run:
-        return StoredQuantization("int4", min(group_size if group_size > 0 else MAX_GROUP, MAX_GROUP))
-    return StoredQuantization("int8" if bits == 8 and is_run and group_size <= 0 else "none")
+    if not is_run:
+        return StoredQuantization()
+    if bits == 8 and group_size <= 0:
+        return StoredQuantization("int8")
+    kind = "int4" if bits == 4 else "grouped_int8"
+    return StoredQuantization(kind, min(group_size if group_size > 0 else MAX_GROUP, MAX_GROUP))
 
 
 def _main_group(values: Mapping[str, Any]) -> tuple[int, int]:

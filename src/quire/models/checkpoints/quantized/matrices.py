@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from quire.kernels.weights import KERNEL_GROUPS, Int4Weight, Int8Weight, Weight
+from quire.kernels.weights import KERNEL_GROUPS, GroupedWeight, Int8Weight, Weight
 
 Parts = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
@@ -71,8 +71,8 @@ def grouped(
 ) -> Weight:
     """Return (value - zero of its group) * scale of its group, in the narrowest form that holds it exactly.
 
-    That is `Int4Weight` for 4 bits, `Int8Weight` for 8 bits with one scale for a row and zeros in the middle,
-    and float32 for all others.
+    That is `Int8Weight` for 8 bits with one scale for a row and zeros in the middle, `GroupedWeight` for all
+    others in runs of a length that kernels have, and float32 for the rest.
 
     Args:
         values: [out, in] uint8.
@@ -93,9 +93,10 @@ def grouped(
         if bits == 8 and groups == 1 and bool((zeros == INT8_ZERO).all()):
             return Int8Weight((values ^ INT8_ZERO).view(torch.int8), scales[:, 0].contiguous())
         kernel_group = _kernel_group(inputs // groups)
-        if bits == 4 and kernel_group:
+        if kernel_group:
             repeats = inputs // groups // kernel_group
-            return Int4Weight(values, *(part.repeat_interleave(repeats, dim=1) for part in (scales, zeros)))
+            scales, zeros = (part.repeat_interleave(repeats, dim=1) for part in (scales, zeros))
+            return GroupedWeight(values, scales, zeros, bits)
         group_of = torch.arange(inputs) // (inputs // groups)
     group_of = group_of.long()
     if len(group_of) != inputs or int(group_of.min()) < 0 or int(group_of.max()) >= groups:
