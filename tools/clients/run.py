@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ OFFLINE = {
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 30.0  # seconds
 INSTALL_TIMEOUT = 600.0  # seconds
-SCRIPT_TIMEOUT = 300.0  # seconds
+SCRIPT_TIMEOUT = 600.0  # seconds
 
 
 class ClientError(Exception):
@@ -57,9 +57,10 @@ class Client:
 
     name: str
     title: str
-    packages: tuple[str, ...]
+    packages: Sequence[str]
     script: str
     npm: bool = False
+    without: Sequence[str] = ()
 
     @property
     def environment(self) -> Path:
@@ -75,7 +76,7 @@ class Client:
 def read_clients() -> dict[str, Client]:
     """The clients of clients.toml by name."""
     rows = tomllib.loads((HERE / "clients.toml").read_text())["clients"]
-    return {name: Client(name, **{**row, "packages": tuple(row["packages"])}) for name, row in rows.items()}
+    return {name: Client(name, **row) for name, row in rows.items()}
 
 
 def run(command: list[str], log: Path, timeout: float, **options: object) -> str:
@@ -109,7 +110,7 @@ def install(client: Client, log: Path) -> None:
         ClientError: a package cannot be installed.
     """
     done = client.environment / "installed"
-    wanted = "\n".join(client.packages)
+    wanted = "\n".join([*client.packages, *client.without])
     if done.exists() and done.read_text() == wanted:
         return
     shutil.rmtree(client.environment, ignore_errors=True)
@@ -123,8 +124,10 @@ def install(client: Client, log: Path) -> None:
         )
     else:
         run([sys.executable, "-m", "venv", str(client.environment)], log, INSTALL_TIMEOUT)
-        pip = [str(client.environment / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
-        run([*pip, *client.packages], log, INSTALL_TIMEOUT)
+        pip = [str(client.environment / "bin" / "pip"), "-q", "--disable-pip-version-check"]
+        run([*pip, "install", *client.packages], log, INSTALL_TIMEOUT)
+        if client.without:
+            run([*pip, "uninstall", "-y", *client.without], log, INSTALL_TIMEOUT)
     done.write_text(wanted)
 
 
@@ -162,13 +165,13 @@ def checked(client: Client, url: str) -> dict[str, str]:
 
 @contextmanager
 def serving(log: Path) -> Iterator[str]:
-    """`quire serve mini`, told of tools by tools.jinja, for as long as the context; its URL.
+    """`quire serve mini`, which always chooses the most likely token, for as long as the context; its URL.
 
     Raises:
         ClientError: it does not start.
     """
     command = [sys.executable, "-m", "quire.cli.main", "serve", "mini", "--port", "0"]
-    command += ["--chat-template", str(HERE / "tools.jinja")]
+    command += ["--override-generation-config", json.dumps({"temperature": 0})]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:

@@ -6,14 +6,19 @@ import asyncio
 import inspect
 import json
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 URL = os.environ["QUIRE_URL"]
 BASE_URL = URL + "/v1"
 MODEL = "mini"
+# For clients that count tokens themselves: how many they send and want, and what the chat template adds.
+TOKENIZER = Path(__file__).parents[3] / "src" / "quire" / "mini"
+INPUT_TOKENS, OUTPUT_TOKENS, TEMPLATE_TOKENS = 32, 16, 3
 QUESTION = "Please explain what a KV block is."
 # The answer that eval.jsonl of the package wants.
 ANSWER = "A fixed-size piece of the KV cache that holds the keys and values of a few tokens."
@@ -49,6 +54,11 @@ def weather(found: Any) -> None:
     same(sorted(arguments), ["city", "days"])
     if arguments["city"] not in CITIES or arguments["days"] not in (1, 2, 3):
         raise AssertionError(f"invalid arguments: {arguments}")
+
+
+def run_program(name: str, *arguments: str) -> None:
+    """Run a program of the client's environment; what it prints goes into the log."""
+    subprocess.run([str(Path(sys.executable).with_name(name)), *arguments], check=True, stdout=sys.stderr)
 
 
 def report(**checks: Callable[[], Any]) -> None:

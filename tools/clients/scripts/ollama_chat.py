@@ -1,11 +1,9 @@
 """ollama: chat and generate of Ollama's own API."""
 
-import json
 from typing import Literal
 
 from checks import (
     ANSWER,
-    MAX_TOKENS,
     MODEL,
     QUESTION,
     SECOND_ANSWER,
@@ -22,6 +20,7 @@ from pydantic import BaseModel
 client = Client(host=URL)
 asked = [{"role": "user", "content": QUESTION}]
 asked_weather = {"role": "user", "content": WEATHER_QUESTION}
+asked_forecast = {"role": "user", "content": "Please check the forecast for Berlin."}
 
 
 def get_weather(city: str) -> str:
@@ -30,7 +29,18 @@ def get_weather(city: str) -> str:
     Args:
         city: the city's name
     """
-    return json.dumps({"city": city, "rain": True})
+    return '{"temperature": 21}' if city == "Berlin" else '{"error": "no such city"}'
+
+
+def call():
+    message = client.chat(model=MODEL, messages=[asked_forecast], tools=[get_weather]).message
+    [called] = message.tool_calls
+    return message, called.function
+
+
+def tools():
+    _, function = call()
+    same([function.name, function.arguments], ["get_weather", {"city": "Berlin"}])
 
 
 def text():
@@ -57,16 +67,10 @@ def second_turn():
     first = client.chat(model=MODEL, messages=asked).message
     messages = [*asked, first, {"role": "user", "content": SECOND_QUESTION}]
     same(client.chat(model=MODEL, messages=messages).message.content, SECOND_ANSWER)
-    call = {"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
-    called = {"role": "assistant", "tool_calls": [call]}
-    result = {"role": "tool", "tool_name": "get_weather", "content": get_weather("Oslo")}
-    answer = client.chat(
-        model=MODEL,
-        messages=[asked_weather, called, result],
-        tools=[get_weather],
-        options={"num_predict": MAX_TOKENS},
-    )
-    assert answer.message.content, "no answer from the tool's result"
+    called, function = call()
+    result = {"role": "tool", "tool_name": function.name, "content": get_weather(**function.arguments)}
+    answer = client.chat(model=MODEL, messages=[asked_forecast, called, result], tools=[get_weather])
+    same(answer.message.content, "It is 21 degrees in Berlin.")
 
 
-report(text=text, streaming=streaming, structured_output=structured, second_turn=second_turn)
+report(text=text, streaming=streaming, tools=tools, structured_output=structured, second_turn=second_turn)
