@@ -254,7 +254,8 @@ QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, co
   const int64_t num_fetches = kFetches ? Values::num_fetches(ahead, end_step - first_step) : 0;
 #pragma GCC unroll 1
   for (int64_t first = first_step; first < end_step;) {
-    const int64_t end = min((first / Path::kGroupSteps + 1) * Path::kGroupSteps, end_step);
+    // Without groups, all steps in one loop.
+    const int64_t end = Path::kGroupSteps == 1 ? end_step : min((first / Path::kGroupSteps + 1) * Path::kGroupSteps, end_step);
     typename Path::Group groups[R][N];
 #pragma GCC unroll 24
     for (int i = 0; i < R * N; ++i) groups[i / N][i % N].begin(sums[i / N][i % N]);
