@@ -130,7 +130,7 @@ class HeadTask {
     pack_values<Path, T>(tile, ahead, visit.first_key, visit.end_key, head_dim, values_);
     for (int64_t row = first_row; row < end_row; row += kPackedRows<Path>) {
       const int count = static_cast<int>(min(kPackedRows<Path>, end_row - row));
-      score<Path>(registers_, count, query_ + row * head_dim, head_dim, keys_, scores_, ahead);
+      score<Path>(registers_, count, query_ + row * head_dim, head_dim, rows_.seen(visit, row, count), keys_, scores_, ahead);
       take_scores(visit, tile, row, count, PackedValues<Path>{values_, head_dim}, state, ahead);
     }
   }
@@ -141,13 +141,10 @@ class HeadTask {
                                 const State& state, Ahead& ahead) {
     const float* value_scales = sizeof(T) == 1 ? tile.value_scales : nullptr;
     float factors[kPackedRows<Path>];
-    int first_seen = kTileTokens, last_seen = 0;
     for (int i = 0; i < count; ++i) {
       const int64_t row = first_row + i;
       int first, last;
       rows_.limits(visit, row, &first, &last);
-      first_seen = first < first_seen ? first : first_seen;
-      last_seen = last > last_seen ? last : last_seen;
       f32x16 scores[kTileVectors];
       finish_scores_of(i, tile, first, last, scores);
       float* kept = nullptr;
@@ -155,9 +152,10 @@ class HeadTask {
       factors[i] = weigh(scores, value_scales, state.best + row, state.sums + row * kLanes, weights_ + i * kTileTokens, kept);
       if (kept != nullptr) kept_.note_best(kept, state.best[row]);
     }
-    add_values<Path>(registers_, count,
-                     {weights_, factors, first_seen, last_seen + 1, rows_.head_dim, state.totals + first_row * rows_.head_dim},
-                     values, ahead);
+    add_values<Path>(
+        registers_, count,
+        {weights_, factors, rows_.seen(visit, first_row, count), rows_.head_dim, state.totals + first_row * rows_.head_dim},
+        values, ahead);
   }
 
   QUIRE_INLINE void finish_scores_of(int row, const Tile& tile, int first, int last, f32x16 (&scores)[kTileVectors]) const {
@@ -242,7 +240,8 @@ class HeadTask {
     const int64_t end_row = rows_.end_row(visit);
     for (int64_t row = rows_.first_row(visit); row < end_row; row += kPackedRows<Path>) {
       const int count = static_cast<int>(min(kPackedRows<Path>, end_row - row));
-      score<Path>(registers_, count, query_ + row * rows_.head_dim, rows_.head_dim, keys_, scores_, nothing);
+      score<Path>(registers_, count, query_ + row * rows_.head_dim, rows_.head_dim, rows_.seen(visit, row, count), keys_, scores_,
+                  nothing);
       for (int i = 0; i < count; ++i) {
         const int64_t start = sum_start(row + i);
         if (start < 0) continue;

@@ -11,8 +11,8 @@ constexpr int kFetchesOfTile = 8;  // rows of the next tile that are fetched for
 
 // As score_rows.
 template <bool kIsTall>
-void score_amx_rows(const bf16* rows, int64_t head_dim, const char* keys, float* scores, Ahead& ahead) {
-  for (int key = 0; key < kTileTokens; key += kAmxRows) {
+void score_amx_rows(const bf16* rows, int64_t head_dim, Seen seen, const char* keys, float* scores, Ahead& ahead) {
+  for (int key = seen.first / kAmxRows * kAmxRows; key < seen.end; key += kAmxRows) {
     clear_sums<kIsTall>();
     for (int64_t feature = 0; feature < head_dim; feature += AmxPath::kGroupFeatures) {
       for (int i = 0; i < kFetchesOfTile; ++i) ahead.fetch();
@@ -25,10 +25,10 @@ void score_amx_rows(const bf16* rows, int64_t head_dim, const char* keys, float*
 
 template <bool kIsTall>
 void add_amx_values(const WeightedSum<bf16>& sum, const char* values) {
-  const int64_t first = sum.first / AmxPath::kGroupFeatures * AmxPath::kGroupFeatures;
+  const int64_t first = sum.seen.first / AmxPath::kGroupFeatures * AmxPath::kGroupFeatures;
   for (int64_t feature = 0; feature < sum.head_dim; feature += kAmxRows) {
     load_sums<kIsTall>(sum.totals + feature, sum.head_dim * 4);
-    for (int64_t token = first; token < sum.end; token += AmxPath::kGroupFeatures) {
+    for (int64_t token = first; token < sum.seen.end; token += AmxPath::kGroupFeatures) {
       const char* columns = values + (token / AmxPath::kInputs * sum.head_dim + feature) * 4;
       add_steps_of_tile<BFloat16Product, kIsTall>(sum.weights + token, kTileTokens * 2, columns, sum.head_dim * 4);
     }
@@ -37,11 +37,11 @@ void add_amx_values(const WeightedSum<bf16>& sum, const char* values) {
 }
 
 template <>
-inline void score<AmxPath>(AmxPath::Registers& registers, int num_rows, const bf16* rows, int64_t head_dim, const char* keys,
-                           float* scores, Ahead& ahead) {
+inline void score<AmxPath>(AmxPath::Registers& registers, int num_rows, const bf16* rows, int64_t head_dim, Seen seen,
+                           const char* keys, float* scores, Ahead& ahead) {
   registers.shape(num_rows);
-  if (num_rows > kTileLines) return score_amx_rows<true>(rows, head_dim, keys, scores, ahead);
-  score_amx_rows<false>(rows, head_dim, keys, scores, ahead);
+  if (num_rows > kTileLines) return score_amx_rows<true>(rows, head_dim, seen, keys, scores, ahead);
+  score_amx_rows<false>(rows, head_dim, seen, keys, scores, ahead);
 }
 
 template <>

@@ -49,6 +49,18 @@ struct HeadRows {
     *last = static_cast<int>(min(position, visit.end_key - 1));
   }
 
+  // The keys of a tile that some of `count` rows see, which may be of several sequences.
+  QUIRE_INLINE Seen seen(const AttentionVisit& visit, int64_t first_row, int count) const {
+    Seen seen{kTileTokens, 0};
+    for (int64_t row = first_row; row < first_row + count; ++row) {
+      int first, last;
+      limits(visit, row, &first, &last);
+      seen.first = first < seen.first ? first : seen.first;
+      seen.end = last + 1 > seen.end ? last + 1 : seen.end;
+    }
+    return seen;
+  }
+
   // Puts the queries in `to`, [count, head_dim], as the numbers that products are computed in.
   template <class Number>
   void take_query(Number* to) const {

@@ -144,49 +144,70 @@ void pack_values(const Tile& tile, Ahead& ahead, int first, int end, int64_t hea
 
 // -- scores of R rows --------------------------------------------------------------------------------------------------------
 
-// Scores of 64 packed keys.
-template <class Path, bool kFetches, int R>
-void score_rows(const typename Path::Number* rows, int64_t head_dim, const char* keys, float* scores, Ahead& ahead) {
+// The keys of a tile that some of the rows see: from `first` to `end`.
+struct Seen {
+  int first;
+  int end;
+};
+
+// Scores of V vectors of packed keys.
+template <class Path, bool kFetches, int R, int V>
+QUIRE_INLINE void score_vectors(const typename Path::Number* rows, int64_t head_dim, const char* keys, float* scores,
+                                Ahead& ahead) {
   const int64_t num_steps = head_dim / Path::kInputs;
-#pragma GCC unroll 1
-  for (int vector = 0; vector < kTileVectors; vector += kScoreVectors) {
-    f32x16 sums[R][kScoreVectors];
+  f32x16 sums[R][V];
 #pragma GCC unroll 24
-    for (int i = 0; i < R * kScoreVectors; ++i) sums[i / kScoreVectors][i % kScoreVectors] = f32x16{};
-    const char* at = keys + vector * 64;
+  for (int i = 0; i < R * V; ++i) sums[i / V][i % V] = f32x16{};
 #pragma GCC unroll 1
-    for (int64_t step = 0; step < num_steps; ++step, at += kTileTokens * 4) {
-      if (kFetches && step % 2 == 0) ahead.fetch();
-      typename Path::Column columns[kScoreVectors];
+  for (int64_t step = 0; step < num_steps; ++step, keys += kTileTokens * 4) {
+    if (kFetches && step % 2 == 0) ahead.fetch();
+    typename Path::Column columns[V];
 #pragma GCC unroll 4
-      for (int i = 0; i < kScoreVectors; ++i) columns[i] = Path::column(at + i * 64);
-#pragma GCC unroll 6
-      for (int row = 0; row < R; ++row) {
-        const auto input = Path::input(rows + row * head_dim, step);
-#pragma GCC unroll 4
-        for (int i = 0; i < kScoreVectors; ++i) Path::add(sums[row][i], input, columns[i]);
-      }
-    }
+    for (int i = 0; i < V; ++i) columns[i] = Path::column(keys + i * 64);
 #pragma GCC unroll 6
     for (int row = 0; row < R; ++row) {
+      const auto input = Path::input(rows + row * head_dim, step);
 #pragma GCC unroll 4
-      for (int i = 0; i < kScoreVectors; ++i) store(scores + row * kTileTokens + (vector + i) * kLanes, sums[row][i]);
+      for (int i = 0; i < V; ++i) Path::add(sums[row][i], input, columns[i]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int row = 0; row < R; ++row) {
+#pragma GCC unroll 4
+    for (int i = 0; i < V; ++i) store(scores + row * kTileTokens + i * kLanes, sums[row][i]);
+  }
+}
+
+// Scores of the packed keys that are seen, and of some beside them.
+template <class Path, bool kFetches, int R>
+void score_rows(const typename Path::Number* rows, int64_t head_dim, Seen seen, const char* keys, float* scores, Ahead& ahead) {
+  constexpr int kFewVectors = kScoreVectors < 2 ? kScoreVectors : 2;
+#pragma GCC unroll 1
+  for (int vector = seen.first / (kFewVectors * kLanes) * kFewVectors; vector * kLanes < seen.end;) {
+    const char* at = keys + vector * 64;
+    const bool is_few = vector + kScoreVectors > kTileVectors || seen.end <= (vector + kFewVectors) * kLanes;
+    if (kFewVectors < kScoreVectors && is_few) {
+      score_vectors<Path, kFetches, R, kFewVectors>(rows, head_dim, at, scores + vector * kLanes, ahead);
+      vector += kFewVectors;
+    } else {
+      score_vectors<Path, kFetches, R, kScoreVectors>(rows, head_dim, at, scores + vector * kLanes, ahead);
+      vector += kScoreVectors;
     }
   }
 }
 
 template <class Path, int R = kChunkRows>
-QUIRE_INLINE void score_packed(int num_rows, const typename Path::Number* rows, int64_t head_dim, const char* keys, float* scores,
-                               Ahead& ahead) {
-  if (num_rows == R && ahead.num_left > 0) return score_rows<Path, true, R>(rows, head_dim, keys, scores, ahead);
-  if (num_rows == R) return score_rows<Path, false, R>(rows, head_dim, keys, scores, ahead);
-  if constexpr (R > 1) score_packed<Path, R - 1>(num_rows, rows, head_dim, keys, scores, ahead);
+QUIRE_INLINE void score_packed(int num_rows, const typename Path::Number* rows, int64_t head_dim, Seen seen, const char* keys,
+                               float* scores, Ahead& ahead) {
+  if (num_rows == R && ahead.num_left > 0) return score_rows<Path, true, R>(rows, head_dim, seen, keys, scores, ahead);
+  if (num_rows == R) return score_rows<Path, false, R>(rows, head_dim, seen, keys, scores, ahead);
+  if constexpr (R > 1) score_packed<Path, R - 1>(num_rows, rows, head_dim, seen, keys, scores, ahead);
 }
 
 template <class Path>
-QUIRE_INLINE void score(typename Path::Registers&, int num_rows, const typename Path::Number* rows, int64_t head_dim,
+QUIRE_INLINE void score(typename Path::Registers&, int num_rows, const typename Path::Number* rows, int64_t head_dim, Seen seen,
                         const char* keys, float* scores, Ahead& ahead) {
-  score_packed<Path>(num_rows, rows, head_dim, keys, scores, ahead);
+  score_packed<Path>(num_rows, rows, head_dim, seen, keys, scores, ahead);
 }
 
 // Scores of the keys of a tile that lie from `first` to `end`, and of some beside them.
@@ -228,13 +249,12 @@ QUIRE_INLINE void score_unpacked(int num_rows, const typename Path::Number* quer
 
 // -- weighted sums ------------------------------------------------------------------------------------------------------------
 
-// totals[row] = totals[row] * factors[row] + weights[row] x values. Tokens from `first` to `end` have weights other than zero.
+// totals[row] = totals[row] * factors[row] + weights[row] x values. Only tokens that are seen have weights other than zero.
 template <class Number>
 struct WeightedSum {
   const Number* weights;  // [rows, 64]
   const float* factors;   // [rows]
-  int first;
-  int end;
+  Seen seen;
   int64_t head_dim;
   float* totals;  // [rows, head_dim]
 };
@@ -250,7 +270,7 @@ QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, co
   for (int i = 0; i < R * N; ++i) {
     sums[i / N][i % N] = load(totals + i / N * sum.head_dim + i % N * kLanes) * sum.factors[first_row + i / N];
   }
-  const int64_t first_step = sum.first / Path::kInputs, end_step = ceil_div(sum.end, Path::kInputs);
+  const int64_t first_step = sum.seen.first / Path::kInputs, end_step = ceil_div(sum.seen.end, Path::kInputs);
   const int64_t num_fetches = kFetches ? Values::num_fetches(ahead, end_step - first_step) : 0;
 #pragma GCC unroll 1
   for (int64_t first = first_step; first < end_step;) {
