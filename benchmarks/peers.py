@@ -1,9 +1,10 @@
 """Compares Quire with vLLM, OpenVINO GenAI and llama.cpp on one model, in one run, on the CPU.
 
-The model has Qwen3-0.6B's shape and random weights. Prompts are random token ids, the same for every engine
-and new in each round; decoding is greedy and ignores end-of-sequence. Each engine is a process with its own
-environment, two threads, and a KV cache for the same number of tokens. Engines take turns; an engine that is
-not being measured is stopped (SIGSTOP). For each precision, this program
+The model has the shape of Qwen3-0.6B, or of Qwen3-4B with `--shape 4b`, and random weights. Prompts are
+random token ids, the same for every engine and new in each round; decoding is greedy and ignores
+end-of-sequence. Each engine is a process with its own environment, two threads, and a KV cache for the same
+number of tokens. Engines take turns; an engine that is not being measured is stopped (SIGSTOP). In int4,
+engines take part with several files, and Quire in int8, too. For each precision, this program
 
 1. writes missing model files, and reads all files once, so that they are in the page cache;
 2. measures memory bandwidth and matrix products of the machine, for the limits, and again at the end; the
@@ -19,7 +20,10 @@ reason is printed.
 
     make bench-peers
     python benchmarks/peers.py [--engines quire,llamacpp] [--precisions bf16] [--workloads 1x32/32]
-                               [--rounds 3] [--json FILE]
+                               [--shape 0.6b] [--rounds 3] [--json FILE]
+
+All engines of a precision are in memory together. For the larger shape in 24 GiB, choose: int4, and the first
+and the fourth workload.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from peers_engines import CHECKPOINT, HERE, KINDS, PEERS, conversion
+from peers_engines import CHECKPOINT, HERE, KINDS, MODELS, PEERS, conversion
 from peers_limit import Machine, least_seconds
 from peers_process import LOG_TAIL_CHARS, EngineError, EngineProcess
 from peers_report import disagreements, failures, tables
-from peers_workload import ENGINES, PRECISIONS, WORKLOADS, Workload
+from peers_workload import PRECISIONS, SHAPES, WORKLOADS, Workload
 from rich.console import Console
 
 LOGS = PEERS / "logs"
@@ -55,9 +59,10 @@ Figures = dict[str, Any]
 
 
 class Comparison:
-    """One precision: its running engines and its figures."""
+    """One precision of one shape: its running engines and its figures."""
 
-    def __init__(self, precision: str, engines: list[str], console: Console) -> None:
+    def __init__(self, shape: str, precision: str, engines: list[str], console: Console) -> None:
+        self._shape = shape
         self._precision = precision
         self._console = console
         self._running: dict[str, EngineProcess] = {}
@@ -91,7 +96,8 @@ class Comparison:
                 process.close()
 
     def _prepare_files(self, name: str) -> None:
-        for directory in dict.fromkeys((CHECKPOINT, KINDS[name].model(self._precision))):
+        checkpoint = MODELS / self._shape / CHECKPOINT
+        for directory in dict.fromkeys((checkpoint, KINDS[name].model(self._precision, self._shape))):
             if not directory.exists():
                 self._say(f"writing {directory}")
                 write_files(directory)
@@ -107,7 +113,8 @@ class Comparison:
     def _start(self, name: str, *, starts: int) -> None:
         for number in range(starts):
             self._say(f"starting {KINDS[name].label}, {number + 1} of {starts}")
-            process = EngineProcess(KINDS[name], self._precision, LOGS / f"{name}-{self._precision}.log")
+            log = LOGS / f"{self._shape}-{name}-{self._precision}.log"
+            process = EngineProcess(KINDS[name], self._precision, self._shape, log)
             entry = self.figures["engines"][name]
             entry["versions"] = process.versions
             entry["start_seconds"].append(process.seconds_to_ready)
@@ -149,7 +156,8 @@ class Comparison:
 
     def _note_limits(self) -> None:
         for name, entry in self.figures["workloads"].items():
-            entry["limit_seconds"] = least_seconds(WORKLOADS[name], self._precision, self._machine)
+            shape = SHAPES[self._shape]
+            entry["limit_seconds"] = least_seconds(WORKLOADS[name], shape, self._precision, self._machine)
 
     def _note_memory(self, name: str) -> None:
         self.figures["engines"][name]["peak_bytes"] = self._running[name].peak_memory()
@@ -183,7 +191,7 @@ def write_files(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         whole = Path(scratch) / target.name
-        subprocess.run(conversion(target.name, whole), capture_output=True, check=True)
+        subprocess.run(conversion(target, whole), capture_output=True, check=True)
         shutil.move(whole, target)
 
 
@@ -213,9 +221,14 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for option, names in (("engines", ENGINES), ("precisions", PRECISIONS), ("workloads", tuple(WORKLOADS))):
+    for option, names in (
+        ("engines", tuple(KINDS)),
+        ("precisions", PRECISIONS),
+        ("workloads", tuple(WORKLOADS)),
+    ):
         everything = ",".join(names)
         result.add_argument(f"--{option}", default=everything, help=f"any of {everything} (default: all)")
+    result.add_argument("--shape", choices=SHAPES, default="0.6b", help="default: 0.6b")
     result.add_argument(
         "--rounds",
         type=int,
@@ -232,16 +245,18 @@ def main() -> None:
     options, progress = parser().parse_args(), Console(stderr=True)
     # Otherwise, stopped workers would be left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    engines = chosen(ENGINES, options.engines, "engines")
+    engines = chosen(KINDS, options.engines, "engines")
     workloads = [WORKLOADS[name] for name in chosen(WORKLOADS, options.workloads, "workloads")]
     results: Figures = {
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
+        "shape": options.shape,
         "precisions": {},
     }
     for precision in chosen(PRECISIONS, options.precisions, "precisions"):
-        comparison = Comparison(precision, engines, progress)
+        taking_part = [name for name in engines if precision in KINDS[name].models]
+        comparison = Comparison(options.shape, precision, taking_part, progress)
         results["precisions"][precision] = comparison.figures
         comparison.run(workloads, rounds=options.rounds, starts=options.starts)
         if options.json:  # after each precision: the next may take an hour

@@ -7,24 +7,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peers_workload import NUM_THREADS
+from peers_workload import NUM_THREADS, PRECISIONS
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".peers"
 MODELS = PEERS / "models"
-CHECKPOINT = MODELS / "bf16"  # all other files are converted from it
+CHECKPOINT = "bf16"  # the directory that all other files of a shape are converted from
 
 Command = list[str]
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """How to run one engine. Without an environment, it runs in this interpreter."""
+    """How to run one engine, or one of its variants. Without an environment, it runs in this interpreter."""
 
     label: str
     worker: str
+    models: Mapping[str, str]  # directories, by the precisions that it takes part in
     environment: str = ""
-    model_names: Mapping[str, str] = field(default_factory=dict)  # by precision; default: the checkpoint
+    computes: Mapping[str, str] = field(default_factory=dict)  # by precision; default: that precision
     variables: Mapping[str, str] = field(default_factory=dict)
     preloaded: tuple[str, ...] = ()  # libraries, as patterns inside the environment
 
@@ -33,10 +34,11 @@ class EngineKind:
         """Its Python interpreter."""
         return interpreter(self.environment) if self.environment else sys.executable
 
-    def command(self, precision: str) -> Command:
+    def command(self, precision: str, shape: str) -> Command:
         """Return the command that starts its worker."""
-        model = str(self.model(precision))
-        return [self.python, str(HERE / self.worker), "--model", model, "--precision", precision]
+        computed = self.computes.get(precision, precision)
+        options = ["--model", str(self.model(precision, shape)), "--precision", computed, "--shape", shape]
+        return [self.python, str(HERE / self.worker), *options]
 
     def environ(self) -> dict[str, str]:
         """Return the environment variables for its worker, in addition to the inherited ones.
@@ -52,10 +54,9 @@ class EngineKind:
             raise FileNotFoundError(f"{root} lacks one of {', '.join(self.preloaded)}")
         return {**self.variables, "LD_PRELOAD": " ".join(map(str, found))}
 
-    def model(self, precision: str) -> Path:
+    def model(self, precision: str, shape: str) -> Path:
         """Return the directory of its model."""
-        name = self.model_names.get(precision)
-        return MODELS / name if name else CHECKPOINT
+        return MODELS / shape / self.models[precision]
 
 
 def interpreter(environment: str) -> str:
@@ -64,12 +65,16 @@ def interpreter(environment: str) -> str:
 
 
 KINDS = {
-    "quire": EngineKind("Quire", "peers_quire.py"),
+    "quire": EngineKind("Quire", "peers_quire.py", dict.fromkeys(PRECISIONS, CHECKPOINT)),
+    "quire-gguf": EngineKind("Quire, Q4_K_M", "peers_quire.py", {"int4": "llamacpp-q4_k_m"}),
+    "quire-int8": EngineKind(
+        "Quire, int8", "peers_quire.py", {"int4": CHECKPOINT}, computes={"int4": "int8"}
+    ),
     "vllm": EngineKind(
         "vLLM",
         "peers_vllm.py",
+        {"bf16": CHECKPOINT, "int8": "vllm-int8", "int4": "vllm-int4"},
         "vllm",
-        {"int8": "vllm-int8"},
         variables={
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{NUM_THREADS - 1}",
@@ -80,32 +85,38 @@ KINDS = {
         preloaded=("tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4", "lib/libiomp5.so"),
     ),
     "openvino": EngineKind(
-        "OpenVINO", "peers_openvino.py", "openvino", {"bf16": "openvino-bf16", "int8": "openvino-int8"}
+        "OpenVINO",
+        "peers_openvino.py",
+        {precision: f"openvino-{precision}" for precision in PRECISIONS},
+        "openvino",
     ),
     "llamacpp": EngineKind(
-        "llama.cpp", "peers_llamacpp.py", "llamacpp", {"bf16": "llamacpp-bf16", "int8": "llamacpp-int8"}
+        "llama.cpp",
+        "peers_llamacpp.py",
+        {"bf16": "llamacpp-bf16", "int8": "llamacpp-q8_0", "int4": "llamacpp-q4_k_m"},
+        "llamacpp",
     ),
+    "llamacpp-q4_0": EngineKind(
+        "llama.cpp, Q4_0", "peers_llamacpp.py", {"int4": "llamacpp-q4_0"}, "llamacpp"
+    ),
+}
+OPENVINO_WEIGHTS = {  # a model in fp16 runs in bf16
+    "bf16": ["fp16"],
+    "int8": ["int8"],
+    "int4": ["int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
 }
 
 
-def conversion(name: str, target: Path) -> Command:
-    """Return the command that writes the model directory `name` to `target`."""
-    source = str(CHECKPOINT)
-    kind, _, precision = name.rpartition("-")
+def conversion(target: Path, written: Path) -> Command:
+    """Return the command that writes the model directory `target`, MODELS/SHAPE/NAME, to `written`."""
+    source, shape = str(target.with_name(CHECKPOINT)), target.parent.name
+    kind, _, form = target.name.rpartition("-")
     if kind == "openvino":
-        weights = {"bf16": "fp16", "int8": "int8"}[precision]  # a model in fp16 runs in bf16
         tool = [str(PEERS / "convert" / "bin" / "optimum-cli"), "export", "openvino"]
-        return [
-            *tool,
-            "-m",
-            source,
-            "--task",
-            "text-generation-with-past",
-            "--weight-format",
-            weights,
-            str(target),
-        ]
+        weights = ["--weight-format", *OPENVINO_WEIGHTS[form]]
+        return [*tool, "-m", source, "--task", "text-generation-with-past", *weights, str(written)]
     if kind == "llamacpp":
         script = [interpreter("llamacpp"), str(HERE / "peers_gguf.py")]
-        return [*script, source, precision, str(target / "model.gguf")]
-    return [sys.executable, str(HERE / "peers_model.py"), "--precision", precision, str(target)]
+        return [*script, source, form, str(written / "model.gguf")]
+    script = [sys.executable, str(HERE / "peers_model.py")]
+    return [*script, "--precision", form, "--shape", shape, str(written)]

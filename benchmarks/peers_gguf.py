@@ -1,9 +1,9 @@
-"""Writes the comparison's model as GGUF files, bf16 and Q8_0, for llama.cpp.
+"""Writes the comparison's model as GGUF files, for llama.cpp and for Quire.
 
-    .peers/llamacpp/bin/python benchmarks/peers_gguf.py CHECKPOINT bf16|int8 FILE
+    .peers/llamacpp/bin/python benchmarks/peers_gguf.py CHECKPOINT bf16|q8_0|q4_0|q4_k_m FILE
 
 CHECKPOINT was written by `peers_model.py`. Matrices are copied; norms become float32, as llama.cpp requires.
-int8 is llama.cpp's own Q8_0 of the bf16 file: blocks of 32 with a scale each, including the embedding.
+The others are llama.cpp's own quantizations of the bf16 file, including the embedding.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ import argparse
 import ctypes
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import llama_cpp
 import numpy as np
-import safetensors
-from peers_workload import NUM_THREADS, PRECISIONS
+from numpy.typing import NDArray
+from peers_workload import NUM_THREADS
+
+FILE_TYPES = {
+    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}
 
 TENSOR_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -80,15 +87,23 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: di
     writer.add_eos_token_id(config["eos_token_id"])
 
 
+def mapped_tensors(path: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
+    """Yield the tensors of a safetensors file in bf16, as their bits, which stay in the file."""
+    data = np.memmap(path, np.uint8, "r")
+    start = 8 + int(data[:8].view(np.uint64)[0])
+    for name, entry in json.loads(bytes(data[8:start])).items():
+        if name != "__metadata__":
+            first, end = (start + offset for offset in entry["data_offsets"])
+            yield name, data[first:end].view(np.uint16).reshape(entry["shape"])
+
+
 def add_tensors(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
     """Write all tensors of the checkpoint."""
-    for name, entry in safetensors.deserialize((checkpoint / "model.safetensors").read_bytes()):
-        bits = np.frombuffer(entry["data"], np.uint16)
-        if len(entry["shape"]) == 1:
+    for name, bits in mapped_tensors(checkpoint / "model.safetensors"):
+        if bits.ndim == 1:
             writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
         else:
-            rows = bits.reshape(entry["shape"]).view(np.uint8)
-            writer.add_tensor(gguf_name(name), rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(gguf_name(name), bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
 
 
 def write_bf16(checkpoint: Path, path: Path) -> None:
@@ -105,10 +120,10 @@ def write_bf16(checkpoint: Path, path: Path) -> None:
     writer.close()
 
 
-def write_int8(checkpoint: Path, path: Path) -> None:
-    """Write the Q8_0 file, from a temporary bf16 file."""
+def write_quantized(checkpoint: Path, path: Path, file_type: int) -> None:
+    """Write a quantized file, from a temporary bf16 file."""
     parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    parameters.ftype = file_type
     parameters.nthread = NUM_THREADS
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         source = Path(directory, "bf16.gguf")
@@ -124,11 +139,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("precision", choices=PRECISIONS)
+    parser.add_argument("form", choices=("bf16", *FILE_TYPES))
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
     options.file.parent.mkdir(parents=True, exist_ok=True)
-    {"bf16": write_bf16, "int8": write_int8}[options.precision](options.checkpoint, options.file)
+    if options.form == "bf16":
+        write_bf16(options.checkpoint, options.file)
+    else:
+        write_quantized(options.checkpoint, options.file, FILE_TYPES[options.form])
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from peers_workload import SHAPE, Workload
+from peers_workload import ModelShape, Workload
 
 STEP_TOKENS = 512
-# Per weight, and per key or value. In int8, an engine may keep keys and values in bytes, and one does.
-VALUE_BYTES = {"bf16": 2, "int8": 1}
+WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
+# With quantized weights, an engine may keep keys and values in bytes, and one does.
+VALUE_BYTES = {"bf16": 2, "int8": 1, "int4": 1}
+PRODUCTS = {"bf16": "bf16", "int8": "int8", "int4": "int8"}
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,17 @@ def steps_of(workload: Workload) -> Iterator[Step]:
         yield step
 
 
-def step_seconds(step: Step, precision: str, machine: Machine) -> float:
-    """Return the minimum seconds of one step. Attention is computed in bf16 in both precisions."""
-    weights = SHAPE.layer_weights + (SHAPE.head_weights if step.sampled else 0)
-    kv_values = SHAPE.kv_values * (step.cached_read + step.computed)
-    num_bytes = VALUE_BYTES[precision] * (weights + kv_values)
-    products = 2 * (SHAPE.layer_weights * step.computed + SHAPE.head_weights * step.sampled)
-    attention = 4 * SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_dim * step.attended
-    computing = products / machine.gemm_rate[precision] + attention / machine.gemm_rate["bf16"]
+def step_seconds(step: Step, shape: ModelShape, precision: str, machine: Machine) -> float:
+    """Return the minimum seconds of one step. Attention is computed in bf16 in all precisions."""
+    weights = shape.layer_weights + (shape.head_weights if step.sampled else 0)
+    kv_values = shape.kv_values * (step.cached_read + step.computed)
+    num_bytes = WEIGHT_BYTES[precision] * weights + VALUE_BYTES[precision] * kv_values
+    products = 2 * (shape.layer_weights * step.computed + shape.head_weights * step.sampled)
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * step.attended
+    computing = products / machine.gemm_rate[PRODUCTS[precision]] + attention / machine.gemm_rate["bf16"]
     return max(num_bytes / machine.bandwidth, computing)
 
 
-def least_seconds(workload: Workload, precision: str, machine: Machine) -> float:
+def least_seconds(workload: Workload, shape: ModelShape, precision: str, machine: Machine) -> float:
     """Return the minimum seconds of the whole workload, from its arrival to its last token."""
-    return sum(step_seconds(step, precision, machine) for step in steps_of(workload))
+    return sum(step_seconds(step, shape, precision, machine) for step in steps_of(workload))

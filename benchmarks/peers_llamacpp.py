@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 from peers_worker import serve
-from peers_workload import KV_TOKENS, NUM_THREADS
+from peers_workload import KV_TOKENS, NUM_THREADS, ModelShape
 
 BATCH_TOKENS = 2_048  # of one call; it computes 512 at once. Both are the server's defaults.
 
@@ -74,7 +74,7 @@ class LlamaCppEngine:
     their own cells unless they share a prefix.
     """
 
-    def __init__(self, model: str, precision: str) -> None:
+    def __init__(self, model: str, precision: str, shape: ModelShape) -> None:
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(
             f"{model}/model.gguf".encode(), llama_cpp.llama_model_default_params()

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from peers_workload import NUM_THREADS, SHAPE
+from peers_workload import NUM_THREADS, SHAPES
+
+SHAPE = SHAPES["0.6b"]
 
 READ_BYTES = 2**30  # far more than any cache holds
 READ_REPEATS = 20

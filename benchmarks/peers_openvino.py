@@ -7,7 +7,7 @@ import numpy as np
 import openvino
 from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
 from peers_worker import serve
-from peers_workload import KV_TOKENS, MAX_NUM_SEQS, NUM_THREADS
+from peers_workload import KV_TOKENS, MAX_NUM_SEQS, NUM_THREADS, ModelShape
 
 BLOCK_SIZE = 32  # block size of the CPU plugin
 MAX_NUM_BATCHED_TOKENS = 512
@@ -16,7 +16,7 @@ MAX_NUM_BATCHED_TOKENS = 512
 class OpenvinoEngine:
     """See `Engine`."""
 
-    def __init__(self, model: str, precision: str) -> None:
+    def __init__(self, model: str, precision: str, shape: ModelShape) -> None:
         scheduler = SchedulerConfig()
         scheduler.max_num_batched_tokens = MAX_NUM_BATCHED_TOKENS
         scheduler.num_kv_blocks = KV_TOKENS // BLOCK_SIZE

@@ -33,12 +33,12 @@ class EngineProcess:
     All methods may raise `EngineError`: the worker has ended, timed out, or returned a wrong result.
     """
 
-    def __init__(self, kind: EngineKind, precision: str, log: Path) -> None:
+    def __init__(self, kind: EngineKind, precision: str, shape: str, log: Path) -> None:
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
         try:
-            self._process = self._popen(kind, precision)
+            self._process = self._popen(kind, precision, shape)
         except OSError as error:
             raise EngineError(f"{error}; `make bench-peers` sets up its environment") from None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -51,10 +51,10 @@ class EngineProcess:
             raise
         self.seconds_to_ready = time.perf_counter() - started
 
-    def _popen(self, kind: EngineKind, precision: str) -> subprocess.Popen[str]:
+    def _popen(self, kind: EngineKind, precision: str, shape: str) -> subprocess.Popen[str]:
         with self._log.open("w", encoding="utf-8") as errors:
             return subprocess.Popen(
-                kind.command(precision),
+                kind.command(precision, shape),
                 env={**os.environ, **kind.environ()},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from peers_worker import serve
-from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_THREADS
+from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_THREADS, ModelShape
 
 from quire import LLM, SamplingParams
 
@@ -15,10 +15,11 @@ BLOCK_SIZE = 16
 class QuireEngine:
     """See `Engine`."""
 
-    def __init__(self, model: str, precision: str) -> None:
-        # OpenVINO also keeps its KV in 8 bits if weights are int8.
-        int8 = {"quantization": "int8", "kv_cache_dtype": "int8"}
-        quantization: dict[str, Any] = int8 if precision == "int8" else {}
+    def __init__(self, model: str, precision: str, shape: ModelShape) -> None:
+        # OpenVINO also keeps its KV in 8 bits if weights are quantized.
+        quantization: dict[str, Any] = {}
+        if precision != "bf16":
+            quantization = {"quantization": precision, "kv_cache_dtype": "int8"}
         self._llm = LLM(
             model,
             dtype="bfloat16",

@@ -10,6 +10,7 @@ from peers_workload import PRECISIONS, WORKLOADS, Workload
 from rich.table import Table
 
 OURS = "quire"
+OUR_INT8 = "quire-int8"
 NOTHING = "-"
 LEAST_AGREEMENT = 0.5  # of first tokens
 FEWEST_COMPARED = 16  # with few tokens, rounding may change all
@@ -23,8 +24,8 @@ def rates(workload: Workload, times: dict[str, list[float]]) -> dict[str, float]
 
 
 def best_peer(values: dict[str, float], *, least: bool = False) -> tuple[str, float] | None:
-    """Return the name and value of the best engine other than Quire; None if there is none."""
-    peers = [(value, engine) for engine, value in values.items() if engine != OURS]
+    """Return the name and value of the best engine other than Quire's; None if there is none."""
+    peers = [(value, engine) for engine, value in values.items() if not engine.startswith(OURS)]
     if not peers:
         return None
     value, engine = (min if least else max)(peers)
@@ -34,7 +35,12 @@ def best_peer(values: dict[str, float], *, least: bool = False) -> tuple[str, fl
 def ratio(values: dict[str, float], *, least: bool = False) -> str:
     """Return Quire's value over the best peer's; `least`: the smallest is the best."""
     best = best_peer(values, least=least)
-    return f"{values[OURS] / best[1]:.2f}x" if best and OURS in values else NOTHING
+    return versus(values, best[0]) if best else NOTHING
+
+
+def versus(values: dict[str, float], engine: str) -> str:
+    """Return Quire's value over that of another engine."""
+    return f"{values[OURS] / values[engine]:.2f}x" if {OURS, engine} <= values.keys() else NOTHING
 
 
 def tables(results: Figures) -> Iterator[Table]:
@@ -42,20 +48,21 @@ def tables(results: Figures) -> Iterator[Table]:
     for precision in PRECISIONS:
         figures = results["precisions"].get(precision)
         if figures is not None:
-            yield rate_table(precision, figures)
-            yield cost_table(precision, figures)
+            yield rate_table(results["shape"], precision, figures)
+            yield cost_table(results["shape"], precision, figures)
 
 
-def rate_table(precision: str, figures: Figures) -> Table:
+def rate_table(shape: str, precision: str, figures: Figures) -> Table:
     """Return tokens per second of every engine, and the share of the limit of Quire and the best peer."""
     engines, machine = list(figures["engines"]), figures["machine"]
     table = Table(
-        title=f"{precision}, tokens/s; limits of {machine['bandwidth'] / 1e9:.1f} GB/s and "
+        title=f"{shape}, {precision}, tokens/s; limits of {machine['bandwidth'] / 1e9:.1f} GB/s and "
         + " and ".join(f"{rate / 1e9:.0f} G{name}op/s" for name, rate in machine["gemm_rate"].items())
     )
     table.add_column("requests x prompt/output", no_wrap=True)
     headings = [KINDS[engine].label for engine in engines]
-    for heading in (*headings, "Quire / best peer", "limit", "Quire / limit", "best peer / limit"):
+    ratios = ["Quire / best peer", *(["Quire / its int8"] if OUR_INT8 in engines else [])]
+    for heading in (*headings, *ratios, "limit", "Quire / limit", "best peer / limit"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, entry in figures["workloads"].items():
         workload = WORKLOADS[name]
@@ -66,16 +73,17 @@ def rate_table(precision: str, figures: Figures) -> Table:
             name + (" (all tokens)" if workload.counts_prompts else ""),
             *(f"{reached[engine]:.1f}" if engine in reached else NOTHING for engine in engines),
             ratio(reached),
+            *([versus(reached, OUR_INT8)] if OUR_INT8 in engines else []),
             f"{limit:.1f}",
             *(f"{share / limit:.0%}" if share else NOTHING for share in shares),
         )
     return table
 
 
-def cost_table(precision: str, figures: Figures) -> Table:
+def cost_table(shape: str, precision: str, figures: Figures) -> Table:
     """Return the start-up time and the peak memory of each engine."""
     engines = figures["engines"]
-    table = Table(title=f"{precision}, start-up and memory")
+    table = Table(title=f"{shape}, {precision}, start-up and memory")
     table.add_column("", no_wrap=True)
     for heading in (*(KINDS[engine].label for engine in engines), "Quire / best peer"):
         table.add_column(heading, justify="right", no_wrap=True)

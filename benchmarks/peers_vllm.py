@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peers_worker import serve
-from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, SHAPE
+from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, ModelShape
 from vllm import LLM, SamplingParams
 
 BF16_BYTES = 2
@@ -12,13 +12,13 @@ BF16_BYTES = 2
 class VllmEngine:
     """See `Engine`. The checkpoint's own configuration says whether it is quantized."""
 
-    def __init__(self, model: str, precision: str) -> None:
+    def __init__(self, model: str, precision: str, shape: ModelShape) -> None:
         self._llm = LLM(
             model,
             dtype="bfloat16",
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,
-            kv_cache_memory_bytes=KV_TOKENS * SHAPE.kv_values * BF16_BYTES,
+            kv_cache_memory_bytes=KV_TOKENS * shape.kv_values * BF16_BYTES,
             enable_prefix_caching=True,
             disable_log_stats=True,
         )

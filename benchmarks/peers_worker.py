@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from peers_workload import FIRST_ORDINARY_TOKEN, PRECISIONS
+from peers_workload import FIRST_ORDINARY_TOKEN, PRECISIONS, SHAPES, ModelShape
 
 FIRST_PROMPT = [FIRST_ORDINARY_TOKEN + number for number in range(8)]
 
@@ -34,7 +34,7 @@ class Engine(Protocol):
         """Complete all prompts together, greedily, ignoring end-of-sequence; return the generated ids."""
 
 
-MakeEngine = Callable[[str, str], Engine]
+MakeEngine = Callable[[str, str, ModelShape], Engine]
 
 
 def versions_of(*packages: str) -> dict[str, str]:
@@ -43,10 +43,11 @@ def versions_of(*packages: str) -> dict[str, str]:
 
 
 def serve(make: MakeEngine, packages: tuple[str, ...]) -> None:
-    """Run a worker; `make` is called with the path of the model and the precision."""
+    """Run a worker; `make` is called with the path of the model, the precision and the shape."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--precision", choices=PRECISIONS, required=True)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -55,7 +56,7 @@ def serve(make: MakeEngine, packages: tuple[str, ...]) -> None:
         print(json.dumps(fields), file=answers, flush=True)
 
     answer(versions=versions_of(*packages))
-    engine = make(options.model, options.precision)
+    engine = make(options.model, options.precision, SHAPES[options.shape])
     engine.prepare(1, [])
     engine.generate([FIRST_PROMPT], 1)  # otherwise, an engine that defers work would look ready early
     answer(ready=True)

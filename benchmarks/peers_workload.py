@@ -1,4 +1,4 @@
-"""The comparison's model shape, KV cache size and six workloads.
+"""The comparison's model shapes, KV cache size and workloads.
 
 Plain Python only: every worker imports this module in its own environment.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-PRECISIONS = ("bf16", "int8")
-ENGINES = ("quire", "vllm", "openvino", "llamacpp")
+PRECISIONS = ("bf16", "int8", "int4")
 
 NUM_THREADS = 2
 MAX_NUM_SEQS = 64
@@ -20,6 +19,7 @@ MAX_MODEL_LEN = 4_224
 
 WARM_UP_PROMPT_TOKENS = 512
 WARM_UP_OUTPUT_TOKENS = 4
+VOCAB_SIZE = 151_936
 FIRST_ORDINARY_TOKEN = 1_000  # smaller ids are the tokenizer's special and byte tokens
 
 
@@ -27,13 +27,13 @@ FIRST_ORDINARY_TOKEN = 1_000  # smaller ids are the tokenizer's special and byte
 class ModelShape:
     """Sizes of a decoder with grouped-query attention, a gated MLP and tied embeddings."""
 
-    vocab_size: int = 151_936
-    hidden_size: int = 1_024
-    intermediate_size: int = 3_072
-    num_layers: int = 28
-    num_heads: int = 16
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
     num_kv_heads: int = 8
     head_dim: int = 128
+    vocab_size: int = VOCAB_SIZE
 
     @property
     def layer_weights(self) -> int:
@@ -52,7 +52,10 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-SHAPE = ModelShape()  # Qwen3-0.6B's
+SHAPES = {  # Qwen3's
+    "0.6b": ModelShape(hidden_size=1_024, intermediate_size=3_072, num_layers=28, num_heads=16),
+    "4b": ModelShape(hidden_size=2_560, intermediate_size=9_728, num_layers=36, num_heads=32),
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Workload:
     def prompts(self, seed: str) -> list[list[int]]:
         """Return random token ids for each request, fixed by the seed; only the prefix is shared."""
         generator = random.Random(f"{self.name} {seed}")
-        ids = range(FIRST_ORDINARY_TOKEN, SHAPE.vocab_size - FIRST_ORDINARY_TOKEN)
+        ids = range(FIRST_ORDINARY_TOKEN, VOCAB_SIZE - FIRST_ORDINARY_TOKEN)
         prefix = generator.choices(ids, k=self.shared_tokens)
         return [prefix + generator.choices(ids, k=self.prompt_tokens) for _ in range(self.num_requests)]
 
@@ -101,6 +104,7 @@ WORKLOADS = {
         Workload("1x32/32", 1, 32, 32),
         Workload("16x32/32", 16, 32, 32),
         Workload("8x256/1", 8, 256, 1, counts_prompts=True),
+        Workload("1x1024/1", 1, 1_024, 1, counts_prompts=True),
         Workload("16x128/64", 16, 128, 64),
         Workload("4x4096/64", 4, 4_096, 64, max_rounds=1),
         Workload("64x1024+32/32", 64, 32, 32, shared_tokens=1_024),

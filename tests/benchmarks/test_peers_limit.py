@@ -6,8 +6,9 @@ import math
 
 import pytest
 from peers_limit import STEP_TOKENS, Machine, Step, least_seconds, step_seconds, steps_of
-from peers_workload import WORKLOADS, Workload
+from peers_workload import SHAPES, WORKLOADS, Workload
 
+SHAPE = SHAPES["0.6b"]
 GEMM_RATE = {"bf16": 4e11, "int8": 8e11}
 LAYER_WEIGHTS, HEAD_WEIGHTS, KV_VALUES = 440_401_920, 155_582_464, 57_344  # Qwen3-0.6B's, by hand
 
@@ -50,9 +51,9 @@ def test_a_step_bound_by_memory_takes_its_bytes(precision, num_bytes):
     machine = Machine(3e10, {"bf16": math.inf, "int8": math.inf})
     step = Step(computed=1, sampled=1, attended=64, cached_read=63)
     values = LAYER_WEIGHTS + HEAD_WEIGHTS + 64 * KV_VALUES
-    assert step_seconds(step, precision, machine) == pytest.approx(num_bytes * values / 3e10)
+    assert step_seconds(step, SHAPE, precision, machine) == pytest.approx(num_bytes * values / 3e10)
     unsampled = Step(computed=1, attended=64, cached_read=63)
-    saved = step_seconds(step, precision, machine) - step_seconds(unsampled, precision, machine)
+    saved = step_seconds(step, SHAPE, precision, machine) - step_seconds(unsampled, SHAPE, precision, machine)
     assert saved == pytest.approx(num_bytes * HEAD_WEIGHTS / 3e10)
 
 
@@ -61,8 +62,8 @@ def test_a_step_bound_by_arithmetic_takes_its_operations():
     step = Step(computed=512, sampled=2, attended=100_000)
     products = 2 * (512 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS)
     attention = 4 * 28 * 16 * 128 * 100_000
-    assert step_seconds(step, "bf16", machine) == pytest.approx((products + attention) / 4e11)
-    assert step_seconds(step, "int8", machine) == pytest.approx(products / 8e11 + attention / 4e11)
+    assert step_seconds(step, SHAPE, "bf16", machine) == pytest.approx((products + attention) / 4e11)
+    assert step_seconds(step, SHAPE, "int8", machine) == pytest.approx(products / 8e11 + attention / 4e11)
 
 
 def test_the_best_of_two_measurements_counts_in_each_figure():
@@ -74,6 +75,6 @@ def test_the_best_of_two_measurements_counts_in_each_figure():
 
 def test_one_stream_is_bound_by_reading_the_weights_for_every_token():
     workload = WORKLOADS["1x32/32"]
-    seconds = least_seconds(workload, "bf16", Machine(3e10, GEMM_RATE))
+    seconds = least_seconds(workload, SHAPE, "bf16", Machine(3e10, GEMM_RATE))
     weights = 2 * (LAYER_WEIGHTS + HEAD_WEIGHTS) / 3e10
     assert 32 * weights < seconds < 33 * weights

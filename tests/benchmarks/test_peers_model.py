@@ -1,15 +1,18 @@
-"""The model's int8 file, against its bf16 one."""
+"""The model's quantized files, against its bf16 one."""
 
 from __future__ import annotations
 
 import torch
-from peers_model import quantized
+from peers_model import gptq, w8a8
+
+from quire.kernels.weights import dequantize
+from quire.models.checkpoints.quantized.gptq import gptq_format
 
 
 def test_int8_weights_times_their_scales_are_the_weights_to_half_a_scale():
     weights = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
     norm = torch.ones(40, dtype=torch.bfloat16)
-    result = quantized({"layer.up_proj.weight": weights, "layer.norm.weight": norm})
+    result = w8a8({"layer.up_proj.weight": weights, "layer.norm.weight": norm})
     assert set(result) == {"layer.up_proj.weight", "layer.up_proj.weight_scale", "layer.norm.weight"}
     values, scales = result["layer.up_proj.weight"], result["layer.up_proj.weight_scale"].float()
     assert values.dtype == torch.int8
@@ -17,3 +20,13 @@ def test_int8_weights_times_their_scales_are_the_weights_to_half_a_scale():
     assert torch.equal(values.abs().amax(dim=1), torch.full((24,), 127, dtype=torch.int8))
     assert torch.all((values * scales - weights.float()).abs() <= 0.5001 * scales)
     assert result["layer.norm.weight"] is norm
+
+
+def test_gptq_weights_are_the_weights_to_half_a_step():
+    weights = (torch.randn(24, 256, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    result = gptq({"layer.up_proj.weight": weights})
+    parts = {name.removeprefix("layer.up_proj."): tensor for name, tensor in result.items()}
+    read = gptq_format("gptq").decode(parts, (24, 256))
+    steps = weights.float().view(24, 2, 128).abs().amax(dim=2) / 7
+    error = (dequantize(read) - weights.float()).view(24, 2, 128).abs()
+    assert torch.all(error <= 0.51 * steps[..., None])

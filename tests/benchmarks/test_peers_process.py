@@ -12,7 +12,7 @@ import os, sys
 from peers_worker import serve
 
 class Echo:
-    def __init__(self, model, precision):
+    def __init__(self, model, precision, shape):
         os.write(1, b"not for the talk\\n")
         {init}
     def prepare(self, num_requests, prefix):
@@ -33,8 +33,8 @@ def start(tmp_path):
     def started(init: str = "pass", generate: str = "pass") -> EngineProcess:
         script = tmp_path / "worker.py"
         script.write_text(WORKER.format(init=init, generate=generate))
-        kind = EngineKind("Echo", str(script), variables={"PYTHONPATH": str(HERE)})
-        processes.append(EngineProcess(kind, "bf16", tmp_path / "log"))
+        kind = EngineKind("Echo", str(script), {"bf16": "none"}, variables={"PYTHONPATH": str(HERE)})
+        processes.append(EngineProcess(kind, "bf16", "0.6b", tmp_path / "log"))
         return processes[-1]
 
     yield started
@@ -87,6 +87,6 @@ def test_outputs_of_another_length_are_an_error(start):
 
 
 def test_an_environment_that_is_not_there_is_an_error(tmp_path):
-    kind = EngineKind("Nobody", "peers_quire.py", environment="nobody")
+    kind = EngineKind("Nobody", "peers_quire.py", {"bf16": "none"}, "nobody")
     with pytest.raises(EngineError, match="make bench-peers"):
-        EngineProcess(kind, "bf16", tmp_path / "log")
+        EngineProcess(kind, "bf16", "0.6b", tmp_path / "log")

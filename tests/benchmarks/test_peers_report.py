@@ -37,7 +37,7 @@ def results():
             }
         },
     }
-    return {"precisions": {"bf16": figures}}
+    return {"shape": "0.6b", "precisions": {"bf16": figures}}
 
 
 def lines_of(results) -> list[list[str]]:
@@ -56,7 +56,7 @@ def test_a_rate_is_that_of_the_best_round():
 def test_the_best_peer_is_never_quire():
     assert best_peer({"quire": 9.0, "vllm": 1.0, "openvino": 2.0}) == ("openvino", 2.0)
     assert best_peer({"quire": 0.1, "vllm": 1.0, "openvino": 2.0}, least=True) == ("vllm", 1.0)
-    assert best_peer({"quire": 1.0}) is None
+    assert best_peer({"quire": 1.0, "quire-int8": 2.0}) is None
 
 
 def test_a_ratio_needs_both_sides():
@@ -71,6 +71,15 @@ def test_tables_hold_rates_ratios_shares_starts_and_memory(results):
     assert ["first", "start,", "s", "4.00", "-", "3.00", "1.33x"] in lines
     assert ["next", "start,", "s", "2.00", "-", "1.00", "2.00x"] in lines
     assert ["peak", "memory,", "GB", "4.00", "-", "5.00", "0.80x"] in lines
+
+
+def test_four_bits_are_compared_with_eight_too(results):
+    figures = results["precisions"]["int4"] = results["precisions"].pop("bf16")
+    figures["engines"]["quire-int8"] = engine(3.0, 3.0)
+    figures["workloads"]["1x32/32"]["seconds"]["quire-int8"] = [2.0]
+    assert ["1x32/32", "20.0", "-", "10.0", "16.0", "2.00x", "1.25x", "32.0", "62%", "31%"] in lines_of(
+        results
+    )
 
 
 def test_failures_and_disagreements_are_told(results):

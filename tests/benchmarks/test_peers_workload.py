@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, SHAPE, WORKLOADS
+from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, VOCAB_SIZE, WORKLOADS
 
 EACH = pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 BLOCK_SIZES = (16, 32, 128)
@@ -38,7 +38,7 @@ def test_prompts_have_their_length_and_share_the_prefix_alone(workload):
     assert {len(prompt) for prompt in prompts} == {shared + workload.prompt_tokens}
     assert len({tuple(prompt[:shared]) for prompt in prompts}) == 1
     assert len({tuple(prompt[shared : shared + 16]) for prompt in prompts}) == workload.num_requests
-    assert all(0 <= token < SHAPE.vocab_size for prompt in prompts for token in prompt)
+    assert all(0 <= token < VOCAB_SIZE for prompt in prompts for token in prompt)
 
 
 @EACH
