@@ -1,6 +1,8 @@
 // How the formats of weights are multiplied, and how a product is cut into tasks and tiles.
 #pragma once
 
+#include <unistd.h>
+
 #include "bf16_pairs.h"
 #include "linear.h"
 #include "simd.h"
@@ -21,7 +23,6 @@ constexpr int kTileRows = 2;
 
 constexpr int kTasksPerThread = 64;          // wanted where there are many rows
 constexpr int kMinTaskRows = 8 * kTileRows;  // fewer are not worth reading a panel again
-constexpr int64_t kMaxTaskBytes = 1 << 20;   // of rows, so that they stay in the second-level cache from panel to panel
 
 // -- formats: how one step along the inputs adds to the sums of 2 x 16 columns --------------------------------------------
 
@@ -137,6 +138,16 @@ struct Int8Format {
 
 // -- tasks and tiles ----------------------------------------------------------------------------------------------------
 
+// Of rows, so that they stay in the second-level cache from panel to panel, beside the panel and what is written.
+inline int64_t max_task_bytes() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const int64_t cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#else
+  constexpr int64_t cache_bytes = 0;
+#endif
+  return (cache_bytes > 0 ? cache_bytes : 1 << 20) / 4;
+}
+
 struct Split {
   int64_t rows_per_task;
   int64_t num_row_tasks;
@@ -147,7 +158,7 @@ struct Split {
 inline Split split_rows(int64_t num_rows, int64_t row_bytes, int64_t num_panels, int num_threads, int rows_together) {
   const int64_t wanted = ceil_div(static_cast<int64_t>(num_threads) * kTasksPerThread, num_panels);
   const int64_t most = max(num_rows / kMinTaskRows, 1);
-  const int64_t row_tasks = max(min(wanted, most), ceil_div(num_rows * row_bytes, kMaxTaskBytes));
+  const int64_t row_tasks = max(min(wanted, most), ceil_div(num_rows * row_bytes, max_task_bytes()));
   const int64_t rows_per_task = round_up(ceil_div(num_rows, row_tasks), rows_together);
   return {rows_per_task, ceil_div(num_rows, rows_per_task)};
 }
