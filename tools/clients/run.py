@@ -43,7 +43,7 @@ OFFLINE = {
 }
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 30.0  # seconds
-INSTALL_TIMEOUT = 600.0  # seconds
+INSTALL_TIMEOUT = 1800.0  # seconds
 SCRIPT_TIMEOUT = 600.0  # seconds
 
 
