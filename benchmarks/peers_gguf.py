@@ -78,11 +78,12 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: di
         tokens[number], types[number] = text, gguf.TokenType.NORMAL
     for entry in tokenizer["added_tokens"]:
         tokens[entry["id"]], types[entry["id"]] = entry["content"], gguf.TokenType.CONTROL
+    tokens[-1] = "ab"  # what the only merge makes; prompts are token ids
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(["a b"])  # an empty list cannot be written; prompts are token ids
+    writer.add_token_merges(["a b"])  # an empty list cannot be written
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
 

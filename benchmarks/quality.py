@@ -2,8 +2,8 @@
 
 The models are those of the tests, but wider; prompts are random tokens. Random weights have no large
 outliers, so the figures only compare the formats with each other; `quire eval` shows what a trained model
-loses. With --gguf, also a Q8_0 file computed in bfloat16 and in int8, compared with float32 on the
-dequantized weights; this needs the `gguf` package.
+loses. With --gguf, also files of Q8_0 and Q4_0, compared with float32 on the dequantized weights; this needs
+the `gguf` package.
 
     python benchmarks/quality.py [--families qwen3 llama] [--tokens 256] [--gguf]
 """
@@ -24,7 +24,10 @@ from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / part) for part in (".", "models")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parent.parent / "tests" / part)
+    for part in (".", "models", "models/checkpoints")
+]
 
 BLOCK_SIZE = 16
 SHAPE = {
@@ -116,17 +119,19 @@ def compare_family(family: str, directory: Path, token_ids: torch.Tensor) -> Non
 
 
 def compare_gguf(directory: Path, token_ids: torch.Tensor) -> None:
-    """Print the row of a Q8_0 file, whose groups of 32 no kernel supports."""
+    """Print the rows of GGUF files, compared with float32 on their dequantized weights."""
     from gguf_checkpoints import write_gguf
 
     from checkpoints import make_checkpoint
 
-    path = make_checkpoint("qwen3", directory / "q8_0", **SHAPE)
-    file, _ = write_gguf(path, "qwen3", "Q8_0")
-    exact = compute_logits(file, EXACT, token_ids)
-    print_head("A Q8_0 file, compared with float32 on its dequantized weights")
-    for kind in KINDS[:2]:
-        report(kind.name, compute_logits(file, kind, token_ids), exact)
+    print_head("GGUF files, compared with float32 on their dequantized weights")
+    for form in ("Q8_0", "Q4_0"):
+        path = make_checkpoint("qwen3", directory / form, **SHAPE)
+        file, twin = write_gguf(path, "qwen3", form)
+        exact = compute_logits(twin, EXACT, token_ids)
+        for activations in ("int8", "bfloat16"):
+            kind = Kind(f"{form} times {activations}", int4_activations=activations)
+            report(kind.name, compute_logits(file, kind, token_ids), exact)
 
 
 def main() -> None:
