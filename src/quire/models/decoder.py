@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
@@ -16,6 +15,7 @@ from quire.kernels.linear import Linear
 from quire.kernels.tiles import HeadLayout
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import NO_ROPE, ModelConfig
+from quire.models.embedding import Embedding
 from quire.models.moe import Expert, mixture_of_experts
 from quire.models.parallel import TensorParallel
 from quire.models.rotary import RotaryTable
@@ -60,7 +60,7 @@ class Decoder:
 
     Args:
         config: the model's numbers; a rank's own, see `Shard.model`.
-        embedding: [vocab, hidden]; a rank's rows of it.
+        embedding: of all token ids; a rank's share of them.
         layers: the layers in order.
         norm: [hidden], the last norm, as in the layers.
         output: from the hidden states to the vocabulary.
@@ -72,7 +72,7 @@ class Decoder:
         self,
         config: ModelConfig,
         *,
-        embedding: torch.Tensor,
+        embedding: Embedding,
         layers: list[DecoderLayer],
         norm: torch.Tensor,
         output: Linear,
@@ -148,7 +148,7 @@ class Decoder:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._parallel is None:
-            return F.embedding(token_ids, self.embedding)
+            return self.embedding(token_ids)
         return self._parallel.embed(token_ids, self.embedding, self.config.vocab_size)
 
     def _first_norm(self, hidden: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:

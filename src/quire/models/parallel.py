@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from typing_extensions import override
 
 from quire.kernels.linear import Linear
 from quire.models.config import ModelConfig
+from quire.models.embedding import Embedding
 from quire.models.shard import Shard
 
 
@@ -51,11 +51,11 @@ class TensorParallel:
             total += other
         return total
 
-    def embed(self, token_ids: torch.Tensor, rows: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return the embeddings [T, hidden] of `token_ids` [T], of which each rank has some `rows`."""
+    def embed(self, token_ids: torch.Tensor, embedding: Embedding, vocab_size: int) -> torch.Tensor:
+        """Return the vectors [T, hidden] of `token_ids` [T]; each rank's `embedding` has its share of them."""
         local = token_ids - self.shard.share(vocab_size).start
-        is_elsewhere = (local < 0) | (local >= len(rows))
-        part = F.embedding(local.masked_fill(is_elsewhere, 0), rows)
+        is_elsewhere = (local < 0) | (local >= len(embedding))
+        part = embedding(local.masked_fill(is_elsewhere, 0))
         return self.sum(part.masked_fill_(is_elsewhere[:, None], 0))
 
 

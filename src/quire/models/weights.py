@@ -90,7 +90,8 @@ def weight_bytes(
     """Return the bytes that the weights take in memory.
 
     A tied embedding counts as the output layer; beside it only the rows that are looked up are read, where
-    the file is mapped, unless the file has it in another type: then it is held a second time.
+    the file is mapped, unless the file has it in another floating-point type: then it is held a second time.
+    A quantized one is decoded there row by row; as output layer it has 8 bits at most.
 
     Args:
         config: the whole model's numbers.
@@ -108,7 +109,11 @@ def weight_bytes(
     total = 0
     for spec in weight_specs(config, shard):
         kind = matrices if spec.field in QUANTIZED_FIELDS else "none"
-        if spec.field == "embedding" and config.tie_word_embeddings:
+        if spec.field == "embedding" and not config.embedding_dtype:
+            if not config.tie_word_embeddings:
+                continue  # rows are decoded where the file is mapped
+            kind = "grouped_int8"
+        elif spec.field == "embedding" and config.tie_word_embeddings:
             kind = output_quantization(quantization)
             if config.embedding_dtype != dtype:
                 total += sum(math.prod(source.held_shape) for source in spec.sources) * DTYPE_BYTES[dtype]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.errors import ModelError, ModelNotFoundError
+from quire.kernels.memory import WeightMemory
 from quire.kernels.weights import GroupedWeight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
@@ -25,7 +26,8 @@ from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
-from quire.models.weights import count_parameters, weight_specs
+from quire.models.shard import Shard
+from quire.models.weights import count_parameters, weight_bytes, weight_specs
 from subprocesses import python_output
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
@@ -76,6 +78,45 @@ def test_every_weight_is_what_the_gguf_package_makes_of_it(kind: str, tmp_path: 
                 # Where 0 stands for the least number, it is kept as the place of zero.
                 rounding = 1e-6 if kind == "Q4_1" else 0.0
                 torch.testing.assert_close(dequantize(weight), wanted[source.name], rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_embeddings_are_what_the_gguf_package_makes_of_them(
+    kind: str, num_ranks: int, tmp_path: Path
+) -> None:
+    file, twin = write_gguf(make_checkpoint("llama", tmp_path / "model", **WIDE), "llama", kind)
+    wanted = load_file(twin / "model.safetensors")["model.embed_tokens.weight"]
+    config = read_model_config(file)
+    token_ids = torch.randint(config.vocab_size, (700,))
+    with Checkpoint(file) as checkpoint:
+        for rank in range(num_ranks):
+            spec = next(weight_specs(config, Shard(rank, num_ranks)))
+            assert spec.field == "embedding"
+            held = Shard(rank, num_ranks).share(config.vocab_size)
+            embedding = checkpoint.embedding(spec.sources[0], torch.float32)
+            assert len(embedding) == len(held)
+            vectors = embedding(token_ids % len(held))
+            assert torch.equal(vectors, wanted[held.start + token_ids % len(held)])
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_quantized_embedding_takes_no_memory(
+    is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint("qwen3", tmp_path / "model", **WIDE, tie_word_embeddings=is_tied)
+    file, _ = write_gguf(path, "qwen3", "Q8_0")
+    config = read_model_config(file)
+    packed: list[int] = []
+    allocate = WeightMemory.allocate
+    monkeypatch.setattr(
+        WeightMemory, "allocate", lambda memory, size: packed.append(size) or allocate(memory, size)
+    )
+    load_decoder(file, config, options=WeightOptions(kernels="native"))
+    planned = weight_bytes(config, "bfloat16", "none", 32)
+    if not is_tied:  # an output layer of its own is planned for as if it were not quantized
+        planned -= config.vocab_size * config.hidden_size * 2 - packed[-1]
+    assert planned == pytest.approx(sum(packed), rel=0.02)
 
 
 @pytest.fixture

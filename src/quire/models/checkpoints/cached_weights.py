@@ -10,6 +10,7 @@ from quire.kernels.memory import ALIGNMENT, WeightMemory
 from quire.kernels.weights import GroupedWeight, Int8Weight, Weight
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache
+from quire.models.embedding import Embedding
 from quire.models.weights import WeightSource
 
 
@@ -48,6 +49,10 @@ class CachedWeights:
     def tensor(self, source: WeightSource) -> torch.Tensor:
         """See `Checkpoint.tensor`."""
         return self._checkpoint.tensor(source)
+
+    def embedding(self, source: WeightSource, dtype: torch.dtype) -> Embedding:
+        """See `Checkpoint.embedding`."""
+        return self._checkpoint.embedding(source, dtype)
 
     def release(self, source: WeightSource) -> None:
         """See `Checkpoint.release`."""

@@ -14,6 +14,7 @@ from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.weights import GGUFWeights
 from quire.models.checkpoints.safetensors import SafetensorsWeights
 from quire.models.config import ModelConfig
+from quire.models.embedding import Embedding, EncodedEmbedding, EncodedRows, FloatEmbedding
 from quire.models.weights import WeightSource, WeightSpec
 
 _TIED_OUTPUT = "lm_head.weight"
@@ -36,6 +37,12 @@ class WeightStore(Protocol):
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """Return a weight; raise `ModelError` if its shape is wrong or its format is not supported."""
+
+    def encoded_embedding(self, name: str, shape: tuple[int, ...]) -> EncodedRows | None:
+        """Return an embedding whose rows can be decoded one by one; None: `read` has to be used.
+
+        Raises `ModelError` as `read` does.
+        """
 
     def release(self, name: str) -> None:
         """Release the pages that held a weight."""
@@ -109,6 +116,20 @@ class Checkpoint:
         """
         weight = self.weight(source)
         return weight if isinstance(weight, torch.Tensor) else dequantize(weight)
+
+    def embedding(self, source: WeightSource, dtype: torch.dtype) -> Embedding:
+        """Return vectors of `dtype` for token ids: as they are stored, if that can be decoded row by row.
+
+        Raises:
+            ModelError, ConfigError: see `weight`.
+        """
+        rows = self._store.encoded_embedding(source.name, source.shape)
+        if rows is None:
+            return FloatEmbedding(self.tensor(source).to(dtype))
+        if source.ranges is not None:
+            (held,) = source.ranges
+            rows = EncodedRows(rows.octets[held.start : held.stop], rows.decode)
+        return EncodedEmbedding(rows, dtype)
 
     def release(self, source: WeightSource) -> None:
         """Release the pages that held `source`; if read again, they come from the file again."""

@@ -19,6 +19,7 @@ from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache, cache_key
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, DecoderLayer
+from quire.models.embedding import Embedding
 from quire.models.moe import Expert
 from quire.models.parallel import (
     FullWidthNormLinear,
@@ -125,7 +126,7 @@ class _Loader:
     def load(self) -> Decoder:
         """Return the decoder."""
         model = self._by_layer.pop(-1)
-        embedding = self._tensor(model["embedding"])
+        embedding = self._embedding(model["embedding"])
         layers = [self._layer(self._by_layer[index]) for index in range(self._config.num_layers)]
         return Decoder(
             self._shard.model(self._config),
@@ -136,6 +137,12 @@ class _Loader:
             kernels=self._kernels,
             parallel=self._parallel,
         )
+
+    def _embedding(self, spec: WeightSpec) -> Embedding:
+        (source,) = spec.sources
+        embedding = self._checkpoint.embedding(source, self._dtype)
+        self._release(spec.sources)
+        return embedding
 
     def _output(self, spec: WeightSpec) -> Linear:
         quantization = output_quantization(self._options.quantization)

@@ -17,6 +17,7 @@ from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.checkpoints.model_files import find_file
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
+from quire.models.embedding import EncodedRows
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -85,6 +86,10 @@ class SafetensorsWeights:
             raise ModelError(
                 f"{stem} in {self._path}, a quantized matrix, cannot be read: {error}"
             ) from error
+
+    def encoded_embedding(self, name: str, shape: tuple[int, ...]) -> EncodedRows | None:
+        """See `WeightStore`: the formats of quantized matrices have no rows that lie by themselves."""
+        return None
 
     def release(self, name: str) -> None:
         """See `WeightStore`."""

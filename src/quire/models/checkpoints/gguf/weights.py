@@ -19,6 +19,7 @@ from quire.models.checkpoints.gguf.config import ROPE_TENSORS
 from quire.models.checkpoints.gguf.file import TensorInfo, read_gguf
 from quire.models.checkpoints.gguf.names import gguf_name
 from quire.models.checkpoints.mapped_files import drop_pages
+from quire.models.embedding import EncodedRows
 
 
 class GGUFWeights:
@@ -49,6 +50,25 @@ class GGUFWeights:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """See `WeightStore`."""
+        kind, octets = self._blocks(name, shape)
+        weight = kind.decode(octets)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.view(shape)
+        return self._as_published(gguf_name(name), weight)
+
+    def encoded_embedding(self, name: str, shape: tuple[int, ...]) -> EncodedRows | None:
+        """See `WeightStore`."""
+        kind, octets = self._blocks(name, shape)
+        return None if kind.block_size == 1 else EncodedRows(octets, kind.decode)
+
+    def release(self, name: str) -> None:
+        """See `WeightStore`."""
+        stored = gguf_name(name)
+        info = self._file.tensors[stored]
+        drop_pages(self._bytes(info, self._kind(stored, info)))
+
+    def _blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Kind, torch.Tensor]:
+        """Return the kind of a weight, and its bytes [rows, blocks, block_bytes]."""
         stored = gguf_name(name)
         info = self._file.tensors[stored]
         if info.shape != shape:
@@ -57,17 +77,7 @@ class GGUFWeights:
                 f"{list(shape)}"
             )
         kind = self._kind(stored, info)
-        octets = self._bytes(info, kind).view(math.prod(shape[:-1]), -1, kind.block_bytes)
-        weight = kind.decode(octets)
-        if isinstance(weight, torch.Tensor):
-            weight = weight.view(shape)
-        return self._as_published(stored, weight)
-
-    def release(self, name: str) -> None:
-        """See `WeightStore`."""
-        stored = gguf_name(name)
-        info = self._file.tensors[stored]
-        drop_pages(self._bytes(info, self._kind(stored, info)))
+        return kind, self._bytes(info, kind).view(math.prod(shape[:-1]), -1, kind.block_bytes)
 
     def _kind(self, name: str, info: TensorInfo) -> Kind:
         kind = KINDS.get(info.kind)
