@@ -25,12 +25,13 @@ class Int8Weight:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class GroupedWeight:
-    """Rows of a matrix in few bits: weight = (value - zero) * scale of its group of `group_size` inputs."""
+    """Rows of a matrix in few bits: weight = (value - zero) * scale of its group of `group_size` values."""
 
     values: torch.Tensor  # [rows, in_features] uint8, less than 2^bits
     scales: torch.Tensor  # [rows, in_features / group_size] float32
     zeros: torch.Tensor  # like scales; whole numbers unless the checkpoint has others
     bits: int  # 4 or 8
+    order: torch.Tensor | None = None  # [in_features] int64: which input each value is for; None: its own
 
     @property
     def group_size(self) -> int:
@@ -61,6 +62,8 @@ def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
     if isinstance(weight, Int8Weight):
         scales = _slices(weight.scales, 0, ranges) if axis == 0 else weight.scales
         return Int8Weight(_slices(weight.values, axis, ranges), scales)
+    if isinstance(weight, GroupedWeight) and weight.order is not None and axis == 1:
+        weight = dequantize(weight)  # some inputs of every group
     if isinstance(weight, torch.Tensor):
         return _slices(weight, axis, ranges)
     tables: tuple[torch.Tensor, ...] = (weight.scales, weight.zeros)
@@ -77,7 +80,7 @@ def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
     else:
         of_tables = list(ranges)
     scales, zeros = (_slices(table, axis, of_tables) for table in tables)
-    return GroupedWeight(_slices(weight.values, axis, ranges), scales, zeros, weight.bits)
+    return GroupedWeight(_slices(weight.values, axis, ranges), scales, zeros, weight.bits, weight.order)
 
 
 def _slices(tensor: torch.Tensor, axis: int, ranges: Sequence[range]) -> torch.Tensor:
@@ -140,5 +143,6 @@ def dequantize(weight: Weight) -> torch.Tensor:
         return weight.values.float() * weight.scales[:, None]
     if isinstance(weight, GroupedWeight):
         groups = weight.values.float().reshape(*weight.scales.shape, -1)
-        return ((groups - weight.zeros[:, :, None]) * weight.scales[:, :, None]).flatten(1)
+        wide = ((groups - weight.zeros[:, :, None]) * weight.scales[:, :, None]).flatten(1)
+        return wide if weight.order is None else torch.empty_like(wide).index_copy_(1, weight.order, wide)
     return weight.float()

@@ -1,4 +1,4 @@
-"""The vectors of tokens: in floating point, or as a checkpoint stores them, decoded row by row as tokens come."""
+"""The vectors of tokens: in floating point, or as a checkpoint stores them and decoded row by row."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ class EncodedEmbedding(Embedding):
 
     @override
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        chunks = (self._rows.octets[ids] for ids in token_ids.split(_ROWS_AT_ONCE))
+        chunks = (self._rows.octets[ids] for ids in torch.split(token_ids, _ROWS_AT_ONCE))
         return torch.cat([dequantize(self._rows.decode(chunk)).to(self.dtype) for chunk in chunks])

@@ -52,7 +52,7 @@ class TensorParallel:
         return total
 
     def embed(self, token_ids: torch.Tensor, embedding: Embedding, vocab_size: int) -> torch.Tensor:
-        """Return the vectors [T, hidden] of `token_ids` [T]; each rank's `embedding` has its share of them."""
+        """Return the vectors [T, hidden] of `token_ids` [T]; each rank's `embedding` has some of them."""
         local = token_ids - self.shard.share(vocab_size).start
         is_elsewhere = (local < 0) | (local >= len(embedding))
         part = embedding(local.masked_fill(is_elsewhere, 0))

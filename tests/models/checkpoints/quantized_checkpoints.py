@@ -42,9 +42,18 @@ def random_steps(
     bits: int,
     group_size: int,
     symmetric: bool,
-    shuffled: bool = False,
+    shuffled: bool | str = False,
 ) -> Steps:
-    """Return a random matrix of about unit gain; its scales are float16 numbers. group_size -1: a row."""
+    """Return a random matrix of about unit gain; its scales are float16 numbers.
+
+    Args:
+        rng: where the numbers come from.
+        shape: [out, in].
+        bits: 4 or 8.
+        group_size: inputs; -1: a row.
+        symmetric: zeros are in the middle.
+        shuffled: groups are no runs of inputs, but alike in matrices of as many inputs; "each": in none.
+    """
     rows, inputs = shape
     group_size = inputs if group_size == -1 else group_size
     groups = inputs // group_size
@@ -58,7 +67,9 @@ def random_steps(
         rng.integers(0, 2 * middle, shape),
         scales.astype(np.float16).astype(np.float32),
         zeros,
-        rng.permutation(group_of) if shuffled else group_of,
+        (rng if shuffled == "each" else np.random.default_rng(inputs)).permutation(group_of)
+        if shuffled
+        else group_of,
     )
 
 

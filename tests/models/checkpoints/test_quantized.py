@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.errors import ConfigError, ModelError
+from quire.kernels.input_order import ReorderedLinear
 from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
@@ -47,7 +48,7 @@ class Kind:
     bits: int = 4
     group_size: int = 32
     symmetric: bool = False
-    shuffled: bool = False
+    shuffled: bool | str = False
 
     def write(self, path: Path) -> tuple[Path, Path]:
         """Return directories of the quantized checkpoint and of its float32 twin."""
@@ -115,7 +116,9 @@ KINDS = {
     "gptq, version 2": _gptq_kind(32, version=2),
     "gptq, 8 bits": _gptq_kind(32, bits=8),
     "gptq, 8 bits, rows": _gptq_kind(-1, bits=8, symmetric=True, read_as=Int8Weight),
-    "gptq, desc_act": _gptq_kind(32, shuffled=True, read_as=torch.Tensor),
+    "gptq, desc_act": _gptq_kind(32, shuffled=True),
+    "gptq, desc_act, 8 bits": _gptq_kind(64, bits=8, shuffled=True),
+    "gptq, desc_act, orders that differ": _gptq_kind(32, shuffled="each"),
     "awq": Kind(AWQ, awq, GroupedWeight),
     "awq, group 128": Kind(AWQ | {"group_size": 128}, awq, GroupedWeight, group_size=128),
 }
@@ -194,13 +197,45 @@ def _logits(path: Path, **options: Any) -> torch.Tensor:
 BOUNDS = {GroupedWeight: 0.05, Int8Weight: 0.05, torch.Tensor: 1e-5}
 
 
-@pytest.mark.parametrize("name", ["pack-quantized, rows", "int-quantized", "gptq", "gptq, desc_act", "awq"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pack-quantized, rows",
+        "int-quantized",
+        "gptq",
+        "gptq, desc_act",
+        "gptq, desc_act, 8 bits",
+        "gptq, desc_act, orders that differ",
+        "awq",
+    ],
+)
 def test_the_model_computes_with_these_weights(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     path, twin = kind.write(tmp_path / "model")
     wanted = _logits(twin)
     error = (_logits(path) - wanted).norm() / wanted.norm()
     assert error < BOUNDS[kind.read_as]
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_inputs_in_another_order_give_the_products_of_the_same_matrix(kernels: str, tmp_path: Path) -> None:
+    """Rows 300: more than are put in order at once."""
+    path, twin = KINDS["gptq, desc_act"].write(tmp_path / "model")
+    wanted = load_file(twin / "model.safetensors")
+    options = WeightOptions(dtype="float32", kernels=kernels, int4_activations="bfloat16")
+    layer = load_decoder(path, read_model_config(path), options=options).layers[1]
+    for linear, names in (
+        (layer.qkv, ("self_attn.q", "self_attn.k", "self_attn.v")),
+        (layer.attention_output, ("self_attn.o",)),
+        (layer.gate_up, ("mlp.gate", "mlp.up")),
+        (layer.down, ("mlp.down",)),
+    ):
+        assert isinstance(linear, ReorderedLinear)
+        matrix = torch.cat([wanted[f"model.layers.1.{name}_proj.weight"] for name in names])
+        rows = torch.randn(300, linear.in_features).bfloat16().float()
+        torch.testing.assert_close(linear(rows), rows @ matrix.T, rtol=0.02, atol=0.02)
+        alone = torch.cat([linear(row[None]) for row in rows[:3]])
+        assert torch.equal(alone, linear(rows)[:3])
 
 
 def test_a_scale_for_the_whole_matrix_is_one_for_each_row(tmp_path: Path) -> None:

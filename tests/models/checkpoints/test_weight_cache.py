@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_checkpoints import write_gguf
+from quantized_checkpoints import gptq, random_steps, write_quantized
 from safetensors.torch import load_file, save
 
 from checkpoints import make_checkpoint
@@ -58,7 +60,7 @@ def _load(weights: CachedWeights, quantization: str) -> list[torch.Tensor]:
     results = []
     for source in MATRICES:
         layer = PackedLinear(
-            [weights.weight(source)],
+            weights.matrix([source]),
             dtype=torch.float32,
             quantization=quantization,
             group_size=32,
@@ -98,11 +100,11 @@ def test_matrices_that_are_not_packed_are_read_from_the_checkpoint(model: Path, 
     for _ in range(2):
         with Checkpoint(model) as checkpoint:
             weights = CachedWeights(checkpoint, cache, "key")
-            first = weights.weight(MATRICES[0])  # another kind of layer takes it
+            (first,) = weights.matrix(MATRICES[:1])  # another kind of layer takes it
             weights.release(MATRICES[0])
             assert not first.is_meta
             assert torch.equal(weights.tensor(norm), checkpoint.tensor(norm))
-            packed = PackedLinear([weights.weight(MATRICES[1])], dtype=torch.float32, memory=weights.memory)
+            packed = PackedLinear(weights.matrix(MATRICES[1:2]), dtype=torch.float32, memory=weights.memory)
             wanted = checkpoint.weight(MATRICES[1])
             torch.testing.assert_close(packed(ROWS), ROWS @ wanted.T)
             weights.save()
@@ -253,10 +255,22 @@ def test_a_buffer_of_another_size_is_refused() -> None:
     assert not WeightMemory().is_filled
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def _stored(kind: str, path: Path) -> Path:
+    """Write a model whose matrices are stored as `kind`; return where."""
+    if kind.startswith("gptq"):
+        shuffled = "each" if "differ" in kind else True
+        draw = functools.partial(random_steps, bits=4, group_size=32, symmetric=False, shuffled=shuffled)
+        quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+        make_checkpoint("qwen3", path, hidden_size=128, intermediate_size=256)
+        write_quantized(path, quantization, draw, functools.partial(gptq, bits=4, version=1))
+        return path
+    make_checkpoint("qwen3", path, hidden_size=128, intermediate_size=256)
+    return write_gguf(path, "qwen3", kind)[0]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "gptq, desc_act", "gptq, desc_act, orders that differ"])
 def test_a_decoder_of_cached_weights_computes_the_same(kind: str, tmp_path: Path) -> None:
-    path = make_checkpoint("qwen3", tmp_path / "model", hidden_size=128, intermediate_size=256)
-    file, _ = write_gguf(path, "qwen3", kind)
+    file = _stored(kind, tmp_path / "model")
     cache = WeightCache(tmp_path / "cache", GB)
     config = read_model_config(file)
     logits = []

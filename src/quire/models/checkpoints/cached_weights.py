@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,13 +39,14 @@ class CachedWeights:
             self._forms, buffers = found
             self.memory = FilledMemory(buffers)
 
-    def weight(self, source: WeightSource) -> Weight:
+    def matrix(self, sources: Sequence[WeightSource]) -> list[Weight]:
         """Return a matrix; if it is packed already, only its outline: tensors on torch's meta device."""
-        if self.memory.is_filled and source.name in self._forms:
-            return _outline(self._forms[source.name], source.held_shape)
-        weight = self._checkpoint.weight(source)
-        self._pending[source.name] = _form(weight)
-        return weight
+        if self.memory.is_filled and all(source.name in self._forms for source in sources):
+            return [_outline(self._forms[source.name], source.held_shape) for source in sources]
+        parts = self._checkpoint.matrix(sources)
+        for source, part in zip(sources, parts, strict=True):
+            self._pending[source.name] = _form(part)
+        return parts
 
     def tensor(self, source: WeightSource) -> torch.Tensor:
         """See `Checkpoint.tensor`."""
@@ -110,7 +112,7 @@ def _form(weight: Weight) -> list[Any]:
     if isinstance(weight, Int8Weight):
         return ["int8"]
     if isinstance(weight, GroupedWeight):
-        return ["grouped", weight.bits, weight.group_size]
+        return ["grouped", weight.bits, weight.group_size, weight.order is not None]
     return ["float"]
 
 
@@ -121,6 +123,7 @@ def _outline(form: list[Any], shape: tuple[int, ...]) -> Weight:
     values = torch.empty(shape, dtype=torch.uint8, device="meta")
     if form[0] == "int8":
         return Int8Weight(values, torch.empty(rows, device="meta"))
-    _, bits, group_size = form
+    _, bits, group_size, has_order = form
     scales = torch.empty(rows, inputs // group_size, device="meta")
-    return GroupedWeight(values, scales, scales, bits)
+    order = torch.empty(inputs, dtype=torch.int64, device="meta") if has_order else None
+    return GroupedWeight(values, scales, scales, bits, order)

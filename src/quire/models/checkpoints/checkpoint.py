@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from quire.errors import ConfigError, ModelError
+from quire.kernels.input_order import in_one_order
 from quire.kernels.weights import Weight, dequantize, part_of
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.weights import GGUFWeights
@@ -89,6 +90,14 @@ class Checkpoint:
                 f"{self._path} holds {_listed(unexpected)}, which {config.architecture} as described by "
                 "its config does not have"
             )
+
+    def matrix(self, sources: Sequence[WeightSource]) -> list[Weight]:
+        """Return what `sources` hold of a matrix as they are stored, if their inputs are in one order.
+
+        Raises:
+            ModelError, ConfigError: see `weight`.
+        """
+        return in_one_order([self.weight(source) for source in sources])
 
     def weight(self, source: WeightSource) -> Weight:
         """Return what `source` holds of a matrix as it is stored: quantized, or where the file is mapped.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quire.kernels.dispatch import kernel_set
+from quire.kernels.input_order import ReorderedLinear, take_order
 from quire.kernels.interface import KernelSet
 from quire.kernels.linear import Linear
 from quire.kernels.memory import WeightMemory
@@ -178,8 +179,9 @@ class _Loader:
         self, sources: Iterable[WeightSource], bias: WeightSpec | None, *, quantization: str | None = None
     ) -> Linear:
         sources = tuple(sources)
+        parts, order = take_order(self._checkpoint.matrix(sources), self._memory)
         linear = self._kernels.linear(
-            [self._checkpoint.weight(source) for source in sources],
+            parts,
             None if bias is None else self._tensor(bias),
             dtype=self._dtype,
             quantization=self._options.quantization if quantization is None else quantization,
@@ -188,7 +190,7 @@ class _Loader:
             memory=self._memory,
         )
         self._release(sources)
-        return linear
+        return linear if order is None else ReorderedLinear(linear, order)
 
     def _norm(self, spec: WeightSpec) -> torch.Tensor:
         (source,) = spec.sources

@@ -47,9 +47,6 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
     check_quantization(values)
     checks[method](values)
     bits, group_size = _main_group(values) if method == "compressed-tensors" else _bits_and_group(values)
-    is_run = values.get("desc_act") is not True
-    if not is_run:
-        return StoredQuantization()
     if bits == 8 and group_size <= 0:
         return StoredQuantization("int8")
     kind = "int4" if bits == 4 else "grouped_int8"

@@ -7,7 +7,6 @@ inputs, AWQ along the outputs and in another order.
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 
@@ -22,8 +21,6 @@ from quire.models.checkpoints.quantized.matrices import (
     unpack,
 )
 
-logger = logging.getLogger(__name__)
-
 
 def _decode_gptq(parts: Parts, shape: Shape, *, zero_offset: int) -> Weight:
     """qweight [in * bits / 32, out], qzeros [groups, out * bits / 32]; g_idx [in]: the inputs' groups."""
@@ -36,12 +33,7 @@ def _decode_gptq(parts: Parts, shape: Shape, *, zero_offset: int) -> Weight:
     require_shape(parts, "qzeros", (groups, -(-rows * bits // 32)))
     values = unpack(qweight, bits).transpose(0, 1).flatten(1)
     zeros = unpack(parts["qzeros"], bits).flatten(1)[:, :rows].float() + zero_offset
-    group_of = parts.get("g_idx")
-    if group_of is not None and len(group_of) == inputs and _in_order(group_of, groups):
-        group_of = None
-    if group_of is not None:
-        _warn_of_order()
-    return grouped(values, parts["scales"].t(), zeros.t(), bits=bits, group_of=group_of)
+    return grouped(values, parts["scales"].t(), zeros.t(), bits=bits, group_of=parts.get("g_idx"))
 
 
 def _decode_awq(parts: Parts, shape: Shape) -> Weight:
@@ -63,19 +55,6 @@ def _unpack_awq(packed: torch.Tensor) -> torch.Tensor:
     """Return [out, n] of [n, out / 8]: of eight neighbours, a word has the even ones first."""
     halves = unpack(packed, 4).view(*packed.shape, 2, 4)
     return halves.permute(1, 3, 2, 0).reshape(-1, len(packed))
-
-
-def _in_order(group_of: torch.Tensor, groups: int) -> bool:
-    size = -(-len(group_of) // groups)
-    return len(group_of) % groups == 0 and bool((group_of == torch.arange(len(group_of)) // size).all())
-
-
-@functools.cache
-def _warn_of_order() -> None:
-    logger.warning(
-        "the GPTQ checkpoint's groups are not runs of inputs (desc_act); such matrices are kept in floating "
-        "point or quantized as EngineConfig.quantization says"
-    )
 
 
 _TENSORS = ("qweight", "qzeros", "scales")

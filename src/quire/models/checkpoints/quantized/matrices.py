@@ -72,7 +72,7 @@ def grouped(
     """Return (value - zero of its group) * scale of its group, in the narrowest form that holds it exactly.
 
     That is `Int8Weight` for 8 bits with one scale for a row and zeros in the middle, `GroupedWeight` for all
-    others in runs of a length that kernels have, and float32 for the rest.
+    others in equal groups of a size that kernels have, and float32 for the rest.
 
     Args:
         values: [out, in] uint8.
@@ -90,18 +90,23 @@ def grouped(
     if group_of is None:
         if inputs % groups:
             raise ValueError(f"{inputs} inputs cannot be divided evenly among {groups} groups")
-        if bits == 8 and groups == 1 and bool((zeros == INT8_ZERO).all()):
-            return Int8Weight((values ^ INT8_ZERO).view(torch.int8), scales[:, 0].contiguous())
-        kernel_group = _kernel_group(inputs // groups)
-        if kernel_group:
-            repeats = inputs // groups // kernel_group
-            scales, zeros = (part.repeat_interleave(repeats, dim=1) for part in (scales, zeros))
-            return GroupedWeight(values, scales, zeros, bits)
         group_of = torch.arange(inputs) // (inputs // groups)
     group_of = group_of.long()
     if len(group_of) != inputs or int(group_of.min()) < 0 or int(group_of.max()) >= groups:
         raise ValueError(f"its {len(group_of)} inputs' groups do not fit {inputs} inputs and {groups} groups")
-    return (values.float() - zeros[:, group_of]) * scales[:, group_of]
+    kernel_group = _kernel_group(inputs // groups)
+    are_equal = inputs % groups == 0 and bool((group_of.bincount(minlength=groups) == inputs // groups).all())
+    if bits == 8 and groups == 1 and bool((zeros == INT8_ZERO).all()):
+        return Int8Weight((values ^ INT8_ZERO).view(torch.int8), scales[:, 0].contiguous())
+    if not are_equal or not kernel_group:
+        return (values.float() - zeros[:, group_of]) * scales[:, group_of]
+    order = None
+    if bool((group_of.diff() < 0).any()):
+        order = group_of.argsort(stable=True)
+        values = values[:, order]
+    repeats = inputs // groups // kernel_group
+    scales, zeros = (part.repeat_interleave(repeats, dim=1) for part in (scales, zeros))
+    return GroupedWeight(values, scales, zeros, bits, order)
 
 
 def require_shape(parts: Parts, name: str, shape: Shape) -> None:
