@@ -14,6 +14,8 @@ from case_ids import case_id
 # Engines have a setting for their threads, and tests run beside each other.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton decides when it is imported whether kernels run in its interpreter; 0 runs their tests on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Some tests interrupt themselves. A shell that starts pytest in the background has it ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 
@@ -13,6 +14,7 @@ from quire.errors import ConfigError
 from quire.kernels import dispatch
 from quire.kernels.cores import usable_cpus
 from quire.kernels.cpu import _native, threads
+from quire.kernels.triton import device
 
 WITHOUT_NATIVE_KERNELS = """
 import sys
@@ -38,6 +40,22 @@ def test_native_kernels_that_are_missing_are_an_error_if_asked_for(monkeypatch: 
     with pytest.raises(ConfigError, match=r"EngineConfig\.kernels is 'native', but .* set it to 'auto'"):
         choose("native")
     assert choose("auto").name == "reference"
+
+
+def test_kernels_in_triton_are_an_error_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = dispatch.kernel_set.__wrapped__
+    assert choose("triton").name == "triton"
+    monkeypatch.setattr(device, "is_interpreted", False)
+    with pytest.raises(ConfigError, match=r"EngineConfig\.kernels is 'triton', but .* TRITON_INTERPRET=1"):
+        choose("triton")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"Triton is not installed; install quire\[gpu\]"):
+        choose("triton")
+
+
+def test_nothing_but_its_kernels_loads_triton() -> None:
+    code = "import sys, quire.execution.model_runner; print('triton' in sys.modules)"
+    assert subprocesses.run([sys.executable, "-c", code], preload=True).stdout == "False\n"
 
 
 def test_more_threads_than_cpus_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

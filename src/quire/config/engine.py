@@ -104,10 +104,10 @@ class EngineConfig:
         help="How long a rank may be silent, or keep others waiting within a step, before the engine ends "
         "with an error.",
     )
-    kernels: Literal["auto", "native", "reference"] = knob(
+    kernels: Literal["auto", "native", "triton", "reference"] = knob(
         default="auto",
-        help="Kernel implementation: native (C++ for this CPU), reference (plain torch, slow), or auto "
-        "(native if installed).",
+        help="Kernel implementation: native (C++ for this CPU), triton (for GPUs; so far only in Triton's "
+        "interpreter, which is very slow), reference (plain torch, slow), or auto (native if installed).",
     )
     scheduler_cls: Annotated[str | Any, BuiltIn()] = knob(
         default="quire.scheduling.Scheduler",

@@ -38,10 +38,11 @@ def kv_fingerprint(
     from quire.kernels.dispatch import kernel_set
     from quire.models.checkpoints.weight_cache import cache_key
 
+    kernels = kernel_set(config.kernels)
     key = cache_key(
         model_path,
         kv=_parts(config, model_config, plan),
-        instruction_set=kernel_set(config.kernels).weight_layout or "reference",
+        instruction_set=kernels.weight_layout or kernels.name,
     )
     return bytes.fromhex(key)
 

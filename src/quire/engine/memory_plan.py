@@ -273,7 +273,7 @@ def _model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> _M
 
 
 def _has_native(config: EngineConfig) -> bool:
-    return config.kernels != "reference" and has_native_kernels()
+    return config.kernels in ("auto", "native") and has_native_kernels()
 
 
 def _plan_at(

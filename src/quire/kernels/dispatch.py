@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 
 from quire.errors import ConfigError
@@ -15,13 +16,16 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def kernel_set(name: str = "auto") -> KernelSet:
-    """Return the kernels called `name`: auto, native or reference.
+    """Return the kernels called `name`: auto, native, triton or reference.
 
     Raises:
-        ConfigError: native ones were asked for, and Quire was installed without them.
+        ConfigError: native ones were asked for, and Quire was installed without them; or those in Triton,
+            which is not installed, or does not run in its interpreter.
     """
     if name == "reference":
         return ReferenceKernels()
+    if name == "triton":
+        return _triton_kernels()
     if has_native_kernels():
         from quire.kernels.cpu.kernel_set import NativeKernels
 
@@ -36,3 +40,21 @@ def kernel_set(name: str = "auto") -> KernelSet:
         "a C++ compiler and then Quire again"
     )
     return ReferenceKernels()
+
+
+def _triton_kernels() -> KernelSet:
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "EngineConfig.kernels is 'triton', but Triton is not installed; install quire[gpu], or set it to "
+            "'auto'"
+        )
+    from quire.kernels.triton import device
+    from quire.kernels.triton.kernel_set import TritonKernels
+
+    if not device.is_interpreted:
+        raise ConfigError(
+            "EngineConfig.kernels is 'triton', but an engine's buffers are in the host's memory so far, and "
+            "these kernels reach it in Triton's interpreter only; set TRITON_INTERPRET=1 in the environment, "
+            "which is very slow, or set kernels to 'auto'"
+        )
+    return TritonKernels()

@@ -1,0 +1,100 @@
+"""The kernels in Triton as one set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.interface import KernelSet
+from quire.kernels.kv_layer import KVLayer
+from quire.kernels.linear import Linear
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.sampling import SamplingKernels
+from quire.kernels.tiles import HeadLayout
+from quire.kernels.triton import rows as row_kernels
+from quire.kernels.weights import Weight
+
+_REFERENCE = ReferenceKernels()
+
+
+class TritonKernels(KernelSet):
+    """Takes float32, bfloat16 and float16, in rows [T, n] whose numbers are adjacent.
+
+    Tensors are on the GPU, or on the CPU in Triton's interpreter. No call waits for the device.
+    """
+
+    name = "triton"
+    sampling: ClassVar[SamplingKernels] = _REFERENCE.sampling
+    weight_layout = None
+
+    @override
+    def use_threads(self, num_threads: int) -> None:
+        _REFERENCE.use_threads(num_threads)
+
+    @override
+    def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any) -> Linear:
+        return _REFERENCE.linear(parts, bias, **options)
+
+    @override
+    def rms_norm(
+        self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return row_kernels.rms_norm(rows, weight, eps=eps, out=out)
+
+    @override
+    def add_rms_norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor | None,
+        *,
+        eps: float,
+        scale: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return row_kernels.add_rms_norm(residual, delta, weight, eps=eps, scale=scale, out=out)
+
+    @override
+    def gated_activation(
+        self, gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return row_kernels.gated_activation(gate_up, activation, out=out)
+
+    @override
+    def rotary_and_write_kv(
+        self,
+        qkv: torch.Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        *,
+        heads: HeadLayout,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        return _REFERENCE.rotary_and_write_kv(
+            qkv, kv, batch, heads=heads, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, eps=eps
+        )
+
+    @override
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return _REFERENCE.paged_attention(
+            query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
+        )

@@ -1,0 +1,33 @@
+"""What is checked of a call's tensors before a kernel follows their addresses."""
+
+from __future__ import annotations
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_rows(name: str, rows: torch.Tensor, like: torch.Tensor | None = None) -> None:
+    """Raise unless `rows` are rows of floats whose numbers are adjacent, of the shape and type of `like`.
+
+    Raises:
+        TypeError: their type is not one of `FLOATS`, or another than that of `like`.
+        ValueError: their shape or strides are not as they must be.
+    """
+    if rows.dtype not in FLOATS or (like is not None and rows.dtype is not like.dtype):
+        wanted = "float32, bfloat16 or float16" if like is None else str(like.dtype)
+        raise TypeError(f"{name} is {rows.dtype}; it must be {wanted}")
+    shape = rows.shape if like is None else like.shape
+    if rows.dim() != 2 or rows.shape != shape or (rows.stride(1) != 1 and rows.shape[1] > 1):
+        raise ValueError(
+            f"{name} is {tuple(rows.shape)} with strides {rows.stride()}; it must be "
+            f"{'two-dimensional' if like is None else list(shape)}, and a row's numbers adjacent"
+        )
+
+
+def check_norm_weight(weight: torch.Tensor, num_features: int) -> None:
+    """Raise ValueError unless a norm's weight is float32 [num_features] and contiguous."""
+    if weight.dtype is not torch.float32 or weight.shape != (num_features,) or not weight.is_contiguous():
+        raise ValueError(
+            f"a norm's weight is {weight.dtype} {tuple(weight.shape)}; it must be float32 [{num_features}]"
+        )
