@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 
+from quire.kernels.page_quantizers import PageQuantizer
 from quire.kernels.triton.device import kernel_device
+from quire.kv import PagedAttentionCache
 
 DEVICE = kernel_device()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -31,3 +36,36 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, roundings: int
     assert actual.dtype == expected.dtype
     tolerance = roundings * RELATIVE[actual.dtype]
     torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=tolerance, atol=2e-6 * roundings)
+
+
+@dataclasses.dataclass
+class Layer:
+    """A layer's part of a cache where the kernels run, filled with poison."""
+
+    key_pages: torch.Tensor
+    value_pages: torch.Tensor
+    key_scales: torch.Tensor | None
+    value_scales: torch.Tensor | None
+    quantizer: PageQuantizer | None
+    handles: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def poisoned(cls, cache: PagedAttentionCache, layer: int) -> Layer:
+        """Return a copy of a layer of `cache`, with the same strides."""
+        memory = cache.tensor.to(DEVICE)
+        view = cache.views[layer]
+
+        def copy(part: torch.Tensor | None) -> torch.Tensor | None:
+            if part is None:
+                return None
+            start = (part.data_ptr() - cache.tensor.data_ptr()) // part.element_size()
+            copied = memory.view(part.dtype).flatten().as_strided(part.shape, part.stride(), start)
+            return copied.fill_(99 if part.dtype == torch.int8 else POISON)
+
+        parts = (view.key_pages, view.value_pages, view.key_scales, view.value_scales)
+        return cls(*map(copy, parts), view.quantizer)  # type: ignore[arg-type]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        all_parts = (self.key_pages, self.value_pages, self.key_scales, self.value_scales)
+        return [part for part in all_parts if part is not None]

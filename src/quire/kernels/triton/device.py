@@ -31,14 +31,6 @@ def rounded(values, dtype: tl.constexpr):
 
 
 @triton.jit
-def dot(left, right):
-    """Return the product of two tiles of equal types, int32 of integers and float32 of floats.
-
-    Products of float32 numbers are not in TF32.
-    """
-    if INTERPRETED and left.dtype == tl.bfloat16:  # of which the interpreter multiplies the bits
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-    if left.dtype == tl.int8:
-        return tl.dot(left, right, out_dtype=tl.int32)
-    return tl.dot(left, right, input_precision="ieee")
+def nearest_int(values):
+    """Return float32 numbers of less than 2^22 rounded to whole ones, ties to even."""
+    return (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: what follows has no fraction

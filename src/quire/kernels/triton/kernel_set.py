@@ -16,6 +16,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling import SamplingKernels
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton import rows as row_kernels
+from quire.kernels.triton.rotary import rotary_and_write_kv
 from quire.kernels.weights import Weight
 
 _REFERENCE = ReferenceKernels()
@@ -78,7 +79,7 @@ class TritonKernels(KernelSet):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        return _REFERENCE.rotary_and_write_kv(
+        return rotary_and_write_kv(
             qkv, kv, batch, heads=heads, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, eps=eps
         )
 

@@ -1,0 +1,308 @@
+"""Norms of heads, the rotary embedding and the KV write in one kernel: a program for some heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.kv_layer import KVLayer
+from quire.kernels.page_quantizers import Int8PageQuantizer
+from quire.kernels.reference import write_kv
+from quire.kernels.tiles import HeadLayout
+from quire.kernels.triton.device import is_interpreted, nearest_int, rounded
+from quire.kernels.triton.rows import rms_norm
+from quire.kernels.triton.tensors import check_norm_weight, check_rows
+
+_BLOCK = 64 if is_interpreted else 16  # heads of a program
+_PLACES = "triton slots"  # among a batch's plans
+
+
+@triton.jit
+def _normed(
+    states,
+    inverse,
+    q_norm,
+    k_norm,
+    feature,
+    is_feature,
+    is_query,
+    NORMS_Q: tl.constexpr,
+    NORMS_K: tl.constexpr,
+):
+    """Return a part of all heads times the inverse root mean square of each, and the weights of the norms."""
+    weight = tl.full(states.shape, 1.0, tl.float32)
+    if NORMS_Q:
+        of_query = tl.load(q_norm + feature, mask=is_feature, other=0.0)
+        weight = tl.where(is_query[:, None], of_query[None, :], weight)
+    if NORMS_K:
+        of_key = tl.load(k_norm + feature, mask=is_feature, other=0.0)
+        weight = tl.where(is_query[:, None], weight, of_key[None, :])
+    return states * inverse[:, None] * weight
+
+
+@triton.jit
+def _write(states, pages, at, mask, QUANTIZES: tl.constexpr):
+    """Write a part of all heads to its place in each head's page."""
+    if QUANTIZES:
+        tl.store(pages + at, nearest_int(states).to(tl.int8), mask=mask)
+    else:
+        tl.store(pages + at, rounded(states, pages.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotary_and_write_kv_kernel(
+    qkv,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    slot_blocks,
+    slot_offsets,
+    key_pages,
+    key_scales,
+    value_pages,
+    value_scales,
+    num_tokens,
+    qkv_stride,
+    key_head_stride,
+    key_page_stride,
+    key_slot_stride,
+    key_scale_head_stride,
+    key_scale_page_stride,
+    key_scale_slot_stride,
+    value_head_stride,
+    value_page_stride,
+    value_slot_stride,
+    value_scale_head_stride,
+    value_scale_page_stride,
+    value_scale_slot_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    NORMS_Q: tl.constexpr,
+    NORMS_K: tl.constexpr,
+    ROTATES: tl.constexpr,
+    WRITES: tl.constexpr,
+    QUANTIZES: tl.constexpr,
+):
+    vector = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of all heads of all tokens
+    token = (vector // (NUM_HEADS + 2 * NUM_KV_HEADS)).to(tl.int64)
+    head = (vector % (NUM_HEADS + 2 * NUM_KV_HEADS)).to(tl.int64)
+    is_head = token < num_tokens
+    is_query = head < NUM_HEADS
+    is_turned = is_head & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_key = is_turned & (head >= NUM_HEADS)
+    is_value = is_head & (head >= NUM_HEADS + NUM_KV_HEADS)
+    # A head is three parts: its first features, those that are turned with them, and the others. So a thread
+    # stores only what it has loaded, and no thread reads what another has stored.
+    in_half = tl.arange(0, HALF_BLOCK)
+    in_rest = 2 * HALF + tl.arange(0, REST_BLOCK)
+    is_half = in_half < HALF
+    is_rest = in_rest < HEAD_DIM
+    half_mask = is_head[:, None] & is_half[None, :]
+    rest_mask = is_head[:, None] & is_rest[None, :]
+    states = qkv + (token * qkv_stride + head * HEAD_DIM)[:, None]
+    first = tl.load(states + in_half[None, :], mask=half_mask, other=0.0).to(tl.float32)
+    second = tl.load(states + HALF + in_half[None, :], mask=half_mask, other=0.0).to(tl.float32)
+    rest = tl.load(states + in_rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if NORMS_Q or NORMS_K:
+        squares = (
+            tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1) + tl.sum(rest * rest, axis=1)
+        )
+        is_normed = (is_query & NORMS_Q) | (is_key & NORMS_K)
+        inverse = tl.rsqrt(squares / HEAD_DIM + eps)
+        by = is_normed[:, None]
+        in_second = HALF + in_half
+        first = tl.where(
+            by, _normed(first, inverse, q_norm, k_norm, in_half, is_half, is_query, NORMS_Q, NORMS_K), first
+        )
+        second = tl.where(
+            by,
+            _normed(second, inverse, q_norm, k_norm, in_second, is_half, is_query, NORMS_Q, NORMS_K),
+            second,
+        )
+        rest = tl.where(
+            by, _normed(rest, inverse, q_norm, k_norm, in_rest, is_rest, is_query, NORMS_Q, NORMS_K), rest
+        )
+    if ROTATES:
+        angle = token[:, None] * HALF + in_half[None, :]
+        cosine = tl.load(cos + angle, mask=half_mask, other=0.0)
+        sine = tl.load(sin + angle, mask=half_mask, other=0.0)
+        turned_first = first * cosine - second * sine
+        turned_second = second * cosine + first * sine
+        first = tl.where(is_turned[:, None], turned_first, first)
+        second = tl.where(is_turned[:, None], turned_second, second)
+    dtype = qkv.dtype.element_ty
+    narrow_first = rounded(first, dtype)
+    narrow_second = rounded(second, dtype)
+    narrow_rest = rounded(rest, dtype)
+    tl.store(states + in_half[None, :], narrow_first, mask=half_mask & is_turned[:, None])
+    tl.store(states + HALF + in_half[None, :], narrow_second, mask=half_mask & is_turned[:, None])
+    tl.store(states + in_rest[None, :], narrow_rest, mask=rest_mask & is_turned[:, None])
+    if WRITES:
+        first = narrow_first.to(tl.float32)
+        second = narrow_second.to(tl.float32)
+        rest = narrow_rest.to(tl.float32)
+        block = tl.load(slot_blocks + token, mask=is_head, other=0)
+        offset = tl.load(slot_offsets + token, mask=is_head, other=0)
+        key_head = head - NUM_HEADS
+        value_head = head - NUM_HEADS - NUM_KV_HEADS
+        if QUANTIZES:
+            limit = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+            limit = tl.maximum(limit, tl.max(tl.abs(rest), axis=1))
+            inverse = tl.where(limit > 0.0, 127.0 / tl.where(limit > 0.0, limit, 1.0), 0.0)[:, None]
+            first *= inverse
+            second *= inverse
+            rest *= inverse
+            key_scale = (
+                key_head * key_scale_head_stride
+                + block * key_scale_page_stride
+                + offset * key_scale_slot_stride
+            )
+            value_scale = (
+                value_head * value_scale_head_stride
+                + block * value_scale_page_stride
+                + offset * value_scale_slot_stride
+            )
+            tl.store(key_scales + key_scale, limit / 127.0, mask=is_key)
+            tl.store(value_scales + value_scale, limit / 127.0, mask=is_value)
+        key_at = (key_head * key_head_stride + block * key_page_stride + offset * key_slot_stride)[:, None]
+        value_at = (value_head * value_head_stride + block * value_page_stride + offset * value_slot_stride)[
+            :, None
+        ]
+        half_feature = in_half[None, :]
+        rest_feature = in_rest[None, :]
+        _write(first, key_pages, key_at + half_feature, half_mask & is_key[:, None], QUANTIZES)
+        _write(second, key_pages, key_at + HALF + half_feature, half_mask & is_key[:, None], QUANTIZES)
+        _write(rest, key_pages, key_at + rest_feature, rest_mask & is_key[:, None], QUANTIZES)
+        _write(first, value_pages, value_at + half_feature, half_mask & is_value[:, None], QUANTIZES)
+        _write(second, value_pages, value_at + HALF + half_feature, half_mask & is_value[:, None], QUANTIZES)
+        _write(rest, value_pages, value_at + rest_feature, rest_mask & is_value[:, None], QUANTIZES)
+
+
+def rotary_and_write_kv(
+    qkv: torch.Tensor,
+    kv: KVLayer,
+    batch: AttentionBatch,
+    *,
+    heads: HeadLayout,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Do what `KernelSet.rotary_and_write_kv` says.
+
+    What another quantizer than int8's makes of keys and values is written by torch.
+
+    Raises:
+        TypeError: a type is not as it must be.
+        ValueError: a shape is not as it must be.
+    """
+    num_tokens, width = qkv.shape
+    query_width, key_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    check_rows("qkv", qkv)
+    half = _half(cos, sin, num_tokens, heads)
+    if width != query_width + 2 * key_width or kv.key_pages.shape[0] != heads.num_kv_heads:
+        raise ValueError(
+            f"qkv is {list(qkv.shape)}, the cache's keys {list(kv.key_pages.shape)}, for {heads}"
+        )
+    query, key = qkv[:, :query_width], qkv[:, query_width : query_width + key_width]
+    q_norm = _norm_of_heads(query, q_norm, heads.head_dim, eps)
+    k_norm = _norm_of_heads(key, k_norm, heads.head_dim, eps)
+    quantizes = type(kv.quantizer) is Int8PageQuantizer
+    writes = kv.quantizer is None or quantizes
+    slot_blocks, slot_offsets = _places(batch, qkv.device)
+    num_vectors = num_tokens * (heads.num_heads + 2 * heads.num_kv_heads)
+    if num_tokens:
+        _rotary_and_write_kv_kernel[(triton.cdiv(num_vectors, _BLOCK),)](
+            qkv,
+            q_norm,
+            k_norm,
+            cos,
+            sin,
+            slot_blocks,
+            slot_offsets,
+            kv.key_pages,
+            kv.key_scales,
+            kv.value_pages,
+            kv.value_scales,
+            num_tokens,
+            qkv.stride(0),
+            *kv.key_pages.stride()[:3],
+            *_scale_strides(kv.key_scales),
+            *kv.value_pages.stride()[:3],
+            *_scale_strides(kv.value_scales),
+            eps,
+            NUM_HEADS=heads.num_heads,
+            NUM_KV_HEADS=heads.num_kv_heads,
+            HEAD_DIM=heads.head_dim,
+            HALF=half,
+            BLOCK=_BLOCK,
+            HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
+            REST_BLOCK=triton.next_power_of_2(max(heads.head_dim - 2 * half, 1)),
+            NORMS_Q=q_norm is not None,
+            NORMS_K=k_norm is not None,
+            ROTATES=cos is not None,
+            WRITES=writes,
+            QUANTIZES=quantizes,
+            num_warps=2,
+        )
+    if not writes:
+        value = qkv[:, query_width + key_width :]
+        shape = num_tokens, heads.num_kv_heads, heads.head_dim
+        write_kv(key.view(shape), value.view(shape), kv, batch)
+    return query.view(num_tokens, heads.num_heads, heads.head_dim)
+
+
+def _half(cos: torch.Tensor | None, sin: torch.Tensor | None, num_tokens: int, heads: HeadLayout) -> int:
+    """Return how many features are rotated with as many others; half of them if none is."""
+    if cos is None or sin is None:
+        if cos is not sin:
+            raise ValueError("cos or sin is missing; both must be given, or neither")
+        return heads.head_dim // 2
+    half = cos.shape[1]
+    for angles in (cos, sin):
+        is_row = angles.dtype is torch.float32 and angles.is_contiguous()
+        if not is_row or angles.shape != (num_tokens, half) or 2 * half > heads.head_dim:
+            raise ValueError(
+                f"cos or sin is {angles.dtype} {list(angles.shape)}; both must be float32 [{num_tokens}, at "
+                f"most {heads.head_dim // 2}] and contiguous"
+            )
+    return half
+
+
+def _norm_of_heads(
+    states: torch.Tensor, norm: torch.Tensor | None, head_dim: int, eps: float
+) -> torch.Tensor | None:
+    """Return a norm over each head; do one over all of them."""
+    if norm is None:
+        return None
+    if norm.shape != (head_dim,):
+        rms_norm(states, norm, eps=eps, out=states)
+        return None
+    check_norm_weight(norm, head_dim)
+    return norm
+
+
+def _places(batch: AttentionBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks of the step's tokens and the places in them on a device, copied once."""
+    places: tuple[torch.Tensor, torch.Tensor] | None = batch.plans.get(_PLACES)
+    if places is None:
+        blocks, offsets = (
+            part.to(device, non_blocking=True) for part in (batch.slot_blocks, batch.slot_offsets)
+        )
+        places = batch.plans[_PLACES] = blocks, offsets
+    return places
+
+
+def _scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if scales is None else scales.stride()[:3]
