@@ -38,6 +38,8 @@ class ModelConfig:
     dtype: str = "float32"  # of the weights as stored
     stored_quantization: str = "none"  # what most matrices become: none (dtype), int8, int4, grouped_int8
     stored_group_size: int = 128  # inputs that share a scale, for int4 and grouped_int8
+    stored_otherwise: tuple[tuple[int, str, str, int], ...] = ()
+    """(layer, field, quantization, group size) of matrices that are not as most; see `WeightSpec`."""
     embedding_dtype: str = ""  # of the embedding as stored; empty: it is quantized there
     vocab_size: int = 0  # rows of the embedding
     hidden_size: int = 0  # features of the residual stream

@@ -91,7 +91,7 @@ def weight_bytes(
 
     A tied embedding counts as the output layer; beside it only the rows that are looked up are read, where
     the file is mapped, unless the file has it in another floating-point type: then it is held a second time.
-    A quantized one is decoded there row by row; as output layer it has 8 bits at most.
+    A quantized one is decoded there row by row.
 
     Args:
         config: the whole model's numbers.
@@ -103,27 +103,35 @@ def weight_bytes(
             for.
         shard: the part of the model that is held.
     """
-    matrices = held_quantization(config, quantization)
+    main = held_quantization(config, quantization)
     if config.stored_quantization != "none":
         group_size = config.stored_group_size
+    others = {(layer, field): (kind, size) for layer, field, kind, size in config.stored_otherwise}
     total = 0
     for spec in weight_specs(config, shard):
-        kind = matrices if spec.field in QUANTIZED_FIELDS else "none"
-        if spec.field == "embedding" and not config.embedding_dtype:
+        kind, size = "none", group_size
+        if spec.field in QUANTIZED_FIELDS:
+            kind = main
+        elif spec.field in ("embedding", "output"):
+            kind = output_quantization(quantization)
+        if spec.field == "embedding":
+            total += _looked_up_bytes(spec, config, dtype)
             if not config.tie_word_embeddings:
-                continue  # rows are decoded where the file is mapped
-            kind = "grouped_int8"
-        elif spec.field == "embedding" and config.tie_word_embeddings:
-            kind = output_quantization(quantization)
-            if config.embedding_dtype != dtype:
-                total += sum(math.prod(source.held_shape) for source in spec.sources) * DTYPE_BYTES[dtype]
-        elif spec.field == "output":
-            kind = output_quantization(quantization)
+                continue
+        kind, size = others.get((spec.layer, spec.field), (kind, size))
         for source in spec.sources:
-            is_wide = not is_native and kind in _IN_GROUPS and source.held_shape[1] % group_size == 0
+            is_wide = not is_native and kind in _IN_GROUPS and source.held_shape[1] % size == 0
             held_as = ("none", "float32") if is_wide else (kind, dtype)
-            total += _bytes_as(*held_as, source.held_shape, group_size)
+            total += _bytes_as(*held_as, source.held_shape, size)
     return total
+
+
+def _looked_up_bytes(spec: WeightSpec, config: ModelConfig, dtype: str) -> int:
+    """Return the bytes of the embedding that rows are looked up in, beside those of a tied output layer."""
+    is_mapped = config.tie_word_embeddings and config.embedding_dtype == dtype
+    if is_mapped or not config.embedding_dtype:
+        return 0
+    return sum(math.prod(source.held_shape) for source in spec.sources) * DTYPE_BYTES[dtype]
 
 
 def held_quantization(config: ModelConfig, quantization: str) -> str:

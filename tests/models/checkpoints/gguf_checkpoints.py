@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def write_gguf(
     *,
     has_tokenizer: bool = False,
     max_tensors: int = 0,
+    other_kinds: Mapping[str, str] | None = None,
     **metadata: Any,
 ) -> tuple[Path, Path]:
     """Convert the float32 checkpoint in directory `checkpoint`.
@@ -60,6 +62,7 @@ def write_gguf(
         family: one of `ARCHITECTURES`.
         kind: of the matrices, as ggml calls it: F32, BF16, Q8_0 and so on.
         max_tensors: in one file; 0: all.
+        other_kinds: of the matrices in whose names in the checkpoint a key occurs.
         has_tokenizer: write the checkpoint's tokenizer into the file too.
         metadata: more of it, {architecture}. before each name and dots for double underscores.
 
@@ -85,7 +88,8 @@ def write_gguf(
     floats = {}
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         array = _as_llama_cpp(family, name, weight.numpy(), config)
-        quantization = gguf.GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
+        own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
+        quantization = gguf.GGMLQuantizationType[own_kind if weight.ndim == 2 else "F32"]
         stored = gguf.quants.quantize(array, quantization)
         writer.add_tensor(_gguf_name(name), stored, raw_dtype=quantization)
         exact = gguf.quants.dequantize(stored, quantization)

@@ -101,22 +101,29 @@ def test_embeddings_are_what_the_gguf_package_makes_of_them(
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_quantized_embedding_takes_no_memory(
-    is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "other_kinds", [{}, {"v_proj": "Q8_0", "layers.1.mlp.down": "Q8_0"}, {"embed": "F16", "o_proj": "F16"}]
+)
+def test_the_memory_that_a_file_will_take_is_known_from_its_header(
+    other_kinds: dict[str, str], is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_checkpoint("qwen3", tmp_path / "model", **WIDE, tie_word_embeddings=is_tied)
-    file, _ = write_gguf(path, "qwen3", "Q8_0")
+    file, _ = write_gguf(path, "qwen3", "Q4_0", other_kinds=other_kinds)
     config = read_model_config(file)
     packed: list[int] = []
     allocate = WeightMemory.allocate
-    monkeypatch.setattr(
-        WeightMemory, "allocate", lambda memory, size: packed.append(size) or allocate(memory, size)
-    )
-    load_decoder(file, config, options=WeightOptions(kernels="native"))
-    planned = weight_bytes(config, "bfloat16", "none", 32)
-    if not is_tied:  # an output layer of its own is planned for as if it were not quantized
-        planned -= config.vocab_size * config.hidden_size * 2 - packed[-1]
-    assert planned == pytest.approx(sum(packed), rel=0.02)
+
+    def noted(memory: WeightMemory, num_bytes: int) -> torch.Tensor:
+        packed.append(num_bytes)
+        return allocate(memory, num_bytes)
+
+    monkeypatch.setattr(WeightMemory, "allocate", noted)
+    decoder = load_decoder(file, config, options=WeightOptions(kernels="native"))
+    embedding = 0  # a quantized one stays in the file
+    if "embed" in other_kinds:
+        embedding = len(decoder.embedding) * config.hidden_size * 2
+    planned = weight_bytes(config, config.dtype, "none", 128)
+    assert planned == pytest.approx(sum(packed) + embedding, rel=0.01)
 
 
 @pytest.fixture

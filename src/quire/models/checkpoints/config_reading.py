@@ -8,6 +8,7 @@ from pathlib import Path
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.config import read_gguf_config
 from quire.models.checkpoints.gguf.location import find_gguf
+from quire.models.checkpoints.gguf.stored_kinds import with_stored_quantization
 from quire.models.checkpoints.json_files import read_json
 from quire.models.checkpoints.quantized.description import describe_quantization
 from quire.models.config import ModelConfig
@@ -28,10 +29,12 @@ def read_model_config(path: Path) -> ModelConfig:
             raise ModelError(f"{path} holds no config.json; is it a Hugging Face model directory?")
         config = model_config(values)
         stored = describe_quantization(values.get("quantization_config") or {})
-    else:
-        values, stored = read_gguf_config(gguf)
-        try:
-            config = model_config(values)
-        except ModelError as error:
-            raise ModelError(f"the metadata of {gguf}, taken as a config.json: {error}") from error
-    return dataclasses.replace(config, stored_quantization=stored.kind, stored_group_size=stored.group_size)
+        return dataclasses.replace(
+            config, stored_quantization=stored.kind, stored_group_size=stored.group_size
+        )
+    values, kinds = read_gguf_config(gguf)
+    try:
+        config = model_config(values)
+    except ModelError as error:
+        raise ModelError(f"the metadata of {gguf}, taken as a config.json: {error}") from error
+    return with_stored_quantization(config, kinds)

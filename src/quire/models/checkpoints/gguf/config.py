@@ -9,7 +9,6 @@ import numpy as np
 
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.file import GGUFFile, read_gguf
-from quire.models.checkpoints.quantized.description import StoredQuantization
 from quire.models.config_entries import ROPE_RULES, RULES, check_entry
 
 _ARCHITECTURES = {
@@ -46,15 +45,10 @@ _MAX_ROPE_FACTORS = 1 << 12
 _DTYPES = {0: "float32", 1: "float16"}  # by ggml's number; all others are computed in bfloat16
 _EMBEDDING_DTYPES = _DTYPES | {30: "bfloat16"}
 _FLOAT32 = 0
-_STORED = {  # by ggml's number: Q4_0, Q4_1, Q4_K; Q8_0, Q5_K, IQ4_NL; Q6_K
-    **dict.fromkeys((2, 3, 12), StoredQuantization("int4", 32)),
-    **dict.fromkeys((8, 13, 20), StoredQuantization("grouped_int8", 32)),
-    14: StoredQuantization("grouped_int8", 16),
-}
 
 
-def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
-    """Return what config.json would say of the model in a GGUF file, and how its weights are quantized.
+def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return what config.json would say of the model in a GGUF file, and ggml's kind of each of its tensors.
 
     Raises:
         ModelError: the file cannot be read, or the architecture is not one that Quire reads from GGUF.
@@ -95,7 +89,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], StoredQuantization]:
     for name in ("bos_token_id", "eos_token_id"):
         values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
     values |= _rope(file, architecture, values)
-    return values, _STORED.get(kind, StoredQuantization())
+    return values, {name: tensor.kind for name, tensor in file.tensors.items()}
 
 
 def _matrix_kind(file: GGUFFile) -> int:
