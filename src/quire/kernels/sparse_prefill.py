@@ -78,7 +78,7 @@ def selected_keys(
     """
     longest = int((num_cached_tokens + num_tokens).max())
     size = selection.block_size
-    seen = torch.ones(len(query), query.shape[1], -(-longest // size), dtype=torch.bool)
+    seen = torch.ones(len(query), query.shape[1], -(-longest // size), dtype=torch.bool, device=query.device)
     for block in _query_blocks(selection, num_cached_tokens, num_tokens):
         diagonal = block.first_place // size
         if diagonal < 2:  # of two key blocks none is left out
@@ -89,7 +89,7 @@ def selected_keys(
         if softcap:
             scores = (scores / softcap).tanh() * softcap
         masses = _masses(scores, block, selection)
-        seen[rows, :, : diagonal + 1] = torch.from_numpy(_select(masses, selection.threshold))
+        seen[rows, :, : diagonal + 1] = _select(masses, selection.threshold)
     return seen
 
 
@@ -114,7 +114,7 @@ def _keys(kv: KVLayer, table: npt.NDArray[np.int32], num_keys: int) -> torch.Ten
     """Return the first keys of a sequence, [keys, kv_heads, head_dim] float32."""
     page_size = kv.key_pages.shape[2]
     pages = torch.from_numpy(table[: -(-num_keys // page_size)].astype(np.int64))
-    return keys_of(kv, pages)[:, :num_keys].transpose(0, 1)
+    return keys_of(kv, pages.to(kv.key_pages.device, non_blocking=True))[:, :num_keys].transpose(0, 1)
 
 
 def _mean_scores(
@@ -143,28 +143,27 @@ def _mean_scores(
     return products.transpose(1, 2).flatten(2) / stride
 
 
-def _masses(scores: torch.Tensor, block: _QueryBlock, selection: KeySelection) -> npt.NDArray[np.float64]:
-    """Return the mass of each key block, [heads, key blocks], of scores [heads, rows, columns]."""
+def _masses(scores: torch.Tensor, block: _QueryBlock, selection: KeySelection) -> torch.Tensor:
+    """Return the mass of each key block, [heads, key blocks] float64, of scores [heads, rows, columns]."""
     stride, size = selection.stride, selection.block_size
     first = block.first_place % size // stride
     last = (block.first_place % size + block.num_tokens - 1) // stride
     num_rows, num_columns = scores.shape[1:]
-    row_column = torch.arange(num_rows) + num_columns - num_rows  # the column that a row ends with
-    scores = scores.masked_fill(torch.arange(num_columns) > row_column[:, None], -torch.inf)
+    row, column = (torch.arange(count, device=scores.device) for count in (num_rows, num_columns))
+    row_column = row + num_columns - num_rows  # the column that a row ends with
+    scores = scores.masked_fill(column > row_column[:, None], -torch.inf)
     weights = scores.softmax(-1)[:, first : last + 1].double()
-    masses: npt.NDArray[np.float64] = weights.view(*weights.shape[:2], -1, num_rows).sum((1, 3)).numpy()
-    return masses
+    return weights.view(*weights.shape[:2], -1, num_rows).sum((1, 3))
 
 
-def _select(masses: npt.NDArray[np.float64], threshold: float) -> npt.NDArray[np.bool_]:
+def _select(masses: torch.Tensor, threshold: float) -> torch.Tensor:
     """Return which blocks are selected of [heads, key blocks]; the last one is the query block's own.
 
     All are where masses are not finite.
     """
-    order = np.argsort(-masses[:, 1:-1], axis=1, kind="stable") + 1
-    falling = np.take_along_axis(masses, order, axis=1)
-    before = np.cumsum(np.concatenate([masses[:, :1] + masses[:, -1:], falling[:, :-1]], axis=1), axis=1)
-    total = masses.sum(1, keepdims=True)
-    selected = np.ones(masses.shape, dtype=bool)
-    np.put_along_axis(selected, order, (before < threshold * total) | ~np.isfinite(total), axis=1)
-    return selected
+    order = masses[:, 1:-1].argsort(dim=1, descending=True, stable=True) + 1
+    falling = masses.gather(1, order)
+    before = torch.cat([masses[:, :1] + masses[:, -1:], falling[:, :-1]], dim=1).cumsum(1)
+    total = masses.sum(1, keepdim=True)
+    is_selected = (before < threshold * total) | ~total.isfinite()
+    return torch.ones_like(masses, dtype=torch.bool).scatter_(1, order, is_selected)
