@@ -131,7 +131,7 @@ class ReferenceKernels(KernelSet):
         heads = HeadLayout(query.shape[1], kv.key_pages.shape[0], query.shape[2])
         output = query.new_empty(query.shape) if out is None else out
         scores = Scores(scale, softcap, sinks)
-        seen = None if window else _seen_blocks(query, kv, batch, scores)
+        seen = None if window else seen_blocks(query, kv, batch, scores)
         if batch.key_scores is not None:
             batch.key_scores.clear()
         for work in batch.plan(heads, window):
@@ -142,9 +142,8 @@ class ReferenceKernels(KernelSet):
         return output
 
 
-def _seen_blocks(
-    query: torch.Tensor, kv: KVLayer, batch: AttentionBatch, scores: Scores
-) -> SeenBlocks | None:
+def seen_blocks(query: torch.Tensor, kv: KVLayer, batch: AttentionBatch, scores: Scores) -> SeenBlocks | None:
+    """Return which key blocks each token of a layer without a window sees; None: all."""
     selection = batch.key_selection
     if selection is None:
         return None

@@ -16,6 +16,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling import SamplingKernels
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton import rows as row_kernels
+from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.rotary import rotary_and_write_kv
 from quire.kernels.weights import Weight
 
@@ -96,6 +97,6 @@ class TritonKernels(KernelSet):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return _REFERENCE.paged_attention(
+        return paged_attention(
             query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
         )

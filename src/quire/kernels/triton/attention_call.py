@@ -1,0 +1,51 @@
+"""What one call of paged attention asks for, as its kernels are told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from quire.kernels.attention import Scores, SeenBlocks
+from quire.kernels.bounds import TILE
+from quire.kernels.tiles import HeadLayout
+from quire.kernels.triton.attention_layer import TritonLayer
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class AttentionCall:
+    """A layer's attention in one step."""
+
+    query: torch.Tensor
+    layer: TritonLayer
+    tables: torch.Tensor  # [S, max_blocks] int32
+    heads: HeadLayout
+    how: Scores
+    window: int
+    seen: SeenBlocks | None
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether products are of float32 numbers, for which there are no tensor cores."""
+        return self.layer.product_type(self.query.dtype) is tl.float32
+
+    @property
+    def seen_blocks(self) -> tuple[torch.Tensor | None, int]:
+        """The key blocks that each token sees, and how many there are."""
+        return (None, 0) if self.seen is None else (self.seen.seen, self.seen.seen.shape[2])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What kernels that read keys are compiled for."""
+        return {
+            "BLOCK_SIZE": self.layer.page_size,
+            "SEEN_TILES": 1 if self.seen is None else self.seen.block_size // TILE,
+            "PRODUCT_TYPE": self.layer.product_type(self.query.dtype),
+            "HAS_SCALES": self.layer.has_scales,
+            "HAS_SOFTCAP": self.how.softcap != 0.0,
+            "HAS_WINDOW": self.window != 0,
+            "HAS_SELECTION": self.seen is not None,
+            "enable_fp_fusion": False,
+        }

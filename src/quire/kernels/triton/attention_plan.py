@@ -1,0 +1,209 @@
+"""Cuts a step's attention into the programs of the Triton kernels: once for each step and shape of layers.
+
+How it is cut decides only how long the step takes, see `attention_kernels`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.bounds import TILE
+from quire.kernels.tiles import HeadLayout
+from quire.kernels.triton.attention_kernels import ITEM_FIELDS, MERGE_FIELDS, SPAN_TILES
+from quire.kernels.triton.device_arrays import to_device
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, prefill chunks
+MOST_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
+MOST_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many registers, too
+PROGRAMS = 528  # that keep a GPU busy: four for each multiprocessor of an H100
+MAX_PART_BYTES = 256 << 20
+
+_NAME = "triton attention"  # among a batch's plans
+_SPAN_TILES = SPAN_TILES.value
+_NO_PART = -1
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class TileClass:
+    """Query tiles of equal height. N items, M merges."""
+
+    rows: int  # tokens times the heads of a group, and the rest of the last token's
+    items: torch.Tensor  # [N, ITEM_FIELDS] int32, as `_QueryTiles`, then the part or `_NO_PART`
+    merges: torch.Tensor  # [M, MERGE_FIELDS] int32: first token, tokens, first part, parts
+    part_sums: torch.Tensor  # [parts, kv_heads, rows, padded head_dim] float32
+    part_statistics: torch.Tensor  # [parts, kv_heads, 2, rows] float32
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class AttentionPlan:
+    """What the kernels need to know of a step, on their device."""
+
+    classes: tuple[TileClass, ...]
+    has_gaps: bool
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _QueryTiles:
+    """Tiles of consecutive tokens of one sequence each, all heads of a group; arrays are [N]."""
+
+    sequence: Int64Array
+    first_token: Int64Array  # of the batch
+    num_tokens: Int64Array
+    first_place: Int64Array  # in the sequence's cache
+    first_tile: Int64Array  # of the keys that are seen
+    end_tile: Int64Array
+    gap_tile: Int64Array  # from here to `gap_end_tile` no tile is seen; both within the tiles above
+    gap_end_tile: Int64Array
+    gap: Int64Array  # keys from here to `gap_end` are not seen
+    gap_end: Int64Array
+
+    def pick(self, which: npt.NDArray[np.intp]) -> _QueryTiles:
+        return _QueryTiles(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
+
+    @property
+    def num_tiles(self) -> Int64Array:
+        """Key tiles that are seen."""
+        return self.end_tile - self.first_tile - (self.gap_end_tile - self.gap_tile)
+
+
+def attention_plan(
+    batch: AttentionBatch, heads: HeadLayout, window: int, *, is_float32: bool, device: torch.device
+) -> AttentionPlan:
+    """Return the plan of a step for layers of this shape and window (0: none), made once.
+
+    `is_float32` says of what type products are.
+    """
+    key = (_NAME, heads, window, is_float32)
+    plan: AttentionPlan | None = batch.plans.get(key)
+    if plan is None:
+        plan = batch.plans[key] = _plan(batch, heads, window, _row_classes(heads, is_float32), device)
+    return plan
+
+
+def padded_features(head_dim: int) -> int:
+    """Return the features of a head's tile, as many as products need at least."""
+    return max(16, power_of_two(head_dim))
+
+
+def _plan(
+    batch: AttentionBatch, heads: HeadLayout, window: int, classes: tuple[int, ...], device: torch.device
+) -> AttentionPlan:
+    num_rows = batch.num_tokens * heads.group
+    cut = []
+    lower = 0
+    for rows in classes:
+        in_class = (num_rows > lower) & ((num_rows <= rows) | (rows == classes[-1]))
+        lower = rows
+        sequences = np.flatnonzero(in_class)
+        if len(sequences):
+            cut.append((rows, _query_tiles(batch, sequences, rows // heads.group, window)))
+    num_spans = sum(int((-(-tiles.num_tiles // _SPAN_TILES)).sum()) for _, tiles in cut)
+    most_spans = max(1, 2 * num_spans * heads.num_kv_heads // PROGRAMS)  # of one program
+    has_gaps = any(bool((tiles.gap < tiles.gap_end).any()) for _, tiles in cut)
+    planned = tuple(_tile_class(rows, tiles, heads, most_spans, device) for rows, tiles in cut)
+    return AttentionPlan(planned, has_gaps)
+
+
+def _row_classes(heads: HeadLayout, is_float32: bool) -> tuple[int, ...]:
+    """Return the numbers of rows that tiles may have; a token's heads are in one."""
+    most = ROW_CLASSES[-1] if padded_features(heads.head_dim) <= 128 else MOST_ROWS_OF_LARGE_HEADS
+    if is_float32:
+        most = MOST_FLOAT32_ROWS
+    fitting = tuple(rows for rows in ROW_CLASSES if heads.group <= rows <= most)
+    return fitting or (power_of_two(heads.group),)
+
+
+def _query_tiles(
+    batch: AttentionBatch, sequences: Int64Array, tokens_per_tile: int, window: int
+) -> _QueryTiles:
+    num_tokens, num_cached = batch.num_tokens[sequences], batch.num_cached_tokens[sequences]
+    counts = -(-num_tokens // tokens_per_tile)
+    which = np.repeat(np.arange(len(sequences)), counts)
+    first = (np.arange(len(which)) - (np.cumsum(counts) - counts)[which]) * tokens_per_tile
+    count = np.minimum(num_tokens[which] - first, tokens_per_tile)
+    first_place = num_cached[which] + first
+    oldest = np.maximum(first_place - window + 1, 0) if window else np.zeros_like(first_place)
+    first_tile, end_tile = oldest // TILE, (first_place + count - 1) // TILE + 1
+    gap = gap_end = np.zeros_like(first_place)
+    skipped = None if window else batch.skipped_keys
+    if skipped is not None:
+        gap, gap_end = skipped.start[sequences][which], skipped.end[sequences][which]
+        gap_end = np.maximum(gap, gap_end)
+    gap_tile = np.clip(-(-gap // TILE), first_tile, end_tile)
+    row_start = (np.cumsum(batch.num_tokens) - batch.num_tokens)[sequences][which]
+    return _QueryTiles(
+        sequence=sequences[which],
+        first_token=row_start + first,
+        num_tokens=count,
+        first_place=first_place,
+        first_tile=first_tile,
+        end_tile=end_tile,
+        gap_tile=gap_tile,
+        gap_end_tile=np.clip(gap_end // TILE, gap_tile, end_tile),
+        gap=gap,
+        gap_end=gap_end,
+    )
+
+
+def _tile_class(
+    rows: int, tiles: _QueryTiles, heads: HeadLayout, most_spans: int, device: torch.device
+) -> TileClass:
+    features = padded_features(heads.head_dim)
+    part_bytes = heads.num_kv_heads * rows * (features + 2) * 4
+    is_divided = -(-tiles.num_tiles // _SPAN_TILES) > most_spans
+    num_spans = -(-tiles.end_tile // _SPAN_TILES) - tiles.first_tile // _SPAN_TILES
+    is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= MAX_PART_BYTES // part_bytes
+    whole, divided = tiles.pick(np.flatnonzero(~is_divided)), tiles.pick(np.flatnonzero(is_divided))
+    parts, num_parts = _spans(divided)
+    items = np.concatenate([_fields(whole, None), _fields(parts, np.arange(len(parts.sequence)))])
+    merges = np.empty((len(num_parts), MERGE_FIELDS.value), dtype=np.int32)
+    merges[:, 0], merges[:, 1] = divided.first_token, divided.num_tokens
+    merges[:, 2], merges[:, 3] = np.cumsum(num_parts) - num_parts, num_parts
+    work = np.concatenate([whole.num_tiles, parts.num_tiles])
+    items = items[np.argsort(-work, kind="stable")]  # the longest first, so that all end at about one time
+    return TileClass(
+        rows=rows,
+        items=to_device(items, device),
+        merges=to_device(merges, device),
+        part_sums=torch.empty(len(parts.sequence), heads.num_kv_heads, rows, features, device=device),
+        part_statistics=torch.empty(len(parts.sequence), heads.num_kv_heads, 2, rows, device=device),
+    )
+
+
+def _spans(tiles: _QueryTiles) -> tuple[_QueryTiles, Int64Array]:
+    """Return the spans of tiles that are seen, and how many each has; tile after tile, spans ascending."""
+    first = tiles.first_tile // _SPAN_TILES
+    counts = -(-tiles.end_tile // _SPAN_TILES) - first
+    which = np.repeat(np.arange(len(counts)), counts)
+    span = np.arange(len(which)) - (np.cumsum(counts) - counts - first)[which]
+    start = np.maximum(span * _SPAN_TILES, tiles.first_tile[which])
+    end = np.minimum((span + 1) * _SPAN_TILES, tiles.end_tile[which])
+    gap_tile = np.clip(tiles.gap_tile[which], start, end)
+    gap_end_tile = np.clip(tiles.gap_end_tile[which], gap_tile, end)
+    parts = dataclasses.replace(
+        tiles.pick(which), first_tile=start, end_tile=end, gap_tile=gap_tile, gap_end_tile=gap_end_tile
+    )
+    is_seen = parts.num_tiles > 0
+    return parts.pick(np.flatnonzero(is_seen)), np.bincount(which[is_seen], minlength=len(counts))
+
+
+def _fields(tiles: _QueryTiles, part: Int64Array | None) -> Int32Array:
+    fields = np.full((len(tiles.sequence), ITEM_FIELDS.value), _NO_PART, dtype=np.int32)
+    for number, field in enumerate(dataclasses.fields(tiles)):
+        fields[:, number] = getattr(tiles, field.name)
+    if part is not None:
+        fields[:, 10] = part
+    return fields
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
