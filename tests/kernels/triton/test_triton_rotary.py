@@ -136,7 +136,7 @@ def test_other_quantizers_make_the_pages_themselves() -> None:
     torch.testing.assert_close(kv.key_pages, expected.key_pages, rtol=2**-10, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
+@pairwise(cache_dtype={"bfloat16_cache": torch.bfloat16, "int8_cache": torch.int8})
 def test_tokens_keep_their_bits_in_any_company(cache_dtype: torch.dtype) -> None:
     step = Step(LAYOUTS["4x2x64"], torch.bfloat16, cache_dtype, [6, 1, 1], 32, "head")
     query, kv = step.run(kernels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from typing_extensions import override
@@ -12,11 +12,13 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
+from quire.kernels.memory import WeightMemory
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling import SamplingKernels
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton import rows as row_kernels
 from quire.kernels.triton.attention import paged_attention
+from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
 from quire.kernels.weights import Weight
 
@@ -38,8 +40,25 @@ class TritonKernels(KernelSet):
         _REFERENCE.use_threads(num_threads)
 
     @override
-    def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any) -> Linear:
-        return _REFERENCE.linear(parts, bias, **options)
+    def linear(
+        self,
+        parts: Sequence[Weight],
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        quantization: str = "none",
+        group_size: int = 128,
+        int4_activations: str = "int8",
+        memory: WeightMemory | None = None,
+    ) -> Linear:
+        return linear(
+            parts,
+            bias,
+            dtype=dtype,
+            quantization=quantization,
+            group_size=group_size,
+            int4_activations=int4_activations,
+        )
 
     @override
     def rms_norm(

@@ -1,0 +1,293 @@
+"""Dense layers on weights in the device's memory: floats, int8, and 4 or 8 bits in groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from typing_extensions import override
+
+from quire.kernels.linear import Linear, quantization_of
+from quire.kernels.triton.device import is_interpreted, kernel_device
+from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
+from quire.kernels.triton.tensors import check_rows
+from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, quantize_int4, quantize_int8
+
+MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
+_GROUP_MULTIPLE = 16  # of inputs that share a scale: the least that tensor cores multiply at once
+_INT8_INPUTS = 32  # the least in int8
+_MAX_RUN = 64  # inputs of a group that are multiplied at once
+_QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Tile:
+    """What a program of a product computes, and with what."""
+
+    features: int
+    rows: int
+    inputs: int  # that are multiplied at once
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(num_rows: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of products of so many rows, with weights of this type.
+
+    Features are at least 64, so that Hopper multiplies all numbers of rows with the same instructions; how
+    many inputs are multiplied at once depends on the type only. The interpreter does best with few programs;
+    it multiplies in numpy, where rows have the same bits at every place among 16, but not among more.
+    """
+    if is_interpreted:
+        return Tile(512, 16, 128, 4, 1)
+    inputs = 32 if dtype == torch.float32 else 64 if dtype.itemsize == 2 else 128
+    if num_rows <= 64:
+        return Tile(64, max(triton.next_power_of_2(num_rows), 16), inputs, 4, 5)
+    return Tile(128, 128, inputs, 8, 3)
+
+
+class _TritonLinear(Linear):
+    """What the layers have in common: they are called with rows on the device."""
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
+        super().__init__(parts, bias)
+        if not 1 <= self.in_features <= MAX_INPUTS:
+            raise ValueError(
+                f"a layer has {self.in_features} input features; 1 to {MAX_INPUTS} are supported"
+            )
+        if self.bias is not None:
+            self.bias = self.bias.to(kernel_device()).contiguous()
+
+    @override
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        check_rows("rows", rows)
+        shape = len(rows), self.out_features
+        if out is None:
+            out = rows.new_empty(shape)
+        check_rows("out", out)
+        if rows.shape[1] != self.in_features or out.shape != shape:
+            raise ValueError(
+                f"rows are {list(rows.shape)} and out is {list(out.shape)}; the layer takes "
+                f"{self.in_features} features to {self.out_features}"
+            )
+        if len(rows):
+            self._multiply(rows, out)
+        return out
+
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _grid(self, num_rows: int, tile: Tile) -> tuple[int, int]:
+        return triton.cdiv(self.out_features, tile.features), triton.cdiv(num_rows, tile.rows)
+
+
+class FloatLinear(_TritonLinear):
+    """Weights in one type, with which rows are multiplied in this type."""
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(parts, bias)
+        self._weight = torch.cat([_floats(part).to(dtype) for part in parts]).to(kernel_device())
+
+    @override
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        dtype = self._weight.dtype
+        _multiply(self, rows.to(dtype), self._weight, out, operands=_operands(dtype), sums=tl.float32)
+
+
+class Int8Linear(_TritonLinear):
+    """int8 weights, a scale per row of theirs, and rows that are quantized as they come, a scale for each.
+
+    Sums are exact.
+    """
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
+        super().__init__(parts, bias)
+        quantized = [
+            part if isinstance(part, Int8Weight) else quantize_int8(dequantize(part)) for part in parts
+        ]
+        self._weight = torch.cat([part.values for part in quantized]).to(kernel_device())
+        self._scales = torch.cat([part.scales.float() for part in quantized]).to(kernel_device())
+
+    @override
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        values, scales = quantize_rows(rows)
+        _multiply(
+            self, values, self._weight, out, operands=tl.int8, sums=tl.int32, scales=(scales, self._scales)
+        )
+
+
+class GroupedLinear(_TritonLinear):
+    """Weights of 4 or 8 bits in groups, packed; rows are made int8, a scale for each, or bfloat16.
+
+    Raises:
+        ValueError: there are no such groups in the kernels.
+    """
+
+    def __init__(self, parts: Sequence[GroupedWeight], bias: torch.Tensor | None, activations: str) -> None:
+        super().__init__(parts, bias)
+        group_size = math.gcd(*(part.group_size for part in parts))
+        if group_size < 1 or group_size % _GROUP_MULTIPLE or self.in_features % group_size:
+            raise ValueError(
+                f"{self.in_features} inputs are in groups of {group_size}; a group must have a multiple of "
+                f"{_GROUP_MULTIPLE}, and groups be equal"
+            )
+        self._bits = max(part.bits for part in parts)
+        self._group_size = group_size
+        self._run = min(group_size & -group_size, _MAX_RUN)
+        self._has_int8_rows = activations == "int8"
+        values = torch.cat([part.values for part in parts])
+        scales, zeros = (
+            torch.cat([_widened(getattr(part, name), part.group_size // group_size) for part in parts])
+            for name in ("scales", "zeros")
+        )
+        if self._bits == 8:  # as signed numbers, which is what is multiplied
+            values, zeros = (values.to(torch.int16) - 128).to(torch.int8), zeros - 128
+        else:
+            values = pack_int4(values, self._run)
+        device = kernel_device()
+        self._values = values.to(device)
+        self._scales, self._zeros = (table.t().contiguous().to(device) for table in (scales, zeros))
+
+    @override
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        scales = None
+        if self._has_int8_rows:
+            rows, scales = quantize_rows(rows)
+        else:
+            rows = rows.to(torch.bfloat16)
+        is_exact = rows.dtype == torch.int8 and self._run >= _INT8_INPUTS
+        tile = tile_of(len(rows), torch.int8)
+        grouped_linear_kernel[self._grid(len(rows), tile)](
+            rows,
+            scales,
+            self._values,
+            self._scales,
+            self._zeros,
+            self.bias,
+            out,
+            len(rows),
+            self.out_features,
+            rows.stride(0),
+            self._values.stride(0),
+            out.stride(0),
+            IN_FEATURES=self.in_features,
+            BITS=self._bits,
+            GROUP=self._group_size,
+            OPERANDS=tl.int8 if is_exact else _operands(torch.bfloat16),
+            SUMS=tl.int32 if is_exact else tl.float32,
+            HAS_ROW_SCALES=scales is not None,
+            HAS_BIAS=self.bias is not None,
+            FEATURES=tile.features,
+            ROWS=tile.rows,
+            INPUTS=self._run,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+
+def linear(
+    parts: Sequence[Weight],
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    quantization: str,
+    group_size: int,
+    int4_activations: str,
+) -> Linear:
+    """Return the layer that `KernelSet.linear` describes."""
+    kind = quantization_of(parts, quantization, group_size)
+    if kind == "int8":
+        return Int8Linear(parts, bias)
+    if kind == "none":
+        return FloatLinear(parts, bias, dtype)
+    grouped = [
+        part if isinstance(part, GroupedWeight) else quantize_int4(dequantize(part), group_size)
+        for part in parts
+    ]
+    return GroupedLinear(grouped, bias, int4_activations)
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [T, n] as int8 [T, n] and a scale for each, [T] float32."""
+    num_rows, num_features = rows.shape
+    values = rows.new_empty(rows.shape, dtype=torch.int8)
+    scales = rows.new_empty(num_rows, dtype=torch.float32)
+    quantize_rows_kernel[(triton.cdiv(num_rows, _QUANTIZED_ROWS),)](
+        rows,
+        values,
+        scales,
+        num_rows,
+        num_features,
+        rows.stride(0),
+        ROWS=_QUANTIZED_ROWS,
+        BLOCK=triton.next_power_of_2(num_features),
+        num_warps=8,
+    )
+    return values, scales
+
+
+def pack_int4(values: torch.Tensor, run: int) -> torch.Tensor:
+    """Return values [rows, in] below 16 as bytes, [rows, in / 2] rounded up to whole runs.
+
+    A byte has a value of one run of `run` inputs in its lower half, and one of the next run in the upper.
+    """
+    padded = F.pad(values, (0, -values.shape[1] % (2 * run)))
+    low, high = padded.view(len(values), -1, 2, run).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def _multiply(
+    layer: _TritonLinear,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    operands: Any,
+    sums: Any,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    tile = tile_of(len(rows), weight.dtype)
+    row_scales, weight_scales = (None, None) if scales is None else scales
+    linear_kernel[layer._grid(len(rows), tile)](
+        rows,
+        row_scales,
+        weight,
+        weight_scales,
+        layer.bias,
+        out,
+        len(rows),
+        layer.out_features,
+        rows.stride(0),
+        out.stride(0),
+        IN_FEATURES=layer.in_features,
+        OPERANDS=operands,
+        SUMS=sums,
+        HAS_SCALES=scales is not None,
+        HAS_BIAS=layer.bias is not None,
+        FEATURES=tile.features,
+        ROWS=tile.rows,
+        INPUTS=tile.inputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _operands(dtype: torch.dtype) -> Any:
+    """Return the type in which such floats are multiplied; the interpreter takes bfloat16 for integers."""
+    return tl.float32 if is_interpreted and dtype == torch.bfloat16 else _TYPES[dtype]
+
+
+def _widened(table: torch.Tensor, repeats: int) -> torch.Tensor:
+    """Return [rows, groups] as float32 for groups that are so many times smaller."""
+    return table.float().repeat_interleave(repeats, dim=1)
+
+
+def _floats(part: Weight) -> torch.Tensor:
+    return part if isinstance(part, torch.Tensor) else dequantize(part)

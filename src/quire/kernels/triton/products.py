@@ -1,0 +1,150 @@
+"""Products of rows with a weight matrix, in Triton.
+
+A program computes a tile of output features by rows, with the weights as the left operand: few rows are then
+few columns, and cost little more than reading the weights. Each number is one sum over all inputs in their
+order, and no size that this order depends on is chosen by the number of rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.device import nearest_int, rounded
+
+
+@triton.jit
+def quantize_rows_kernel(
+    rows, values, scales, num_rows, num_features, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Make rows [T, n] int8 and a scale for each, [T] float32: the largest magnitude becomes 127."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    feature = tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    is_number = is_row[:, None] & (feature < num_features)[None, :]
+    at = row[:, None] * row_stride + feature[None, :]
+    wide = tl.load(rows + at, mask=is_number, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(wide), axis=1)
+    inverse = tl.where(largest > 0.0, 127.0 / tl.where(largest > 0.0, largest, 1.0), 0.0)
+    narrow = nearest_int(wide * inverse[:, None]).to(tl.int8)
+    tl.store(values + row[:, None] * num_features + feature[None, :], narrow, mask=is_number)
+    tl.store(scales + row, largest / 127.0, mask=is_row)
+
+
+@triton.jit
+def linear_kernel(
+    rows,
+    row_scales,
+    weight,
+    weight_scales,
+    bias,
+    out,
+    num_rows,
+    out_features,
+    row_stride,
+    out_stride,
+    IN_FEATURES: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Multiply rows [T, in] with a matrix [out, in], in floating point or in int8 with a scale for each row.
+
+    OPERANDS is the type that is multiplied, SUMS that of sums.
+    """
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, INPUTS)
+    # What is beyond the last feature or row is computed from the last one, and not stored.
+    read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
+    read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    weight_at = weight + read_feature[:, None] * IN_FEATURES + place[None, :]
+    rows_at = rows + read_row[None, :] * row_stride + place[:, None]
+    total = tl.zeros((FEATURES, ROWS), SUMS)
+    for start in range(0, IN_FEATURES, INPUTS):
+        if IN_FEATURES % INPUTS == 0:
+            left = tl.load(weight_at)
+            right = tl.load(rows_at)
+        else:
+            is_input = place < IN_FEATURES - start
+            left = tl.load(weight_at, mask=is_input[None, :], other=0)
+            right = tl.load(rows_at, mask=is_input[:, None], other=0)
+        total = tl.dot(left.to(OPERANDS), right.to(OPERANDS), total, input_precision="ieee", out_dtype=SUMS)
+        weight_at += INPUTS
+        rows_at += INPUTS
+    result = total.to(tl.float32)
+    if HAS_SCALES:
+        result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
+    if HAS_BIAS:
+        result += tl.load(bias + read_feature)[:, None]
+    out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
+    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
+    tl.store(out_at, rounded(result, out.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit
+def grouped_linear_kernel(
+    rows,
+    row_scales,
+    values,
+    scales,
+    zeros,
+    bias,
+    out,
+    num_rows,
+    out_features,
+    row_stride,
+    values_stride,
+    out_stride,
+    IN_FEATURES: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Multiply rows [T, in] with a matrix of weights (value - zero) * scale of their group of GROUP inputs.
+
+    A row of `values` is INPUTS bytes for each 8 / BITS runs of INPUTS inputs: a byte has one of each run, the
+    first in its lowest bits. INPUTS divides GROUP, so that a run has one scale and one zero; `scales` and
+    `zeros` are [groups, out]. Values are multiplied as they are, and exactly, so that only sums are scaled.
+    """
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, INPUTS)
+    read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
+    read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    values_at = values + read_feature[:, None] * values_stride + place[None, :]
+    rows_at = rows + read_row[None, :] * row_stride + place[:, None]
+    total = tl.zeros((FEATURES, ROWS), tl.float32)
+    for start in range(0, IN_FEATURES, INPUTS * (8 // BITS)):
+        packed = tl.load(values_at)
+        for run in tl.static_range(8 // BITS):
+            first = start + run * INPUTS
+            left = packed
+            if BITS == 4:
+                left = (packed >> (4 * run)) & 15
+            right = tl.load(rows_at + first, mask=(place < IN_FEATURES - first)[:, None], other=0)
+            # A run beyond the last input is multiplied with zeros; its group must only be one that there is.
+            table = tl.minimum(first // GROUP, IN_FEATURES // GROUP - 1) * out_features + read_feature
+            exact = tl.dot(left.to(OPERANDS), right.to(OPERANDS), input_precision="ieee", out_dtype=SUMS).to(
+                tl.float32
+            )
+            of_zeros = tl.load(zeros + table)[:, None] * tl.sum(right.to(tl.float32), axis=0)[None, :]
+            total += (exact - of_zeros) * tl.load(scales + table)[:, None]
+        values_at += INPUTS
+    if HAS_ROW_SCALES:
+        total *= tl.load(row_scales + read_row)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + read_feature)[:, None]
+    out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
+    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
+    tl.store(out_at, rounded(total, out.dtype.element_ty), mask=is_stored)
