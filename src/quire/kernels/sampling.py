@@ -16,9 +16,9 @@ Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-MIN_GROUPS = 512
+_MIN_GROUPS = 512
 _VECTOR = 16  # groups are whole vectors of the native kernels where they are longer than one
-_LOWEST = np.finfo(np.float32).min
+LOWEST = float(np.finfo(np.float32).min)
 _CHUNK_ELEMENTS = 1 << 16  # half a megabyte of float64: stays in the core's cache
 
 
@@ -109,7 +109,7 @@ class ReferenceSampling(SamplingKernels):
             np.take_along_axis(values, order, axis=1),
             np.take_along_axis(token_ids, order, axis=1),
             count,
-            (threshold == _LOWEST) & ~crowded,
+            (threshold == LOWEST) & ~crowded,
         )
 
     @override
@@ -157,6 +157,14 @@ def relative_weights(logits: Float32Array, maxima: Float32Array, temperature: Fl
     return weights
 
 
+def group_size(vocab_size: int) -> int:
+    """Return the tokens of a group of which the likeliest is looked at first; 0: there is one group."""
+    if vocab_size <= _MIN_GROUPS:
+        return 0
+    size = vocab_size // _MIN_GROUPS
+    return size - size % _VECTOR if size >= _VECTOR else size
+
+
 def _thresholds(logits: Float32Array) -> Float32Array:
     """Return for each row a logit that at least 128 tokens reach, the lowest float if fewer are finite.
 
@@ -164,15 +172,13 @@ def _thresholds(logits: Float32Array) -> Float32Array:
     close to the best.
     """
     num_rows, vocab_size = logits.shape
-    if vocab_size <= MIN_GROUPS:
-        return np.full(num_rows, _LOWEST, dtype=np.float32)
-    size = vocab_size // MIN_GROUPS
-    if size >= _VECTOR:
-        size -= size % _VECTOR
+    size = group_size(vocab_size)
+    if not size:
+        return np.full(num_rows, LOWEST, dtype=np.float32)
     maxima = np.maximum.reduceat(logits, np.arange(0, vocab_size, size), axis=1)
     place = maxima.shape[1] - MIN_HEAD_TOKENS
     reached: Float32Array = np.partition(maxima, place, axis=1)[:, place]
-    return np.maximum(reached, _LOWEST)
+    return np.maximum(reached, LOWEST)
 
 
 def _take(logits: Float32Array, rows: Int64Array | None) -> Float32Array:

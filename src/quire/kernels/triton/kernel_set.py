@@ -20,6 +20,7 @@ from quire.kernels.triton import rows as row_kernels
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
+from quire.kernels.triton.sampling import TritonSampling
 from quire.kernels.weights import Weight
 
 _REFERENCE = ReferenceKernels()
@@ -32,7 +33,7 @@ class TritonKernels(KernelSet):
     """
 
     name = "triton"
-    sampling: ClassVar[SamplingKernels] = _REFERENCE.sampling
+    sampling: ClassVar[SamplingKernels] = TritonSampling()
     weight_layout = None
 
     @override
