@@ -13,7 +13,7 @@ import triton.language as tl
 from quire.kernels.triton.device import nearest_int, rounded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantize_rows_kernel(
     rows, values, scales, num_rows, num_features, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -31,7 +31,7 @@ def quantize_rows_kernel(
     tl.store(scales + row, largest / 127.0, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     rows,
     row_scales,
@@ -86,7 +86,7 @@ def linear_kernel(
     tl.store(out_at, rounded(result, out.dtype.element_ty), mask=is_stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def grouped_linear_kernel(
     rows,
     row_scales,

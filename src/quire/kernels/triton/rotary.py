@@ -51,7 +51,7 @@ def _write(states, pages, at, mask, QUANTIZES: tl.constexpr):
         tl.store(pages + at, rounded(states, pages.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotary_and_write_kv_kernel(
     qkv,
     q_norm,

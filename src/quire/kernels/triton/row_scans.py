@@ -16,7 +16,6 @@ from quire.kernels.triton.device import is_interpreted
 
 _PART = 1 << 16 if is_interpreted else 4096  # logits of a program
 _NO_TOKEN = tl.constexpr(2**31 - 1)
-_NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -55,7 +54,7 @@ def _largest_kernel(
     first_best = tl.min(tl.where(is_logit & (found == best), token, _NO_TOKEN), axis=0)
     at = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ids + at, tl.where(first_nan < _NO_TOKEN, first_nan, first_best))
-    tl.store(best_logits + at, tl.where(first_nan < _NO_TOKEN, _NAN, best))
+    tl.store(best_logits + at, tl.where(first_nan < _NO_TOKEN, float("nan"), best))
 
 
 @triton.jit
