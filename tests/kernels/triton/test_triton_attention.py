@@ -408,7 +408,7 @@ def test_selected_keys_are_those_of_the_reference() -> None:
     sequences.query[0] += 0.4
     for block in range(0, 420, 64):  # some matter more than others
         sequences.key[0][block : block + 64] += block % 192 / 192
-    first, selected = [330, 80], KeySelection(np.array([400, 0]), 0.7, 64, 8)
+    first, selected = [330, 80], KeySelection(np.array([420, 0]), 0.7, 64, 8)
 
     def selecting(running: Any, done: Any, counts: Any) -> dict[str, Any]:
         return {"key_selection": selected if done.any() else None, "first_scoring_token": counts - 9}

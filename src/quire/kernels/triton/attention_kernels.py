@@ -21,8 +21,8 @@ from quire.kernels.triton.device import INTERPRETED, rounded
 TILE = tl.constexpr(bounds.TILE)  # keys
 SPAN_TILES = tl.constexpr(4)
 
-ITEM_FIELDS = tl.constexpr(12)  # of `attend`; see `attention_plan.Items`
-MERGE_FIELDS = tl.constexpr(4)  # of `merge_parts`; see `attention_plan.Merges`
+ITEM_FIELDS = tl.constexpr(12)  # of an item of `attend`, see `attention_plan.TileClass`
+MERGE_FIELDS = tl.constexpr(4)  # of a tile of `merge_parts`, likewise
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -157,7 +157,7 @@ def attend(
     items,
     tables,
     table_stride,
-    seen,  # [T, heads, key blocks] uint8
+    seen,  # [T, heads, key blocks] bool
     seen_stride,
     sinks,
     out,
