@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip(
     "triton.backends.nvidia", reason="this machine's Triton has no compiler for NVIDIA's GPUs"
 )
-SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
+SCRIPT = Path(__file__).with_name("compile_attention_for_hopper.py")
 SHARED_BYTES = 227 << 10  # that a program may have on compute capability 9.0
 
 

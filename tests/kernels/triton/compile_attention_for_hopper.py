@@ -9,32 +9,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import hopper
 import numpy as np
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction, driver
 
 from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.triton import attention_kernels, key_score_kernel
 from quire.kernels.triton.attention import paged_attention
-
-
-class Hopper:
-    """What the compiler asks of a GPU's driver."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    _RUN(self, *args, grid=grid, warmup=True, **options)
 
 
 def attend(computed: list[int], counts: list[int], table_width: int, dtype: torch.dtype) -> None:
@@ -51,9 +33,7 @@ def attend(computed: list[int], counts: list[int], table_width: int, dtype: torc
     paged_attention(query, kv, batch, scale=0.125, softcap=30.0, sinks=torch.zeros(8))
 
 
-_RUN = JITFunction.run
-JITFunction.run = compile_only
-driver.set_active(Hopper())
+hopper.compile_only()
 kernels = attention_kernels.attend, attention_kernels.merge_parts, key_score_kernel.score_keys
 report: dict[str, Any] = {"programs": []}
 for step in (([700, 400], [1, 120], 64), ([15, 90, 0], [1, 1, 57], 23), ([1023, 33], [1, 301], 129)):
