@@ -164,3 +164,24 @@ def test_what_the_kernel_cannot_take_is_refused() -> None:
     step.qkv = step.qkv[:, 1:]
     with pytest.raises(ValueError, match="qkv is"):
         step.run(kernels)
+
+
+@pytest.mark.parametrize("name", ["slot_blocks", "slot_offsets"])
+def test_places_beyond_the_cache_are_refused(name: str) -> None:
+    heads = LAYOUTS["4x2x64"]
+    kv = Layer.poisoned(make_cache(4, 2, 2, 8, 64, torch.float32), 1)
+    for wrong, error in (([0, -1], IndexError), ([0, 8], IndexError), ([0], ValueError)):
+        batch = AttentionBatch.build(np.array([0]), np.array([2]), np.array([[0]]), 8)
+        setattr(batch, name, torch.tensor(wrong))
+        with pytest.raises(error, match=name):
+            kernels.rotary_and_write_kv(
+                random(2, 8 * 64),
+                kv,
+                batch,
+                heads=heads,
+                cos=None,
+                sin=None,
+                q_norm=None,
+                k_norm=None,
+                eps=1e-6,
+            )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +16,7 @@ from quire.kernels.page_quantizers import Int8PageQuantizer
 from quire.kernels.reference import write_kv
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.device import is_interpreted, nearest_int, rounded
+from quire.kernels.triton.device_arrays import to_device
 from quire.kernels.triton.rows import rms_norm
 from quire.kernels.triton.tensors import check_norm_weight, check_rows
 
@@ -206,6 +211,7 @@ def rotary_and_write_kv(
     Raises:
         TypeError: a type is not as it must be.
         ValueError: a shape is not as it must be.
+        IndexError: a token's place is not in the cache.
     """
     num_tokens, width = qkv.shape
     query_width, key_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -220,7 +226,7 @@ def rotary_and_write_kv(
     k_norm = _norm_of_heads(key, k_norm, heads.head_dim, eps)
     quantizes = type(kv.quantizer) is Int8PageQuantizer
     writes = kv.quantizer is None or quantizes
-    slot_blocks, slot_offsets = _places(batch, qkv.device)
+    slot_blocks, slot_offsets = _places(batch, kv, qkv.device)
     num_vectors = num_tokens * (heads.num_heads + 2 * heads.num_kv_heads)
     if num_tokens:
         _rotary_and_write_kv_kernel[(triton.cdiv(num_vectors, _BLOCK),)](
@@ -293,15 +299,31 @@ def _norm_of_heads(
     return norm
 
 
-def _places(batch: AttentionBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the blocks of the step's tokens and the places in them on a device, copied once."""
-    places: tuple[torch.Tensor, torch.Tensor] | None = batch.plans.get(_PLACES)
+def _places(batch: AttentionBatch, kv: KVLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks of the step's tokens and the places in them on a device, checked and copied once."""
+    _, num_pages, page_size, _ = kv.key_pages.shape
+    key = _PLACES, num_pages, page_size
+    places: tuple[torch.Tensor, torch.Tensor] | None = batch.plans.get(key)
     if places is None:
-        blocks, offsets = (
-            part.to(device, non_blocking=True) for part in (batch.slot_blocks, batch.slot_offsets)
-        )
-        places = batch.plans[_PLACES] = blocks, offsets
+        blocks, offsets = batch.slot_blocks.numpy(), batch.slot_offsets.numpy()
+        _check_places("slot_blocks", blocks, batch, num_pages)
+        _check_places("slot_offsets", offsets, batch, page_size)
+        places = batch.plans[key] = to_device(blocks, device), to_device(offsets, device)
     return places
+
+
+def _check_places(name: str, places: npt.NDArray[Any], batch: AttentionBatch, limit: int) -> None:
+    """Raise unless each token of the step has a place that there is.
+
+    Raises:
+        IndexError: a place is out of range.
+        ValueError: there are more or fewer places than tokens, or they are of another type.
+    """
+    num_tokens = int(batch.num_tokens.sum())
+    if places.dtype != np.int64 or places.shape != (num_tokens,):
+        raise ValueError(f"{name} is {places.dtype} {list(places.shape)}; it must be int64 [{num_tokens}]")
+    if ((places < 0) | (places >= limit)).any():
+        raise IndexError(f"{name} are from {places.min()} to {places.max()}; the cache has {limit}")
 
 
 def _scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
