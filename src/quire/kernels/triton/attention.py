@@ -15,10 +15,11 @@ from quire.kernels.reference import seen_blocks
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.attention_call import AttentionCall
 from quire.kernels.triton.attention_kernels import attend, merge_parts
-from quire.kernels.triton.attention_layer import FLOAT_TYPES, TritonLayer, triton_layer
+from quire.kernels.triton.attention_layer import TritonLayer, triton_layer
 from quire.kernels.triton.attention_plan import AttentionPlan, TileClass, attention_plan, padded_features
 from quire.kernels.triton.device_arrays import block_tables
 from quire.kernels.triton.key_score_kernel import write_key_scores
+from quire.kernels.triton.tensors import FLOAT_TYPES
 
 _LOADED_BYTES = 128 << 10  # of shared memory, for tiles that are on their way
 _MERGED_FEATURES = 64  # of a program

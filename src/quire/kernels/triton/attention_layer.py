@@ -10,9 +10,9 @@ import triton.language as tl
 from quire.errors import ConfigError
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.page_quantizers import ConvertingQuantizer, Int8PageQuantizer
+from quire.kernels.triton.tensors import FLOAT_TYPES
 
 _NAME = "triton"  # among a layer's handles
-FLOAT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _EXACT_IN_HALVES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)  # all their numbers are
 PAGE_TYPES = (*FLOAT_TYPES, *_EXACT_IN_HALVES)
 

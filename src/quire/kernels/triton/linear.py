@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from typing_extensions import override
 from quire.kernels.linear import Linear, quantization_of
 from quire.kernels.triton.device import is_interpreted, kernel_device
 from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
-from quire.kernels.triton.tensors import check_rows
+from quire.kernels.triton.tensors import FLOAT_TYPES, check_rows
 from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, quantize_int4, quantize_int8
 
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
@@ -24,7 +25,6 @@ _GROUP_MULTIPLE = 16  # of inputs that share a scale: the least that tensor core
 _INT8_INPUTS = 32  # the least in int8
 _MAX_RUN = 64  # inputs of a group that are multiplied at once
 _QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -41,7 +41,7 @@ class Tile:
 def tile_of(num_rows: int, dtype: torch.dtype) -> Tile:
     """Return the tile of products of so many rows, with weights of this type.
 
-    Features are at least 64, so that Hopper multiplies all numbers of rows with the same instructions; how
+    Features are at least 64, so that Hopper multiplies all numbers of rows with one kind of instruction; how
     many inputs are multiplied at once depends on the type only. The interpreter does best with few programs;
     it multiplies in numpy, where rows have the same bits at every place among 16, but not among more.
     """
@@ -81,8 +81,9 @@ class _TritonLinear(Linear):
             self._multiply(rows, out)
         return out
 
+    @abstractmethod
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Write the products of at least one row to `out`."""
 
     def _grid(self, num_rows: int, tile: Tile) -> tuple[int, int]:
         return triton.cdiv(self.out_features, tile.features), triton.cdiv(num_rows, tile.rows)
@@ -281,7 +282,7 @@ def _multiply(
 
 def _operands(dtype: torch.dtype) -> Any:
     """Return the type in which such floats are multiplied; the interpreter takes bfloat16 for integers."""
-    return tl.float32 if is_interpreted and dtype == torch.bfloat16 else _TYPES[dtype]
+    return tl.float32 if is_interpreted and dtype == torch.bfloat16 else FLOAT_TYPES[dtype]
 
 
 def _widened(table: torch.Tensor, repeats: int) -> torch.Tensor:

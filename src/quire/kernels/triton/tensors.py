@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def check_rows(name: str, rows: torch.Tensor, like: torch.Tensor | None = None) -> None:
     """Raise unless `rows` are rows of floats whose numbers are adjacent, of the shape and type of `like`.
 
     Raises:
-        TypeError: their type is not one of `FLOATS`, or another than that of `like`.
+        TypeError: their type is not one of `FLOAT_TYPES`, or another than that of `like`.
         ValueError: their shape or strides are not as they must be.
     """
-    if rows.dtype not in FLOATS or (like is not None and rows.dtype is not like.dtype):
+    if rows.dtype not in FLOAT_TYPES or (like is not None and rows.dtype is not like.dtype):
         wanted = "float32, bfloat16 or float16" if like is None else str(like.dtype)
         raise TypeError(f"{name} is {rows.dtype}; it must be {wanted}")
     shape = rows.shape if like is None else like.shape
