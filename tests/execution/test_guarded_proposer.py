@@ -9,7 +9,7 @@ from quire.execution.proposer import GuardedProposer, Proposer, RowsToContinue
 from quire.step import NO_TOKEN
 
 VOCAB_SIZE = 10
-CALLS = ["finish", "open", "copy_blocks", "follow", "propose"]
+CALLS = ["finish", "open", "copy_blocks", "follow", "is_idle", "propose"]
 ROWS = RowsToContinue(
     np.ones((4, 8), np.int32),
     np.arange(2),
@@ -45,6 +45,10 @@ class Faulty(Proposer):
     def follow(self, token_ids, batch):
         self._note("follow")
 
+    def is_idle(self):
+        self._note("is_idle")
+        return False
+
     def propose(self, rows, num_drafts):
         self._note("propose")
         return self.drafts
@@ -55,7 +59,7 @@ def run_step(proposer: Proposer) -> np.ndarray:
     proposer.open(0, 3, ("", ""))
     proposer.copy_blocks(np.empty((0, 2), np.int32))
     proposer.follow(None, None)
-    return proposer.propose(ROWS, 3)
+    return None if proposer.is_idle() else proposer.propose(ROWS, 3)
 
 
 @pytest.mark.parametrize(

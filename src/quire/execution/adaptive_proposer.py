@@ -20,6 +20,7 @@ _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.98  # what an estimate of acceptance keeps 
 _HIGHEST_ACCEPTANCE = 0.98  # that is believed, so that many accepted drafts are soon forgotten
 _MARGIN = 1.1  # by which a draft's worth must exceed its cost, because both are estimates
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
+_MOST_IDLE_STEPS = 8  # in a row, so that the cost of rows is measured in the others
 
 
 class AdaptiveProposer(Proposer):
@@ -31,7 +32,8 @@ class AdaptiveProposer(Proposer):
     that it costs 1 % of the time, to see whether the text has begun to repeat itself. A new request starts
     with the acceptance that others have had.
 
-    Its own time counts, too, where a step takes a millisecond, so it works on numbers and not on arrays.
+    Its own time counts, too, where a step takes a millisecond, so it works on numbers and not on arrays, and
+    is idle while no draft is due.
 
     Args:
         proposer: makes the drafts; is not asked for rows that are to have none.
@@ -47,11 +49,13 @@ class AdaptiveProposer(Proposer):
         self._cost = RowCost()
         self._step_began = 0.0
         self._num_step_rows = 0
+        self._num_idle_steps = 0
         self._shared = Acceptance(_FIRST_ACCEPTANCE, _SHARED_MEMORY)
         self._by_slot = [DraftedRequest(_FIRST_ACCEPTANCE, 0) for _ in range(max_num_seqs)]
 
     @override
     def open(self, slot: int, num_tokens: int, scope: tuple[str, str]) -> None:
+        self._num_idle_steps = 0
         self._by_slot[slot] = DraftedRequest(self._shared.estimate, num_tokens)
         self._proposer.open(slot, num_tokens, scope)
 
@@ -70,6 +74,13 @@ class AdaptiveProposer(Proposer):
         self._step_began = self._clock()
 
     @override
+    def is_idle(self) -> bool:
+        if not self._num_idle_steps:
+            return False
+        self._num_idle_steps -= 1
+        return True
+
+    @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
         step_seconds = self._clock() - self._step_began
         requests = [self._by_slot[slot] for slot in rows.slots.tolist()]
@@ -85,7 +96,14 @@ class AdaptiveProposer(Proposer):
             for request, known, most in zip(requests, num_tokens, rows.max_drafts.tolist(), strict=True)
         ]
         chosen = [row for row, length in enumerate(lengths) if length]
-        proposed = self._proposer.propose(_selected(rows, chosen, lengths), num_drafts) if chosen else None
+        if not chosen:
+            until_trial = (
+                request.steps_until_trial(known, cost)
+                for request, known in zip(requests, num_tokens, strict=True)
+            )
+            self._num_idle_steps = min(until_trial, default=0)
+            return None
+        proposed = self._proposer.propose(_selected(rows, chosen, lengths), num_drafts)
         if proposed is None:
             return None
         for row, count in zip(chosen, (proposed != NO_TOKEN).sum(axis=1).tolist(), strict=True):
@@ -145,6 +163,11 @@ class DraftedRequest:
         if acceptance > threshold:
             return int(math.log(threshold) / math.log(acceptance))
         return int(num_tokens - self._num_tokens >= cost / _PROBE_SHARE)
+
+    def steps_until_trial(self, num_tokens: int, cost: float) -> int:
+        """Return the number of next steps after which no draft will be tried, if none pays; at most 8."""
+        due = self._num_tokens + cost / _PROBE_SHARE
+        return min(max(math.ceil(due - num_tokens) - 1, 0), _MOST_IDLE_STEPS)
 
 
 class RowCost:

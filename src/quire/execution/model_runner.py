@@ -276,7 +276,7 @@ class ModelRunner:
 
     def _propose(self, output: SchedulerOutput, sampled_token_ids: IntArray) -> IntArray | None:
         """Return drafts for the rows that have sampled, [R, num_drafts_wanted]; None if there are none."""
-        if self._proposer is None or not output.num_drafts_wanted:
+        if self._proposer is None or not output.num_drafts_wanted or self._proposer.is_idle():
             return None
         rows = np.flatnonzero((sampled_token_ids != NO_TOKEN).any(axis=1))
         if not rows.size:

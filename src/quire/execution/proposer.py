@@ -48,6 +48,10 @@ class Proposer(ABC):
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:  # noqa: B027
         """Observe the tokens [T] that the model computes in a step, including drafts."""
 
+    def is_idle(self) -> bool:
+        """Return whether nothing will be proposed after this step; if so, `propose` need not be called."""
+        return False
+
     @abstractmethod
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
         """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]; None: none."""
@@ -80,6 +84,15 @@ class GuardedProposer(Proposer):
     @override
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
         self._unless_failed(lambda proposer: proposer.follow(token_ids, batch))
+
+    @override
+    def is_idle(self) -> bool:
+        if self._proposer is not None:
+            try:
+                return self._proposer.is_idle() is True
+            except Exception:
+                self._give_up()
+        return True
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
