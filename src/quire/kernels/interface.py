@@ -50,7 +50,8 @@ class KernelSet(ABC):
         """Return the dense layer whose weight is `parts`, one below the other.
 
         Args:
-            parts: the rows of the matrix, as they come from the checkpoint; all have the same input features.
+            parts: the rows of the matrix, as they come from the checkpoint; all have the same input features,
+                in their own order.
             bias: [out_features], any floating-point type.
             dtype: of the weights, if they are not quantized.
             quantization: what to make of weights in floating point: none, int8 or int4. Quantized ones stay

@@ -32,6 +32,10 @@ class Linear(ABC):
     """A weight matrix [out_features, in_features] with an optional bias, ready to be multiplied with rows."""
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
+        if any(isinstance(part, GroupedWeight) and part.order is not None for part in parts):
+            raise ValueError(
+                "a weight has its inputs in another order; see quire.kernels.input_order.take_order"
+            )
         self.in_features = in_features(parts[0])
         self.out_features = sum(num_rows(part) for part in parts)
         self.bias = None if bias is None else bias.float()
