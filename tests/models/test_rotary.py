@@ -76,8 +76,8 @@ def test_rows_do_not_depend_on_when_they_are_asked_for() -> None:
     rope = RopeConfig(rotary_dim=32)
     grown, at_once = RotaryTable(rope, 9999), RotaryTable(rope, 9999)
     positions = torch.arange(0, 3 * CHUNK, 7)
-    pieces = [grown.rows(part) for part in positions.split(100)]
-    cos, sin = at_once.rows(positions)
+    pieces = [grown.rows(part, last=int(part[-1])) for part in positions.split(100)]
+    cos, sin = at_once.rows(positions, last=int(positions[-1]))
     assert torch.equal(torch.cat([piece[0] for piece in pieces]), cos)
     assert torch.equal(torch.cat([piece[1] for piece in pieces]), sin)
     angles = positions[:, None].double() / 10000.0 ** (torch.arange(0, 32, 2) / 32)
@@ -85,5 +85,5 @@ def test_rows_do_not_depend_on_when_they_are_asked_for() -> None:
 
 
 def test_no_positions() -> None:
-    cos, _ = RotaryTable(RopeConfig(rotary_dim=8), 10).rows(torch.empty(0, dtype=torch.int64))
+    cos, _ = RotaryTable(RopeConfig(rotary_dim=8), 10).rows(torch.empty(0, dtype=torch.int64), last=-1)
     assert cos.shape == (0, 4)

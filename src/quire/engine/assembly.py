@@ -216,4 +216,4 @@ def _load(
     from quire.models.checkpoints.loading import load_decoder
 
     decoder = load_decoder(model_path, model_config, options=options, on_progress=on_progress)
-    return decoder, PagedAttentionCache.init_cache(None, plan.kv_caches[0])
+    return decoder, PagedAttentionCache.on_device(plan.kv_caches[0], decoder.kernels.device)

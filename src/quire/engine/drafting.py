@@ -70,7 +70,9 @@ def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: M
 
     shape = dataclasses.replace(draft_model.config, max_model_len=plan.max_model_len)
     decoder = load_decoder(draft_model.path, shape, options=weight_options(config, shape))
-    return DraftModelProposer(decoder, PagedAttentionCache.init_cache(None, plan.kv_caches[1]))
+    return DraftModelProposer(
+        decoder, PagedAttentionCache.on_device(plan.kv_caches[1], decoder.kernels.device)
+    )
 
 
 def _copying_proposer(speculation: SpeculationConfig, max_num_seqs: int) -> Proposer:

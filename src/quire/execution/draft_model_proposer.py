@@ -72,4 +72,4 @@ class DraftModelProposer(Proposer):
         )
         logits = self._model.logits(self._model.forward(torch.from_numpy(token_ids), self._kv_cache, batch))
         maxima, next_ids = logits.max(dim=1)
-        return next_ids.numpy(), torch.isfinite(maxima).numpy()
+        return next_ids.cpu().numpy(), torch.isfinite(maxima).cpu().numpy()

@@ -51,7 +51,8 @@ class KeyRotation:
         if not turned.size:
             return
         index = torch.from_numpy(block_ids[turned])
-        cos, sin = self._table.rows(torch.from_numpy(distances[turned]))
+        back = distances[turned]
+        cos, sin = self._table.rows(torch.from_numpy(back), last=int(back.max()))
         cos, sin = cos[:, None, :], sin[:, None, :]  # [N, 1, head_dim / 2]
         first, second = pages_of(kv.key_pages, index).float().chunk(2, dim=-1)
         keys = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)

@@ -12,6 +12,7 @@ import torch
 from quire.config import CacheEvictionConfig, SparseAttentionConfig
 from quire.execution.arrays import Int64Array
 from quire.execution.cache_evictor import CacheEvictor
+from quire.execution.host_sampling import HostLogits, host_kernels
 from quire.execution.kv_transfers import KVTransfers
 from quire.execution.logprobs import position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch, RunnerRequest
@@ -21,6 +22,7 @@ from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.sparse_prefill import SparsePrefill
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.devices import to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kv.connector import KVConnector
@@ -101,7 +103,9 @@ class ModelRunner:
         self._vocab_size = model.config.vocab_size
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
         self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
-        self._sampler = Sampler(max_num_seqs, self._vocab_size, model.kernels.sampling)
+        self._sampling_kernels = host_kernels(model.kernels)
+        self._sampler = Sampler(max_num_seqs, self._vocab_size, self._sampling_kernels)
+        self._host_logits = HostLogits()
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -260,8 +264,9 @@ class ModelRunner:
         sampling = SamplingPositions.of(output)
         if not sampling.rows.size:
             return
+        rows = to_device(torch.from_numpy(sampling.tokens), hidden.device)
         sampled = self._sampler.sample(
-            self._model.logits(hidden[torch.from_numpy(sampling.tokens)]),
+            self._host_logits.fetch(self._model.logits(hidden[rows])),
             output.slots[sampling.rows].astype(np.int64)[sampling.request],
             sampling.positions,
             self._batch.token_ids,
@@ -323,9 +328,9 @@ class ModelRunner:
         next_ids = self._batch.token_ids[request.slot, start + 1 : start + 1 + len(hidden)].astype(np.int64)
         count = request.sampling_params.prompt_logprobs or 0
         reported: list[PositionLogprobs] = []
-        kernels = self._model.kernels.sampling
+        kernels = self._sampling_kernels
         for rows in _pieces(len(hidden), max(1, _PROMPT_LOGITS_ELEMENTS // self._vocab_size)):
-            logits = self._model.logits(hidden[rows]).cpu().numpy()
+            logits = self._host_logits.fetch(self._model.logits(hidden[rows])).numpy()
             maxima = kernels.largest(logits)[1]
             unsound = np.flatnonzero(~np.isfinite(maxima))
             if unsound.size:

@@ -62,13 +62,13 @@ class Sampler:
         """Choose one token per row.
 
         Args:
-            logits: [R, V] float32; overwritten.
+            logits: [R, V] float32 in the host's memory; overwritten.
             slots: [R] the slot of each row; rows of the same slot are at different positions.
             positions: [R] absolute index of the token to choose; the tokens before it are known.
             token_ids: [max_num_seqs, more than the largest position] known tokens by slot.
             masks: which tokens the rows' grammars allow.
         """
-        rows = _Rows(logits.cpu().numpy(), slots, positions, self._kernels)
+        rows = _Rows(logits.numpy(), slots, positions, self._kernels)
         kept_raw = self._adjust(rows, token_ids, masks)
         self._draw(rows)
         return SamplerOutput(rows.chosen, self._logprobs(rows, kept_raw), rows.errors)

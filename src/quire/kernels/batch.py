@@ -21,6 +21,8 @@ from quire.kernels.tiles import AttentionPlan, HeadLayout, Int64Array, plan_atte
 class AttentionBatch:
     """One step's tokens, sequence after sequence: prefill chunks and decodes alike.
 
+    It is in the host's memory; kernels of another device copy what they need once, see `plans`.
+
     S sequences, T tokens. Sequence s computes `num_tokens[s]` tokens, the ones after the tokens that it has
     computed. Their keys and values follow the `num_cached_tokens[s]` in its cache, which are all of these
     unless some were evicted: then a token's place in the cache is not its position.
@@ -100,6 +102,11 @@ class AttentionBatch:
             skipped_keys=skipped_keys,
             key_selection=key_selection,
         )
+
+    @property
+    def last_position(self) -> int:
+        """The highest position of all tokens; -1: there are no tokens."""
+        return int(self.positions.max()) if len(self.positions) else -1
 
     def plan(self, heads: HeadLayout, window: int) -> AttentionPlan:
         """Return the attention work of this step for layers of this shape and window (0: full), made once."""

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.devices import HOST
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
 from quire.kernels.memory import WeightMemory
@@ -25,6 +26,8 @@ class KernelSet(ABC):
 
     name: ClassVar[str]
     sampling: ClassVar[SamplingKernels]
+    device: torch.device = HOST
+    """Where all tensors are that these kernels take or return, but for those of an `AttentionBatch`."""
 
     @property
     @abstractmethod

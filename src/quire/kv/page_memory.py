@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from quire.kernels.devices import HOST
 from quire.kernels.memory import map_large_pages
 from quire.kernels.page_quantizers import ConvertingQuantizer, Int8PageQuantizer, PageQuantizer
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
@@ -22,6 +23,7 @@ class PageMemory:
         metadata: of the cache.
         quantizer: makes the pages' numbers; None: keys and values are rounded to `metadata.dtype`.
         memory: bytes that there are already [N], at least those of all pages; None: memory of its own.
+        device: where its own memory is.
 
     Raises:
         ValueError: what the quantizer makes cannot be held in pages; says why.
@@ -32,13 +34,16 @@ class PageMemory:
         metadata: PagedAttentionCacheMetaData,
         quantizer: PageQuantizer | None,
         memory: torch.Tensor | None = None,
+        *,
+        device: torch.device = HOST,
     ) -> None:
         has_own_format = quantizer is not None and type(quantizer) is not Int8PageQuantizer
         self.layout = layout_of(metadata, quantizer)
         self._num_pages = metadata.num_pages_per_layer
         num_bytes = self._num_pages * self.layout.bytes_per_page
-        mapped = map_large_pages(num_bytes) if memory is None else memory  # taken up as it is written to
-        self._bytes = mapped[:num_bytes]
+        if memory is None:
+            memory = _allocate(num_bytes, device)
+        self._bytes = memory[:num_bytes]
         first = self.layout.layers[0]
         if first is not None and not has_own_format and metadata.has_equal_layers:
             self.tensor = self._by_layer(first.keys)
@@ -75,6 +80,13 @@ class PageMemory:
         return self._bytes.view(getattr(torch, vector.dtype)).view(
             *shape, self.layout.page_size, vector.num_numbers
         )
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return at least `num_bytes` of a device's memory; the host's is taken up as it is written to."""
+    if device == HOST:
+        return map_large_pages(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def layout_of(metadata: PagedAttentionCacheMetaData, quantizer: PageQuantizer | None) -> PageLayout:

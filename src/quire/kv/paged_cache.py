@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.kernels.devices import to_device
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.cache_view import PagedAttentionCacheView
 from quire.kv.head_sharding import PagesSharding
@@ -78,6 +79,13 @@ class PagedAttentionCache(TensorData):
         metadata = metadata.sharded_over(mesh, kv_pages_sharding)
         own = page_quantizer(metadata.dtype, quantizer)
         return cls._over(PageMemory(metadata, own), metadata, own)
+
+    @classmethod
+    def on_device(cls, metadata: PagedAttentionCacheMetaData, device: torch.device) -> Self:
+        """Return a cache like `init_cache(None, metadata)`, in the memory of `device`."""
+        metadata = metadata.sharded_over(None, None)
+        own = page_quantizer(metadata.dtype, None)
+        return cls._over(PageMemory(metadata, own, device=device), metadata, own)
 
     @classmethod
     def over(cls, metadata: PagedAttentionCacheMetaData, memory: torch.Tensor) -> Self:
@@ -154,7 +162,8 @@ class PagedAttentionCache(TensorData):
             copies: [N, 2] block ids (from, to); no two go to the same block.
         """
         if len(copies):
-            source, target = torch.from_numpy(copies.astype(np.int64)).unbind(1)
+            blocks = to_device(torch.from_numpy(copies.astype(np.int64)), self.tensor.device)
+            source, target = blocks.unbind(1)
             self.tensor[target] = self.tensor[source]
 
     def replace(self, **kwargs: Any) -> Self:

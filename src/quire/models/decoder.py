@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.devices import to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
@@ -56,7 +57,7 @@ class LayerHook(Protocol):
 
 
 class Decoder:
-    """A decoder-only transformer.
+    """A decoder-only transformer, on the device of its kernels.
 
     Args:
         config: the model's numbers; a rank's own, see `Shard.model`.
@@ -87,8 +88,9 @@ class Decoder:
         self.kernels = kernels
         self._parallel = parallel
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
-        self._rotary = [RotaryTable(rope, config.max_model_len) for rope in config.ropes]
-        self._workspace = Workspace(config, embedding.dtype)
+        device = kernels.device
+        self._rotary = [RotaryTable(rope, config.max_model_len, device) for rope in config.ropes]
+        self._workspace = Workspace(config, embedding.dtype, device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,19 +108,23 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute one step's tokens, writing their keys and values to the cache.
 
+        Nobody waits for the device in here, nor in `logits`, unless the model is a mixture of experts.
+
         Args:
-            token_ids: [T] int64, in the batch's order.
+            token_ids: [T] int64, in the batch's order and the host's memory.
             kv_cache: holds the keys and values of all earlier tokens of these sequences.
             batch: which tokens these are.
             hook: is told of each layer.
 
         Returns:
-            [T, hidden], normalized and ready for `logits`; the next step overwrites it.
+            [T, hidden] on the device, normalized and ready for `logits`; the next step overwrites it.
         """
-        hidden = self._embed(token_ids)
+        device = self.kernels.device
+        hidden = self._embed(to_device(token_ids, device))
         if self.config.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
-        angles = [table.rows(batch.positions) for table in self._rotary]
+        positions, last = to_device(batch.positions, device), batch.last_position
+        angles = [table.rows(positions, last=last) for table in self._rotary]
         buffers = self._workspace.step(len(token_ids))
         inputs = self._first_norm(hidden, buffers)
         for index, layer in enumerate(self.layers):
@@ -136,7 +142,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [R, vocab] float32 of rows [R, hidden] of `forward`'s result.
 
-        They are in a buffer that the next call overwrites.
+        They are on the device, in a buffer that the next call overwrites.
         """
         logits = self.output(hidden, out=self._workspace.logits(len(hidden)))
         if self.config.logits_divisor != 1.0:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
+from quire.kernels.devices import HOST
 from quire.kernels.weights import Weight, dequantize
 
 _ROWS_AT_ONCE = 256  # bounds what decoding takes beside its result
@@ -28,6 +29,10 @@ class Embedding(ABC):
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the vectors [T, hidden] of token ids [T]."""
 
+    @abstractmethod
+    def on(self, device: torch.device) -> Embedding:
+        """Return these vectors on a device; on another than the host, in floating point."""
+
 
 class FloatEmbedding(Embedding):
     """Vectors [vocab, hidden] in floating point."""
@@ -43,6 +48,10 @@ class FloatEmbedding(Embedding):
     @override
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.vectors)
+
+    @override
+    def on(self, device: torch.device) -> FloatEmbedding:
+        return FloatEmbedding(self.vectors.to(device))
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -68,3 +77,9 @@ class EncodedEmbedding(Embedding):
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         chunks = (self._rows.octets[ids] for ids in torch.split(token_ids, _ROWS_AT_ONCE))
         return torch.cat([dequantize(self._rows.decode(chunk)).to(self.dtype) for chunk in chunks])
+
+    @override
+    def on(self, device: torch.device) -> Embedding:
+        if device == HOST:
+            return self
+        return FloatEmbedding(self(torch.arange(len(self))).to(device))

@@ -31,7 +31,8 @@ def mixture_of_experts(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's best experts, added from the best to the least.
 
-    That order is the token's own, so its bits do not depend on the other tokens.
+    That order is the token's own, so its bits do not depend on the other tokens. Waits for the device: the
+    experts that tokens have chosen are run one after the other.
 
     Args:
         inputs: [T, hidden].
@@ -48,7 +49,7 @@ def mixture_of_experts(
     best, chosen = probabilities.topk(experts_per_token, dim=-1)  # [T, k]
     total = best if normalize else probabilities
     weights = best / _sum_in_order(total).unsqueeze(-1)
-    outputs = torch.empty(*chosen.shape, inputs.shape[-1])  # [T, k, hidden] float32
+    outputs = torch.empty(*chosen.shape, inputs.shape[-1], device=inputs.device)  # [T, k, hidden] float32
     for number in sorted(set(chosen.flatten().tolist())):
         token, rank = torch.where(chosen == number)
         expert = experts[number]

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from quire.kernels.devices import HOST, to_device
 from quire.models.config import RopeConfig
 
 CHUNK = 2048  # positions computed at once; a fixed size, so that growing the table changes no bit of it
@@ -20,19 +21,25 @@ class RotaryTable:
     Args:
         rope: the frequencies.
         max_model_len: longest sequence that will be served, in tokens.
+        device: where the angles are looked up. They are computed on the host.
     """
 
-    def __init__(self, rope: RopeConfig, max_model_len: int) -> None:
+    def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device = HOST) -> None:
         self._frequencies = inverse_frequencies(rope, max_model_len)
         self._attention_factor = rope.attention_factor
-        self._cos = torch.empty(0, len(self._frequencies))
-        self._sin = torch.empty(0, len(self._frequencies))
+        self._device = device
+        self._cos = torch.empty(0, len(self._frequencies), device=device)
+        self._sin = torch.empty(0, len(self._frequencies), device=device)
 
-    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin), each [T, rotary_dim / 2] float32, of int64 positions [T]."""
-        highest = int(positions.max()) if len(positions) else -1
-        if highest >= len(self._cos):
-            self._grow(highest + 1)
+    def rows(self, positions: torch.Tensor, *, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cos, sin), each [T, rotary_dim / 2] float32.
+
+        Args:
+            positions: [T] int64, on the table's device.
+            last: the highest of them, or more; -1: there are none.
+        """
+        if last >= len(self._cos):
+            self._grow(last + 1)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def _grow(self, needed: int) -> None:
@@ -42,8 +49,10 @@ class RotaryTable:
             for start in starts
         ]
         scale = self._attention_factor
-        self._cos = torch.cat([self._cos] + [chunk.cos() * scale for chunk in angles])
-        self._sin = torch.cat([self._sin] + [chunk.sin() * scale for chunk in angles])
+        cos = torch.cat([chunk.cos() * scale for chunk in angles])
+        sin = torch.cat([chunk.sin() * scale for chunk in angles])
+        self._cos = torch.cat([self._cos, to_device(cos, self._device)])
+        self._sin = torch.cat([self._sin, to_device(sin, self._device)])
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:

@@ -31,14 +31,16 @@ class Workspace:
     Args:
         config: the model's numbers.
         dtype: of the hidden states.
+        device: whose memory the buffers are in.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
         self._dtype = dtype
+        self._device = device
         self._capacity = 0
         self._current: tuple[int, StepBuffers] | None = None
-        self._logits = torch.empty(0, config.vocab_size)
+        self._logits = torch.empty(0, config.vocab_size, device=device)
 
     def step(self, num_tokens: int) -> StepBuffers:
         """Return the buffers of a step; steps of equal size get the same ones."""
@@ -53,7 +55,7 @@ class Workspace:
     def logits(self, num_rows: int) -> torch.Tensor:
         """Return [num_rows, vocab] float32, to be used up before the next call."""
         if num_rows > len(self._logits):
-            self._logits = torch.empty(num_rows, self._config.vocab_size)
+            self._logits = torch.empty(num_rows, self._config.vocab_size, device=self._device)
         return self._logits[:num_rows]
 
     def _allocate(self, num_tokens: int) -> StepBuffers:
@@ -61,7 +63,7 @@ class Workspace:
         num_heads = config.num_heads + 2 * config.num_kv_heads
 
         def rows(*shape: int) -> torch.Tensor:
-            return torch.empty(num_tokens, *shape, dtype=self._dtype)
+            return torch.empty(num_tokens, *shape, dtype=self._dtype, device=self._device)
 
         return StepBuffers(
             normed=rows(config.hidden_size),

@@ -141,7 +141,7 @@ class _Loader:
 
     def _embedding(self, spec: WeightSpec) -> Embedding:
         (source,) = spec.sources
-        embedding = self._checkpoint.embedding(source, self._dtype)
+        embedding = self._checkpoint.embedding(source, self._dtype).on(self._kernels.device)
         self._release(spec.sources)
         return embedding
 
@@ -190,13 +190,13 @@ class _Loader:
             memory=self._memory,
         )
         self._release(sources)
-        return linear if order is None else ReorderedLinear(linear, order)
+        return linear if order is None else ReorderedLinear(linear, order.to(self._kernels.device))
 
     def _norm(self, spec: WeightSpec) -> torch.Tensor:
         (source,) = spec.sources
         weight = self._checkpoint.tensor(source).float() + self._config.norm_offset
         self._release(spec.sources)
-        return weight
+        return weight.to(self._kernels.device)
 
     def _tensor(self, spec: WeightSpec) -> torch.Tensor:
         """Return the sources joined by rows; one alone, of the right dtype, stays in the mapped file."""

@@ -1,0 +1,29 @@
+"""From the host's memory to that of a device, and what torch knows of its GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+HOST = torch.device("cpu")
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device: itself if that is the host, else a copy nobody waits for."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # from other memory, the host would have to wait
+    return tensor.to(device, non_blocking=True)
+
+
+def has_cuda() -> bool:
+    """Return whether torch can compute on a GPU here."""
+    return torch.cuda.is_available()
+
+
+def free_cuda_memory() -> int:
+    """Return the bytes that nobody has taken of the memory of the GPU that torch computes on."""
+    return torch.cuda.mem_get_info()[0]
+
+
+def cuda_name() -> str:
+    """Return what the GPU that torch computes on is called."""
+    return torch.cuda.get_device_name()

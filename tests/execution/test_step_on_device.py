@@ -1,0 +1,165 @@
+"""A step on another device than the host: nothing is mixed, nobody waits, and one place brings logits back.
+
+Every operator of the step runs on torch's meta device, see `meta_device`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_checkpoints import write_gguf
+from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver
+
+from checkpoints import FAMILIES, make_checkpoint
+from meta_device import META, MetaKernels, OneDevice
+from quire.execution import host_sampling
+from quire.execution.model_runner import ModelRunner
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.devices import to_device
+from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
+from quire.models.checkpoints import loading
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import load_decoder
+from quire.models.decoder import Decoder
+from quire.models.rotary import RotaryTable
+from quire.sampling_params import SamplingParams
+
+COPIES_OF_A_FORWARD_PASS = 4  # token ids, positions, and by the kernels the blocks and offsets of tokens
+# Experts are run one after the other, those that any token has chosen, which the host has to know.
+DENSE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(loading, "kernel_set", lambda name: MetaKernels())
+    return lambda path: load_decoder(path, read_model_config(path))
+
+
+def cache_of(model: Decoder, dtype: str = "float32", num_blocks: int = 64) -> PagedAttentionCache:
+    metadata = PagedAttentionCacheMetaData.for_layers(
+        model.config.kv_layers, page_size=BLOCK_SIZE, dtype=dtype, num_pages=num_blocks
+    )
+    return PagedAttentionCache.on_device(metadata, META)
+
+
+def batch_of(computed: list[int], counts: list[int]) -> AttentionBatch:
+    tables = np.arange(len(counts) * 16).reshape(len(counts), 16)
+    return AttentionBatch.build(np.array(computed), np.array(counts), tables, BLOCK_SIZE)
+
+
+def forward(model: Decoder, cache: PagedAttentionCache, computed: list[int], counts: list[int]) -> int:
+    """Compute a step and its logits; return how many copies went to the device."""
+    token_ids = torch.arange(sum(counts))
+    with OneDevice() as watched:
+        hidden = model.forward(token_ids, cache, batch_of(computed, counts))
+        logits = model.logits(hidden[: len(counts)])
+    assert hidden.device == logits.device == META
+    assert hidden.shape == (sum(counts), model.config.hidden_size)
+    assert logits.shape == (len(counts), model.config.vocab_size)
+    return watched.num_copies
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("family", DENSE)
+def test_a_forward_pass_stays_on_its_device(load: Any, family: str, dtype: str, tmp_path: Path) -> None:
+    model = load(make_checkpoint(family, tmp_path))
+    cache = cache_of(model, dtype)
+    forward(model, cache, [0, 0], [5, 17])  # rotary tables grow
+    assert forward(model, cache, [5, 17], [1, 30]) == COPIES_OF_A_FORWARD_PASS
+    assert forward(model, cache, [6, 47], [1, 1]) == COPIES_OF_A_FORWARD_PASS
+
+
+def test_embeddings_of_a_gguf_file_are_decoded_once(load: Any, tmp_path: Path) -> None:
+    shape = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    file, _ = write_gguf(make_checkpoint("qwen3", tmp_path / "model", **shape), "qwen3", "Q8_0")
+    model = load(file)
+    forward(model, cache_of(model), [0], [3])
+    assert forward(model, cache_of(model), [3], [1]) == COPIES_OF_A_FORWARD_PASS
+
+
+class WatchedRunner:
+    """Runs steps of a runner under `OneDevice`; what comes back are logits of the test's own."""
+
+    def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runner = runner
+        self.num_fetches = 0
+        self.num_copies: list[int] = []
+        monkeypatch.setattr(host_sampling.HostLogits, "fetch", self._fetch)
+
+    def _fetch(self, logits: torch.Tensor) -> torch.Tensor:
+        assert logits.device == META
+        self.num_fetches += 1
+        generator = torch.Generator().manual_seed(self.num_fetches)
+        return torch.randn(logits.shape, generator=generator)
+
+    def execute(self, *args: Any) -> Any:
+        with OneDevice() as watched:
+            result = self.runner.execute(*args)
+        self.num_copies.append(watched.num_copies)
+        return result
+
+
+@pytest.fixture
+def driver(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepDriver:
+    model = load(make_checkpoint("qwen3", tmp_path))
+    cache = cache_of(model)
+    runner = ModelRunner(model, cache, max_num_seqs=4, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    return StepDriver(WatchedRunner(runner, monkeypatch), cache, max_num_seqs=4)
+
+
+def test_a_step_brings_back_its_logits_once_and_nothing_else(driver: StepDriver) -> None:
+    driver.add("greedy", [5, 6, 7], SamplingParams(temperature=0.0))
+    driver.add("drawn", list(range(30, 50)), SamplingParams(seed=1, top_p=0.9, logprobs=2))
+    driver.run(4, chunk=9)
+    assert all(len(request.output) == 4 for request in driver.requests.values())
+    assert len(driver.requests["drawn"].logprobs) == 4
+    # The last of all: token ids, positions and places as ever, and which tokens are sampled after.
+    assert driver.runner.num_copies[-1] == COPIES_OF_A_FORWARD_PASS + 1
+    assert driver.runner.num_fetches == len(driver.runner.num_copies)
+
+
+def test_logits_of_a_prompt_come_back_where_they_are_asked_for(driver: StepDriver) -> None:
+    driver.add("prompt", [5, 6, 7, 8], SamplingParams(temperature=0.0, prompt_logprobs=1))
+    driver.step({"prompt": 4})
+    assert len(driver.requests["prompt"].prompt_logprobs) == 3
+    assert driver.runner.num_fetches == 2
+
+
+def test_blocks_are_copied_on_the_device(load: Any, tmp_path: Path) -> None:
+    cache = cache_of(load(make_checkpoint("qwen3", tmp_path)))
+    with OneDevice() as watched:
+        cache.copy_blocks(np.array([[0, 1], [2, 3]], dtype=np.int32))
+    assert watched.num_copies == 1
+
+
+def _ask_for_the_last_position(self: RotaryTable, positions: torch.Tensor, *, last: int) -> Any:
+    return _ROWS(self, positions, last=int(positions.max()))
+
+
+def _look_up_on_the_host(self: RotaryTable, positions: torch.Tensor, *, last: int) -> Any:
+    return _ROWS(self, torch.arange(len(positions)), last=last)
+
+
+def _copy_again(self: RotaryTable, positions: torch.Tensor, *, last: int) -> Any:
+    return _ROWS(self, to_device(torch.arange(len(positions)), META), last=last)
+
+
+_ROWS = RotaryTable.rows
+
+
+@pytest.mark.parametrize(
+    "rows", [_ask_for_the_last_position, _look_up_on_the_host, _copy_again], ids=["waits", "mixes", "copies"]
+)
+def test_what_would_wait_or_mix_is_seen(
+    load: Any, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(make_checkpoint("qwen3", tmp_path))
+    cache = cache_of(model)
+    forward(model, cache, [0], [3])
+    monkeypatch.setattr(RotaryTable, "rows", rows)
+    with pytest.raises((RuntimeError, AssertionError)):
+        assert forward(model, cache, [3], [1]) == COPIES_OF_A_FORWARD_PASS

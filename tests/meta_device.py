@@ -1,0 +1,94 @@
+"""A device that there is everywhere: torch's meta device, whose tensors have shapes and no numbers.
+
+Asking one for its numbers raises, as `.item()`, `.cpu()` and `.numpy()` do. `OneDevice` raises where tensors
+of two devices meet, which torch allows now and then: an index may be the host's, and then the host waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.devices import to_device
+from quire.kernels.kv_layer import KVLayer
+from quire.kernels.linear import FloatLinear, Linear
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.sampling import SamplingKernels
+from quire.kernels.weights import Weight, dequantize
+
+META = torch.device("meta")
+
+
+class OneDevice(TorchDispatchMode):
+    """While it is entered, a tensor gets to the device by a copy only, and these are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_copies = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = _devices((args, kwargs)), _devices(result)
+        if given == {"cpu"} and made == {"meta"}:
+            assert func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy), func
+            self.num_copies += 1
+        else:
+            assert len(given | made) < 2, f"{func} takes tensors on the host and on the device"
+        return result
+
+
+def _devices(tree: Any) -> set[str]:
+    """Return the devices of the tensors of `tree`, but for single numbers, which any operator may take."""
+    leaves = tree_leaves(tree)
+    return {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+
+
+class MetaKernels(ReferenceKernels):
+    """Kernels that compute nothing, on tensors of the right shapes. What is sampled with is the host's."""
+
+    name = "meta"
+    device = META
+    sampling: Any = SamplingKernels  # not an object: nothing can be called
+
+    def linear(
+        self,
+        parts: Sequence[Weight],
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        **_: Any,
+    ) -> Linear:
+        on_device = [
+            (part if isinstance(part, torch.Tensor) else dequantize(part)).to(META) for part in parts
+        ]
+        return FloatLinear(on_device, None if bias is None else bias.to(META), dtype)
+
+    def rotary_and_write_kv(
+        self, qkv: torch.Tensor, kv: KVLayer, batch: AttentionBatch, **options: Any
+    ) -> torch.Tensor:
+        places: AttentionBatch | None = batch.plans.get("meta")
+        if places is None:
+            blocks, offsets = (to_device(part, META) for part in (batch.slot_blocks, batch.slot_offsets))
+            places = dataclasses.replace(batch, slot_blocks=blocks, slot_offsets=offsets)
+            batch.plans["meta"] = places
+        return super().rotary_and_write_kv(qkv, kv, places, **options)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        *,
+        out: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        assert kv.key_pages.device == query.device
+        return query.new_empty(query.shape) if out is None else out.copy_(query)
