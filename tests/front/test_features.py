@@ -10,6 +10,7 @@ import pytest
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, SamplingParams
 from quire.engine.kv_events import KVEventSubscriber
+from quire.execution.adaptive_proposer import RowCost
 from quire.front.seeds import derived_seed
 from quire.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from quire.recording.replay import replay
@@ -84,7 +85,8 @@ def expected() -> list[list[list[int]]]:
     ],
     ids="+".join,
 )
-def test_no_option_changes_a_token(expected, options):
+def test_no_option_changes_a_token(expected, options, monkeypatch):
+    monkeypatch.setattr(RowCost, "of_draft", lambda cost, num_requests: 0.1)  # is measured in time
     with LLM("mini", **{**SMALL, **options}) as llm:
         check_after_every_step(core_of(llm))
         assert run_batch(llm, num_times=2) == expected * 2
@@ -94,7 +96,8 @@ def test_no_option_changes_a_token(expected, options):
         assert stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
-def test_drafts_from_earlier_outputs_are_of_the_same_tenant_and_salt(expected):
+def test_drafts_from_earlier_outputs_are_of_the_same_tenant_and_salt(expected, monkeypatch):
+    monkeypatch.setattr(RowCost, "of_draft", lambda cost, num_requests: 0.1)
     with LLM("mini", **SMALL, speculative_method="suffix", ngram_min=1) as llm:
 
         def num_accepted(**options):

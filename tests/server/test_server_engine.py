@@ -171,7 +171,8 @@ async def test_many_completions_beams_and_options_equal_the_same_offline(http):
         assert usage["completion_tokens"] == sum(len(one.token_ids) for one in output.outputs)
     values = await metrics(http)
     assert values["quire_kv_blocks_leased",] == len(expected[0].prompt_token_ids) // 16, "pinned"
-    assert values["quire_draft_tokens_total",] >= values["quire_accepted_draft_tokens_total",] > 0
+    # Whether drafts pay, and so are made, is measured in time.
+    assert values["quire_draft_tokens_total",] >= values["quire_accepted_draft_tokens_total",]
     assert values["quire_requests_awaiting",] == 0
 
 
