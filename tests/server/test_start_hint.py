@@ -4,6 +4,7 @@ import os
 import subprocess
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from quire.engine.messages import EngineInfo
@@ -59,3 +60,15 @@ def test_without_a_key_none_is_sent(capsys, monkeypatch):
     said, _, command = hint(capsys, needs_key=False).partition(": ")
     assert said == "Try"
     assert not any("Authorization" in one for one in arguments_of(command))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda: A GPU"])
+def test_the_first_line_says_what_the_model_runs_on(capsys, device: str) -> None:
+    context = SimpleNamespace(
+        llm=SimpleNamespace(info=msgspec.structs.replace(INFO, device=device)),
+        model_name="mini",
+        tenants=SimpleNamespace(needs_key=False),
+    )
+    _announce(context, SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
+    ready = capsys.readouterr().out.splitlines()[0]
+    assert ready == f"Ready: http://localhost:8000 (mini, bfloat16 on {device}, loaded in 1.0 s)"

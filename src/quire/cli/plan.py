@@ -40,6 +40,7 @@ def plan(
       quire plan ./Qwen3-0.6B --cache-size 2
       quire plan Qwen/Qwen3-0.6B --memory 16 --dtype bfloat16 --json
     """
+    from quire.engine.devices import on_one_device
     from quire.engine.drafting import find_draft_model
     from quire.engine.memory_plan import GB, plan_memory
     from quire.models.checkpoints.config_reading import read_model_config
@@ -47,6 +48,8 @@ def plan(
 
     if memory is not None and not 0 < memory < math.inf:
         raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")
+    if memory is None or engine.device == "auto":  # else what there is here does not matter
+        engine = on_one_device(engine)
     model = read_model_config(resolve_model(engine.model, weights=False, revision=engine.revision))
     available = None if memory is None else int(memory * GB)
     draft = find_draft_model(engine, model, weights=False)
@@ -55,12 +58,12 @@ def plan(
     )
     if as_json:
         plan_data = as_dict(engine.model, model.architecture, result)
-        typer.echo(json.dumps({**plan_data, **transfer_options(engine)}, indent=2))
+        typer.echo(json.dumps({**plan_data, "device": engine.device, **transfer_options(engine)}, indent=2))
         return
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(memory_table(engine.model, model.architecture, result))
+    console.print(memory_table(engine.model, model.architecture, result, engine.device))
     console.print(sequence_table(result))
     if engine.shares_kv:
         console.print(transfer_line(engine, result))
@@ -113,8 +116,8 @@ def as_dict(name: str, architecture: str, plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
-    """Return the table of memory by use."""
+def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) -> Table:
+    """Return the table of memory by use, which is that of `device`."""
     from quire.engine.memory_plan import format_bytes
 
     ranks = "" if plan.num_ranks == 1 else f", each of {plan.num_ranks} ranks"
@@ -131,7 +134,8 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan) -> Table:
         table.add_row(label, format_bytes(size), explanation)
     table.add_section()
     table.add_row("Total", format_bytes(plan.total_bytes), f"{_share(plan)} of the available memory")
-    table.add_row("Available", format_bytes(plan.available_bytes), "free memory, within the cgroup's limit")
+    of_device = "free memory of the GPU" if device == "cuda" else "free memory, within the cgroup's limit"
+    table.add_row("Available", format_bytes(plan.available_bytes), of_device)
     table.add_section()
     explanation = f"keys and values of all layers, {plan.kv_dtype}"
     table.add_row("KV per token", format_bytes(plan.kv_bytes_per_token), explanation)

@@ -85,7 +85,7 @@ class EngineConfig:
         default=0.5,
         unit="fraction",
         help="Fraction of the memory free after loading the weights that the KV cache may use, if its size "
-        "is not given.",
+        "is not given; of the GPU's memory where the model runs on one.",
     )
     num_threads: Annotated[int, Ge(0), Le(1024)] = knob(
         default=0,
@@ -104,10 +104,16 @@ class EngineConfig:
         help="How long a rank may be silent, or keep others waiting within a step, before the engine ends "
         "with an error.",
     )
+    device: Literal["auto", "cpu", "cuda"] = knob(
+        default="auto",
+        help="What the model runs on, and whose memory weights and KV are in: cpu, cuda (an NVIDIA GPU), or "
+        "auto (cuda where torch sees a GPU and Triton is installed).",
+    )
     kernels: Literal["auto", "native", "triton", "reference"] = knob(
         default="auto",
-        help="Kernel implementation: native (C++ for this CPU), triton (for GPUs; so far only in Triton's "
-        "interpreter, which is very slow), reference (plain torch, slow), or auto (native if installed).",
+        help="Kernel implementation: native (C++ for this CPU), triton (for GPUs; on a CPU only in Triton's "
+        "interpreter, which is very slow), reference (plain torch, slow), or auto (triton on a GPU, else "
+        "native if installed).",
     )
     scheduler_cls: Annotated[str | Any, BuiltIn()] = knob(
         default="quire.scheduling.Scheduler",
@@ -202,8 +208,9 @@ class EngineConfig:
         if self.scheduler.use_cache_eviction:
             self._refuse_beside_eviction()
 
-    def _moves_kv(self) -> list[str]:
-        """Return the fields that ask for a KV connector, each of another kind."""
+    @property
+    def moves_kv_by(self) -> list[str]:
+        """The fields that ask for a KV connector, each of another kind."""
         fields = [name for name in ("kv_tier", "kv_connector") if getattr(self, name)]
         return [*fields, *self._shares_kv_by()[:1]]
 
@@ -223,7 +230,7 @@ class EngineConfig:
 
     def _refuse_beside_connector(self) -> None:
         """Raise `ConfigError` for what does not go together with a KV connector."""
-        names = self._moves_kv()
+        names = self.moves_kv_by
         if len(names) > 1:
             given = " and ".join(f"{name} is {getattr(self, name)!r}" for name in names)
             raise ConfigError(
@@ -244,7 +251,7 @@ class EngineConfig:
                 f"SpeculationConfig.speculative_method is {method!r}, but {use}: what is evicted after a "
                 "draft cannot come back when the draft is rejected; turn one of them off"
             )
-        for name in self._moves_kv():
+        for name in self.moves_kv_by:
             raise ConfigError(
                 f"EngineConfig.{name} is {getattr(self, name)!r}, but {use}: elsewhere a block is known by "
                 "the tokens before it, and after an eviction the blocks of a sequence hold others; turn one "

@@ -26,6 +26,7 @@ def activation_bytes(
     max_model_len: int,
     num_drafts: int = 0,
     is_native: bool = True,
+    on_gpu: bool = False,
     num_ranks: int = 1,
     num_threads: int = 1,
 ) -> int:
@@ -34,7 +35,8 @@ def activation_bytes(
     Counts the buffers that a model keeps (`quire.models.workspace`), and what is alive beside them at the
     widest point of a step of `max_num_batched_tokens` tokens: inside attention, inside the feed-forward
     layer, or in the sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most. `model` is
-    that of one of `num_ranks` ranks, which also hold what they exchange; each computes on `num_threads`.
+    that of one of `num_ranks` ranks, which also hold what they exchange; each computes on `num_threads`. With
+    `on_gpu`, only what is in the GPU's memory counts: the sampler is on the host.
     """
     tokens = scheduler.max_num_batched_tokens
     places = min(scheduler.max_num_seqs + num_drafts, tokens)
@@ -50,11 +52,13 @@ def activation_bytes(
     widest = max(model.hidden_size, attended, inner, model.moe_intermediate_size)
     rows = tokens * widest * FLOAT32_BYTES  # as the products read them
     attention = _attention_bytes(
-        scheduler, model, max_model_len, is_native=is_native, num_threads=num_threads
+        scheduler, model, max_model_len, is_native=is_native, on_gpu=on_gpu, num_threads=num_threads
     )
     attention += key_selection_bytes(scheduler, model, max_model_len, num_threads)
     kept += eviction_bytes(scheduler, model, max_model_len)
-    if is_native:
+    if on_gpu:
+        sampler = 0
+    elif is_native:
         sampler = places * bounds.MAX_HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)
         sampler += places * model.vocab_size * FLOAT32_BYTES  # the logits before penalties and masks
     else:
@@ -80,9 +84,17 @@ def _expert_bytes(model: ModelConfig, tokens: int, item: int) -> int:
 
 
 def _attention_bytes(
-    scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int, *, is_native: bool, num_threads: int
+    scheduler: SchedulerConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    *,
+    is_native: bool,
+    on_gpu: bool,
+    num_threads: int,
 ) -> int:
     """Return the maximum scratch memory of attention in bytes."""
+    if on_gpu:
+        return bounds.GPU_TILE_HEIGHTS * bounds.GPU_PART_BYTES
     if is_native and not model.head_dim % bounds.HEAD_DIM_MULTIPLE and model.head_dim <= bounds.MAX_HEAD_DIM:
         return native_attention_bytes(model, max_model_len, num_threads)
     rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)

@@ -102,8 +102,8 @@ def _connector(
 
 
 def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:
-    """Return what grants blocks to a growing cache; None if its size is given: it does not grow."""
-    if config.scheduler.num_kv_blocks or config.scheduler.cache_size:
+    """Return what grants blocks to a growing cache; None: it does not grow, on a GPU or of a given size."""
+    if config.device == "cuda" or config.scheduler.num_kv_blocks or config.scheduler.cache_size:
         return None
     spare_bytes = int(plan.available_bytes * SPARE_SHARE) + plan.activation_bytes
     return CacheGrowth(plan.kv_bytes_per_block * plan.num_ranks, spare_bytes=spare_bytes * plan.num_ranks)

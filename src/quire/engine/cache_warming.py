@@ -23,10 +23,11 @@ class CacheWarmer:
     """Has the system provide the memory of the blocks that come next, while the engine is idle.
 
     A thread of its own does that, which ends when there is nothing left to do or the engine has work.
-    Contents stay as they are, so nothing but time depends on whether a block is warm.
+    Contents stay as they are, so nothing but time depends on whether a block is warm. The memory of a GPU is
+    left as it is.
 
     Args:
-        cache: the KV cache, its first dimension the blocks, each of them contiguous; in host memory.
+        cache: the KV cache, its first dimension the blocks, each of them contiguous.
         next_blocks: returns the blocks that the next step may use, in order.
     """
 
@@ -38,7 +39,7 @@ class CacheWarmer:
         self._next_blocks = next_blocks
         self._is_warm = np.zeros(len(cache), dtype=np.bool_)
         self._is_idle = False
-        self._is_usable = True
+        self._is_usable = cache.is_cpu
         self._thread: threading.Thread | None = None
 
     def resume(self) -> None:

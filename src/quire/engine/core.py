@@ -21,6 +21,7 @@ from quire.engine.assembly import (
     start_ranks,
 )
 from quire.engine.cache_warming import CacheWarmer
+from quire.engine.devices import device_name, on_one_device
 from quire.engine.drafting import find_draft_model
 from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
@@ -75,6 +76,7 @@ class EngineCore:
         num_blocks_before: int = 0,
     ) -> None:
         started = time.monotonic()
+        config = on_one_device(config)
         model_config = read_model_config(model_path)
         refuse_model_beside_eviction(config.scheduler, model_config)
         draft_model = find_draft_model(config, model_config)
@@ -132,6 +134,7 @@ class EngineCore:
             kv_events_ports=None if self._publisher is None else self._publisher.tcp_ports,
             reads_priority=self.scheduler.reads_priority,
             reads_kv_transfer_params=not isinstance(self._connector, TierConnector | None),
+            device=device_name(config),
         )
 
     def add(self, request: EngineCoreRequest) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.engine import devices
 from quire.engine.activation_memory import activation_bytes
 from quire.engine.eviction_memory import score_bytes_per_token
 from quire.errors import ConfigError
@@ -16,7 +17,6 @@ from quire.kernels import has_native_kernels
 from quire.kernels.cores import usable_cores
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.eviction.lengths import eviction_lengths
-from quire.kv.memory_limits import available_memory
 from quire.kv.page_layout import SCALE_BYTES, KVLayerSpec
 from quire.models.shard import Shard, check_divisible, check_kv_divisible
 from quire.models.weights import count_parameters, held_quantization, weight_bytes
@@ -131,7 +131,7 @@ def plan_memory(
         config: of the engine.
         model: the target model.
         draft_model: the draft model, if any.
-        available_bytes: memory to plan for; None: what is available to this process.
+        available_bytes: memory to plan for; None: what is available to this process on `config.device`.
 
     Raises:
         ConfigError: weights or KV cache do not fit, or the cache cannot hold one sequence of the configured
@@ -141,7 +141,9 @@ def plan_memory(
     check_divisible(model, size)
     if config.shares_kv:
         check_kv_divisible(model, size)
-    available = (available_memory() if available_bytes is None else available_bytes) // size
+    if available_bytes is None:
+        available_bytes = devices.available_bytes(config)
+    available = available_bytes // size
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
         raise ConfigError(
@@ -265,6 +267,7 @@ def _model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> _M
                 config.quantization,
                 config.quantization_group_size,
                 is_native=_has_native(config),
+                on_gpu=config.device == "cuda",
                 shard=shard,
             )
             for shard in ends
@@ -297,6 +300,7 @@ def _plan_at(
             max_model_len=length,
             num_drafts=num_drafts,
             is_native=_has_native(config),
+            on_gpu=config.device == "cuda",
             num_ranks=each.num_ranks,
             num_threads=max(1, (config.num_threads or usable_cores()) // each.num_ranks),
         )

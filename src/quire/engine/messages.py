@@ -78,6 +78,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     `kv_events_ports` are the TCP ports of KV events, live and replayed; None: they do not have one each.
     `reads_priority`: whether any policy does; if none does, requests with a priority are refused.
     `reads_kv_transfer_params`: whether a KV connector may; if none does, they have no effect.
+    `device`: what the model runs on, for people to read.
     """
 
     model: str
@@ -93,6 +94,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_events_ports: tuple[int, int] | None = None
     reads_priority: bool = True
     reads_kv_transfer_params: bool = True
+    device: str = "cpu"
 
 
 class EngineStart(msgspec.Struct):

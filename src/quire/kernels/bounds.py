@@ -20,6 +20,10 @@ TASKS_PER_THREAD = 4  # with fewer, the spans of a task become tasks of their ow
 MAX_SPAN_BYTES = 64 << 20  # of all states of spans
 THREAD_BYTES = 20 << 10  # what a thread with AMX has besides queries, a tile of keys and values, and states
 
+# The attention on GPUs, see kernels/triton/attention_plan.py.
+GPU_TILE_HEIGHTS = 3  # that tiles of query rows have
+GPU_PART_BYTES = 256 << 20  # of all sums over spans of keys, for tiles of one height
+
 # The estimate of a selection of keys, see native/src/kernels/key_masses.cpp.
 MASS_ROWS = 4  # that are computed together
 VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as it grows

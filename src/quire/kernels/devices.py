@@ -14,9 +14,13 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def has_cuda() -> bool:
-    """Return whether torch can compute on a GPU here."""
-    return torch.cuda.is_available()
+def cuda_obstacle() -> str:
+    """Return why torch cannot compute on a GPU here; empty: it can."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build for CPUs; install one for CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU; check what nvidia-smi and CUDA_VISIBLE_DEVICES say"
+    return ""
 
 
 def free_cuda_memory() -> int:

@@ -85,6 +85,7 @@ def weight_bytes(
     group_size: int,
     *,
     is_native: bool = True,
+    on_gpu: bool = False,
     shard: Shard = WHOLE,
 ) -> int:
     """Return the bytes that the weights take in memory.
@@ -101,6 +102,7 @@ def weight_bytes(
         group_size: inputs that share a scale and a zero, for int4.
         is_native: held by native kernels; the reference holds groups as the float32 numbers that they stand
             for.
+        on_gpu: held in a GPU's memory, where no file is mapped and no row decoded when it is looked up.
         shard: the part of the model that is held.
     """
     main = held_quantization(config, quantization)
@@ -115,21 +117,22 @@ def weight_bytes(
         elif spec.field in ("embedding", "output"):
             kind = output_quantization(quantization)
         if spec.field == "embedding":
-            total += _looked_up_bytes(spec, config, dtype)
+            total += _looked_up_bytes(spec, config, dtype, on_gpu=on_gpu)
             if not config.tie_word_embeddings:
                 continue
         kind, size = others.get((spec.layer, spec.field), (kind, size))
         for source in spec.sources:
-            is_wide = not is_native and kind in _IN_GROUPS and source.held_shape[1] % size == 0
+            is_packed = is_native or on_gpu
+            is_wide = not is_packed and kind in _IN_GROUPS and source.held_shape[1] % size == 0
             held_as = ("none", "float32") if is_wide else (kind, dtype)
-            total += _bytes_as(*held_as, source.held_shape, size)
+            total += _bytes_as(*held_as, source.held_shape, size, on_gpu=on_gpu)
     return total
 
 
-def _looked_up_bytes(spec: WeightSpec, config: ModelConfig, dtype: str) -> int:
+def _looked_up_bytes(spec: WeightSpec, config: ModelConfig, dtype: str, *, on_gpu: bool) -> int:
     """Return the bytes of the embedding that rows are looked up in, beside those of a tied output layer."""
     is_mapped = config.tie_word_embeddings and config.embedding_dtype == dtype
-    if is_mapped or not config.embedding_dtype:
+    if not on_gpu and (is_mapped or not config.embedding_dtype):
         return 0
     return sum(math.prod(source.held_shape) for source in spec.sources) * DTYPE_BYTES[dtype]
 
@@ -139,13 +142,15 @@ def held_quantization(config: ModelConfig, quantization: str) -> str:
     return quantization if config.stored_quantization == "none" else config.stored_quantization
 
 
-def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int) -> int:
+def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int, *, on_gpu: bool) -> int:
     """Return the bytes of a tensor that is held as `kind`, in int8 instead of int4 if groups do not fit."""
     if kind == "none":
         return math.prod(shape) * DTYPE_BYTES[dtype]
     rows, inputs = shape
     if kind in _IN_GROUPS and inputs % group_size == 0:
         values = inputs // 2 if kind == "int4" else inputs
+        if on_gpu:
+            return rows * (values + inputs // group_size * 8)  # scale and zero in float32
         return rows * (values + inputs // group_size * 4 + 4)  # scale and zero in float16, and their unit
     return rows * (inputs + 8)  # scale and sum
 

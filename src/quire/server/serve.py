@@ -228,7 +228,8 @@ def _announce(context: ServerContext, listening: Listener) -> None:
     question = f'{{"model": "{context.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     url = f"{listening.curl}/v1/chat/completions"
     print(
-        f"Ready: {listening.url} ({context.model_name}, {info.dtype}, loaded in {info.load_seconds:.1f} s)\n"
+        f"Ready: {listening.url} ({context.model_name}, {info.dtype} on {info.device}, "
+        f"loaded in {info.load_seconds:.1f} s)\n"
         f"{hint}: curl {url}{key} -H 'Content-Type: application/json' -d '{question}'",
         flush=True,
     )

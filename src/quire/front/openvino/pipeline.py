@@ -69,11 +69,14 @@ class ContinuousBatchingPipeline:
             raise ConfigError(f"device is {device!r}; this version runs on: {', '.join(DEVICES)}")
         properties = {} if properties is None else properties
         refuse_unknown_names(EngineConfig, properties)
-        for name in ("model", "scheduler"):
+        for name in ("model", "device", "scheduler"):
             if name in properties:
                 raise ConfigError(f"properties contain {name!r}, which has its own argument")
         config = EngineConfig(
-            model=str(models_path), scheduler=scheduler_config or SchedulerConfig(), **properties
+            model=str(models_path),
+            device="cpu",
+            scheduler=scheduler_config or SchedulerConfig(),
+            **properties,
         )
         self._scheduler_config = config.scheduler
         self._session = Session(config)

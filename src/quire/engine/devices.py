@@ -1,0 +1,96 @@
+"""The device that an engine computes on: chosen at start-up, with the kernels for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigError
+from quire.kv.memory_limits import available_memory
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+
+def on_one_device(config: EngineConfig) -> EngineConfig:
+    """Return `config` with the device that `auto` stands for here, and kernels that compute on it.
+
+    Raises:
+        ConfigError: there is no such device here, the kernels compute elsewhere, or the engine is to do what
+            it cannot do on this device.
+    """
+    wanted = config.device
+    obstacle = "EngineConfig.device is 'cpu'" if wanted == "cpu" else _cuda_obstacle(config)
+    if not obstacle:
+        _refuse_beside_cuda(config)
+        return dataclasses.replace(config, device="cuda", kernels="triton")
+    if wanted == "cuda":
+        raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
+    if config.kernels == "triton":
+        _refuse_kernels_elsewhere(obstacle)
+    return dataclasses.replace(config, device="cpu")
+
+
+def available_bytes(config: EngineConfig) -> int:
+    """Return the memory that an engine on `config.device` can take."""
+    if config.device != "cuda":
+        return available_memory()
+    from quire.kernels.devices import free_cuda_memory
+
+    return free_cuda_memory()
+
+
+def device_name(config: EngineConfig) -> str:
+    """Return what to call the device of an engine: cpu, or cuda and which GPU."""
+    if config.device != "cuda":
+        return config.device
+    from quire.kernels.devices import cuda_name
+
+    return f"cuda: {cuda_name()}"
+
+
+def _cuda_obstacle(config: EngineConfig) -> str:
+    """Return why an engine cannot compute on a GPU; empty: it can. Only what is cheap is asked first."""
+    if config.kernels not in ("auto", "triton"):
+        return f"EngineConfig.kernels is {config.kernels!r}, and these compute on the CPU; set it to 'auto'"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install quire[gpu]"
+    from quire.kernels.devices import HOST, cuda_obstacle
+    from quire.kernels.dispatch import kernel_set
+
+    obstacle = cuda_obstacle()
+    if obstacle:
+        return obstacle
+    try:
+        device = kernel_set("triton").device
+    except ConfigError as error:
+        return str(error)
+    if device == HOST:
+        return "TRITON_INTERPRET is set, so that Triton computes on the CPU; unset it"
+    return ""
+
+
+def _refuse_kernels_elsewhere(obstacle: str) -> None:
+    """Raise `ConfigError` if the kernels in Triton compute on a GPU, and the engine does not."""
+    from quire.kernels.devices import HOST
+    from quire.kernels.dispatch import kernel_set
+
+    if kernel_set("triton").device != HOST:
+        raise ConfigError(
+            f"EngineConfig.kernels is 'triton', which compute on a GPU, but {obstacle}; set kernels to 'auto'"
+        )
+
+
+def _refuse_beside_cuda(config: EngineConfig) -> None:
+    """Raise `ConfigError` for what an engine on a GPU cannot do yet."""
+    fields = {f"EngineConfig.{name}": getattr(config, name) for name in config.moves_kv_by}
+    if config.tensor_parallel_size > 1:
+        fields["EngineConfig.tensor_parallel_size"] = config.tensor_parallel_size
+    if config.scheduler.use_cache_eviction:
+        fields["SchedulerConfig.use_cache_eviction"] = True
+    for name, value in fields.items():
+        raise ConfigError(
+            f"{name} is {value!r}, which an engine on a GPU cannot do yet; leave it at its default, or set "
+            "EngineConfig.device to 'cpu'"
+        )

@@ -1,0 +1,206 @@
+"""On which device an engine runs, what it refuses there, and what it plans with: no GPU is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.config import EngineConfig, SchedulerConfig
+from quire.engine.activation_memory import activation_bytes
+from quire.engine.assembly import build_context
+from quire.engine.cache_warming import CacheWarmer
+from quire.engine.core import EngineCore
+from quire.engine.devices import available_bytes, device_name, on_one_device
+from quire.engine.memory_plan import GB, plan_memory, plan_memory_again
+from quire.errors import ConfigError
+from quire.kernels import bounds, devices, dispatch
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.triton import attention_plan
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.hub import resolve_model
+from quire.models.config import ModelConfig
+from quire.models.weights import weight_bytes
+
+
+class GpuKernels(ReferenceKernels):
+    name = "triton"
+    device = torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU of 80 GB, half of which is taken."""
+    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "")
+    monkeypatch.setattr(devices, "free_cuda_memory", lambda: 40 * GB)
+    monkeypatch.setattr(devices, "cuda_name", lambda: "A GPU")
+    monkeypatch.setattr(
+        dispatch, "kernel_set", lambda name="auto": GpuKernels() if name == "triton" else ReferenceKernels()
+    )
+
+
+@pytest.fixture(scope="module")
+def mini() -> ModelConfig:
+    return read_model_config(resolve_model("mini"))
+
+
+def chosen(**fields: Any) -> tuple[str, str]:
+    config = on_one_device(EngineConfig(**fields))
+    return config.device, config.kernels
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ("cuda", "triton")),
+        ({"device": "cuda"}, ("cuda", "triton")),
+        ({"kernels": "triton"}, ("cuda", "triton")),
+        ({"device": "cpu"}, ("cpu", "auto")),
+        ({"kernels": "native"}, ("cpu", "native")),
+        ({"kernels": "reference"}, ("cpu", "reference")),
+        ({"device": "cpu", "kernels": "native"}, ("cpu", "native")),
+    ],
+)
+def test_the_device_and_its_kernels_where_there_is_a_gpu(
+    fields: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    assert chosen(**fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ("cpu", "auto")),
+        ({"device": "cpu"}, ("cpu", "auto")),
+        ({"kernels": "triton"}, ("cpu", "triton")),  # in the interpreter
+        ({"device": "cpu", "kernels": "triton"}, ("cpu", "triton")),
+    ],
+)
+def test_the_device_and_its_kernels_where_there_is_none(
+    fields: dict[str, Any], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    assert chosen(**fields) == expected
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_a_gpu_would_need_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"device is 'cuda', but EngineConfig.kernels is 'native', and .*'auto'"
+    ):
+        chosen(device="cuda", kernels="native")
+    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    with pytest.raises(ConfigError, match=r"^EngineConfig\.device is 'cuda', but torch sees no GPU$"):
+        chosen(device="cuda")
+    with pytest.raises(ConfigError, match=r"EngineConfig\.kernels is 'triton', .* but torch sees no GPU"):
+        chosen(kernels="triton")
+    with pytest.raises(
+        ConfigError, match=r"EngineConfig\.kernels is 'triton', .*device is 'cpu'; set kernels"
+    ):
+        chosen(device="cpu", kernels="triton")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"device is 'cuda', but Triton is not installed; install quire\[gpu\]"
+    ):
+        chosen(device="cuda")
+
+
+def test_triton_s_interpreter_does_not_use_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "")
+    assert chosen() == ("cpu", "auto")
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET is set"):
+        chosen(device="cuda")
+
+
+def test_kernels_that_cannot_be_had_are_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str = "auto") -> None:
+        raise ConfigError("these kernels are broken")
+
+    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "")
+    monkeypatch.setattr(dispatch, "kernel_set", refuse)
+    assert chosen() == ("cpu", "auto")
+    with pytest.raises(ConfigError, match="device is 'cuda', but these kernels are broken"):
+        chosen(device="cuda")
+
+
+def test_what_torch_lacks_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is a build for CPUs" in devices.cuda_obstacle()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no GPU" in devices.cuda_obstacle()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not devices.cuda_obstacle()
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_tier", "memory"),
+        ("kv_tier", "disk"),
+        ("kv_connector", "some.Connector"),
+        ("role", "prefill"),
+        ("kv_peers", "10.0.0.1:9000"),
+        ("kv_transfer_port", 9000),
+        ("tensor_parallel_size", 2),
+    ],
+)
+def test_what_a_gpu_cannot_do_yet_is_refused(name: str, value: Any) -> None:
+    for device in ("auto", "cuda"):
+        with pytest.raises(
+            ConfigError, match=rf"^EngineConfig\.{name} is {value!r}, which .*device to 'cpu'$"
+        ):
+            chosen(device=device, **{name: value})
+    assert chosen(device="cpu", **{name: value}) == ("cpu", "auto")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_cache_eviction_is_refused_on_a_gpu_when_the_engine_starts(mini: ModelConfig) -> None:
+    config = EngineConfig(scheduler=SchedulerConfig(use_cache_eviction=True))
+    with pytest.raises(ConfigError, match=r"SchedulerConfig\.use_cache_eviction is True, which .* on a GPU"):
+        EngineCore(config, resolve_model("mini"))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_s_memory_is_planned_and_all_of_the_cache_is_there_from_the_start(mini: ModelConfig) -> None:
+    config = on_one_device(EngineConfig(max_model_len=512))
+    assert (available_bytes(config), device_name(config)) == (40 * GB, "cuda: A GPU")
+    plan = plan_memory(config, mini)
+    assert plan.available_bytes == 40 * GB
+    assert plan_memory_again(config, mini, 77).num_blocks == 77
+    context = build_context(config, resolve_model("mini"), mini, plan, None)
+    assert context.commit_blocks is None
+    on_host = on_one_device(EngineConfig(device="cpu", max_model_len=512))
+    assert device_name(on_host) == "cpu"
+    assert build_context(on_host, resolve_model("mini"), mini, plan, None).commit_blocks is not None
+
+
+def test_weights_of_a_gpu_are_not_in_mapped_files(mini: ModelConfig) -> None:
+    tied = dataclasses.replace(mini, tie_word_embeddings=True, embedding_dtype="bfloat16")
+    vectors = mini.vocab_size * mini.hidden_size * 2
+    for config in (tied, dataclasses.replace(tied, embedding_dtype="")):  # mapped, and decoded row by row
+        held = [weight_bytes(config, "bfloat16", "none", 128, on_gpu=on_gpu) for on_gpu in (False, True)]
+        assert held[1] - held[0] == vectors
+    int4 = weight_bytes(mini, "bfloat16", "int4", 32, is_native=False, on_gpu=True)
+    assert int4 < weight_bytes(mini, "bfloat16", "int4", 32, is_native=False)
+
+
+def test_attention_s_parts_are_planned_as_its_kernels_bound_them(mini: ModelConfig) -> None:
+    assert bounds.GPU_PART_BYTES == attention_plan.MAX_PART_BYTES
+    assert len(attention_plan.ROW_CLASSES) == bounds.GPU_TILE_HEIGHTS
+    planned = activation_bytes(SchedulerConfig(), mini, "bfloat16", max_model_len=512, on_gpu=True)
+    assert planned >= bounds.GPU_TILE_HEIGHTS * bounds.GPU_PART_BYTES
+
+
+def test_the_memory_of_a_gpu_is_not_warmed() -> None:
+    asked: list[int] = []
+    warmer = CacheWarmer(torch.empty(4, 64, device="meta"), lambda: np.array(asked.append(1)))
+    warmer.resume()
+    warmer.close()
+    assert not asked
