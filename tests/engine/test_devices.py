@@ -176,6 +176,7 @@ def test_a_gpu_s_memory_is_planned_and_all_of_the_cache_is_there_from_the_start(
     assert plan_memory_again(config, mini, 77).num_blocks == 77
     context = build_context(config, resolve_model("mini"), mini, plan, None)
     assert context.commit_blocks is None
+    assert config.scheduler.overlap_steps
     on_host = on_one_device(EngineConfig(device="cpu", max_model_len=512))
     assert device_name(on_host) == "cpu"
     assert build_context(on_host, resolve_model("mini"), mini, plan, None).commit_blocks is not None

@@ -28,7 +28,7 @@ from quire.models.decoder import Decoder
 from quire.models.rotary import RotaryTable
 from quire.sampling_params import SamplingParams
 
-COPIES_OF_A_FORWARD_PASS = 4  # token ids, positions, and by the kernels the blocks and offsets of tokens
+COPIES_OF_A_FORWARD_PASS = 3  # positions, and by the kernels the blocks and offsets of tokens
 # Experts are run one after the other, those that any token has chosen, which the host has to know.
 DENSE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")]
 
@@ -53,7 +53,7 @@ def batch_of(computed: list[int], counts: list[int]) -> AttentionBatch:
 
 def forward(model: Decoder, cache: PagedAttentionCache, computed: list[int], counts: list[int]) -> int:
     """Compute a step and its logits; return how many copies went to the device."""
-    token_ids = torch.arange(sum(counts))
+    token_ids = torch.arange(sum(counts), device=META)
     with OneDevice() as watched:
         hidden = model.forward(token_ids, cache, batch_of(computed, counts))
         logits = model.logits(hidden[: len(counts)])
@@ -117,8 +117,8 @@ def test_a_step_brings_back_its_logits_once_and_nothing_else(driver: StepDriver)
     driver.run(4, chunk=9)
     assert all(len(request.output) == 4 for request in driver.requests.values())
     assert len(driver.requests["drawn"].logprobs) == 4
-    # The last of all: token ids, positions and places as ever, and which tokens are sampled after.
-    assert driver.runner.num_copies[-1] == COPIES_OF_A_FORWARD_PASS + 1
+    # Beside those of the forward pass the token ids, and which tokens are sampled after.
+    assert driver.runner.num_copies[-1] == COPIES_OF_A_FORWARD_PASS + 2
     assert driver.runner.num_fetches == len(driver.runner.num_copies)
 
 

@@ -149,7 +149,7 @@ class SchedulerConfig:
     overlap_steps: bool = knob(
         default=False,
         help="Schedule the next step while the current one runs. Worthwhile if the model runs on its own "
-        "device.",
+        "device; always done on a GPU.",
     )
     kv_load_failure: Literal["recompute", "fail"] = knob(
         default="recompute",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 def on_one_device(config: EngineConfig) -> EngineConfig:
     """Return `config` with the device that `auto` stands for here, and kernels that compute on it.
 
+    On a GPU, steps overlap: it is given the next one while it computes.
+
     Raises:
         ConfigError: there is no such device here, the kernels compute elsewhere, or the engine is to do what
             it cannot do on this device.
@@ -24,7 +26,8 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
     obstacle = "EngineConfig.device is 'cpu'" if wanted == "cpu" else _cuda_obstacle(config)
     if not obstacle:
         _refuse_beside_cuda(config)
-        return dataclasses.replace(config, device="cuda", kernels="triton")
+        scheduler = dataclasses.replace(config.scheduler, overlap_steps=True)
+        return dataclasses.replace(config, device="cuda", kernels="triton", scheduler=scheduler)
     if wanted == "cuda":
         raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
     if config.kernels == "triton":

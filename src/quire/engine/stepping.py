@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from typing_extensions import override
 
@@ -20,11 +20,24 @@ from quire.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
+class StepInFlight(Protocol):
+    """A step that a device is computing."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step's tokens and return what it computed; may be called from any thread."""
+
+
 class Runner(Protocol):
     """Computes steps."""
 
-    def execute(self, output: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """Compute one step; steps come one at a time, in the order in which they were planned."""
+    def execute(
+        self, output: SchedulerOutput, grammar: GrammarOutput | None = None
+    ) -> ModelRunnerOutput | StepInFlight:
+        """Compute one step, or have a device begin to; steps come in the order in which they were planned.
+
+        The next step may come before the result of this one has been asked for.
+        """
 
 
 class Stepper(ABC):
@@ -58,8 +71,8 @@ class Stepper(ABC):
 
     def _execute(
         self, scheduled: SchedulerOutput, grammar: GrammarOutput | Exception | None
-    ) -> ModelRunnerOutput:
-        """Compute the step; if that fails, return the output of a failed step.
+    ) -> ModelRunnerOutput | StepInFlight:
+        """Compute the step or begin to; if that fails, return the output of a failed step.
 
         Raises:
             EngineDeadError: a rank has failed, and no further step can be computed.
@@ -67,18 +80,22 @@ class Stepper(ABC):
         try:
             if isinstance(grammar, Exception):
                 raise grammar
-            computed: object = self._runner.execute(scheduled, grammar)
-            if not isinstance(computed, ModelRunnerOutput):
-                raise TypeError(f"the model runner returned {type(computed).__name__}")
-            return computed
+            return self._runner.execute(scheduled, grammar)
         except EngineDeadError:
             raise
         except Exception as error:
-            logger.exception(
-                "computing a step failed; its %d requests are tried again, in parts",
-                len(scheduled.request_ids),
-            )
-            return ModelRunnerOutput.failed(scheduled, describe_failure(error))
+            return _failed(scheduled, error)
+
+    @staticmethod
+    def _result(scheduled: SchedulerOutput, computed: ModelRunnerOutput | StepInFlight) -> ModelRunnerOutput:
+        """Wait for what a step computed; if it failed, return the output of a failed step."""
+        try:
+            result: object = computed.result() if isinstance(computed, StepInFlight) else computed
+            if not isinstance(result, ModelRunnerOutput):
+                raise TypeError(f"the model runner returned {type(result).__name__}")
+            return result
+        except Exception as error:
+            return _failed(scheduled, error)
 
     def _update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
         by_client = self._scheduler.update_from_output(scheduled, computed)
@@ -95,7 +112,7 @@ class SerialStepper(Stepper):
     @override
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
         scheduled = self._scheduler.schedule()
-        computed = self._execute(scheduled, self._bitmask(scheduled))
+        computed = self._result(scheduled, self._execute(scheduled, self._bitmask(scheduled)))
         outputs = self._update(scheduled, computed)
         return outputs, bool(outputs) or _does_something(scheduled)
 
@@ -105,12 +122,15 @@ class SerialStepper(Stepper):
 
 
 class OverlappedStepper(Stepper):
-    """Plans the next step while one is computed in another thread, before its tokens are known."""
+    """Plans the next step while one is computed in another thread, before its tokens are known.
+
+    Where a device computes, it is given the next step before it has ended this one.
+    """
 
     def __init__(self, scheduler: SchedulerInterface, runner: Runner) -> None:
         super().__init__(scheduler, runner)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model-runner")
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput | StepInFlight]]] = deque()
 
     @override
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
@@ -119,7 +139,7 @@ class OverlappedStepper(Stepper):
         self._launch()
         does_something = any(_does_something(scheduled) for scheduled, _ in self._in_flight)
         scheduled, future = self._in_flight.popleft()
-        computed = future.result()
+        computed = self._result(scheduled, future.result())
         outputs = self._update(scheduled, computed)
         if not computed.is_applied:
             outputs += self._finish_in_flight()
@@ -134,7 +154,7 @@ class OverlappedStepper(Stepper):
         outputs = []
         while self._in_flight:
             scheduled, future = self._in_flight.popleft()
-            computed = future.result()
+            computed = self._result(scheduled, future.result())
             if not computed.is_applied:
                 computed = dataclasses.replace(computed, errors={}, failure="")
             outputs += self._update(scheduled, computed)
@@ -156,6 +176,15 @@ def describe_failure(error: Exception) -> str:
     return (
         f"the step that computed this request failed: {type(error).__name__}: {ErrorInfo.of(error).message}"
     )
+
+
+def _failed(scheduled: SchedulerOutput, error: Exception) -> ModelRunnerOutput:
+    logger.error(
+        "computing a step failed; its %d requests are tried again, in parts",
+        len(scheduled.request_ids),
+        exc_info=error,
+    )
+    return ModelRunnerOutput.failed(scheduled, describe_failure(error))
 
 
 def _does_something(scheduled: SchedulerOutput) -> bool:

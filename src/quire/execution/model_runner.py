@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,14 +11,14 @@ import torch
 from quire.config import CacheEvictionConfig, SparseAttentionConfig
 from quire.execution.arrays import Int64Array
 from quire.execution.cache_evictor import CacheEvictor
-from quire.execution.host_sampling import HostLogits, host_kernels
 from quire.execution.kv_transfers import KVTransfers
-from quire.execution.logprobs import position_logprobs
-from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch, RunnerRequest
+from quire.execution.persistent_batch import PersistentBatch, RunnerRequest
+from quire.execution.prompt_logprobs import PromptLogprobs
 from quire.execution.proposer import GuardedProposer, Proposer
-from quire.execution.sampler import Sampler, SamplerOutput, nonfinite_error
 from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.sparse_prefill import SparsePrefill
+from quire.execution.step_in_flight import StepInFlight, report_tokens
+from quire.execution.step_sampling import StepSampler
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import to_device
@@ -34,11 +33,9 @@ from quire.step import (
     GrammarOutput,
     IntArray,
     ModelRunnerOutput,
-    PositionLogprobs,
     SchedulerOutput,
 )
 
-_PROMPT_LOGITS_ELEMENTS = 1 << 23  # 32 MiB of float32 at a time
 _PLACEHOLDER = 0
 
 
@@ -103,15 +100,21 @@ class ModelRunner:
         self._vocab_size = model.config.vocab_size
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
         self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
-        self._sampling_kernels = host_kernels(model.kernels)
-        self._sampler = Sampler(max_num_seqs, self._vocab_size, self._sampling_kernels)
-        self._host_logits = HostLogits()
+        self._sampler = StepSampler(max_num_seqs, self._vocab_size, model.kernels)
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
             num_blocks=kv_cache.num_blocks,
         )
+        self._prompt_logprobs = PromptLogprobs(
+            self._batch,
+            model.logits,
+            self._vocab_size,
+            self._sampler.host_logits,
+            self._sampler.host_kernels,
+        )
+        self._in_flight: list[StepInFlight] = []  # whose tokens the batch lacks
         self._sparse = None if sparse_attention is None else SparsePrefill(sparse_attention, block_size)
         self._evictor = None
         if eviction is not None:
@@ -128,8 +131,13 @@ class ModelRunner:
         return len(self._batch)
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """Run one step and return its tokens.
+    def execute(
+        self, output: SchedulerOutput, grammar: GrammarOutput | None = None
+    ) -> ModelRunnerOutput | StepInFlight:
+        """Run one step and return its tokens, or have the device choose them, which the next step may use.
+
+        The device does where it can, unless a row is the host's to choose, or drafts or a connector need the
+        tokens.
 
         Args:
             output: the plan.
@@ -138,6 +146,7 @@ class ModelRunner:
         Raises:
             InconsistentPlanError: the plan contradicts what the runner knows.
         """
+        self._note_tokens(waits=False)
         self._apply_changes(output)
         if self._transfers is not None:
             self._transfers.begin(output)
@@ -151,8 +160,10 @@ class ModelRunner:
             self._batch.note_computed(output)
             if self._evictor is not None:
                 self._evictor.end(output)
-            self._report_prompt_logprobs(output, hidden, result)
-            self._sample(output, grammar, hidden, result)
+            self._prompt_logprobs.report(output, hidden, result)
+            in_flight = self._sample(output, grammar, hidden, result)
+            if in_flight is not None:
+                return in_flight
         return dataclasses.replace(
             result,
             draft_token_ids=self._propose(output, sampled_token_ids),
@@ -210,7 +221,7 @@ class ModelRunner:
         positions = batch.positions.numpy()
         if self._evictor is not None:
             positions = self._evictor.positions_in_text(positions, output)
-        token_ids = torch.from_numpy(self._batch.token_ids[rows, positions].astype(np.int64))
+        token_ids = self._token_ids(rows, positions)
         if self._proposer is not None:
             self._proposer.follow(token_ids, batch)
         hook: LayerHook | None = self._transfers
@@ -218,6 +229,13 @@ class ModelRunner:
             self._evictor.begin(batch.key_scores)
             hook = self._evictor
         return self._model.forward(token_ids, self._kv_cache, batch, hook=hook)
+
+    def _token_ids(self, rows: IntArray, positions: Int64Array) -> torch.Tensor:
+        """Return the token ids of a step, [T] int64 on the device."""
+        known = self._batch.token_ids[rows, positions].astype(np.int64)
+        if self._sampler.device is None:
+            return to_device(torch.from_numpy(known), self._model.kernels.device)
+        return self._sampler.device.input_ids(known, self._batch.slots_of_unknown(rows, positions))
 
     def _attention_batch(self, output: SchedulerOutput) -> AttentionBatch:
         skipped_keys, key_selection = self._left_out_keys(output)
@@ -260,24 +278,43 @@ class ModelRunner:
         grammar: GrammarOutput | None,
         hidden: torch.Tensor,
         result: ModelRunnerOutput,
-    ) -> None:
+    ) -> StepInFlight | None:
+        """Sample, and put the tokens into `result`; return the step if nobody here has to wait for them."""
         sampling = SamplingPositions.of(output)
         if not sampling.rows.size:
-            return
+            return None
         rows = to_device(torch.from_numpy(sampling.tokens), hidden.device)
-        sampled = self._sampler.sample(
-            self._host_logits.fetch(self._model.logits(hidden[rows])),
-            output.slots[sampling.rows].astype(np.int64)[sampling.request],
+        slots = output.slots[sampling.rows].astype(np.int64)
+        begun = self._sampler.begin(
+            self._model.logits(hidden[rows]),
+            slots[sampling.request],
             sampling.positions,
-            self._batch.token_ids,
             None if grammar is None else TokenMasks.of(grammar, output, sampling),
         )
-        emitted = sampling.accept(sampled.token_ids)
-        result.sampled_token_ids[sampling.rows] = emitted
-        _report_samples(sampled, sampling, emitted, result)
+        waits = self._proposer is not None or self._transfers is not None or begun.rows_of_host.size
+        if begun.on_device is not None and not waits and not output.draft_token_ids.size:
+            step = StepInFlight(result, sampling, begun.on_device, self._batch.append_unknown(slots))
+            self._in_flight.append(step)
+            return step
+        self._note_tokens(waits=True)  # what is chosen here may depend on them
+        emitted = report_tokens(result, sampling, begun.finish(self._batch.token_ids))
         # A row with an error gets a placeholder, so that a step planned before the error is known still fits.
         emitted[emitted[:, 0] == NO_TOKEN, 0] = _PLACEHOLDER
         self._batch.append(output.slots[sampling.rows], emitted)
+        return None
+
+    def _note_tokens(self, *, waits: bool) -> None:
+        """Give the batch the tokens of steps in flight: of all, or of those that nobody has to wait for."""
+        steps, self._in_flight = self._in_flight, []
+        for step in steps:
+            if not waits and not step.tokens.have_arrived:
+                self._in_flight.append(step)
+                continue
+            try:
+                token_ids, _ = step.tokens.wait()
+            except Exception:  # which `result` of the step raises, too: these tokens are discarded
+                continue
+            self._batch.note(step.unknown, np.maximum(token_ids, _PLACEHOLDER))
 
     def _propose(self, output: SchedulerOutput, sampled_token_ids: IntArray) -> IntArray | None:
         """Return drafts for the rows that have sampled, [R, num_drafts_wanted]; None if there are none."""
@@ -293,70 +330,3 @@ class ModelRunner:
         drafts = np.full((len(output.slots), output.num_drafts_wanted), NO_TOKEN, dtype=np.int32)
         drafts[rows] = proposed
         return drafts
-
-    # -- prompt log-probabilities --------------------------------------------------------------------------
-
-    def _report_prompt_logprobs(
-        self, output: SchedulerOutput, hidden: torch.Tensor, result: ModelRunnerOutput
-    ) -> None:
-        """Report, for requests that ask, the prompt tokens that follow the positions of this step's chunk."""
-        asked_end = self._batch.prompt_logprobs_end[output.slots]
-        first_rows = np.cumsum(output.num_tokens) - output.num_tokens
-        for row in np.flatnonzero(asked_end).tolist():
-            request = self._batch.running(int(output.slots[row]))
-            chunk_start = int(output.num_computed_tokens[row])
-            start = request.num_prompt_logprobs_reported
-            end = min(chunk_start + int(output.num_tokens[row]), int(asked_end[row]))
-            if start < chunk_start:
-                raise InconsistentPlanError(
-                    f"request {request.request_id!r} asks for prompt_logprobs but is scheduled from token "
-                    f"{chunk_start}, with {start} positions reported: its prompt must not come from a cache"
-                )
-            if start >= end:
-                continue
-            offset = int(first_rows[row]) - chunk_start
-            error = self._report_positions(request, hidden[start + offset : end + offset], result)
-            if error is not None:
-                result.errors[request.request_id] = error
-                self._batch.prompt_logprobs_end[request.slot] = 0  # the next chunk may be planned
-
-    def _report_positions(
-        self, request: RunnerRequest, hidden: torch.Tensor, result: ModelRunnerOutput
-    ) -> str | None:
-        """Report the tokens that follow the positions of `hidden` [N, hidden]; return an error or None."""
-        start = request.num_prompt_logprobs_reported
-        next_ids = self._batch.token_ids[request.slot, start + 1 : start + 1 + len(hidden)].astype(np.int64)
-        count = request.sampling_params.prompt_logprobs or 0
-        reported: list[PositionLogprobs] = []
-        kernels = self._sampling_kernels
-        for rows in _pieces(len(hidden), max(1, _PROMPT_LOGITS_ELEMENTS // self._vocab_size)):
-            logits = self._host_logits.fetch(self._model.logits(hidden[rows])).numpy()
-            maxima = kernels.largest(logits)[1]
-            unsound = np.flatnonzero(~np.isfinite(maxima))
-            if unsound.size:
-                return nonfinite_error(maxima[unsound[0]])
-            wanted: Int64Array = np.full(len(logits), count, dtype=np.int64)
-            all_rows = np.arange(len(logits))
-            reported += position_logprobs(logits, next_ids[rows], wanted, rows=all_rows, kernels=kernels)
-        result.prompt_logprobs[request.request_id] = reported
-        request.num_prompt_logprobs_reported += len(reported)
-        self._batch.prompt_logprobs_end[request.slot] = request.prompt_logprobs_end
-        return None
-
-
-def _pieces(total: int, size: int) -> Iterator[slice]:
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
-
-
-def _report_samples(
-    sampled: SamplerOutput, sampling: SamplingPositions, emitted: IntArray, result: ModelRunnerOutput
-) -> None:
-    """Copy log-probabilities and errors of the emitted positions into `result`, by request id."""
-    for index, logprobs in sampled.logprobs.items():
-        request = int(sampling.request[index])
-        if emitted[request, sampling.offset[index]] != NO_TOKEN:
-            result.logprobs.setdefault(result.request_ids[sampling.rows[request]], []).append(logprobs)
-    for index, error in sampled.errors.items():
-        if sampling.offset[index] == 0:
-            result.errors[result.request_ids[sampling.rows[sampling.request[index]]]] = error

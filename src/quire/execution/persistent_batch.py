@@ -7,6 +7,7 @@ operations. A preempted request leaves its row and keeps its tokens until it is 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from quire.step import (
 )
 
 _NO_SLOT = -1
+_KNOWN = -1
 
 
 class InconsistentPlanError(ValueError):
@@ -53,6 +55,14 @@ class RunnerRequest:
         return end if self.num_prompt_logprobs_reported < end else 0
 
 
+class UnknownTokens(NamedTuple):
+    """The last tokens of some rows, which a device has not told yet."""
+
+    slots: Int64Array  # [S]
+    times_written: Int64Array  # [S] how often a row had been written when it got the token
+    positions: Int64Array  # [S] absolute
+
+
 class PersistentBatch:
     """Rows of up to `max_num_seqs` running requests, and all requests that are not finished.
 
@@ -73,6 +83,8 @@ class PersistentBatch:
         # Zeroed pages are committed on the first write; the last column is for the token after max_model_len.
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self._times_written: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self._unknown_at: Int64Array = np.full(max_num_seqs, _KNOWN, dtype=np.int64)  # position of the last
         self.num_prompt_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         table_length = -(-(max_model_len + 1) // block_size)
         self._block_tables: IntArray = np.zeros((max_num_seqs, table_length), dtype=np.int32)
@@ -174,6 +186,8 @@ class PersistentBatch:
         self._check_blocks(block_ids, num_blocks)
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.num_tokens[slot] = len(token_ids)
+        self._times_written[slot] += 1
+        self._unknown_at[slot] = _KNOWN
         self._block_tables[slot, :num_blocks] = block_ids
         self._num_blocks[slot] = num_blocks
         self._num_kv_tokens[slot] = num_computed_tokens
@@ -325,6 +339,26 @@ class PersistentBatch:
         rows, columns = np.nonzero(token_ids != NO_TOKEN)
         self.token_ids[slots[rows], self.num_tokens[slots[rows]] + columns] = token_ids[rows, columns]
         self.num_tokens[slots] += np.bincount(rows, minlength=len(slots))
+
+    def append_unknown(self, slots: Int64Array) -> UnknownTokens:
+        """Add one token each to `slots` [S] that `note` is told of later."""
+        positions: Int64Array = self.num_tokens[slots]
+        self._unknown_at[slots] = positions
+        self.num_tokens[slots] += 1
+        return UnknownTokens(slots, self._times_written[slots], positions)
+
+    def note(self, unknown: UnknownTokens, token_ids: Int64Array) -> None:
+        """Write down what tokens [S] are, of the rows that are still the same."""
+        slots, positions = unknown.slots, unknown.positions
+        is_same = self._times_written[slots] == unknown.times_written
+        self.token_ids[slots[is_same], positions[is_same]] = token_ids[is_same]
+        is_last = is_same & (self._unknown_at[slots] == positions)
+        self._unknown_at[slots[is_last]] = _KNOWN
+
+    def slots_of_unknown(self, slots: IntArray, positions: Int64Array) -> Int64Array:
+        """Return the slot of each token [T] that is not known yet, -1 for the others."""
+        unknown: Int64Array = np.where(self._unknown_at[slots] == positions, slots, _NO_SLOT)
+        return unknown
 
     def to_continue(self, slots: IntArray, num_drafts: int) -> RowsToContinue:
         """Return what a proposer needs to know of `slots` to propose up to `num_drafts` tokens for each."""

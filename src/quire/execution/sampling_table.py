@@ -74,6 +74,11 @@ class SamplingTable:
         adjusted: BoolArray = self._penalized[slots] | (num_output_tokens < self._constrained_until[slots])
         return adjusted
 
+    def needs_host(self, slots: Int64Array, positions: Int64Array) -> BoolArray:
+        """Return which of `slots` ask for more than a choice by temperature, top-k, top-p and min-p, [R]."""
+        needs_host: BoolArray = self.is_adjusted(slots, positions) | (self.num_logprobs[slots] >= 0)
+        return needs_host
+
     def allows_few(self, slots: Int64Array) -> BoolArray:
         """Return which of `slots` choose among some tokens only, [R]."""
         few: BoolArray = self._allows_few[slots]
@@ -85,7 +90,7 @@ class SamplingTable:
         return random
 
     def filters(self, slots: Int64Array) -> Filters:
-        """Return the filters of `slots`, all of which sample."""
+        """Return the filters of `slots`; the temperature of those that do not sample is 0."""
         return Filters(self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots])
 
     def seeds(self, slots: Int64Array) -> UInt64Array:

@@ -1,4 +1,4 @@
-"""From the host's memory to that of a device, and what torch knows of its GPUs."""
+"""Between the host's memory and that of a device, and what torch knows of its GPUs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,30 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from other memory, the host would have to wait
     return tensor.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A device's tensor on its way to the host's memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._on_host = tensor
+        if tensor.device != HOST:
+            self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._on_host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> torch.Tensor:
+        """Return the copy as soon as it is there; may be called from any thread."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._on_host
 
 
 def cuda_obstacle() -> str:

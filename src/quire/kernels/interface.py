@@ -18,6 +18,7 @@ from quire.kernels.linear import Linear
 from quire.kernels.memory import WeightMemory
 from quire.kernels.sampling import SamplingKernels
 from quire.kernels.tiles import HeadLayout
+from quire.kernels.token_choice import TokenChoice
 from quire.kernels.weights import Weight
 
 
@@ -26,6 +27,8 @@ class KernelSet(ABC):
 
     name: ClassVar[str]
     sampling: ClassVar[SamplingKernels]
+    token_choice: ClassVar[TokenChoice | None] = None
+    """Chooses tokens where the logits are; None: the sampler on the host does."""
     device: torch.device = HOST
     """Where all tensors are that these kernels take or return, but for those of an `AttentionBatch`."""
 

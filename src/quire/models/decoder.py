@@ -111,7 +111,7 @@ class Decoder:
         Nobody waits for the device in here, nor in `logits`, unless the model is a mixture of experts.
 
         Args:
-            token_ids: [T] int64, in the batch's order and the host's memory.
+            token_ids: [T] int64, in the batch's order and on the device.
             kv_cache: holds the keys and values of all earlier tokens of these sequences.
             batch: which tokens these are.
             hook: is told of each layer.
@@ -120,7 +120,7 @@ class Decoder:
             [T, hidden] on the device, normalized and ready for `logits`; the next step overwrites it.
         """
         device = self.kernels.device
-        hidden = self._embed(to_device(token_ids, device))
+        hidden = self._embed(token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         positions, last = to_device(batch.positions, device), batch.last_position

@@ -1,0 +1,45 @@
+"""A step whose tokens a device is choosing, and what they will be once the host has them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quire.execution.device_sampling import TokensInFlight
+from quire.execution.persistent_batch import UnknownTokens
+from quire.execution.sampler import SamplerOutput
+from quire.execution.sampling_positions import SamplingPositions
+from quire.execution.step_sampling import chosen_on_device
+from quire.step import NO_TOKEN, IntArray, ModelRunnerOutput
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class StepInFlight:
+    """See `quire.engine.stepping.StepInFlight`. Each of its S requests samples one token."""
+
+    _computed: ModelRunnerOutput  # without tokens
+    _sampling: SamplingPositions
+    tokens: TokensInFlight
+    unknown: UnknownTokens  # to the batch
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step's tokens and return what it computed; to be called once."""
+        report_tokens(self._computed, self._sampling, chosen_on_device(self.tokens))
+        return self._computed
+
+
+def report_tokens(result: ModelRunnerOutput, sampling: SamplingPositions, sampled: SamplerOutput) -> IntArray:
+    """Put the tokens that a step emits into `result`, with their log-probabilities and errors.
+
+    Returns:
+        The tokens, [S, 1 + K], as `SamplingPositions.accept`.
+    """
+    emitted = sampling.accept(sampled.token_ids)
+    result.sampled_token_ids[sampling.rows] = emitted
+    for index, logprobs in sampled.logprobs.items():
+        request = int(sampling.request[index])
+        if emitted[request, sampling.offset[index]] != NO_TOKEN:
+            result.logprobs.setdefault(result.request_ids[sampling.rows[request]], []).append(logprobs)
+    for index, error in sampled.errors.items():
+        if sampling.offset[index] == 0:
+            result.errors[result.request_ids[sampling.rows[sampling.request[index]]]] = error
+    return emitted

@@ -1,0 +1,186 @@
+"""Steps whose tokens a device chooses while the next step is already begun: the tokens of serial steps."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.execution import device_sampling
+from quire.execution.device_sampling import DeviceSampler
+from quire.execution.persistent_batch import PersistentBatch
+from quire.execution.selection import Filters, draw
+from quire.kernels.dispatch import kernel_set
+from quire.kernels.sampling import ReferenceSampling
+from quire.kernels.token_choice import RowDraws, TokenChoice
+from quire.step import NO_TOKEN
+
+PROMPTS = ["What is 27 + 58?", "Copy: k x w q", "Hello", "Why is a request preempted?", "Reverse: a b c"]
+SETTINGS: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+
+
+class HostChoice(TokenChoice):
+    """Stands for a device: chooses what the sampler on the host would."""
+
+    def choose(
+        self, logits: torch.Tensor, draws: RowDraws | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = logits.numpy()
+        kernels = ReferenceSampling()
+        token_ids, maxima = kernels.largest(rows)
+        if draws is not None:
+            drawn = np.flatnonzero((draws.temperature.numpy() > 0) & np.isfinite(maxima))
+            numbers = (draws.temperature, draws.top_k, draws.top_p, draws.min_p)
+            filters = Filters(*(of_rows.numpy()[drawn] for of_rows in numbers))
+            uniforms = draws.uniforms.numpy()[drawn]
+            token_ids[drawn] = draw(rows, maxima[drawn], filters, uniforms, rows=drawn, kernels=kernels)
+        token_ids[~np.isfinite(maxima)] = NO_TOKEN
+        return torch.from_numpy(token_ids), torch.from_numpy(maxima)
+
+
+class LateCopy:
+    """A copy that has arrived when it is waited for, and now and then before."""
+
+    generator = np.random.default_rng(5)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.clone()
+        self._is_waited_for = False
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._is_waited_for or self.generator.random() < 0.1
+
+    def wait(self) -> torch.Tensor:
+        self._is_waited_for = True
+        return self._tensor
+
+
+@pytest.fixture
+def unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have a device choose; returns how many tokens of each step only the device knew."""
+    counts: list[int] = []
+    input_ids = DeviceSampler.input_ids
+
+    def watched(self: DeviceSampler, known: np.ndarray, last_of: np.ndarray) -> torch.Tensor:
+        counts.append(int((last_of >= 0).sum()))
+        # What the host does not know must not matter.
+        return input_ids(self, np.where(last_of >= 0, 10**6, known), last_of)
+
+    monkeypatch.setattr(DeviceSampler, "input_ids", watched)
+    monkeypatch.setattr(type(kernel_set()), "token_choice", HostChoice())
+    monkeypatch.setattr(device_sampling, "HostCopy", LateCopy)
+    return counts
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True, top_p=0.9),
+    SamplingParams(temperature=0.7, seed=4, max_tokens=11, top_k=9, min_p=0.01, n=2),
+    SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=1),
+]
+OF_THE_HOST = [
+    SamplingParams(temperature=0.9, seed=1, max_tokens=8, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=8, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[0-9]+")),
+    SamplingParams(temperature=0.0, max_tokens=6, beam_width=2, n=2),
+    SamplingParams(temperature=0.0, max_tokens=6, min_tokens=4, prompt_logprobs=1),
+]
+
+
+def tokens(params: list[SamplingParams], **options: Any) -> list[list[list[int]]]:
+    with LLM("mini", **{**SETTINGS, **options}) as llm:
+        outputs = llm.generate(
+            [prompt for prompt in PROMPTS for _ in "ab"], [p for p in params for _ in "ab"]
+        )
+        return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def serial() -> dict[int, list[list[list[int]]]]:
+    """The tokens of serial steps, sampled on the host."""
+    return {id(params): tokens(params) for params in (PARAMS, OF_THE_HOST)}
+
+
+def test_tokens_stay_on_the_device_between_steps(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
+    assert tokens(PARAMS, overlap_steps=True) == serial[id(PARAMS)]
+    assert sum(unknown_tokens) > 30
+
+
+def test_serial_steps_of_a_device(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
+    assert tokens(PARAMS) == serial[id(PARAMS)]
+
+
+def test_with_preemptions(unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: list[str] = []
+    preempt = PersistentBatch.preempt
+
+    def watched(self: PersistentBatch, request_id: str) -> int | None:
+        preempted.append(request_id)
+        return preempt(self, request_id)
+
+    monkeypatch.setattr(PersistentBatch, "preempt", watched)
+    options = {"num_kv_blocks": 7, "block_size": 4, "enable_prefix_caching": False, "max_model_len": 28}
+    found = tokens(PARAMS, overlap_steps=True, **options)
+    assert len(preempted) > 3
+    assert sum(unknown_tokens) > 10
+    assert found == tokens(PARAMS, **{**options, "num_kv_blocks": 40})
+
+
+def test_beside_rows_that_only_the_host_can_choose_for(
+    serial: dict[int, Any], unknown_tokens: list[int]
+) -> None:
+    assert tokens(OF_THE_HOST, overlap_steps=True) == serial[id(OF_THE_HOST)]
+    mixed = PARAMS[:2] + OF_THE_HOST[:1] + PARAMS[3:4] + OF_THE_HOST[1:2]
+    alone = serial[id(PARAMS)], serial[id(OF_THE_HOST)]
+    found = tokens(mixed, overlap_steps=True)
+    assert found[:4] == alone[0][:4]
+    assert found[6:8] == alone[0][6:8]
+    assert sum(unknown_tokens) > 10
+
+
+def test_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
+    options = {"speculative_method": "ngram", "num_speculative_tokens": 3}
+    assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]
+
+
+def test_logits_that_are_no_numbers_end_their_request_only(
+    serial: dict[int, Any], unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = HostChoice.choose
+    seen = []
+
+    def damaged(self: HostChoice, logits: torch.Tensor, draws: Any = None) -> Any:
+        seen.append(len(logits))
+        if len(seen) == 9:
+            logits[0, 5] = float("nan")
+        return choose(self, logits, draws)
+
+    monkeypatch.setattr(HostChoice, "choose", damaged)
+    with LLM("mini", **SETTINGS, overlap_steps=True) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS[:2] + PARAMS[3:] + PARAMS[:1])
+    errors = [output.outputs[0].finish_reason for output in outputs]
+    assert errors.count("error") == 1
+
+
+def test_a_device_that_fails_while_tokens_are_awaited_fails_the_step(
+    serial: dict[int, Any], unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = LateCopy.wait
+    in_main_thread: list[LateCopy] = []
+
+    def failing(self: LateCopy) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():
+            in_main_thread.append(self)
+            if len(in_main_thread) == 15:
+                raise RuntimeError("the device is busy")
+        return wait(self)
+
+    monkeypatch.setattr(LateCopy, "wait", failing)
+    assert tokens(PARAMS, overlap_steps=True) == serial[id(PARAMS)]
+    assert len(in_main_thread) > 15
