@@ -14,6 +14,7 @@ from quire.kernels.linear import Linear
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton import linear as triton_linear
 from quire.kernels.triton.kernel_set import TritonKernels
+from quire.kernels.triton.tiled_linear import Tile
 from quire.kernels.weights import (
     GroupedWeight,
     Weight,
@@ -26,7 +27,7 @@ from quire.kernels.weights import (
 make_linear = TritonKernels().linear
 ROWS = 18  # more than a tile has
 SHAPES = [(64, 384), (72, 100), (200, 70), (40, 6), (1, 33)]  # inputs, outputs
-TILES = {"own_tile": None, "small_tile": triton_linear.Tile(32, 16, 32, 4, 2)}
+TILES = {"own_tile": None, "small_tile": Tile(32, 16, 32, 4, 2)}
 
 
 @pytest.fixture

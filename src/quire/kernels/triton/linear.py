@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,79 +15,17 @@ from typing_extensions import override
 from quire.kernels.linear import Linear, quantization_of
 from quire.kernels.triton.device import is_interpreted, kernel_device
 from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
-from quire.kernels.triton.tensors import FLOAT_TYPES, check_rows
+from quire.kernels.triton.tensors import FLOAT_TYPES
+from quire.kernels.triton.tiled_linear import TiledLinear, tile_of
 from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, quantize_int4, quantize_int8
 
-MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _GROUP_MULTIPLE = 16  # of inputs that share a scale: the least that tensor cores multiply at once
 _INT8_INPUTS = 32  # the least in int8
 _MAX_RUN = 64  # inputs of a group that are multiplied at once
 _QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program
 
 
-@dataclasses.dataclass(slots=True, frozen=True)
-class Tile:
-    """What a program of a product computes, and with what."""
-
-    features: int
-    rows: int
-    inputs: int  # that are multiplied at once
-    num_warps: int
-    num_stages: int
-
-
-def tile_of(num_rows: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of products of so many rows, with weights of this type.
-
-    Features are at least 64, so that Hopper multiplies all numbers of rows with one kind of instruction; how
-    many inputs are multiplied at once depends on the type only. The interpreter does best with few programs;
-    it multiplies in numpy, where rows have the same bits at every place among 16, but not among more.
-    """
-    if is_interpreted:
-        return Tile(512, 16, 128, 4, 1)
-    inputs = 32 if dtype == torch.float32 else 64 if dtype.itemsize == 2 else 128
-    if num_rows <= 64:
-        return Tile(64, max(triton.next_power_of_2(num_rows), 16), inputs, 4, 5)
-    return Tile(128, 128, inputs, 8, 3)
-
-
-class _TritonLinear(Linear):
-    """What the layers have in common: they are called with rows on the device."""
-
-    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
-        super().__init__(parts, bias)
-        if not 1 <= self.in_features <= MAX_INPUTS:
-            raise ValueError(
-                f"a layer has {self.in_features} input features; 1 to {MAX_INPUTS} are supported"
-            )
-        if self.bias is not None:
-            self.bias = self.bias.to(kernel_device()).contiguous()
-
-    @override
-    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        check_rows("rows", rows)
-        shape = len(rows), self.out_features
-        if out is None:
-            out = rows.new_empty(shape)
-        check_rows("out", out)
-        if rows.shape[1] != self.in_features or out.shape != shape:
-            raise ValueError(
-                f"rows are {list(rows.shape)} and out is {list(out.shape)}; the layer takes "
-                f"{self.in_features} features to {self.out_features}"
-            )
-        if len(rows):
-            self._multiply(rows, out)
-        return out
-
-    @abstractmethod
-    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the products of at least one row to `out`."""
-
-    def _grid(self, num_rows: int, tile: Tile) -> tuple[int, int]:
-        return triton.cdiv(self.out_features, tile.features), triton.cdiv(num_rows, tile.rows)
-
-
-class FloatLinear(_TritonLinear):
+class FloatLinear(TiledLinear):
     """Weights in one type, with which rows are multiplied in this type."""
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> None:
@@ -102,7 +38,7 @@ class FloatLinear(_TritonLinear):
         _multiply(self, rows.to(dtype), self._weight, out, operands=_operands(dtype), sums=tl.float32)
 
 
-class Int8Linear(_TritonLinear):
+class Int8Linear(TiledLinear):
     """int8 weights, a scale per row of theirs, and rows that are quantized as they come, a scale for each.
 
     Sums are exact.
@@ -124,7 +60,7 @@ class Int8Linear(_TritonLinear):
         )
 
 
-class GroupedLinear(_TritonLinear):
+class GroupedLinear(TiledLinear):
     """Weights of 4 or 8 bits in groups, packed; rows are made int8, a scale for each, or bfloat16.
 
     Raises:
@@ -165,7 +101,7 @@ class GroupedLinear(_TritonLinear):
             rows = rows.to(torch.bfloat16)
         is_exact = rows.dtype == torch.int8 and self._run >= _INT8_INPUTS
         tile = tile_of(len(rows), torch.int8)
-        grouped_linear_kernel[self._grid(len(rows), tile)](
+        grouped_linear_kernel[self.grid(len(rows), tile)](
             rows,
             scales,
             self._values,
@@ -245,7 +181,7 @@ def pack_int4(values: torch.Tensor, run: int) -> torch.Tensor:
 
 
 def _multiply(
-    layer: _TritonLinear,
+    layer: TiledLinear,
     rows: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
@@ -256,7 +192,7 @@ def _multiply(
 ) -> None:
     tile = tile_of(len(rows), weight.dtype)
     row_scales, weight_scales = (None, None) if scales is None else scales
-    linear_kernel[layer._grid(len(rows), tile)](
+    linear_kernel[layer.grid(len(rows), tile)](
         rows,
         row_scales,
         weight,

@@ -1,0 +1,81 @@
+"""What the dense layers have in common: the tiles of their products, and what is checked of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+import triton
+from typing_extensions import override
+
+from quire.kernels.linear import Linear
+from quire.kernels.triton.device import is_interpreted, kernel_device
+from quire.kernels.triton.tensors import check_rows
+from quire.kernels.weights import Weight
+
+_MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Tile:
+    """What a program of a product computes, and with what."""
+
+    features: int
+    rows: int
+    inputs: int  # that are multiplied at once
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(num_rows: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of products of so many rows, with weights of this type.
+
+    Features are at least 64, so that Hopper multiplies all numbers of rows with one kind of instruction; how
+    many inputs are multiplied at once depends on the type only. The interpreter does best with few programs;
+    it multiplies in numpy, where rows have the same bits at every place among 16, but not among more.
+    """
+    if is_interpreted:
+        return Tile(512, 16, 128, 4, 1)
+    inputs = 32 if dtype == torch.float32 else 64 if dtype.itemsize == 2 else 128
+    if num_rows <= 64:
+        return Tile(64, max(triton.next_power_of_2(num_rows), 16), inputs, 4, 5)
+    return Tile(128, 128, inputs, 8, 3)
+
+
+class TiledLinear(Linear):
+    """A layer in the device's memory, called with rows that are there, too."""
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
+        super().__init__(parts, bias)
+        if not 1 <= self.in_features <= _MAX_INPUTS:
+            raise ValueError(
+                f"a layer has {self.in_features} input features; 1 to {_MAX_INPUTS} are supported"
+            )
+        if self.bias is not None:
+            self.bias = self.bias.to(kernel_device()).contiguous()
+
+    @override
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        check_rows("rows", rows)
+        shape = len(rows), self.out_features
+        if out is None:
+            out = rows.new_empty(shape)
+        check_rows("out", out)
+        if rows.shape[1] != self.in_features or out.shape != shape:
+            raise ValueError(
+                f"rows are {list(rows.shape)} and out is {list(out.shape)}; the layer takes "
+                f"{self.in_features} features to {self.out_features}"
+            )
+        if len(rows):
+            self._multiply(rows, out)
+        return out
+
+    @abstractmethod
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the products of at least one row to `out`."""
+
+    def grid(self, num_rows: int, tile: Tile) -> tuple[int, int]:
+        """Return how many programs compute the products of so many rows: by features, by rows."""
+        return triton.cdiv(self.out_features, tile.features), triton.cdiv(num_rows, tile.rows)
