@@ -7,7 +7,7 @@ of two devices meet, which torch allows now and then: an index may be the host's
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import to_device
+from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import FloatLinear, Linear
 from quire.kernels.reference import ReferenceKernels
@@ -51,6 +52,14 @@ def _devices(tree: Any) -> set[str]:
     return {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
 
 
+class MetaExperts(Experts):
+    def __call__(
+        self, rows: torch.Tensor, scores: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert scores.device == rows.device
+        return rows.new_empty(rows.shape) if out is None else out.copy_(rows)
+
+
 class MetaKernels(ReferenceKernels):
     """Kernels that compute nothing, on tensors of the right shapes. What is sampled with is the host's."""
 
@@ -70,6 +79,10 @@ class MetaKernels(ReferenceKernels):
             (part if isinstance(part, torch.Tensor) else dequantize(part)).to(META) for part in parts
         ]
         return FloatLinear(on_device, None if bias is None else bias.to(META), dtype)
+
+    def experts(self, weights: Iterable[ExpertWeights], mixture: Mixture, **_: Any) -> Experts:
+        assert len(list(weights)) == mixture.num_experts
+        return MetaExperts()
 
     def rotary_and_write_kv(
         self, qkv: torch.Tensor, kv: KVLayer, batch: AttentionBatch, **options: Any

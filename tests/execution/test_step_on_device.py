@@ -29,8 +29,6 @@ from quire.models.rotary import RotaryTable
 from quire.sampling_params import SamplingParams
 
 COPIES_OF_A_FORWARD_PASS = 3  # positions, and by the kernels the blocks and offsets of tokens
-# Experts are run one after the other, those that any token has chosen, which the host has to know.
-DENSE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")]
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def forward(model: Decoder, cache: PagedAttentionCache, computed: list[int], cou
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_pass_stays_on_its_device(load: Any, family: str, dtype: str, tmp_path: Path) -> None:
     model = load(make_checkpoint(family, tmp_path))
     cache = cache_of(model, dtype)

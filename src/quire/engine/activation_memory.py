@@ -76,7 +76,7 @@ def _exchange_bytes(model: ModelConfig, tokens: int, places: int, num_ranks: int
 
 
 def _expert_bytes(model: ModelConfig, tokens: int, item: int) -> int:
-    """Return the bytes of `quire.models.moe` for a step in which one expert gets every token."""
+    """Return the bytes of `quire.kernels.expert_by_expert` in a step in which one expert gets every token."""
     outputs = model.num_experts_per_token * model.hidden_size * FLOAT32_BYTES
     of_one = (2 * model.hidden_size + 3 * model.moe_intermediate_size) * item
     of_one += model.hidden_size * FLOAT32_BYTES

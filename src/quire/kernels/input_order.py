@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
 
+from quire.kernels.interface import KernelSet
 from quire.kernels.linear import Linear
 from quire.kernels.memory import WeightMemory
 from quire.kernels.weights import GroupedWeight, Weight, dequantize
@@ -71,3 +73,17 @@ def take_order(parts: Sequence[Weight], memory: WeightMemory) -> tuple[list[Weig
     return [
         dataclasses.replace(part, order=None) if isinstance(part, GroupedWeight) else part for part in parts
     ], held
+
+
+def linear_in_order(
+    kernels: KernelSet,
+    parts: Sequence[Weight],
+    bias: torch.Tensor | None = None,
+    *,
+    memory: WeightMemory,
+    **options: Any,
+) -> Linear:
+    """Return the layer of `KernelSet.linear` for parts whose inputs may be in another order, all in one."""
+    parts, order = take_order(parts, memory)
+    linear = kernels.linear(parts, bias, memory=memory, **options)
+    return linear if order is None else ReorderedLinear(linear, order.to(kernels.device))

@@ -6,13 +6,14 @@ T tokens or rows are computed at once. A row's result does not depend on the oth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import HOST
+from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
 from quire.kernels.memory import WeightMemory
@@ -65,6 +66,26 @@ class KernelSet(ABC):
             group_size: inputs that share a scale, for int4.
             int4_activations: what rows are made for int4: int8, each with a scale, or bfloat16.
             memory: where packed weights go; None: memory of the layer's own.
+        """
+
+    @abstractmethod
+    def experts(
+        self,
+        weights: Iterable[ExpertWeights],
+        mixture: Mixture,
+        *,
+        dtype: torch.dtype,
+        quantization: str = "none",
+        group_size: int = 128,
+        int4_activations: str = "int8",
+        memory: WeightMemory | None = None,
+    ) -> Experts:
+        """Return the experts of a layer.
+
+        Args:
+            weights: those of each expert, in order; one's are used up before the next one's are asked for.
+            mixture: what they are experts of.
+            dtype, quantization, group_size, int4_activations, memory: as for `linear`.
         """
 
     @abstractmethod

@@ -8,8 +8,8 @@ out torch's fused `silu` and `gelu`, whose last few elements take a scalar path 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from typing_extensions import override
 
 from quire.kernels.attention import Scores, SeenBlocks, attend
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.expert_by_expert import ExpertByExpert
+from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import FloatLinear, GroupedLinear, Int8Linear, Linear, OneDnnLinear, quantization_of
@@ -60,6 +62,10 @@ class ReferenceKernels(KernelSet):
         if dtype == torch.bfloat16 and has_onednn_bfloat16():
             return OneDnnLinear(parts, bias)
         return FloatLinear(parts, bias, dtype)
+
+    @override
+    def experts(self, weights: Iterable[ExpertWeights], mixture: Mixture, **options: Any) -> Experts:
+        return ExpertByExpert(weights, mixture, self, **options)
 
     @override
     def rms_norm(

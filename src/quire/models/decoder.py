@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import to_device
+from quire.kernels.experts import Experts
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
@@ -17,7 +17,6 @@ from quire.kernels.tiles import HeadLayout
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import NO_ROPE, ModelConfig
 from quire.models.embedding import Embedding
-from quire.models.moe import Expert, mixture_of_experts
 from quire.models.parallel import TensorParallel
 from quire.models.rotary import RotaryTable
 from quire.models.workspace import StepBuffers, Workspace
@@ -27,7 +26,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [T, rotary_dim /
 
 @dataclasses.dataclass(slots=True)
 class DecoderLayer:
-    """The weights of one layer; None or empty where the family has none.
+    """The weights of one layer; None where the family has none.
 
     Norms are float32 and include the config's `norm_offset`.
     """
@@ -43,7 +42,7 @@ class DecoderLayer:
     gate_up: Linear | None = None  # to 2 * intermediate, gate first
     down: Linear | None = None
     router: Linear | None = None
-    experts: Sequence[Expert] = ()
+    experts: Experts | None = None
 
 
 class LayerHook(Protocol):
@@ -108,7 +107,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute one step's tokens, writing their keys and values to the cache.
 
-        Nobody waits for the device in here, nor in `logits`, unless the model is a mixture of experts.
+        Nobody waits for the device in here, nor in `logits`, unless the kernels' `experts` do.
 
         Args:
             token_ids: [T] int64, in the batch's order and on the device.
@@ -204,24 +203,13 @@ class Decoder:
 
     def _feed_forward(self, layer: DecoderLayer, inputs: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:
         if layer.router is not None:
-            return self._experts(layer.router, layer.experts, inputs)
+            assert layer.experts is not None
+            return layer.experts(inputs, layer.router(inputs), out=buffers.delta)
         assert layer.gate_up is not None
         assert layer.down is not None
         gate_up = layer.gate_up(inputs, out=buffers.gate_up)
         inner = self.kernels.gated_activation(gate_up, self.config.activation, out=buffers.inner)
         return layer.down(inner, out=buffers.delta)
-
-    def _experts(self, router: Linear, experts: Sequence[Expert], inputs: torch.Tensor) -> torch.Tensor:
-        return mixture_of_experts(
-            inputs,
-            router,
-            experts,
-            self.kernels,
-            experts_per_token=self.config.num_experts_per_token,
-            normalize=self.config.normalize_expert_weights,
-            activation=self.config.activation,
-            sum_over_ranks=None if self._parallel is None else self._parallel.sum,
-        )
 
     def _add(
         self,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
+from quire.kernels.experts import Experts
 from quire.kernels.linear import Linear
 from quire.models.config import ModelConfig
 from quire.models.embedding import Embedding
@@ -76,6 +77,27 @@ class RowParallelLinear(Linear):
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         part = torch.empty(len(rows), self.out_features)
         total = self._parallel.sum(self._local(rows, out=part))
+        return total.to(rows.dtype) if out is None else out.copy_(total)
+
+
+class RowParallelExperts(Experts):
+    """Experts of which each rank has some inner features: the ranks' results are summed, in float32.
+
+    Args:
+        local: this rank's features of every expert.
+        parallel: the ranks.
+    """
+
+    def __init__(self, local: Experts, parallel: TensorParallel) -> None:
+        self._local = local
+        self._parallel = parallel
+
+    @override
+    def __call__(
+        self, rows: torch.Tensor, scores: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        part = torch.empty(rows.shape)
+        total = self._parallel.sum(self._local(rows, scores, out=part))
         return total.to(rows.dtype) if out is None else out.copy_(total)
 
 

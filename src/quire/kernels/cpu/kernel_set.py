@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,8 @@ from quire.kernels.cpu.tensors import (
     token_stride,
     written_row_stride,
 )
+from quire.kernels.expert_by_expert import ExpertByExpert
+from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
@@ -70,6 +72,10 @@ class NativeKernels(KernelSet):
     @override
     def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any) -> Linear:
         return PackedLinear(parts, bias, **options)
+
+    @override
+    def experts(self, weights: Iterable[ExpertWeights], mixture: Mixture, **options: Any) -> Experts:
+        return ExpertByExpert(weights, mixture, self, **options)
 
     @override
     def rms_norm(

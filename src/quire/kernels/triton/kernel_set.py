@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.expert_by_expert import ExpertByExpert
+from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
@@ -60,6 +62,10 @@ class TritonKernels(KernelSet):
             group_size=group_size,
             int4_activations=int4_activations,
         )
+
+    @override
+    def experts(self, weights: Iterable[ExpertWeights], mixture: Mixture, **options: Any) -> Experts:
+        return ExpertByExpert(weights, mixture, self, **options)
 
     @override
     def rms_norm(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quire.kernels.dispatch import kernel_set
-from quire.kernels.input_order import ReorderedLinear, take_order
+from quire.kernels.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.input_order import linear_in_order
 from quire.kernels.interface import KernelSet
 from quire.kernels.linear import Linear
 from quire.kernels.memory import WeightMemory
@@ -21,9 +23,9 @@ from quire.models.checkpoints.weight_cache import WeightCache, cache_key
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.embedding import Embedding
-from quire.models.moe import Expert
 from quire.models.parallel import (
     FullWidthNormLinear,
+    RowParallelExperts,
     RowParallelLinear,
     TensorParallel,
     VocabularyParallelLinear,
@@ -166,31 +168,46 @@ class _Loader:
             _join_ranks(fields, self._parallel, self._config)
         return DecoderLayer(**fields)
 
-    def _experts(self, gate_up: WeightSpec, down: WeightSpec) -> list[Expert]:
-        return [
-            Expert(
-                self._linear(gate_up.sources[2 * index : 2 * index + 2], None),
-                self._linear(down.sources[index : index + 1], None),
-            )
-            for index in range(self._config.num_experts)
-        ]
+    def _experts(self, gate_up: WeightSpec, down: WeightSpec) -> Experts:
+        config = self._config
+        mixture = Mixture(
+            config.num_experts,
+            config.num_experts_per_token,
+            normalize=config.normalize_expert_weights,
+            activation=config.activation,
+        )
+        return self._kernels.experts(
+            self._expert_weights(gate_up, down), mixture, **self._how_held(self._options.quantization)
+        )
+
+    def _expert_weights(self, gate_up: WeightSpec, down: WeightSpec) -> Iterator[ExpertWeights]:
+        for index in range(self._config.num_experts):
+            sources = gate_up.sources[2 * index : 2 * index + 2], down.sources[index : index + 1]
+            yield ExpertWeights(*map(self._checkpoint.matrix, sources))
+            self._release(itertools.chain(*sources))
 
     def _linear(
-        self, sources: Iterable[WeightSource], bias: WeightSpec | None, *, quantization: str | None = None
+        self, sources: Iterable[WeightSource], bias: WeightSpec | None, *, quantization: str
     ) -> Linear:
         sources = tuple(sources)
-        parts, order = take_order(self._checkpoint.matrix(sources), self._memory)
-        linear = self._kernels.linear(
-            parts,
+        linear = linear_in_order(
+            self._kernels,
+            self._checkpoint.matrix(sources),
             None if bias is None else self._tensor(bias),
-            dtype=self._dtype,
-            quantization=self._options.quantization if quantization is None else quantization,
-            group_size=self._options.group_size,
-            int4_activations=self._options.int4_activations,
-            memory=self._memory,
+            **self._how_held(quantization),
         )
         self._release(sources)
-        return linear if order is None else ReorderedLinear(linear, order.to(self._kernels.device))
+        return linear
+
+    def _how_held(self, quantization: str) -> dict[str, Any]:
+        """Return the options of `KernelSet.linear` for weights in floating point that are quantized so."""
+        return {
+            "dtype": self._dtype,
+            "quantization": quantization,
+            "group_size": self._options.group_size,
+            "int4_activations": self._options.int4_activations,
+            "memory": self._memory,
+        }
 
     def _norm(self, spec: WeightSpec) -> torch.Tensor:
         (source,) = spec.sources
@@ -214,10 +231,12 @@ class _Loader:
 
 
 def _join_ranks(fields: dict[str, Any], parallel: TensorParallel, config: ModelConfig) -> None:
-    """Replace what the ranks compute together in a layer's fields; experts are summed by the decoder."""
+    """Replace what the ranks compute together in a layer's fields."""
     for name in ("attention_output", "down"):
         if name in fields:
             fields[name] = RowParallelLinear(fields[name], parallel)
+    if "experts" in fields:
+        fields["experts"] = RowParallelExperts(fields["experts"], parallel)
     if config.qk_norm == "full":
         norms = fields.pop("q_norm"), fields.pop("k_norm")
         fields["qkv"] = FullWidthNormLinear(fields["qkv"], norms, parallel, config)
