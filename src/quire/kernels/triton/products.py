@@ -31,6 +31,87 @@ def quantize_rows_kernel(
     tl.store(scales + row, largest / 127.0, mask=is_row)
 
 
+@triton.jit
+def tile_sums(
+    weight_rows,
+    rows,
+    IN_FEATURES: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Return the sums of products [FEATURES, ROWS] float32.
+
+    `weight_rows` [FEATURES] and `rows` [ROWS] are where the weights of a feature and the numbers of a row
+    begin. OPERANDS is the type that is multiplied, SUMS that of sums.
+    """
+    place = tl.arange(0, INPUTS)
+    weight_at = weight_rows[:, None] + place[None, :]
+    rows_at = rows[None, :] + place[:, None]
+    total = tl.zeros((FEATURES, ROWS), SUMS)
+    for start in range(0, IN_FEATURES, INPUTS):
+        if IN_FEATURES % INPUTS == 0:
+            left = tl.load(weight_at)
+            right = tl.load(rows_at)
+        else:
+            is_input = place < IN_FEATURES - start
+            left = tl.load(weight_at, mask=is_input[None, :], other=0)
+            right = tl.load(rows_at, mask=is_input[:, None], other=0)
+        total = tl.dot(left.to(OPERANDS), right.to(OPERANDS), total, input_precision="ieee", out_dtype=SUMS)
+        weight_at += INPUTS
+        rows_at += INPUTS
+    return total.to(tl.float32)
+
+
+@triton.jit
+def grouped_tile_sums(
+    values,
+    scales,
+    zeros,
+    group_stride,
+    rows,
+    IN_FEATURES: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Return the sums of products with weights (value - zero) * scale, [FEATURES, ROWS] float32.
+
+    `values`, `scales` and `zeros` [FEATURES] are where those of a feature begin, `rows` [ROWS] where the
+    numbers of a row do. Values are INPUTS bytes for each 8 / BITS runs of INPUTS inputs: a byte has one of
+    each run, the first in its lowest bits. INPUTS divides GROUP, so that a run has one scale and one zero;
+    those of the next group are `group_stride` further on. Values are multiplied as they are, and exactly, so
+    that only sums are scaled.
+    """
+    place = tl.arange(0, INPUTS)
+    values_at = values[:, None] + place[None, :]
+    rows_at = rows[None, :] + place[:, None]
+    total = tl.zeros((FEATURES, ROWS), tl.float32)
+    for start in range(0, IN_FEATURES, INPUTS * (8 // BITS)):
+        packed = tl.load(values_at)
+        for run in tl.static_range(8 // BITS):
+            first = start + run * INPUTS
+            left = packed
+            if BITS == 4:
+                left = (packed >> (4 * run)) & 15
+            right = tl.load(rows_at + first, mask=(place < IN_FEATURES - first)[:, None], other=0)
+            # A run beyond the last input is multiplied with zeros; its group must only be one that there is.
+            table = tl.minimum(first // GROUP, IN_FEATURES // GROUP - 1) * group_stride
+            exact = tl.dot(left.to(OPERANDS), right.to(OPERANDS), input_precision="ieee", out_dtype=SUMS).to(
+                tl.float32
+            )
+            of_zeros = tl.load(zeros + table)[:, None] * tl.sum(right.to(tl.float32), axis=0)[None, :]
+            total += (exact - of_zeros) * tl.load(scales + table)[:, None]
+        values_at += INPUTS
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     rows,
@@ -58,25 +139,13 @@ def linear_kernel(
     """
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, INPUTS)
     # What is beyond the last feature or row is computed from the last one, and not stored.
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
-    weight_at = weight + read_feature[:, None] * IN_FEATURES + place[None, :]
-    rows_at = rows + read_row[None, :] * row_stride + place[:, None]
-    total = tl.zeros((FEATURES, ROWS), SUMS)
-    for start in range(0, IN_FEATURES, INPUTS):
-        if IN_FEATURES % INPUTS == 0:
-            left = tl.load(weight_at)
-            right = tl.load(rows_at)
-        else:
-            is_input = place < IN_FEATURES - start
-            left = tl.load(weight_at, mask=is_input[None, :], other=0)
-            right = tl.load(rows_at, mask=is_input[:, None], other=0)
-        total = tl.dot(left.to(OPERANDS), right.to(OPERANDS), total, input_precision="ieee", out_dtype=SUMS)
-        weight_at += INPUTS
-        rows_at += INPUTS
-    result = total.to(tl.float32)
+    result = tile_sums(
+        weight + read_feature * IN_FEATURES, rows + read_row * row_stride,
+        IN_FEATURES, OPERANDS, SUMS, FEATURES, ROWS, INPUTS,
+    )  # fmt: skip
     if HAS_SCALES:
         result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
     if HAS_BIAS:
@@ -113,34 +182,17 @@ def grouped_linear_kernel(
 ):
     """Multiply rows [T, in] with a matrix of weights (value - zero) * scale of their group of GROUP inputs.
 
-    A row of `values` is INPUTS bytes for each 8 / BITS runs of INPUTS inputs: a byte has one of each run, the
-    first in its lowest bits. INPUTS divides GROUP, so that a run has one scale and one zero; `scales` and
-    `zeros` are [groups, out]. Values are multiplied as they are, and exactly, so that only sums are scaled.
+    A row of `values` is as `grouped_tile_sums` reads it; `scales` and `zeros` are [groups, out].
     """
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, INPUTS)
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
-    values_at = values + read_feature[:, None] * values_stride + place[None, :]
-    rows_at = rows + read_row[None, :] * row_stride + place[:, None]
-    total = tl.zeros((FEATURES, ROWS), tl.float32)
-    for start in range(0, IN_FEATURES, INPUTS * (8 // BITS)):
-        packed = tl.load(values_at)
-        for run in tl.static_range(8 // BITS):
-            first = start + run * INPUTS
-            left = packed
-            if BITS == 4:
-                left = (packed >> (4 * run)) & 15
-            right = tl.load(rows_at + first, mask=(place < IN_FEATURES - first)[:, None], other=0)
-            # A run beyond the last input is multiplied with zeros; its group must only be one that there is.
-            table = tl.minimum(first // GROUP, IN_FEATURES // GROUP - 1) * out_features + read_feature
-            exact = tl.dot(left.to(OPERANDS), right.to(OPERANDS), input_precision="ieee", out_dtype=SUMS).to(
-                tl.float32
-            )
-            of_zeros = tl.load(zeros + table)[:, None] * tl.sum(right.to(tl.float32), axis=0)[None, :]
-            total += (exact - of_zeros) * tl.load(scales + table)[:, None]
-        values_at += INPUTS
+    total = grouped_tile_sums(
+        values + read_feature * values_stride, scales + read_feature, zeros + read_feature, out_features,
+        rows + read_row * row_stride,
+        IN_FEATURES, BITS, GROUP, OPERANDS, SUMS, FEATURES, ROWS, INPUTS,
+    )  # fmt: skip
     if HAS_ROW_SCALES:
         total *= tl.load(row_scales + read_row)[None, :]
     if HAS_BIAS:
