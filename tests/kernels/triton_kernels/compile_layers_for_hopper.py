@@ -14,6 +14,7 @@ import torch
 from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.tiles import HeadLayout
+from quire.kernels.token_choice import RowDraws
 from quire.kernels.triton import device
 
 device.kernel_device = functools.partial(torch.device, "cpu")  # before the kernels' modules take it
@@ -38,6 +39,7 @@ def main() -> None:
     kernels.sampling.likeliest(logits, np.arange(2))
     kernels.sampling.sum_exp(logits, logits[:, 0], np.ones(2))
     kernels.sampling.ranks(logits, np.arange(2))
+    choose(kernels, torch.from_numpy(logits))
     print(*compiled, sep="\n")
 
 
@@ -52,6 +54,12 @@ def rotate(kernels: TritonKernels) -> None:
             torch.zeros(5, 12 * 128, dtype=BFLOAT16), kv, batch, heads=heads, cos=angles, sin=angles,
             q_norm=torch.ones(128), k_norm=torch.ones(128), eps=1e-6,
         )  # fmt: skip
+
+
+def choose(kernels: TritonKernels, logits: torch.Tensor) -> None:
+    """Draw a token of each row."""
+    ones = torch.ones(len(logits), dtype=torch.float64)
+    kernels.token_choice.choose(logits, RowDraws(ones, ones.long(), ones, ones, ones))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,13 @@ from quire.kernels.memory import WeightMemory
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling import SamplingKernels
 from quire.kernels.tiles import HeadLayout
+from quire.kernels.token_choice import TokenChoice
 from quire.kernels.triton import rows as row_kernels
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
 from quire.kernels.triton.sampling import TritonSampling
+from quire.kernels.triton.token_choice import TritonChoice
 from quire.kernels.weights import Weight
 
 _REFERENCE = ReferenceKernels()
@@ -36,6 +38,7 @@ class TritonKernels(KernelSet):
 
     name = "triton"
     sampling: ClassVar[SamplingKernels] = TritonSampling()
+    token_choice: ClassVar[TokenChoice | None] = TritonChoice()
     weight_layout = None
 
     @override

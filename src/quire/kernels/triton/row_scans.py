@@ -1,7 +1,8 @@
 """What sampling asks of whole rows of logits, in Triton: no row is sorted, and its parts have a program each.
 
 Tensors are on the device, and nothing waits for it. Logits are [R, V] float32; `rows` [S] int64 says which
-of them to work on, None: all.
+of them to work on, None: all. What `likeliest` and `sum_exp` return for a row that is negative means nothing:
+such a row costs no work, and it takes no host to leave it out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ def _row_at(logits, rows, row, row_stride, HAS_ROWS: tl.constexpr):
     if HAS_ROWS:
         row = tl.load(rows + row)
     return logits + row * row_stride
+
+
+@triton.jit
+def _is_left_out(rows, row, HAS_ROWS: tl.constexpr):
+    is_left_out = False
+    if HAS_ROWS:
+        is_left_out = tl.load(rows + row) < 0
+    return is_left_out
 
 
 @triton.jit
@@ -71,6 +80,8 @@ def _group_maxima_kernel(
     SIZE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    if _is_left_out(rows, row, HAS_ROWS):
+        return
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     in_group = tl.arange(0, SIZE)
     place = group[:, None] * group_size + in_group[None, :]
@@ -96,6 +107,8 @@ def _collect_kernel(
     PART: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    if _is_left_out(rows, row, HAS_ROWS):
+        return
     row_at = _row_at(logits, rows, row, row_stride, HAS_ROWS)
     threshold = tl.load(thresholds + row)
     count = tl.zeros((), tl.int32)
@@ -125,6 +138,8 @@ def _sum_exp_kernel(
     PART: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    if _is_left_out(rows, row, HAS_ROWS):
+        return
     place = tl.program_id(1) * PART + tl.arange(0, PART)
     row_at = _row_at(logits, rows, row, row_stride, HAS_ROWS)
     found = tl.load(row_at + place, mask=place < vocab_size, other=float("-inf")).to(tl.float64)

@@ -1,0 +1,133 @@
+"""Choosing the next token of each row of logits in Triton: what `quire.execution.selection` does on the host.
+
+Nothing waits for the device, and what is launched depends on the number of rows and the vocabulary only.
+Rows are decided from their likeliest tokens, and the few that cannot be are searched (`tail_search`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from typing_extensions import override
+
+from quire.kernels.bounds import MAX_HEAD_TOKENS
+from quire.kernels.token_choice import RowDraws, TokenChoice
+from quire.kernels.triton import row_scans
+from quire.kernels.triton.tail_search import TO_SEARCH, relative_weight, search_tails
+from quire.step import NO_TOKEN
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+
+
+@triton.jit
+def _decide_kernel(
+    head_logits,
+    head_ids,
+    head_counts,
+    head_is_complete,
+    sums,
+    best_ids,
+    maxima,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    uniforms,
+    token_ids,
+    vocab_size,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    maximum, temperature = tl.load(maxima + row), tl.load(temperatures + row)
+    if (maximum != maximum) | (tl.abs(maximum) == float("inf")):
+        tl.store(token_ids + row, _NO_TOKEN)
+    elif temperature <= 0.0:
+        tl.store(token_ids + row, tl.load(best_ids + row))
+    else:
+        top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+        num_head, is_complete = tl.load(head_counts + row), tl.load(head_is_complete + row) != 0
+        place = tl.arange(0, WIDTH)
+        weights = relative_weight(tl.load(head_logits + row * WIDTH + place), maximum, temperature)
+        cumulative = tl.cumsum(weights, axis=0)
+        num_passing = tl.sum((weights >= min_p).to(tl.int64), axis=0)
+        num_kept = tl.minimum(num_passing, top_k)
+        reaches_end = (num_passing < num_head) | (top_k <= num_head) | is_complete
+        keeps_all = (top_k >= vocab_size) & (min_p == 0.0)
+        # The mass of all tokens that min-p and top-k keep is known if the head has them, or if all are kept.
+        mass = tl.sum(tl.where(place == num_kept - 1, cumulative, 0.0), axis=0)
+        mass = tl.where(keeps_all & (not reaches_end), tl.load(sums + row), mass)
+        is_decided = reaches_end | keeps_all
+        if top_p < 1.0:
+            num_nucleus = 1 + tl.sum((cumulative < top_p * mass).to(tl.int64), axis=0)
+            is_decided = is_decided & (reaches_end | (num_nucleus <= num_head))
+            num_kept = tl.minimum(num_kept, num_nucleus)
+            mass = tl.sum(tl.where(place == num_kept - 1, cumulative, 0.0), axis=0)
+        index = tl.sum((cumulative <= tl.load(uniforms + row) * mass).to(tl.int64), axis=0)
+        is_decided = is_decided & (index < num_head)
+        # Sums in parallel may fall by a last bit from one place to the next.
+        index = tl.minimum(index, num_kept - 1)
+        token = tl.sum(tl.where(place == index, tl.load(head_ids + row * WIDTH + place), 0), axis=0)
+        tl.store(token_ids + row, tl.where(is_decided, token, TO_SEARCH))
+
+
+class TritonChoice(TokenChoice):
+    """Takes logits whose rows' numbers are adjacent; without draws, it costs one scan of them.
+
+    Raises:
+        TypeError, ValueError: tensors have other types or shapes than the interface says.
+    """
+
+    @override
+    def choose(
+        self, logits: torch.Tensor, draws: RowDraws | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _check(logits, draws)
+        best_ids, maxima = row_scans.largest(logits)
+        if draws is None:
+            return best_ids.masked_fill(~maxima.isfinite(), NO_TOKEN), maxima
+        return _draw(logits, draws, best_ids, maxima), maxima
+
+
+def _draw(
+    logits: torch.Tensor, draws: RowDraws, best_ids: torch.Tensor, maxima: torch.Tensor
+) -> torch.Tensor:
+    num_rows, vocab_size = logits.shape
+    token_ids = torch.empty_like(best_ids)
+    if not num_rows:
+        return token_ids
+    numbers = torch.arange(num_rows, device=logits.device)
+    drawn = numbers.masked_fill((draws.temperature <= 0) | ~maxima.isfinite(), -1)
+    head_logits, head_ids, head_counts, is_complete = row_scans.likeliest(logits, drawn)
+    needs_no_sum = (draws.top_k < vocab_size) | (draws.min_p > 0) | is_complete
+    sums = row_scans.sum_exp(logits, maxima, draws.temperature, drawn.masked_fill(needs_no_sum, -1))
+    _decide_kernel[(num_rows,)](
+        head_logits, head_ids, head_counts, is_complete, sums, best_ids, maxima, draws.temperature,
+        draws.top_k, draws.top_p, draws.min_p, draws.uniforms, token_ids, vocab_size, WIDTH=MAX_HEAD_TOKENS,
+    )  # fmt: skip
+    search_tails(logits, maxima, draws, token_ids)
+    return token_ids
+
+
+def _check(logits: torch.Tensor, draws: RowDraws | None) -> None:
+    if logits.dtype is not torch.float32:
+        raise TypeError(f"logits are {logits.dtype}; they must be float32")
+    if logits.dim() != 2 or not logits.shape[1] or (logits.stride(1) != 1 and logits.shape[1] > 1):
+        raise ValueError(
+            f"logits are {tuple(logits.shape)} with strides {logits.stride()}; they must be two-dimensional, "
+            "have at least 1 token, and a row's numbers adjacent"
+        )
+    if draws is None:
+        return
+    for field in dataclasses.fields(draws):
+        tensor = getattr(draws, field.name)
+        dtype = torch.int64 if field.name == "top_k" else torch.float64
+        if tensor.dtype is not dtype:
+            raise TypeError(f"{field.name} is {tensor.dtype}; it must be {dtype}")
+        if tensor.shape != (len(logits),) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{field.name} is {tuple(tensor.shape)} with strides {tensor.stride()}; it must be "
+                f"[{len(logits)}] and contiguous"
+            )
