@@ -64,14 +64,14 @@ class LateCopy:
 def unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have a device choose; returns how many tokens of each step only the device knew."""
     counts: list[int] = []
-    input_ids = DeviceSampler.input_ids
+    encoded_ids = DeviceSampler.encoded_ids
 
-    def watched(self: DeviceSampler, known: np.ndarray, last_of: np.ndarray) -> torch.Tensor:
+    def watched(self: DeviceSampler, known: np.ndarray, last_of: np.ndarray) -> np.ndarray:
         counts.append(int((last_of >= 0).sum()))
         # What the host does not know must not matter.
-        return input_ids(self, np.where(last_of >= 0, 10**6, known), last_of)
+        return encoded_ids(self, np.where(last_of >= 0, 10**6, known), last_of)
 
-    monkeypatch.setattr(DeviceSampler, "input_ids", watched)
+    monkeypatch.setattr(DeviceSampler, "encoded_ids", watched)
     monkeypatch.setattr(type(kernel_set()), "token_choice", HostChoice())
     monkeypatch.setattr(device_sampling, "HostCopy", LateCopy)
     return counts

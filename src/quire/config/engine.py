@@ -115,6 +115,11 @@ class EngineConfig:
         "interpreter, which is very slow), reference (plain torch, slow), or auto (triton on a GPU, else "
         "native if installed).",
     )
+    cuda_graphs: bool = knob(
+        default=True,
+        help="On a GPU, record decode steps as CUDA graphs and replay them, which asks less of the host. "
+        "Each size of step is recorded when it comes up for the second time.",
+    )
     scheduler_cls: Annotated[str | Any, BuiltIn()] = knob(
         default="quire.scheduling.Scheduler",
         help="Dotted name of the SchedulerInterface class to use; in Python also the class itself.",

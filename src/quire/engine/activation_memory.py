@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from quire.config import SparseAttentionMode
 from quire.engine.eviction_memory import eviction_bytes
 from quire.kernels import bounds
+from quire.kernels.size_classes import size_class
 from quire.models.config import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -36,9 +37,11 @@ def activation_bytes(
     widest point of a step of `max_num_batched_tokens` tokens: inside attention, inside the feed-forward
     layer, or in the sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most. `model` is
     that of one of `num_ranks` ranks, which also hold what they exchange; each computes on `num_threads`. With
-    `on_gpu`, only what is in the GPU's memory counts: the sampler is on the host.
+    `on_gpu`, only what is in the GPU's memory counts, with the angles of all positions.
     """
     tokens = scheduler.max_num_batched_tokens
+    if on_gpu:
+        tokens = size_class(tokens)  # recorded steps are rounded up
     places = min(scheduler.max_num_seqs + num_drafts, tokens)
     item = DTYPE_BYTES[dtype]
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -57,8 +60,8 @@ def activation_bytes(
     attention += key_selection_bytes(scheduler, model, max_model_len, num_threads)
     kept += eviction_bytes(scheduler, model, max_model_len)
     if on_gpu:
-        sampler = 0
-    elif is_native:
+        kept += max_model_len * sum(rope.rotary_dim for rope in model.ropes) * FLOAT32_BYTES
+    if on_gpu or is_native:
         sampler = places * bounds.MAX_HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)
         sampler += places * model.vocab_size * FLOAT32_BYTES  # the logits before penalties and masks
     else:
@@ -93,8 +96,8 @@ def _attention_bytes(
     num_threads: int,
 ) -> int:
     """Return the maximum scratch memory of attention in bytes."""
-    if on_gpu:
-        return bounds.GPU_TILE_HEIGHTS * bounds.GPU_PART_BYTES
+    if on_gpu:  # those of recorded steps have memory of their own
+        return (bounds.GPU_TILE_HEIGHTS + 1) * bounds.GPU_PART_BYTES
     if is_native and not model.head_dim % bounds.HEAD_DIM_MULTIPLE and model.head_dim <= bounds.MAX_HEAD_DIM:
         return native_attention_bytes(model, max_model_len, num_threads)
     rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)

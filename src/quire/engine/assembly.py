@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quire.engine.drafting import DraftModel
     from quire.engine.memory_plan import MemoryPlan
     from quire.execution.model_runner import Model, ModelRunner
+    from quire.execution.step_graphs import Record
     from quire.kv.paged_cache import PagedAttentionCache
     from quire.models.config import ModelConfig
 
@@ -188,7 +189,19 @@ def build_runner(
         sparse_attention=config.scheduler.sparse_attention_config
         if config.scheduler.use_sparse_attention
         else None,
+        record=_record(config, model),
     )
+
+
+def _record(config: EngineConfig, model: Model) -> Record | None:
+    """Return what records decode steps on a GPU, and have the model stay where it is from now on."""
+    if config.device != "cuda" or not config.cuda_graphs:
+        return None
+    from quire.kernels.cuda_graphs import CudaGraphs
+    from quire.kernels.size_classes import size_class
+
+    model.reserve(size_class(config.scheduler.max_num_batched_tokens))
+    return CudaGraphs().record
 
 
 def _load(

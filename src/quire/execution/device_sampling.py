@@ -81,19 +81,18 @@ class DeviceSampler:
         self._last.index_copy_(0, of_slots, token_ids.clamp(min=_PLACEHOLDER))
         return TokensInFlight(token_ids, maxima)
 
-    def input_ids(self, known: Int64Array, last_of: Int64Array) -> torch.Tensor:
-        """Return the token ids of a step on the device, [T] int64.
+    def encoded_ids(self, known: Int64Array, last_of: Int64Array) -> Int64Array:
+        """Return what `input_ids` makes token ids of, [T].
 
         Args:
             known: [T] token ids; any number where the host does not know the token yet.
             last_of: [T] the slot whose last token it is there, -1 elsewhere.
         """
-        is_known = last_of == _NO_SLOT
-        if is_known.all():
-            return to_device(torch.from_numpy(known), self._last.device)
-        # One copy for both: a slot is a negative number.
-        mixed = to_device(torch.from_numpy(np.where(is_known, known, -1 - last_of)), self._last.device)
-        return torch.where(mixed < 0, self._last[(-1 - mixed).clamp(min=0)], mixed)
+        return np.where(last_of == _NO_SLOT, known, -1 - last_of)
+
+    def input_ids(self, encoded: torch.Tensor) -> torch.Tensor:
+        """Return the token ids of a step, [T] int64 on the device, of `encoded_ids` on the device."""
+        return torch.where(encoded < 0, self._last[(-1 - encoded).clamp(min=0)], encoded)
 
     def _draws(self, slots: Int64Array, positions: Int64Array) -> RowDraws | None:
         is_random = self._table.is_random(slots)

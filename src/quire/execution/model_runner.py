@@ -17,6 +17,7 @@ from quire.execution.prompt_logprobs import PromptLogprobs
 from quire.execution.proposer import GuardedProposer, Proposer
 from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.sparse_prefill import SparsePrefill
+from quire.execution.step_graphs import Record, StepGraphs
 from quire.execution.step_in_flight import StepInFlight, report_tokens
 from quire.execution.step_sampling import StepSampler
 from quire.execution.token_masks import TokenMasks
@@ -63,6 +64,9 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`."""
 
+    def reserve(self, num_tokens: int) -> None:
+        """See `Decoder.reserve`."""
+
 
 class ModelRunner:
     """Executes the steps that the scheduler plans.
@@ -79,6 +83,7 @@ class ModelRunner:
         connector: moves KV in and out of `kv_cache`.
         sparse_attention: which keys the tokens of prompts leave out; None: none.
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector or a proposer.
+        record: records what the device is asked for, for decode steps; None: nothing is recorded.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class ModelRunner:
         connector: KVConnector | None = None,
         eviction: CacheEvictionConfig | None = None,
         sparse_attention: SparseAttentionConfig | None = None,
+        record: Record | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -115,6 +121,9 @@ class ModelRunner:
             self._sampler.host_kernels,
         )
         self._in_flight: list[StepInFlight] = []  # whose tokens the batch lacks
+        self._graphs: StepGraphs | None = None
+        if record is not None:
+            self._graphs = StepGraphs(model, kv_cache, record, self._sampler.input_ids)
         self._sparse = None if sparse_attention is None else SparsePrefill(sparse_attention, block_size)
         self._evictor = None
         if eviction is not None:
@@ -156,14 +165,13 @@ class ModelRunner:
         if len(output.slots):
             self._batch.check(output)
             self._batch.write_drafts(output)
-            hidden = self._forward(output)
-            self._batch.note_computed(output)
-            if self._evictor is not None:
-                self._evictor.end(output)
-            self._prompt_logprobs.report(output, hidden, result)
-            in_flight = self._sample(output, grammar, hidden, result)
-            if in_flight is not None:
-                return in_flight
+            sampling = SamplingPositions.of(output)
+            is_plain = self._is_plain_decode(output)
+            logits = self._decode(output) if is_plain else self._compute(output, sampling, result)
+            if logits is not None:
+                in_flight = self._sample(output, sampling, grammar, logits, result)
+                if in_flight is not None:
+                    return in_flight
         return dataclasses.replace(
             result,
             draft_token_ids=self._propose(output, sampled_token_ids),
@@ -214,6 +222,38 @@ class ModelRunner:
             eos_token_ids=request.eos_token_ids,
         )
 
+    def _is_plain_decode(self, output: SchedulerOutput) -> bool:
+        """Return whether a step computes and samples one token of each request, and nothing else."""
+        others = self._proposer, self._transfers, self._evictor, self._sparse
+        return (
+            self._graphs is not None
+            and not any(other is not None for other in others)
+            and bool((output.num_tokens == 1).all() and output.samples.all())
+            and not self._batch.prompt_logprobs_end[output.slots].any()
+        )
+
+    def _decode(self, output: SchedulerOutput) -> torch.Tensor:
+        """Compute a plain decode step; return its logits, [S, vocab]."""
+        assert self._graphs is not None
+        batch = self._attention_batch(output)
+        logits = self._graphs.logits(self._encoded_ids(output.slots, batch.positions.numpy()), batch)
+        self._batch.note_computed(output)
+        return logits
+
+    def _compute(
+        self, output: SchedulerOutput, sampling: SamplingPositions, result: ModelRunnerOutput
+    ) -> torch.Tensor | None:
+        """Compute any step; return the logits of its P sampling positions, [P, vocab], None without any."""
+        hidden = self._forward(output)
+        self._batch.note_computed(output)
+        if self._evictor is not None:
+            self._evictor.end(output)
+        self._prompt_logprobs.report(output, hidden, result)
+        if not sampling.rows.size:
+            return None
+        rows = to_device(torch.from_numpy(sampling.tokens), hidden.device)
+        return self._model.logits(hidden[rows])
+
     def _forward(self, output: SchedulerOutput) -> torch.Tensor:
         """Return the last hidden state of every scheduled token, [T, hidden], and write its KV."""
         batch = self._attention_batch(output)
@@ -221,7 +261,8 @@ class ModelRunner:
         positions = batch.positions.numpy()
         if self._evictor is not None:
             positions = self._evictor.positions_in_text(positions, output)
-        token_ids = self._token_ids(rows, positions)
+        encoded = torch.from_numpy(self._encoded_ids(rows, positions))
+        token_ids = self._sampler.input_ids(to_device(encoded, self._model.kernels.device))
         if self._proposer is not None:
             self._proposer.follow(token_ids, batch)
         hook: LayerHook | None = self._transfers
@@ -230,12 +271,10 @@ class ModelRunner:
             hook = self._evictor
         return self._model.forward(token_ids, self._kv_cache, batch, hook=hook)
 
-    def _token_ids(self, rows: IntArray, positions: Int64Array) -> torch.Tensor:
-        """Return the token ids of a step, [T] int64 on the device."""
+    def _encoded_ids(self, rows: IntArray, positions: Int64Array) -> Int64Array:
+        """Return what the sampler makes the token ids of a step of, [T]."""
         known = self._batch.token_ids[rows, positions].astype(np.int64)
-        if self._sampler.device is None:
-            return to_device(torch.from_numpy(known), self._model.kernels.device)
-        return self._sampler.device.input_ids(known, self._batch.slots_of_unknown(rows, positions))
+        return self._sampler.encoded_ids(known, self._batch.slots_of_unknown(rows, positions))
 
     def _attention_batch(self, output: SchedulerOutput) -> AttentionBatch:
         skipped_keys, key_selection = self._left_out_keys(output)
@@ -275,18 +314,15 @@ class ModelRunner:
     def _sample(
         self,
         output: SchedulerOutput,
+        sampling: SamplingPositions,
         grammar: GrammarOutput | None,
-        hidden: torch.Tensor,
+        logits: torch.Tensor,
         result: ModelRunnerOutput,
     ) -> StepInFlight | None:
         """Sample, and put the tokens into `result`; return the step if nobody here has to wait for them."""
-        sampling = SamplingPositions.of(output)
-        if not sampling.rows.size:
-            return None
-        rows = to_device(torch.from_numpy(sampling.tokens), hidden.device)
         slots = output.slots[sampling.rows].astype(np.int64)
         begun = self._sampler.begin(
-            self._model.logits(hidden[rows]),
+            logits,
             slots[sampling.request],
             sampling.positions,
             None if grammar is None else TokenMasks.of(grammar, output, sampling),

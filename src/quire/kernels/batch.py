@@ -6,29 +6,35 @@ Everything that depends on the step but not on the layer is computed once here a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from quire.kernels.key_scores import KeyScores
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
+from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays
 from quire.kernels.tiles import AttentionPlan, HeadLayout, Int64Array, plan_attention
+
+NO_BLOCK = -1  # of rows that are nobody's
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class AttentionBatch:
     """One step's tokens, sequence after sequence: prefill chunks and decodes alike.
 
-    It is in the host's memory; kernels of another device copy what they need once, see `plans`.
+    It is in the host's memory; kernels of another device have what they need of it copied once, see
+    `on_device`.
 
     S sequences, T tokens. Sequence s computes `num_tokens[s]` tokens, the ones after the tokens that it has
     computed. Their keys and values follow the `num_cached_tokens[s]` in its cache, which are all of these
     unless some were evicted: then a token's place in the cache is not its position.
     """
 
-    positions: torch.Tensor  # [T] int64, absolute
+    positions: torch.Tensor  # [T] int64, absolute; here and in the next two, T may be more, see `padded`
     block_size: int  # tokens
     slot_blocks: torch.Tensor  # [T] int64, block of each token
     slot_offsets: torch.Tensor  # [T] int64, place of each token in its block
@@ -39,6 +45,7 @@ class AttentionBatch:
     skipped_keys: SkippedKeys | None = None  # in layers without a window; None: none
     key_selection: KeySelection | None = None  # likewise; None: all tokens see all keys
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
+    step_arrays: StepArrays = dataclasses.field(default_factory=StepArrays)
 
     @classmethod
     def build(
@@ -104,6 +111,35 @@ class AttentionBatch:
         )
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the step's tensors: T, or more, see `padded`."""
+        return len(self.positions)
+
+    def padded(self, num_rows: int, step_arrays: StepArrays) -> Self:
+        """Return this step with `num_rows` rows, at least T; those after the tokens are nobody's.
+
+        What they hold is of no account, but finite; nothing is written to the cache for them. Kernels need
+        not support that unless they run in recorded steps, which `step_arrays` are for.
+        """
+        count = num_rows - self.num_rows
+        return dataclasses.replace(
+            self,
+            positions=F.pad(self.positions, (0, count)),
+            slot_blocks=F.pad(self.slot_blocks, (0, count), value=NO_BLOCK),
+            slot_offsets=F.pad(self.slot_offsets, (0, count)),
+            plans={},
+            step_arrays=step_arrays,
+        )
+
+    def on_device(self, name: Hashable, make: MakeArrays, device: torch.device) -> DeviceArrays:
+        """Return what `make` returns for this step on a device, copied once; `name` stands for `make`."""
+        return self.step_arrays.of(self, name, make, device)
+
+    def positions_on(self, device: torch.device) -> torch.Tensor:
+        """Return the positions [T] on a device, copied once."""
+        return self.on_device("positions", _positions, device).arrays[0]
+
+    @property
     def last_position(self) -> int:
         """The highest position of all tokens; -1: there are no tokens."""
         return int(self.positions.max()) if len(self.positions) else -1
@@ -124,6 +160,10 @@ class AttentionBatch:
             )
             self.plans[key] = plan
         return plan
+
+
+def _positions(batch: AttentionBatch) -> HostArrays:
+    return HostArrays((batch.positions.numpy(),))
 
 
 def _refuse_scores(skipped: SkippedKeys, scores: npt.NDArray[np.bool_]) -> None:

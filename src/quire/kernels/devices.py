@@ -14,6 +14,13 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def copy_to_device(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor of the host to `target`, which may be on a device; nobody waits for that."""
+    if target.device.type == "cuda":
+        source = source.pin_memory()
+    target.copy_(source, non_blocking=True)
+
+
 class HostCopy:
     """A device's tensor on its way to the host's memory."""
 

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import to_device
 from quire.kernels.experts import Experts
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
@@ -96,6 +95,13 @@ class Decoder:
         """Type of the hidden states."""
         return self.embedding.dtype
 
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate what steps of up to `num_tokens` tokens need, so that its addresses stay the same."""
+        self._workspace.step(num_tokens)
+        nowhere = torch.zeros(0, dtype=torch.int64, device=self.kernels.device)
+        for table in self._rotary:
+            table.rows(nowhere, last=self.config.max_model_len)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -118,11 +124,10 @@ class Decoder:
         Returns:
             [T, hidden] on the device, normalized and ready for `logits`; the next step overwrites it.
         """
-        device = self.kernels.device
         hidden = self._embed(token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
-        positions, last = to_device(batch.positions, device), batch.last_position
+        positions, last = batch.positions_on(self.kernels.device), batch.last_position
         angles = [table.rows(positions, last=last) for table in self._rotary]
         buffers = self._workspace.step(len(token_ids))
         inputs = self._first_norm(hidden, buffers)

@@ -74,6 +74,10 @@ class LeadingDecoder:
         except Exception as error:
             raise self._ranks.failure(error) from error
 
+    def reserve(self, num_tokens: int) -> None:
+        """See `Decoder.reserve`; of this rank."""
+        self._decoder.reserve(num_tokens)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`."""
         hidden = hidden.contiguous()

@@ -144,14 +144,14 @@ def _check_query(query: torch.Tensor, layer: TritonLayer, batch: AttentionBatch)
         raise TypeError(f"the query is {query.dtype}; it must be float32, bfloat16 or float16")
     num_tokens, num_heads, head_dim = query.shape
     if (
-        num_tokens != int(batch.num_tokens.sum())
+        num_tokens != batch.num_rows
         or num_heads % layer.num_kv_heads
         or head_dim != layer.head_dim
         or query.stride(2) != 1
     ):
         raise ValueError(
             f"the query is {list(query.shape)} with strides {query.stride()}; it must be "
-            f"[{int(batch.num_tokens.sum())}, a multiple of {layer.num_kv_heads}, {layer.head_dim}] for this "
+            f"[{batch.num_rows}, a multiple of {layer.num_kv_heads}, {layer.head_dim}] for this "
             "step and cache, and a head's features adjacent"
         )
     if batch.block_size != layer.page_size:

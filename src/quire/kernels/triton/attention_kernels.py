@@ -101,7 +101,10 @@ def merge(top, total, sums, other_top, other_total, other_sums):
 
 @triton.jit
 def finish(top, total, sums, sinks, query_head, is_row, HAS_SINKS: tl.constexpr):
-    """Let the sinks take part. Return the largest score, the sum of weights and the attention."""
+    """Let the sinks take part. Return the largest score, the sum of weights and the attention.
+
+    Rows without keys, for which `is_row` is false, have none.
+    """
     if HAS_SINKS:
         sink = tl.load(sinks + query_head, mask=is_row, other=float("-inf")) * _LOG2_E
         new_top = tl.maximum(top, sink)
@@ -282,7 +285,8 @@ def attend(
             span_top, span_total, span_sums = no_top, no_total, no_sums
 
     if part < 0:
-        top, total, attended = finish(top, total, sums, sinks, query_head, is_row, HAS_SINKS)
+        has_keys = is_row & (num_tiles > 0)
+        top, total, attended = finish(top, total, sums, sinks, query_head, has_keys, HAS_SINKS)
         store_attended(attended, out, token, query_head, is_row, 0, num_kv_heads * GROUP, HEAD_DIM)
         if HAS_STATISTICS:
             store_statistics(statistics, top, total, token, query_head, is_row, num_kv_heads * GROUP)

@@ -6,6 +6,7 @@ How it is cut decides only how long the step takes, see `attention_kernels`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,10 @@ import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import TILE
+from quire.kernels.size_classes import size_class
+from quire.kernels.step_arrays import HostArrays
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.attention_kernels import ITEM_FIELDS, MERGE_FIELDS, SPAN_TILES
-from quire.kernels.triton.device_arrays import to_device
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -26,8 +28,8 @@ MOST_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many reg
 PROGRAMS = 528  # that keep a GPU busy: four for each multiprocessor of an H100
 MAX_PART_BYTES = 256 << 20
 
-_NAME = "triton attention"  # among a batch's plans
 _SPAN_TILES = SPAN_TILES.value
+_PART = 10  # the field of an item
 _NO_PART = -1
 
 
@@ -81,10 +83,18 @@ def attention_plan(
 
     `is_float32` says of what type products are.
     """
-    key = (_NAME, heads, window, is_float32)
+    key = ("triton attention", heads, window, is_float32)
     plan: AttentionPlan | None = batch.plans.get(key)
     if plan is None:
-        plan = batch.plans[key] = _plan(batch, heads, window, _row_classes(heads, is_float32), device)
+        classes = _row_classes(heads, is_float32)
+        arrays, numbers = batch.on_device(key, functools.partial(_plan, heads, window, classes), device)
+        *num_parts, has_gaps = numbers
+        planned = [
+            _tile_class(rows, arrays[2 * number], arrays[2 * number + 1], num_parts[number], heads)
+            for number, rows in enumerate(classes)
+        ]
+        plan = AttentionPlan(tuple(tiles for tiles in planned if len(tiles.items)), bool(has_gaps))
+        batch.plans[key] = plan
     return plan
 
 
@@ -93,23 +103,50 @@ def padded_features(head_dim: int) -> int:
     return max(16, power_of_two(head_dim))
 
 
-def _plan(
-    batch: AttentionBatch, heads: HeadLayout, window: int, classes: tuple[int, ...], device: torch.device
-) -> AttentionPlan:
+def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: AttentionBatch) -> HostArrays:
+    """Return items and merges of each class, and as numbers the parts of each, and whether there are gaps.
+
+    Items, merges and parts are rounded up to sizes that steps have again and again; those that are added do
+    nothing, but for the items of rows that are nobody's.
+    """
     num_rows = batch.num_tokens * heads.group
     cut = []
     lower = 0
     for rows in classes:
         in_class = (num_rows > lower) & ((num_rows <= rows) | (rows == classes[-1]))
         lower = rows
-        sequences = np.flatnonzero(in_class)
-        if len(sequences):
-            cut.append((rows, _query_tiles(batch, sequences, rows // heads.group, window)))
-    num_spans = sum(int((-(-tiles.num_tiles // _SPAN_TILES)).sum()) for _, tiles in cut)
+        cut.append(_query_tiles(batch, np.flatnonzero(in_class), rows // heads.group, window))
+    num_spans = sum(int((-(-tiles.num_tiles // _SPAN_TILES)).sum()) for tiles in cut)
     most_spans = max(1, 2 * num_spans * heads.num_kv_heads // PROGRAMS)  # of one program
-    has_gaps = any(bool((tiles.gap < tiles.gap_end).any()) for _, tiles in cut)
-    planned = tuple(_tile_class(rows, tiles, heads, most_spans, device) for rows, tiles in cut)
-    return AttentionPlan(planned, has_gaps)
+    has_gaps = any(bool((tiles.gap < tiles.gap_end).any()) for tiles in cut)
+    arrays: list[Int32Array] = []
+    numbers: list[int] = []
+    for rows, tiles in zip(classes, cut, strict=True):
+        items, merges, num_parts = _divided(rows, tiles, heads, most_spans)
+        if rows == classes[0]:
+            items = np.concatenate([items, _rows_of_nobody(batch)])
+        arrays += [_rounded_up(items), _rounded_up(merges)]
+        numbers.append(size_class(num_parts))
+    return HostArrays(tuple(arrays), (*numbers, int(has_gaps)))
+
+
+def _rows_of_nobody(batch: AttentionBatch) -> Int32Array:
+    """Return an item without keys for each row after the step's tokens, whose attention is then 0."""
+    num_tokens = int(batch.num_tokens.sum())
+    items = np.zeros((batch.num_rows - num_tokens, ITEM_FIELDS.value), dtype=np.int32)
+    items[:, 1] = np.arange(num_tokens, batch.num_rows)
+    items[:, 2] = 1
+    items[:, _PART] = _NO_PART
+    return items
+
+
+def _rounded_up(fields: Int32Array) -> Int32Array:
+    """Return items or merges [N, F] with some added that have no tokens."""
+    rounded = np.zeros((size_class(len(fields)), fields.shape[1]), dtype=np.int32)
+    if fields.shape[1] == ITEM_FIELDS.value:
+        rounded[:, _PART] = _NO_PART
+    rounded[: len(fields)] = fields
+    return rounded
 
 
 def _row_classes(heads: HeadLayout, is_float32: bool) -> tuple[int, ...]:
@@ -154,13 +191,28 @@ def _query_tiles(
 
 
 def _tile_class(
-    rows: int, tiles: _QueryTiles, heads: HeadLayout, most_spans: int, device: torch.device
+    rows: int, items: torch.Tensor, merges: torch.Tensor, num_parts: int, heads: HeadLayout
 ) -> TileClass:
     features = padded_features(heads.head_dim)
-    part_bytes = heads.num_kv_heads * rows * (features + 2) * 4
+    return TileClass(
+        rows=rows,
+        items=items,
+        merges=merges,
+        part_sums=torch.empty(num_parts, heads.num_kv_heads, rows, features, device=items.device),
+        part_statistics=torch.empty(num_parts, heads.num_kv_heads, 2, rows, device=items.device),
+    )
+
+
+def _divided(
+    rows: int, tiles: _QueryTiles, heads: HeadLayout, most_spans: int
+) -> tuple[Int32Array, Int32Array, int]:
+    """Return items, merges and the number of parts of tiles of one height."""
+    part_bytes = heads.num_kv_heads * rows * (padded_features(heads.head_dim) + 2) * 4
     is_divided = -(-tiles.num_tiles // _SPAN_TILES) > most_spans
     num_spans = -(-tiles.end_tile // _SPAN_TILES) - tiles.first_tile // _SPAN_TILES
-    is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= MAX_PART_BYTES // part_bytes
+    # Room for a quarter more, to which parts may be rounded up.
+    most_parts = MAX_PART_BYTES // part_bytes * 4 // 5
+    is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= most_parts
     whole, divided = tiles.pick(np.flatnonzero(~is_divided)), tiles.pick(np.flatnonzero(is_divided))
     parts, num_parts = _spans(divided)
     items = np.concatenate([_fields(whole, None), _fields(parts, np.arange(len(parts.sequence)))])
@@ -168,14 +220,8 @@ def _tile_class(
     merges[:, 0], merges[:, 1] = divided.first_token, divided.num_tokens
     merges[:, 2], merges[:, 3] = np.cumsum(num_parts) - num_parts, num_parts
     work = np.concatenate([whole.num_tiles, parts.num_tiles])
-    items = items[np.argsort(-work, kind="stable")]  # the longest first, so that all end at about one time
-    return TileClass(
-        rows=rows,
-        items=to_device(items, device),
-        merges=to_device(merges, device),
-        part_sums=torch.empty(len(parts.sequence), heads.num_kv_heads, rows, features, device=device),
-        part_statistics=torch.empty(len(parts.sequence), heads.num_kv_heads, 2, rows, device=device),
-    )
+    # The longest first, so that all end at about one time.
+    return items[np.argsort(-work, kind="stable")], merges, len(parts.sequence)
 
 
 def _spans(tiles: _QueryTiles) -> tuple[_QueryTiles, Int64Array]:
@@ -200,7 +246,7 @@ def _fields(tiles: _QueryTiles, part: Int64Array | None) -> Int32Array:
     for number, field in enumerate(dataclasses.fields(tiles)):
         fields[:, number] = getattr(tiles, field.name)
     if part is not None:
-        fields[:, 10] = part
+        fields[:, _PART] = part
     return fields
 
 

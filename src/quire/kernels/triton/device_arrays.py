@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.batch import AttentionBatch
-
-_TABLES = "triton block tables"  # among a batch's plans
+from quire.kernels.size_classes import size_class
+from quire.kernels.step_arrays import HostArrays
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -20,17 +21,22 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def block_tables(batch: AttentionBatch, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """Return the step's block tables [S, max_blocks] int32 on a device, checked and copied once.
+    """Return the step's block tables [S or more, max_blocks or more] int32 on a device, checked once.
 
     Raises:
         IndexError: they end before a sequence does, or name a block that `num_blocks` do not include.
     """
-    key = _TABLES, num_blocks
-    tables: torch.Tensor | None = batch.plans.get(key)
-    if tables is None:
-        _check_tables(batch, num_blocks)
-        tables = batch.plans[key] = to_device(batch.block_tables, device)
-    return tables
+    make = functools.partial(_padded_tables, num_blocks)
+    return batch.on_device(("triton block tables", num_blocks), make, device).arrays[0]
+
+
+def _padded_tables(num_blocks: int, batch: AttentionBatch) -> HostArrays:
+    _check_tables(batch, num_blocks)
+    num_sequences, width = batch.block_tables.shape
+    shape = size_class(num_sequences), size_class(width)
+    tables = np.zeros(shape, dtype=np.int32)
+    tables[:num_sequences, :width] = batch.block_tables
+    return HostArrays((tables,))
 
 
 def _check_tables(batch: AttentionBatch, num_blocks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,13 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.page_quantizers import Int8PageQuantizer
 from quire.kernels.reference import write_kv
+from quire.kernels.step_arrays import HostArrays
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.device import is_interpreted, nearest_int, rounded
-from quire.kernels.triton.device_arrays import to_device
 from quire.kernels.triton.rows import rms_norm
 from quire.kernels.triton.tensors import check_norm_weight, check_rows
 
 _BLOCK = 64 if is_interpreted else 16  # heads of a program
-_PLACES = "triton slots"  # among a batch's plans
 
 
 @triton.jit
@@ -156,6 +156,8 @@ def _rotary_and_write_kv_kernel(
         second = narrow_second.to(tl.float32)
         rest = narrow_rest.to(tl.float32)
         block = tl.load(slot_blocks + token, mask=is_head, other=0)
+        is_key &= block >= 0  # which rows that are nobody's do not have
+        is_value &= block >= 0
         offset = tl.load(slot_offsets + token, mask=is_head, other=0)
         key_head = head - NUM_HEADS
         value_head = head - NUM_HEADS - NUM_KV_HEADS
@@ -299,17 +301,18 @@ def _norm_of_heads(
     return norm
 
 
-def _places(batch: AttentionBatch, kv: KVLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the blocks of the step's tokens and the places in them on a device, checked and copied once."""
+def _places(batch: AttentionBatch, kv: KVLayer, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the blocks of the step's rows and the places in them on a device, checked and copied once."""
     _, num_pages, page_size, _ = kv.key_pages.shape
-    key = _PLACES, num_pages, page_size
-    places: tuple[torch.Tensor, torch.Tensor] | None = batch.plans.get(key)
-    if places is None:
-        blocks, offsets = batch.slot_blocks.numpy(), batch.slot_offsets.numpy()
-        _check_places("slot_blocks", blocks, batch, num_pages)
-        _check_places("slot_offsets", offsets, batch, page_size)
-        places = batch.plans[key] = to_device(blocks, device), to_device(offsets, device)
-    return places
+    make = functools.partial(_checked_places, num_pages, page_size)
+    return batch.on_device(("triton slots", num_pages, page_size), make, device).arrays
+
+
+def _checked_places(num_pages: int, page_size: int, batch: AttentionBatch) -> HostArrays:
+    blocks, offsets = batch.slot_blocks.numpy(), batch.slot_offsets.numpy()
+    _check_places("slot_blocks", blocks, batch, num_pages)
+    _check_places("slot_offsets", offsets, batch, page_size)
+    return HostArrays((blocks, offsets))
 
 
 def _check_places(name: str, places: npt.NDArray[Any], batch: AttentionBatch, limit: int) -> None:
@@ -317,11 +320,13 @@ def _check_places(name: str, places: npt.NDArray[Any], batch: AttentionBatch, li
 
     Raises:
         IndexError: a place is out of range.
-        ValueError: there are more or fewer places than tokens, or they are of another type.
+        ValueError: there are more or fewer places than rows, or they are of another type.
     """
-    num_tokens = int(batch.num_tokens.sum())
-    if places.dtype != np.int64 or places.shape != (num_tokens,):
-        raise ValueError(f"{name} is {places.dtype} {list(places.shape)}; it must be int64 [{num_tokens}]")
+    if places.dtype != np.int64 or places.shape != (batch.num_rows,):
+        raise ValueError(
+            f"{name} is {places.dtype} {list(places.shape)}; it must be int64 [{batch.num_rows}]"
+        )
+    places = places[: int(batch.num_tokens.sum())]
     if ((places < 0) | (places >= limit)).any():
         raise IndexError(f"{name} are from {places.min()} to {places.max()}; the cache has {limit}")
 

@@ -1,0 +1,191 @@
+"""Decode steps that are recorded once for each size, and then replayed on new numbers.
+
+A GPU computes most operations of a decode step in less time than the host takes to ask for them. Recorded as
+one graph (a CUDA graph), they are asked for at once. What is replayed reads the same addresses and has the
+same sizes: so what changes from step to step is copied to places of its own before (`StaticArrays`), sizes
+are rounded up to some that steps have again and again (`size_class`), and each combination of sizes is
+recorded when it comes up for the second time. The first time compiles its kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.devices import copy_to_device
+from quire.kernels.size_classes import size_class
+from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays
+from quire.kv.paged_cache import PagedAttentionCache
+
+if TYPE_CHECKING:
+    from quire.execution.arrays import Int64Array
+    from quire.execution.model_runner import Model
+
+logger = logging.getLogger(__name__)
+
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""Records what a function asks its device for, without computing it; returns what replays it."""
+
+MAX_GRAPHS = 64
+"""Recordings that are kept; the least recently used goes first."""
+
+_TOKEN_IDS = "token ids"
+_ALIGNMENT = 16  # bytes, of arrays that are copied together
+
+
+class StepGraphs:
+    """Computes decode steps, each of whose rows is one token.
+
+    Args:
+        model: whose forward pass and logits are recorded.
+        kv_cache: where keys and values live.
+        record: of the device.
+        token_ids: makes token ids of what is copied for them, [T] int64 both, on the device.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: PagedAttentionCache,
+        record: Record,
+        token_ids: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._record = record
+        self._token_ids = token_ids
+        self._makers: dict[Hashable, MakeArrays] = {}
+        self._graphs: OrderedDict[Hashable, _StepGraph] = OrderedDict()
+        self._can_record = True
+
+    def logits(self, token_ids: Int64Array, batch: AttentionBatch) -> torch.Tensor:
+        """Compute a step whose T rows are one token each.
+
+        Args:
+            token_ids: [T] what token ids are made of.
+            batch: which tokens these are; without key scores, skipped or selected keys.
+
+        Returns:
+            [T, vocab] float32 on the device; the next step overwrites them.
+        """
+        num_tokens = batch.num_rows
+        padded = batch.padded(size_class(num_tokens), StepArrays())
+        made = {name: make(padded) for name, make in self._makers.items()}
+        made[_TOKEN_IDS] = HostArrays((np.pad(token_ids, (0, padded.num_rows - num_tokens)),))
+        graph = self._graph_of(made)
+        graph.arrays.fill(made)
+        batch = batch.padded(padded.num_rows, graph.arrays)
+        if graph.replay is None and graph.was_computed and self._can_record:
+            graph.replay = self._recorded(graph, batch)
+        if graph.replay is not None:
+            graph.replay()
+        else:
+            self._compute(graph, batch)
+            self._learn(graph)
+        assert graph.logits is not None
+        return graph.logits[:num_tokens]
+
+    def _graph_of(self, made: Mapping[Hashable, HostArrays]) -> _StepGraph:
+        sizes = tuple(
+            (name, tuple(array.shape for array in arrays), numbers)
+            for name, (arrays, numbers) in made.items()
+        )
+        graph = self._graphs.get(sizes)
+        if graph is None:
+            graph = self._graphs[sizes] = _StepGraph(StaticArrays(made, self._model.kernels.device))
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(sizes)
+        return graph
+
+    def _recorded(self, graph: _StepGraph, batch: AttentionBatch) -> Callable[[], None] | None:
+        try:
+            return self._record(lambda: self._compute(graph, batch))
+        except Exception:
+            logger.exception("a decode step cannot be recorded as a graph; steps are slower without")
+            self._can_record = False
+            return None
+
+    def _compute(self, graph: _StepGraph, batch: AttentionBatch) -> None:
+        token_ids = self._token_ids(graph.arrays.token_ids)
+        hidden = self._model.forward(token_ids, self._kv_cache, batch)
+        graph.logits = self._model.logits(hidden)
+
+    def _learn(self, graph: _StepGraph) -> None:
+        """Take note of what the step has read; if it is more than was known, the graph is another's."""
+        graph.was_computed = not graph.arrays.makers_of_others
+        self._makers.update(graph.arrays.makers_of_others)
+
+
+class _StepGraph:
+    """Steps of equal sizes. A recording needs `logits` and `arrays` to stay where they are."""
+
+    def __init__(self, arrays: StaticArrays) -> None:
+        self.arrays = arrays
+        self.logits: torch.Tensor | None = None
+        self.was_computed = False  # so that there is nothing left to compile
+        self.replay: Callable[[], None] | None = None
+
+
+class StaticArrays(StepArrays):
+    """Arrays at addresses that stay the same, all filled by one copy.
+
+    Args:
+        made: arrays of the sizes that they will have.
+        device: where they are.
+    """
+
+    def __init__(self, made: Mapping[Hashable, HostArrays], device: torch.device) -> None:
+        super().__init__()
+        self._places: dict[Hashable, list[slice]] = {}
+        end = 0
+        for name, (arrays, _) in made.items():
+            self._places[name] = []
+            for array in arrays:
+                self._places[name].append(slice(end, end + array.nbytes))
+                end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._octets = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._on_device = {
+            name: DeviceArrays(
+                tuple(
+                    self._octets[place].view(_torch_type(array)).view(array.shape)
+                    for place, array in zip(self._places[name], arrays, strict=True)
+                ),
+                numbers,
+            )
+            for name, (arrays, numbers) in made.items()
+        }
+        self.makers_of_others: dict[Hashable, MakeArrays] = {}
+        """What was asked for beside the arrays that there are; these are made once, and stay as they are."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """What token ids are made of, [T] int64."""
+        return self._on_device[_TOKEN_IDS].arrays[0]
+
+    def fill(self, made: Mapping[Hashable, HostArrays]) -> None:
+        """Copy arrays of the same sizes to the device; nobody waits for it."""
+        octets = np.zeros(len(self._octets), dtype=np.uint8)
+        for name, (arrays, _) in made.items():
+            for place, array in zip(self._places[name], arrays, strict=True):
+                octets[place] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        copy_to_device(torch.from_numpy(octets), self._octets)
+
+    @override
+    def of(
+        self, batch: AttentionBatch, name: Hashable, make: MakeArrays, device: torch.device
+    ) -> DeviceArrays:
+        if name not in self._places:
+            self.makers_of_others[name] = make
+        return super().of(batch, name, make, device)
+
+
+def _torch_type(array: np.ndarray[Any, Any]) -> torch.dtype:
+    return torch.from_numpy(array).dtype

@@ -1,0 +1,50 @@
+"""What the kernels of a device read of a step's plan: arrays that the host makes of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy.typing as npt
+import torch
+
+from quire.kernels.devices import to_device
+
+if TYPE_CHECKING:
+    from quire.kernels.batch import AttentionBatch
+
+
+class HostArrays(NamedTuple):
+    """Arrays in the host's memory, and numbers that kernels are launched with."""
+
+    arrays: tuple[npt.NDArray[Any], ...]
+    numbers: tuple[int, ...] = ()
+
+
+class DeviceArrays(NamedTuple):
+    """The same with the arrays on a device."""
+
+    arrays: tuple[torch.Tensor, ...]
+    numbers: tuple[int, ...] = ()
+
+
+MakeArrays = Callable[["AttentionBatch"], HostArrays]
+"""Depends on nothing but the batch and what does not change from step to step."""
+
+
+class StepArrays:
+    """The arrays of one step on its device, each copied when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._on_device: dict[Hashable, DeviceArrays] = {}
+
+    def of(
+        self, batch: AttentionBatch, name: Hashable, make: MakeArrays, device: torch.device
+    ) -> DeviceArrays:
+        """Return what `make` returns for `batch`, on a device. `name` stands for `make`."""
+        found = self._on_device.get(name)
+        if found is None:
+            arrays, numbers = make(batch)
+            on_device = tuple(to_device(torch.from_numpy(array), device) for array in arrays)
+            found = self._on_device[name] = DeviceArrays(on_device, numbers)
+        return found

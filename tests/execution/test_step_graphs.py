@@ -1,0 +1,145 @@
+"""Decode steps that are recorded and replayed, in Triton's interpreter: the tokens and bits of other steps.
+
+`OperationTape` stands for the CUDA graphs of a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver, model_cache
+
+from checkpoints import make_checkpoint
+from operation_tape import OperationTape
+from quire.execution import step_graphs
+from quire.execution.model_runner import ModelRunner
+from quire.execution.step_graphs import StepGraphs
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.size_classes import size_class
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import WeightOptions, load_decoder
+from quire.models.decoder import Decoder
+from quire.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, logprobs=0)
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Records as a GPU would; counts recordings and replays."""
+
+    num_recordings: int = 0
+    num_replays: int = 0
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self.num_recordings += 1
+        with OperationTape() as tape:
+            compute()
+
+        def replay() -> None:
+            self.num_replays += 1
+            tape.replay()
+
+        return replay
+
+
+def load(family: str, path: Path, **options: Any) -> Decoder:
+    checkpoint = make_checkpoint(family, path, num_key_value_heads=1, num_hidden_layers=2)
+    return load_decoder(
+        checkpoint, read_model_config(checkpoint), options=WeightOptions(kernels="triton", **options)
+    )
+
+
+def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 10) -> StepDriver:
+    model.reserve(size_class(64))
+    cache = model_cache(model)
+    runner = ModelRunner(
+        model,
+        cache,
+        max_num_seqs=max_num_seqs,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        record=record,
+    )
+    return StepDriver(runner, cache, max_num_seqs=max_num_seqs)
+
+
+def outputs(driver: StepDriver, lengths: list[int], num_output: int) -> dict[str, Any]:
+    """Return the tokens of requests and their log-probabilities, to the last bit."""
+    for number, length in enumerate(lengths):
+        prompt = [5 + (7 * number + 3 * place) % 90 for place in range(length)]
+        driver.add(str(number), prompt, GREEDY)
+    driver.run(num_output)
+    return {name: (request.output, request.logprobs) for name, request in driver.requests.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "lengths", "options"),
+    [
+        ("qwen3", [4, 1, 1, 1, 1, 1, 1, 1, 1], {}),  # nine rows, padded to ten
+        ("gemma2", [12, 1], {}),  # windows, soft caps
+        ("qwen3", [12, 1], {"quantization": "int4", "group_size": 32}),
+    ],
+    ids=["qwen3", "gemma2", "int4"],
+)
+def test_replayed_steps_have_the_bits_of_others(
+    family: str, lengths: list[int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = load(family, tmp_path, **options)
+    expected = outputs(driver_of(model), lengths, 5)
+    recorder = Recorder()
+    assert outputs(driver_of(model, recorder.record), lengths, 5) == expected
+    assert (recorder.num_recordings, recorder.num_replays) == (1, 2)
+
+
+def test_a_step_that_cannot_be_recorded_is_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    attempts = []
+
+    def refuse(compute: Callable[[], None]) -> Callable[[], None]:
+        attempts.append(compute)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = load("qwen3", tmp_path)
+    assert outputs(driver_of(model, refuse), [3, 5], 5) == outputs(driver_of(model), [3, 5], 5)
+    assert len(attempts) == 1
+    assert "cannot be recorded" in caplog.text
+
+
+def test_recordings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 1)
+    kept: list[int] = []
+    graph_of = StepGraphs._graph_of
+
+    def watched(self: StepGraphs, made: Any) -> Any:
+        graph = graph_of(self, made)
+        kept.append(len(self._graphs))
+        return graph
+
+    monkeypatch.setattr(StepGraphs, "_graph_of", watched)
+    model = load("qwen3", tmp_path)
+    recorder = Recorder()
+    expected = outputs(driver_of(model), [1, 2], 4)
+    assert outputs(driver_of(model, recorder.record), [1, 2], 4) == expected
+    assert set(kept) == {1}
+
+
+def test_blocks_that_the_cache_lacks_are_refused_before_a_replay(tmp_path: Path) -> None:
+    model = load("qwen3", tmp_path)
+    recorder = Recorder()
+    driver = driver_of(model, recorder.record)
+    outputs(driver, [2], 4)
+    graphs = driver.runner._graphs
+    assert graphs is not None
+    batch = AttentionBatch.build([5], [1], [[0, 10_000]], BLOCK_SIZE)
+    with pytest.raises(IndexError, match="10000"):
+        graphs.logits(torch.zeros(1, dtype=torch.int64).numpy(), batch)
+
+
+def test_sizes_are_at_most_a_quarter_more() -> None:
+    sizes = [size_class(count) for count in (0, 1, 2, 3, 5, 8, 9, 17, 33, 100)]
+    assert sizes == [0, 1, 2, 3, 5, 8, 10, 20, 40, 112]

@@ -1,0 +1,69 @@
+"""A stand-in for CUDA graphs: what is asked of torch and of Triton's interpreter, noted down and done again.
+
+As in a CUDA graph, every number that the host has worked out is part of the recording, every tensor is where
+it was, and nothing of Python runs again. Unlike there, the computation takes place while it is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
+
+_WITHOUT_CONTENT = (
+    torch.ops.aten.empty,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty_strided,
+)
+_FROM_DEVICE = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
+
+
+class OperationTape(TorchDispatchMode):
+    """Notes down operations while it is entered; `replay` does them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func.overloadpacket not in _FROM_DEVICE, f"{func} makes the host wait for the device"
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket not in _WITHOUT_CONTENT:
+            self._operations.append(lambda: _again(func, args, kwargs, result))
+        return result
+
+    def __enter__(self) -> OperationTape:
+        tape, self._call = self, interpreter.GridExecutor.__call__
+
+        def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
+            with _disable_current_modes():
+                tape._call(executor, *args, **kwargs)
+            tape._operations.append(lambda: tape._call(executor, *args, **kwargs))
+
+        interpreter.GridExecutor.__call__ = noted
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        interpreter.GridExecutor.__call__ = self._call
+
+    def replay(self) -> None:
+        """Do all operations again, in order, on the same tensors."""
+        for operation in self._operations:
+            operation()
+
+
+def _again(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+        if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
