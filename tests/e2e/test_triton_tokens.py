@@ -1,22 +1,40 @@
-"""The engine with kernels in Triton, in its interpreter: the reference's tokens."""
+"""The engine with kernels in Triton, in its interpreter, as it would run on a GPU: the reference's tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from operation_tape import OperationTape
 from quire import LLM, SamplingParams
+from quire.engine import assembly
 from quire.kernels.triton.device import is_interpreted
 
 PROMPTS = ["What is 27 + 58?", "What is"]
 
 
-@pytest.mark.skipif(not is_interpreted, reason="an engine's buffers are not on the GPU yet")
-def test_greedy_tokens_are_those_of_the_reference() -> None:
-    params = [SamplingParams(max_tokens=3, temperature=0.0, logprobs=1) for _ in PROMPTS]
-    outputs = {}
-    for kernels in ("reference", "triton"):
-        with LLM("mini", kernels=kernels, num_kv_blocks=16, max_num_seqs=2, block_size=16) as llm:
-            outputs[kernels] = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
-    for found, expected in zip(outputs["triton"], outputs["reference"], strict=True):
-        assert found.token_ids == expected.token_ids
-        assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=0.05)
+def test_tokens_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps overlap, the device chooses the tokens that need no host, and decode steps are replayed."""
+    if not is_interpreted:
+        pytest.skip("on a GPU, tests/gpu has this")
+    replayed: list[OperationTape] = []
+
+    def record(compute: Callable[[], None]) -> Callable[[], None]:
+        with OperationTape() as tape:
+            compute()
+        return lambda: (replayed.append(tape), tape.replay())[1]
+
+    params = [
+        SamplingParams(max_tokens=6, temperature=0.0),
+        SamplingParams(max_tokens=6, temperature=0.7, top_p=0.8, seed=3, logprobs=1),
+    ]
+    options = {"num_kv_blocks": 16, "max_num_seqs": 2, "block_size": 16, "dtype": "float32"}
+    with LLM("mini", kernels="reference", **options) as llm:
+        expected = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    monkeypatch.setattr(assembly, "_record", lambda config, model: record)
+    with LLM("mini", kernels="triton", overlap_steps=True, **options) as llm:
+        found = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert found[1].cumulative_logprob == pytest.approx(expected[1].cumulative_logprob, abs=1e-3)
+    assert len(replayed) > 1
