@@ -31,3 +31,6 @@ VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as
 # Sampling orders the most likely tokens of a row.
 MIN_HEAD_TOKENS = 128  # least tokens in a head that is not complete
 MAX_HEAD_TOKENS = 1024
+
+FLOAT8_INPUTS = 32
+"""Inputs of float8 weights share a scale in multiples of these, the least that tensor cores multiply."""

@@ -61,8 +61,9 @@ class KernelSet(ABC):
                 in their own order.
             bias: [out_features], any floating-point type.
             dtype: of the weights, if they are not quantized.
-            quantization: what to make of weights in floating point: none, int8 or int4. Quantized ones stay
-                as they are if `quantization` names another kind.
+            quantization: what to make of weights in floating point: none, int8, int4, or fp8 where there is
+                float8. Quantized ones stay as they are if `quantization` names another kind; those in
+                float8 are floating point where there is none.
             group_size: inputs that share a scale, for int4.
             int4_activations: what rows are made for int4: int8, each with a scale, or bfloat16.
             memory: where packed weights go; None: memory of the layer's own.

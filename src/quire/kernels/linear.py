@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from quire.kernels.torch_internals import int8_product, linear_pointwise, reorder_linear_weight
 from quire.kernels.weights import (
+    Float8Weight,
     GroupedWeight,
     Int8Weight,
     Weight,
@@ -128,12 +129,22 @@ class GroupedLinear(Linear):
         return _result(self._float(rounded).to(rows.dtype), out)
 
 
-def quantization_of(parts: Sequence[Weight], wanted: str, group_size: int) -> str:
-    """Return the quantization that a matrix of `parts` gets: none, int8, int4 or grouped_int8.
+def quantization_of(
+    parts: Sequence[Weight], wanted: str, group_size: int, *, has_float8: bool = False
+) -> str:
+    """Return the quantization that a matrix of `parts` gets: none, int8, int4, grouped_int8 or fp8.
 
-    Parts in groups stay so, in 8 bits unless all have 4. Other parts of different kinds become floats first.
-    A matrix whose inputs are not whole groups is held in int8 instead of int4.
+    Parts in groups stay so, in 8 bits unless all have 4. Other parts of different kinds become floats first,
+    and so do parts in float8 where kernels do not have it. A matrix whose inputs are not whole groups is held
+    in int8 instead of int4.
+
+    Raises:
+        ValueError: float8 is wanted of kernels that do not have it.
     """
+    if has_float8 and all(isinstance(part, Float8Weight) for part in parts):
+        return "fp8"
+    if wanted == "fp8" and not has_float8:
+        raise ValueError("weights are to be fp8, which only the kernels for GPUs have")
     if all(isinstance(part, Int8Weight) for part in parts):
         return "int8"
     bits = {part.bits if isinstance(part, GroupedWeight) else 0 for part in parts}

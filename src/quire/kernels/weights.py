@@ -8,11 +8,15 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.kernels.bounds import FLOAT8_INPUTS
+
 INT4_ZERO = 8.0  # the step that stands for 0 where quantization is symmetric
 KERNEL_GROUPS = (128, 64, 32, 16)  # inputs that share a scale and a zero in the kernels
 MAX_ZERO = 60_000.0  # kernels hold zeros in float16
 INT4_RANGE_SHARES = (1.0, 0.9, 0.8)  # of a group's range that 16 steps may span
 INT8_STEPS = 127  # the largest magnitude of a row, in steps
+FLOAT8_MAX = 448.0  # the largest number of float8_e4m3fn
+LEAST_FLOAT8_SCALE = 2.0**-120  # its inverse is a number, too; what is all zeros or nearly so has this scale
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -39,7 +43,19 @@ class GroupedWeight:
         return self.values.shape[1] // self.scales.shape[1]
 
 
-Weight = torch.Tensor | Int8Weight | GroupedWeight
+@dataclasses.dataclass(slots=True, frozen=True)
+class Float8Weight:
+    """Rows of a matrix in float8: weight = value * scale of its block of rows and inputs.
+
+    Blocks begin at the first row and input; the last of them may go beyond the matrix.
+    """
+
+    values: torch.Tensor  # [rows, in_features] float8_e4m3fn
+    scales: torch.Tensor  # [blocks of rows, blocks of inputs] float32
+    block: tuple[int, int]  # rows and inputs that share a scale
+
+
+Weight = torch.Tensor | Int8Weight | GroupedWeight | Float8Weight
 """Some rows of a matrix, [rows, in_features]; a tensor is of a floating-point type."""
 
 
@@ -59,6 +75,8 @@ def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
     Raises:
         ValueError: inputs that share a scale would be cut apart into groups that no kernel has.
     """
+    if isinstance(weight, Float8Weight):
+        return _part_of_float8(weight, axis, ranges)
     if isinstance(weight, Int8Weight):
         scales = _slices(weight.scales, 0, ranges) if axis == 0 else weight.scales
         return Int8Weight(_slices(weight.values, axis, ranges), scales)
@@ -70,10 +88,7 @@ def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
     if axis == 1:
         group = math.gcd(weight.group_size, *(edge for part in ranges for edge in (part.start, part.stop)))
         if group not in KERNEL_GROUPS:
-            raise ValueError(
-                f"its inputs are in groups of {weight.group_size}, which cannot be divided at "
-                f"{', '.join(f'{part.start} and {part.stop}' for part in ranges)}"
-            )
+            raise _indivisible(weight.group_size, ranges)
         repeats = weight.group_size // group
         tables = tuple(table.repeat_interleave(repeats, dim=1) for table in tables)
         of_tables = [range(part.start // group, part.stop // group) for part in ranges]
@@ -81,6 +96,38 @@ def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
         of_tables = list(ranges)
     scales, zeros = (_slices(table, axis, of_tables) for table in tables)
     return GroupedWeight(_slices(weight.values, axis, ranges), scales, zeros, weight.bits, weight.order)
+
+
+def _part_of_float8(weight: Float8Weight, axis: int, ranges: Sequence[range]) -> Float8Weight:
+    """See `part_of`: blocks become so small that none is cut."""
+    values = _slices(weight.values, axis, ranges)
+    *edges, _ = (edge for part in ranges for edge in (part.start, part.stop))  # the last block may be cut
+    sizes = list(weight.block)
+    if weight.scales.shape[axis] == 1:
+        sizes[axis] = max(sizes[axis], values.shape[axis])
+        return Float8Weight(values, weight.scales, (sizes[0], sizes[1]))
+    sizes[axis] = size = math.gcd(sizes[axis], *edges)
+    if axis == 1 and size % FLOAT8_INPUTS:
+        raise _indivisible(weight.block[1], ranges)
+    scales = scales_of_blocks(weight, (sizes[0], sizes[1]))
+    of_scales = [range(part.start // size, -(-part.stop // size)) for part in ranges]
+    return Float8Weight(values, _slices(scales, axis, of_scales), (sizes[0], sizes[1]))
+
+
+def scales_of_blocks(weight: Float8Weight, block: tuple[int, int]) -> torch.Tensor:
+    """Return the scales of blocks of another size, each of which lies within one of `weight`."""
+    scales = weight.scales
+    for axis, (size, old) in enumerate(zip(block, weight.block, strict=True)):
+        starts = torch.arange(0, weight.values.shape[axis], size, device=scales.device)
+        scales = scales.index_select(axis, starts // old)
+    return scales
+
+
+def _indivisible(group_size: int, ranges: Sequence[range]) -> ValueError:
+    return ValueError(
+        f"its inputs are in groups of {group_size}, which cannot be divided at "
+        f"{', '.join(f'{part.start} and {part.stop}' for part in ranges)}"
+    )
 
 
 def _slices(tensor: torch.Tensor, axis: int, ranges: Sequence[range]) -> torch.Tensor:
@@ -94,6 +141,14 @@ def quantize_int8(weight: torch.Tensor) -> Int8Weight:
     largest = wide.abs().amax(dim=1)
     inverse = torch.where(largest > 0, INT8_STEPS / largest, 0.0)
     return Int8Weight((wide * inverse[:, None]).round_().to(torch.int8), largest / INT8_STEPS)
+
+
+def quantize_float8(weight: torch.Tensor) -> Float8Weight:
+    """Return `weight` [rows, in] in float8: the largest magnitude of a row becomes 448."""
+    wide = weight.float()
+    scales = (wide.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX).clamp(min=LEAST_FLOAT8_SCALE)
+    values = (wide * (1.0 / scales)).clamp(-FLOAT8_MAX, FLOAT8_MAX)  # beyond, torch may make NaN
+    return Float8Weight(values.to(torch.float8_e4m3fn), scales, (1, weight.shape[1]))
 
 
 def quantize_int4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
@@ -141,6 +196,14 @@ def dequantize(weight: Weight) -> torch.Tensor:
     """Return `weight` as float32."""
     if isinstance(weight, Int8Weight):
         return weight.values.float() * weight.scales[:, None]
+    if isinstance(weight, Float8Weight):
+        _, inputs = weight.block
+        wide = weight.values.float()
+        for columns, scales in zip(
+            torch.split(wide, inputs, dim=1), scales_of_blocks(weight, (1, inputs)).t(), strict=True
+        ):
+            columns.mul_(scales[:, None])
+        return wide
     if isinstance(weight, GroupedWeight):
         groups = weight.values.float().reshape(*weight.scales.shape, -1)
         wide = ((groups - weight.zeros[:, :, None]) * weight.scales[:, :, None]).flatten(1)

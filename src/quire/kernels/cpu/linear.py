@@ -22,7 +22,7 @@ from quire.kernels.cpu.tensors import (
 )
 from quire.kernels.linear import Linear, quantization_of
 from quire.kernels.memory import WeightMemory
-from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, num_rows
+from quire.kernels.weights import Float8Weight, GroupedWeight, Int8Weight, Weight, dequantize, num_rows
 
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,7 +66,7 @@ class PackedLinear(Linear):
         kind = quantization_of(parts, quantization, group_size)
         group_size = _group_size(parts, group_size) if kind in _IN_GROUPS else 0
         _check_kind(kind, dtype, group_size, self.in_features)
-        parts = [_as_source(part, kind, group_size) for part in parts]
+        sources = [_as_source(part, kind, group_size) for part in parts]
         weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
         layout = weight_format.value, self.out_features, self.in_features, group_size
         self._panels = memory.allocate(_native.packed_bytes(*layout))
@@ -74,7 +74,7 @@ class PackedLinear(Linear):
         self._weight = _native.PackedWeight(*layout, self._panels.data_ptr(), has_int8_rows)
         self._bias = address(self.bias)
         if not memory.is_filled:
-            self._weight.pack([_source(part) for part in parts])
+            self._weight.pack([_source(part) for part in sources])
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,6 +104,14 @@ def _check_part(part: Weight, in_features: int, *, is_read: bool) -> None:
         tensors = [
             ("an int8 weight", part.values, (torch.int8,), (rows, in_features)),
             ("an int8 weight's scales", part.scales, _FLOATS, (rows,)),
+        ]
+    elif isinstance(part, Float8Weight):
+        blocks = tuple(
+            -(-size // of_one) for size, of_one in zip((rows, in_features), part.block, strict=True)
+        )
+        tensors = [
+            ("a float8 weight", part.values, (torch.float8_e4m3fn,), (rows, in_features)),
+            ("a float8 weight's scales", part.scales, _FLOATS, blocks),
         ]
     else:
         groups = part.scales.shape[-1]
@@ -156,24 +164,25 @@ def _group_size(parts: Sequence[Weight], wanted: int) -> int:
     return min((part.group_size for part in parts if isinstance(part, GroupedWeight)), default=wanted)
 
 
-def _as_source(part: Weight, kind: str, group_size: int) -> Weight:
+def _as_source(part: Weight, kind: str, group_size: int) -> torch.Tensor | Int8Weight | GroupedWeight:
     """Return `part` in a form that can be packed as `kind`."""
     if isinstance(part, GroupedWeight):
         fits = kind == "grouped_int8" or (kind == "int4" and part.bits == 4)
     else:
-        fits = isinstance(part, torch.Tensor) or kind == "int8"
+        fits = isinstance(part, torch.Tensor) or (isinstance(part, Int8Weight) and kind == "int8")
     if not fits:
         part = dequantize(part)
     if isinstance(part, torch.Tensor):
         return part.contiguous()
     if isinstance(part, Int8Weight):
         return Int8Weight(part.values.contiguous(), part.scales.float().contiguous())
+    assert isinstance(part, GroupedWeight)
     repeats = part.group_size // group_size  # groups are powers of two
     scales, zeros = (table.float().repeat_interleave(repeats, dim=1) for table in (part.scales, part.zeros))
     return GroupedWeight(part.values.contiguous(), scales.contiguous(), zeros.contiguous(), part.bits)
 
 
-def _source(part: Weight) -> tuple[int, int, int, int, int]:
+def _source(part: torch.Tensor | Int8Weight | GroupedWeight) -> tuple[int, int, int, int, int]:
     if isinstance(part, torch.Tensor):
         return address(part), TYPE_NUMBERS[part.dtype], num_rows(part), 0, 0
     zeros = part.zeros if isinstance(part, GroupedWeight) else None
