@@ -6,6 +6,7 @@ A process of its own, as Triton decides once whether it interprets.
 from __future__ import annotations
 
 import functools
+import re
 
 import hopper
 import numpy as np
@@ -16,9 +17,11 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.token_choice import RowDraws
 from quire.kernels.triton import device
+from quire.kernels.weights import Float8Weight
 
 device.kernel_device = functools.partial(torch.device, "cpu")  # before the kernels' modules take it
 
+from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel  # noqa: E402
 from quire.kernels.triton.kernel_set import TritonKernels  # noqa: E402
 
 BFLOAT16 = torch.bfloat16
@@ -34,6 +37,7 @@ def main() -> None:
     rotate(kernels)
     for quantization in ("none", "int8", "int4"):
         kernels.linear([torch.ones(128, 1024)], dtype=BFLOAT16, quantization=quantization)(rows)
+    multiply_in_float8(kernels)
     logits = np.zeros((2, 40_000), dtype=np.float32)
     kernels.sampling.largest(logits)
     kernels.sampling.likeliest(logits, np.arange(2))
@@ -41,6 +45,23 @@ def main() -> None:
     kernels.sampling.ranks(logits, np.arange(2))
     choose(kernels, torch.from_numpy(logits))
     print(*compiled, sep="\n")
+
+
+def multiply_in_float8(kernels: TritonKernels) -> None:
+    """Multiply few rows and many with scales for rows and for blocks: on matrix units that take float8."""
+    weight = torch.ones(128, 1024)
+    in_blocks = Float8Weight(weight.to(torch.float8_e4m3fn), torch.ones(1, 8), (128, 128))
+    for part in (weight, in_blocks):
+        linear = kernels.linear([part], dtype=BFLOAT16, quantization="fp8")
+        for num_rows in (3, 200):
+            linear(torch.zeros(num_rows, 1024, dtype=BFLOAT16))
+    programs = float8_linear_kernel.device_caches[0][0].values()
+    assert len(programs) == 4
+    for program in programs:
+        assert re.search(r"wgmma\S+\.f32\.e4m3\.e4m3", program.asm["ptx"])
+        assert re.search(r"add(\.rn)?\.f32|fma\.rn\.f32", program.asm["ptx"])  # of sums of 128 products
+    (quantized, _) = quantize_float8_kernel.device_caches[0][0].values()
+    assert "cvt.rn.satfinite.e4m3x2.f32" in quantized.asm["ptx"]
 
 
 def rotate(kernels: TritonKernels) -> None:

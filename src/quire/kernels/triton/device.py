@@ -31,6 +31,22 @@ def rounded(values, dtype: tl.constexpr):
 
 
 @triton.jit
+def nearest_float8(values):
+    """Return float32 numbers in float8e4nv, the nearest, ties to even; 448 stands for all that are larger."""
+    if INTERPRETED:
+        # The interpreter rounds ties away from 0, and loses the carry into the exponent.
+        bits = values.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+        small = tl.minimum(magnitude, 0x3C800000)  # at most 2^-6, below which all steps are 2^-9
+        steps = nearest_int(small.to(tl.float32, bitcast=True) * 512.0)
+        code = tl.where(magnitude < 0x3C800000, steps.to(tl.uint32), tl.minimum(normal, 0x7E))
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return values.to(tl.float8e4nv)
+
+
+@triton.jit
 def nearest_int(values):
     """Return float32 numbers of less than 2^22 rounded to whole ones, ties to even."""
     return (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: what follows has no fraction

@@ -1,4 +1,4 @@
-"""Dense layers on weights in the device's memory: floats, int8, and 4 or 8 bits in groups."""
+"""Dense layers in Triton: floats, int8, and 4 or 8 bits in groups; and which layer weights are held by."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from quire.kernels.linear import Linear, quantization_of
 from quire.kernels.triton.device import is_interpreted, kernel_device
+from quire.kernels.triton.float8_linear import Float8Linear
 from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
 from quire.kernels.triton.tensors import FLOAT_TYPES
 from quire.kernels.triton.tiled_linear import TiledLinear, tile_of
@@ -139,7 +140,9 @@ def linear(
     int4_activations: str,
 ) -> Linear:
     """Return the layer that `KernelSet.linear` describes."""
-    kind = quantization_of(parts, quantization, group_size)
+    kind = quantization_of(parts, quantization, group_size, has_float8=True)
+    if kind == "fp8":
+        return Float8Linear(parts, bias)
     if kind == "int8":
         return Int8Linear(parts, bias)
     if kind == "none":

@@ -1,0 +1,119 @@
+"""Dense layers in float8 (e4m3): weights with a scale for each row or block, and rows quantized as they come.
+
+Method: DeepSeek-V3 (2024), section 3.3: scales of 128 inputs of a row and of 128 x 128 weights, and sums that
+leave the tensor cores after so many inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from typing_extensions import override
+
+from quire.kernels.bounds import FLOAT8_INPUTS
+from quire.kernels.triton.device import is_interpreted, kernel_device
+from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel
+from quire.kernels.triton.tiled_linear import TiledLinear, tile_of
+from quire.kernels.weights import (
+    LEAST_FLOAT8_SCALE,
+    Float8Weight,
+    Weight,
+    dequantize,
+    quantize_float8,
+    scales_of_blocks,
+)
+
+_MAX_GROUP = 128  # inputs that are multiplied at once
+_QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program
+_OPERANDS = tl.float32 if is_interpreted else tl.float8e4nv
+
+
+class Float8Linear(TiledLinear):
+    """float8 weights, and rows that are quantized as they come.
+
+    With a scale for each row of weights, rows have one scale; with a scale for each block, they have one for
+    as many inputs as a block has, but at most 128.
+
+    Raises:
+        ValueError: there are no such blocks in the kernels.
+    """
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
+        super().__init__(parts, bias)
+        quantized = [
+            part if isinstance(part, Float8Weight) else quantize_float8(dequantize(part)) for part in parts
+        ]
+        self._block, self._is_in_groups = _common_block(quantized, self.in_features)
+        device = kernel_device()
+        self._weight = torch.cat([part.values for part in quantized]).to(device)
+        self._scales = torch.cat([scales_of_blocks(part, self._block) for part in quantized]).to(device)
+
+    @override
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        block_features, group = self._block
+        values, scales = quantize_float8_rows(rows, group)
+        tile = tile_of(len(rows), self._weight.dtype)
+        float8_linear_kernel[self.grid(len(rows), tile)](
+            values,
+            scales,
+            self._weight,
+            self._scales,
+            self.bias,
+            out,
+            len(rows),
+            self.out_features,
+            out.stride(0),
+            IN_FEATURES=self.in_features,
+            BLOCK_FEATURES=block_features,
+            IN_GROUPS=self._is_in_groups,
+            OPERANDS=_OPERANDS,
+            HAS_BIAS=self.bias is not None,
+            FEATURES=tile.features,
+            ROWS=tile.rows,
+            INPUTS=group if self._is_in_groups else tile.inputs,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+
+def quantize_float8_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [T, n] as float8 [T, n], and a scale for each `group` of features, [groups, T] float32.
+
+    `group` is a power of two, or n.
+    """
+    num_rows, num_features = rows.shape
+    num_groups = triton.cdiv(num_features, group)
+    values = rows.new_empty(rows.shape, dtype=torch.float8_e4m3fn)
+    scales = rows.new_empty((num_groups, num_rows), dtype=torch.float32)
+    quantize_float8_kernel[(triton.cdiv(num_rows, _QUANTIZED_ROWS),)](
+        rows,
+        values,
+        scales,
+        num_rows,
+        num_features,
+        rows.stride(0),
+        LEAST_SCALE=LEAST_FLOAT8_SCALE,
+        ROWS=_QUANTIZED_ROWS,
+        GROUPS=triton.next_power_of_2(num_groups),
+        GROUP=triton.next_power_of_2(group),
+        num_warps=8,
+    )
+    return values, scales
+
+
+def _common_block(parts: Sequence[Float8Weight], in_features: int) -> tuple[tuple[int, int], bool]:
+    """Return the block that those of all parts consist of, and whether inputs are in several groups."""
+    groups = [part.block[1] for part in parts if part.scales.shape[1] > 1]
+    if not groups:
+        return (1, in_features), False
+    group = math.gcd(_MAX_GROUP, *groups)
+    if group % FLOAT8_INPUTS:
+        raise ValueError(
+            f"float8 weights are in groups of {group} inputs; a group must have a multiple of {FLOAT8_INPUTS}"
+        )
+    starts = [len(part.values) for part in parts[:-1]]
+    return (math.gcd(*(part.block[0] for part in parts), *starts), group), True

@@ -1,0 +1,105 @@
+"""Products of rows with a weight matrix, both in float8, in Triton; see `quire.kernels.triton.products`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.device import nearest_float8, rounded
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantize_float8_kernel(
+    rows,
+    values,
+    scales,
+    num_rows,
+    num_features,
+    row_stride,
+    LEAST_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Make rows [T, n] float8, and a scale for each GROUP of their features, [groups, T] float32.
+
+    The largest magnitude of a group becomes 448. GROUPS groups have all features.
+    """
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None]
+    feature = group * GROUP + tl.arange(0, GROUP)[None, None, :]
+    is_number = (row < num_rows) & (feature < num_features)
+    wide = tl.load(rows + row * row_stride + feature, mask=is_number, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(wide), axis=2, keep_dims=True)
+    scale = tl.maximum(tl.math.div_rn(largest, 448.0), LEAST_SCALE)
+    narrow = nearest_float8(wide * tl.math.div_rn(1.0, scale))
+    tl.store(values + row * num_features + feature, narrow, mask=is_number)
+    has_scale = (row < num_rows) & (group * GROUP < num_features)
+    tl.store(scales + group * num_rows + row, scale, mask=has_scale)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def float8_linear_kernel(
+    rows,
+    row_scales,
+    weight,
+    weight_scales,
+    bias,
+    out,
+    num_rows,
+    out_features,
+    out_stride,
+    IN_FEATURES: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    IN_GROUPS: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Multiply rows [T, in] with a matrix [out, in], both in float8.
+
+    Tensor cores add float8 products with fewer bits than float32 has; so they add those of INPUTS inputs
+    only, and these sums are added in float32.
+    Without IN_GROUPS, a row has one scale, and so has a feature. With it, INPUTS inputs of a row share a
+    scale, [groups, T], and so do those of BLOCK_FEATURES features, [blocks, groups]: each sum is scaled.
+    """
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, INPUTS)
+    read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
+    read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    weight_at = weight + read_feature[:, None] * IN_FEATURES + place[None, :]
+    rows_at = rows + read_row[None, :] * IN_FEATURES + place[:, None]
+    row_scales_at = row_scales + read_row
+    weight_scales_at = weight_scales + read_feature
+    if IN_GROUPS:
+        # Where blocks are as large as tiles, all features of a program share a scale.
+        SCALES: tl.constexpr = 1 if BLOCK_FEATURES % FEATURES == 0 else FEATURES
+        scaled = tl.minimum(tl.program_id(0) * FEATURES + tl.arange(0, SCALES), out_features - 1)
+        weight_scales_at = weight_scales + scaled // BLOCK_FEATURES * tl.cdiv(IN_FEATURES, INPUTS)
+    total = tl.zeros((FEATURES, ROWS), tl.float32)
+    for start in range(0, IN_FEATURES, INPUTS):
+        if IN_FEATURES % INPUTS == 0:
+            left = tl.load(weight_at)
+            right = tl.load(rows_at)
+        else:
+            is_input = place < IN_FEATURES - start
+            left = tl.load(weight_at, mask=is_input[None, :], other=0.0)
+            right = tl.load(rows_at, mask=is_input[:, None], other=0.0)
+        part = tl.dot(left.to(OPERANDS), right.to(OPERANDS), input_precision="ieee", out_dtype=tl.float32)
+        if IN_GROUPS:
+            part *= tl.load(weight_scales_at)[:, None] * tl.load(row_scales_at)[None, :]
+            weight_scales_at += 1
+            row_scales_at += num_rows
+        total += part
+        weight_at += INPUTS
+        rows_at += INPUTS
+    if not IN_GROUPS:
+        total *= tl.load(weight_scales_at)[:, None] * tl.load(row_scales_at)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + read_feature)[:, None]
+    out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
+    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
+    tl.store(out_at, rounded(total, out.dtype.element_ty), mask=is_stored)
