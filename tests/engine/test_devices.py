@@ -24,7 +24,7 @@ from quire.kernels.triton import attention_plan
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.config import ModelConfig
-from quire.models.weights import weight_bytes
+from quire.models.weights import QUANTIZED_FIELDS, weight_bytes, weight_specs
 
 
 class GpuKernels(ReferenceKernels):
@@ -108,6 +108,33 @@ def test_what_a_gpu_would_need_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"device is 'cuda', but Triton is not installed; install quire\[gpu\]"
     ):
         chosen(device="cuda")
+
+
+def test_float8_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    for fields in ({}, {"kernels": "native"}, {"kernels": "reference"}, {"device": "cpu"}):
+        with pytest.raises(
+            ConfigError, match=r"quantization is 'fp8', .*kernels for GPUs .*, but .*; set .* to 'int8'"
+        ):
+            chosen(quantization="fp8", **fields)
+    assert chosen(quantization="fp8", kernels="triton") == ("cpu", "triton")  # in the interpreter
+
+
+@pytest.mark.usefixtures("gpu")
+def test_weights_in_float8_are_planned_where_they_are_held(mini: ModelConfig) -> None:
+    assert chosen(quantization="fp8") == ("cuda", "triton")
+    fp8, bf16 = (
+        plan_memory(on_one_device(EngineConfig(quantization=quantization)), mini)
+        for quantization in ("fp8", "none")
+    )
+    assert fp8.weight_type == "fp8"
+    matrices = [
+        source.shape
+        for spec in weight_specs(mini)
+        if spec.field in QUANTIZED_FIELDS
+        for source in spec.sources
+    ]
+    assert bf16.weight_bytes - fp8.weight_bytes == sum(rows * (inputs - 4) for rows, inputs in matrices)
 
 
 def test_triton_s_interpreter_does_not_use_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,11 +46,12 @@ class EngineConfig:
         help="Data type of the KV cache. auto: same as dtype; int8: with one scale per token and head, about "
         "half the size of bfloat16.",
     )
-    quantization: Literal["none", "int8", "int4"] = knob(
+    quantization: Literal["none", "int8", "int4", "fp8"] = knob(
         default="none",
         help="Quantize the weights while loading. int8: one scale per output channel, activations quantized "
-        "per token; int4: one scale per group of inputs, activations as int4_activations says. A checkpoint "
-        "that is already quantized stays as it is.",
+        "per token; int4: one scale per group of inputs, activations as int4_activations says; fp8 (only on "
+        "a GPU): one scale per output channel, activations quantized per token. A checkpoint that is already "
+        "quantized stays as it is, but one in fp8 only on a GPU.",
     )
     quantization_group_size: Literal[32, 64, 128] = knob(
         default=128,

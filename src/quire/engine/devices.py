@@ -32,6 +32,11 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
         raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
     if config.kernels == "triton":
         _refuse_kernels_elsewhere(obstacle)
+    elif config.quantization == "fp8":
+        raise ConfigError(
+            "EngineConfig.quantization is 'fp8', with which only the kernels for GPUs compute, but "
+            f"{obstacle}; set quantization to 'int8'"
+        )
     return dataclasses.replace(config, device="cpu")
 
 

@@ -37,7 +37,7 @@ class MemoryPlan:
     Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the temporary tensors of
     the largest step, and `score_bytes` a bound; the other sizes are exact. The properties, `num_parameters`
     and `weight_bytes` include the draft model, if there is one; `dtype`, `quantization` and `kv_dtype` are
-    those of the target model, `quantization` that of most matrices: none, int8 or int4. `max_model_len` is
+    those of the target model, `quantization` that of most matrices (`held_quantization`). `max_model_len` is
     the limit for requests: the configured length, or the model's maximum, reduced to what fits into the KV
     cache.
 
@@ -267,6 +267,7 @@ def _model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> _M
                 config.quantization,
                 config.quantization_group_size,
                 is_native=_has_native(config),
+                has_float8=_has_float8(config),
                 on_gpu=config.device == "cuda",
                 shard=shard,
             )
@@ -277,6 +278,10 @@ def _model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> _M
 
 def _has_native(config: EngineConfig) -> bool:
     return config.kernels in ("auto", "native") and has_native_kernels()
+
+
+def _has_float8(config: EngineConfig) -> bool:
+    return config.kernels == "triton"
 
 
 def _plan_at(
@@ -308,7 +313,7 @@ def _plan_at(
     ]
     empty = MemoryPlan(
         dtype=models[0].dtype,
-        quantization=held_quantization(models[0].model, config.quantization),
+        quantization=held_quantization(models[0].model, config.quantization, has_float8=_has_float8(config)),
         num_parameters=sum(each.num_parameters for each in models),
         weight_bytes=sum(each.weight_bytes for each in models),
         activation_bytes=sum(activations),  # each model has its own buffers

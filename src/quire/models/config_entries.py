@@ -88,6 +88,7 @@ _LENGTH = _Integer(1, _MAX_POSITION)
 _LAYERS = 1 << 12
 _BITS = _Integer(1, 64)
 _GROUP_SIZE = _Integer(-1, 1 << 20)  # -1 and 0: a group is a row
+_BLOCK = _ListOf(_Integer(1, 1 << 20), 2)
 
 RULES: dict[str, _Rule] = {
     "architectures": _ListOf(_TEXT, 16),
@@ -167,6 +168,8 @@ QUANTIZATION_RULES: dict[str, _Rule] = {
     "is_marlin_format": _BOOLEAN,
     "version": _TEXT,
     "zero_point": _BOOLEAN,
+    "fmt": _TEXT,
+    "weight_block_size": _BLOCK,
     "format": _TEXT,
     "config_groups": _OBJECT,
     "kv_cache_scheme": _OBJECT,
@@ -180,6 +183,7 @@ GROUP_WEIGHTS_RULES: dict[str, _Rule] = {
     "type": _TEXT,
     "strategy": _TEXT,
     "group_size": _GROUP_SIZE,
+    "block_structure": _BLOCK,
 }
 
 

@@ -12,6 +12,8 @@ from quire.models.families import FAMILIES
 from quire.models.shard import WHOLE, Shard
 
 _IN_GROUPS = ("int4", "grouped_int8")
+_FLOAT8 = ("fp8", "fp8_blocks")
+_FLOAT8_BLOCK = 128  # rows that share a scale
 QUANTIZED_FIELDS = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
 _ADDED_ONCE = ("attention_output_bias", "down_bias")  # of layers whose results are summed over the ranks
 
@@ -85,6 +87,7 @@ def weight_bytes(
     group_size: int,
     *,
     is_native: bool = True,
+    has_float8: bool = False,
     on_gpu: bool = False,
     shard: Shard = WHOLE,
 ) -> int:
@@ -97,16 +100,17 @@ def weight_bytes(
     Args:
         config: the whole model's numbers.
         dtype: of what is not quantized.
-        quantization: none, int8 or int4; in int4, the output layer is in int8. Matrices that are stored
-            quantized stay as they are.
+        quantization: none, int8, int4 or fp8; the output layer is in int8 instead of int4, and never in fp8.
+            Matrices that are stored quantized stay as they are.
         group_size: inputs that share a scale and a zero, for int4.
         is_native: held by native kernels; the reference holds groups as the float32 numbers that they stand
             for.
+        has_float8: held by kernels that compute with float8; others hold it in `dtype`, or quantized.
         on_gpu: held in a GPU's memory, where no file is mapped and no row decoded when it is looked up.
         shard: the part of the model that is held.
     """
-    main = held_quantization(config, quantization)
-    if config.stored_quantization != "none":
+    main = held_quantization(config, quantization, has_float8=has_float8)
+    if main == config.stored_quantization:
         group_size = config.stored_group_size
     others = {(layer, field): (kind, size) for layer, field, kind, size in config.stored_otherwise}
     total = 0
@@ -137,9 +141,10 @@ def _looked_up_bytes(spec: WeightSpec, config: ModelConfig, dtype: str, *, on_gp
     return sum(math.prod(source.held_shape) for source in spec.sources) * DTYPE_BYTES[dtype]
 
 
-def held_quantization(config: ModelConfig, quantization: str) -> str:
+def held_quantization(config: ModelConfig, quantization: str, *, has_float8: bool) -> str:
     """Return the quantization that most matrices have in memory, where `quantization` is asked for."""
-    return quantization if config.stored_quantization == "none" else config.stored_quantization
+    stored = config.stored_quantization
+    return quantization if stored == "none" or (stored in _FLOAT8 and not has_float8) else stored
 
 
 def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int, *, on_gpu: bool) -> int:
@@ -147,6 +152,10 @@ def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int, *,
     if kind == "none":
         return math.prod(shape) * DTYPE_BYTES[dtype]
     rows, inputs = shape
+    if kind == "fp8":
+        return rows * (inputs + 4)
+    if kind == "fp8_blocks":
+        return rows * inputs + -(-rows // _FLOAT8_BLOCK) * -(-inputs // group_size) * 4
     if kind in _IN_GROUPS and inputs % group_size == 0:
         values = inputs // 2 if kind == "int4" else inputs
         if on_gpu:
@@ -156,8 +165,11 @@ def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int, *,
 
 
 def output_quantization(quantization: str) -> str:
-    """Return the quantization of the output layer: it decides between tokens, and 4 bits are too few."""
-    return "int8" if quantization == "int4" else quantization
+    """Return the quantization of the output layer: it decides between tokens, and 4 bits are too few.
+
+    So are the 4 significant bits of float8.
+    """
+    return {"int4": "int8", "fp8": "none"}.get(quantization, quantization)
 
 
 def _part_of(spec: WeightSpec, config: ModelConfig, shard: Shard) -> WeightSpec:

@@ -349,13 +349,16 @@ def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path: Path) -> Non
     [
         (
             {"quant_method": "bitsandbytes"},
-            "bitsandbytes.*it supports compressed-tensors, gptq, awq and GGUF",
+            "bitsandbytes.*it supports compressed-tensors, fp8, gptq, awq and GGUF",
         ),
         (_gptq(3), "GPTQ and have 3 bits.*supported: 4 or 8"),
         (_gptq(checkpoint_format="marlin"), "checkpoint_format marlin.*gptq, gptq_v2"),
         (AWQ | {"version": "gemv"}, "AWQ and have the version gemv.*gemm"),
         (AWQ | {"zero_point": False}, "no zero points"),
-        (_compressed(format="float-quantized", weights={}), "format float-quantized.*int-quantized"),
+        (
+            _compressed(format="nvfp4-pack-quantized", weights={}),
+            "format nvfp4-pack-quantized.*int-quantized",
+        ),
         (_compressed(**PACKED | {"weights": {"type": "float", "num_bits": 4}}), "float of 4 bits"),
         (_compressed(**PACKED | {"weights": {"strategy": "block"}}), "a scale for each block"),
         (_compressed(**PACKED) | {"kv_cache_scheme": {"num_bits": 8}}, "a quantized KV cache"),

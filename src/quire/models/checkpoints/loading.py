@@ -45,7 +45,7 @@ class WeightOptions:
 
     Args:
         dtype: bfloat16, float16, float32, or auto for the type in the checkpoint's config.
-        quantization: of weights that are stored in floating point: none, int8 or int4.
+        quantization: of weights that are stored in floating point: none, int8, int4 or fp8.
         group_size: inputs that share a scale, for int4.
         int4_activations: what activations are made for int4: int8 or bfloat16.
         kernels: which kernels compute: auto, native or reference.

@@ -102,6 +102,12 @@ class SafetensorsWeights:
             raise ModelError(
                 f"{name} in {self._path} has shape {list(tensor.shape)}; config.json asks for {list(shape)}"
             )
+        if tensor.dtype == torch.float8_e4m3fn:
+            raise ModelError(
+                f"{name} in {self._path} is stored as {tensor.dtype}, and there is no scale for it; "
+                f"{_stem(name)}.weight_scale_inv or .weight_scale is needed, and a quantization_config in "
+                "config.json that says so"
+            )
         if tensor.dtype not in _DTYPES:
             raise ModelError(
                 f"{name} in {self._path} is stored as {tensor.dtype}; only bfloat16, float16 and "

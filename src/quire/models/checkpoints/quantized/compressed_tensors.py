@@ -1,15 +1,18 @@
 """Matrices as the compressed-tensors library stores them.
 
-Layout: https://github.com/vllm-project/compressed-tensors, formats int-quantized, naive-quantized and
-pack-quantized. Scales of activations that were fixed in advance (`input_scale`) are not used: Quire's are
-those of each token.
+Layout: https://github.com/vllm-project/compressed-tensors, formats int-quantized, float-quantized,
+naive-quantized and pack-quantized. Scales of activations that were fixed in advance (`input_scale`) are not
+used: Quire's are those of each token.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from quire.kernels.weights import Int8Weight, Weight
+from quire.models.checkpoints.quantized.float8 import Block, decode_float8
 from quire.models.checkpoints.quantized.matrices import (
     MatrixFormat,
     Parts,
@@ -23,12 +26,22 @@ from quire.models.checkpoints.quantized.matrices import (
 _ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale")
 
 
+def _decode_plain(parts: Parts, shape: Shape, *, block: Block | None) -> Weight:
+    """A number for each weight: float8_e4m3fn, or int8."""
+    values = parts["weight"]
+    if values.dtype == torch.int8:
+        return _decode_int(parts, shape)
+    if values.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"its weight is stored as {values.dtype}; only int8 and float8_e4m3fn are supported")
+    if "weight_zero_point" in parts and bool(parts["weight_zero_point"].any()):
+        raise ValueError("its weight is stored as float8 and has a weight_zero_point")
+    return decode_float8(parts, shape, scale="weight_scale", block=block)
+
+
 def _decode_int(parts: Parts, shape: Shape) -> Weight:
     """int8 [out, in]; a scale for the matrix ([1] or []), each row [out, 1] or each group [out, groups]."""
     require_shape(parts, "weight", shape)
     values = parts["weight"]
-    if values.dtype != torch.int8:
-        raise ValueError(f"its weight is stored as {values.dtype}; only int8 is supported")
     scales = _by_row(parts["weight_scale"], shape[0])
     zeros = parts.get("weight_zero_point")
     if scales.shape[1] == 1 and (zeros is None or not zeros.any()):
@@ -63,19 +76,21 @@ def _by_row(numbers: torch.Tensor, rows: int) -> torch.Tensor:
     return table.expand(rows, -1)
 
 
-FORMATS = (
-    MatrixFormat(
-        key="weight_packed",
-        needed=("weight_packed", "weight_scale", "weight_shape"),
-        optional=("weight_zero_point", "weight_g_idx"),
-        ignored=_ACTIVATIONS,
-        decode=_decode_packed,
-    ),
-    MatrixFormat(
-        key="weight_scale",
-        needed=("weight", "weight_scale"),
-        optional=("weight_zero_point",),
-        ignored=_ACTIVATIONS,
-        decode=_decode_int,
-    ),
-)
+def compressed_formats(block: Block | None) -> tuple[MatrixFormat, ...]:
+    """Return how a matrix may be stored; `block`: rows and inputs that share a scale in float8, if any do."""
+    return (
+        MatrixFormat(
+            key="weight_packed",
+            needed=("weight_packed", "weight_scale", "weight_shape"),
+            optional=("weight_zero_point", "weight_g_idx"),
+            ignored=_ACTIVATIONS,
+            decode=_decode_packed,
+        ),
+        MatrixFormat(
+            key="weight_scale",
+            needed=("weight", "weight_scale"),
+            optional=("weight_zero_point",),
+            ignored=_ACTIVATIONS,
+            decode=functools.partial(_decode_plain, block=block),
+        ),
+    )

@@ -11,21 +11,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelError
+from quire.kernels.bounds import FLOAT8_INPUTS
 from quire.models.config_entries import check_quantization
 
-METHODS = ("compressed-tensors", "gptq", "awq")
-_PACKED_FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _BITS = (4, 8)
+_KINDS = (("int", 4), ("int", 8), ("float", 8))
 MAX_GROUP = 128  # inputs that share a scale in memory; longer groups are cut
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class StoredQuantization:
-    """What most matrices become in memory: none (floating point), int8, or groups: int4, grouped_int8."""
+    """What most matrices become in memory, and in which blocks they are stored.
+
+    Args:
+        kind: none (floating point), int8, or groups: int4, grouped_int8; where kernels have float8, fp8 (a
+            scale for each row) or fp8_blocks.
+        group_size: inputs that share a scale, of groups and blocks.
+        block: rows and inputs that share a scale in float8; None: a row or the matrix has one.
+    """
 
     kind: str = "none"
     group_size: int = MAX_GROUP
+    block: tuple[int, int] | None = None
 
 
 def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
@@ -37,7 +47,12 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
     if not values:
         return StoredQuantization()
     method = values.get("quant_method")
-    checks = {"compressed-tensors": _check_compressed_tensors, "gptq": _check_gptq, "awq": _check_awq}
+    checks = {
+        "compressed-tensors": _check_compressed_tensors,
+        "fp8": _check_fp8,
+        "gptq": _check_gptq,
+        "awq": _check_awq,
+    }
     if not isinstance(method, str) or method not in checks:
         raise ModelError(
             f"quantization_config.quant_method in config.json is {method!r:.100}, which Quire does not "
@@ -46,6 +61,10 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
         )
     check_quantization(values)
     checks[method](values)
+    if method == "fp8":
+        return _in_float8(values.get("weight_block_size"))
+    if method == "compressed-tensors" and _kind(_main_weights(values))[0] == "float":
+        return _in_float8(_block_of(_main_weights(values)))
     bits, group_size = _main_group(values) if method == "compressed-tensors" else _bits_and_group(values)
     if bits == 8 and group_size <= 0:
         return StoredQuantization("int8")
@@ -53,9 +72,30 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
     return StoredQuantization(kind, min(group_size if group_size > 0 else MAX_GROUP, MAX_GROUP))
 
 
+def _in_float8(block: list[int] | None) -> StoredQuantization:
+    if block is None:
+        return StoredQuantization("fp8")
+    rows, inputs = block
+    return StoredQuantization("fp8_blocks", min(inputs, MAX_GROUP), (rows, inputs))
+
+
+def _main_weights(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the first group of matrices is like."""
+    return _groups(values)[0].get("weights") or {}
+
+
+def _kind(weights: Mapping[str, Any]) -> tuple[str, int]:
+    """Return type and bits of weights."""
+    return weights.get("type") or "int", weights.get("num_bits") or 8
+
+
+def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
+    return weights.get("block_structure") if weights.get("strategy") == "block" else None
+
+
 def _main_group(values: Mapping[str, Any]) -> tuple[int, int]:
     """Return bits and group size (0: rows) of the first group of matrices."""
-    weights = _groups(values)[0].get("weights") or {}
+    weights = _main_weights(values)
     is_grouped = weights.get("strategy") == "group"
     return weights.get("num_bits") or 8, (weights.get("group_size") or 0) if is_grouped else 0
 
@@ -82,14 +122,40 @@ def _check_compressed_tensors(values: Mapping[str, Any]) -> None:
         raise _refusal("compressed-tensors", "do not say how (config_groups)", "config_groups with weights")
     for group in _groups(values):
         form = group.get("format") or values.get("format")
-        if form not in _PACKED_FORMATS:
-            raise _refusal("compressed-tensors", f"have the format {form}", ", ".join(_PACKED_FORMATS[:3]))
+        if form not in _FORMATS:
+            raise _refusal("compressed-tensors", f"have the format {form}", ", ".join(_FORMATS[:4]))
         weights = group.get("weights") or {}
-        kind = (weights.get("type") or "int", weights.get("num_bits") or 8)
-        if kind[0] != "int" or kind[1] not in _BITS:
-            raise _refusal("compressed-tensors", f"are {kind[0]} of {kind[1]} bits", "int of 4 or 8 bits")
-        if weights.get("strategy") == "block":
+        kind, bits = _kind(weights)
+        if (kind, bits) not in _KINDS:
+            raise _refusal(
+                "compressed-tensors", f"are {kind} of {bits} bits", "int of 4 or 8 bits, float of 8"
+            )
+        strategy = weights.get("strategy") or "tensor"
+        if kind == "float" and strategy not in ("tensor", "channel", "block"):
+            raise _refusal("compressed-tensors", f"are float8 by {strategy}", "tensor, channel, block")
+        if kind == "int" and strategy == "block":
             raise _refusal("compressed-tensors", "have a scale for each block", "tensor, channel, group")
+        if strategy == "block":
+            _check_block("compressed-tensors", "block_structure", weights.get("block_structure"))
+
+
+def _check_fp8(values: Mapping[str, Any]) -> None:
+    form = values.get("fmt") or "e4m3"
+    if form != "e4m3":
+        raise _refusal("fp8", f"have the format {form} (fmt)", "e4m3")
+    if values.get("kv_cache_scheme"):
+        raise _refusal("fp8", "describe a quantized KV cache (kv_cache_scheme)", "weights without")
+    if values.get("weight_block_size") is not None:
+        _check_block("fp8", "weight_block_size", values["weight_block_size"])
+
+
+def _check_block(method: str, name: str, block: list[int] | None) -> None:
+    if block is None or len(block) != 2 or block[1] % FLOAT8_INPUTS:
+        raise _refusal(
+            method,
+            f"have the {name} {block}",
+            f"rows and inputs, the latter a multiple of {FLOAT8_INPUTS}",
+        )
 
 
 def _check_gptq(values: Mapping[str, Any]) -> None:
