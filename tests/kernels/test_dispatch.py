@@ -8,6 +8,7 @@ import sys
 
 import native_settings
 import pytest
+import torch
 
 import subprocesses
 from quire.errors import ConfigError
@@ -46,8 +47,13 @@ def test_kernels_in_triton_are_an_error_where_they_cannot_run(monkeypatch: pytes
     choose = dispatch.kernel_set.__wrapped__
     assert choose("triton").name == "triton"
     monkeypatch.setattr(device, "is_interpreted", False)
-    with pytest.raises(ConfigError, match=r"EngineConfig\.kernels is 'triton', but .* TRITON_INTERPRET=1"):
+    monkeypatch.setattr(dispatch, "cuda_obstacle", lambda: "torch sees no GPU")
+    with pytest.raises(
+        ConfigError, match=r"EngineConfig\.kernels is 'triton', but torch sees no GPU; .* TRITON_INTERPRET=1"
+    ):
         choose("triton")
+    monkeypatch.setattr(dispatch, "cuda_obstacle", lambda: "")
+    assert choose("triton").device == torch.device("cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"Triton is not installed; install quire\[gpu\]"):
         choose("triton")

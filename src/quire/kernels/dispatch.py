@@ -8,6 +8,7 @@ import logging
 
 from quire.errors import ConfigError
 from quire.kernels import has_native_kernels
+from quire.kernels.devices import cuda_obstacle
 from quire.kernels.interface import KernelSet
 from quire.kernels.reference import ReferenceKernels
 
@@ -20,7 +21,7 @@ def kernel_set(name: str = "auto") -> KernelSet:
 
     Raises:
         ConfigError: native ones were asked for, and Quire was installed without them; or those in Triton,
-            which is not installed, or does not run in its interpreter.
+            which is not installed, or has no GPU here.
     """
     if name == "reference":
         return ReferenceKernels()
@@ -48,13 +49,13 @@ def _triton_kernels() -> KernelSet:
             "EngineConfig.kernels is 'triton', but Triton is not installed; install quire[gpu], or set it to "
             "'auto'"
         )
-    from quire.kernels.triton import device
+    from quire.kernels.triton.device import is_interpreted
     from quire.kernels.triton.kernel_set import TritonKernels
 
-    if not device.is_interpreted:
+    obstacle = "" if is_interpreted else cuda_obstacle()
+    if obstacle:
         raise ConfigError(
-            "EngineConfig.kernels is 'triton', but an engine's buffers are in the host's memory so far, and "
-            "these kernels reach it in Triton's interpreter only; set TRITON_INTERPRET=1 in the environment, "
-            "which is very slow, or set kernels to 'auto'"
+            f"EngineConfig.kernels is 'triton', but {obstacle}; set it to 'auto', or set TRITON_INTERPRET=1 "
+            "in the environment: Triton's interpreter needs no GPU, and is very slow"
         )
     return TritonKernels()

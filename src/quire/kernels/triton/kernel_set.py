@@ -21,6 +21,7 @@ from quire.kernels.tiles import HeadLayout
 from quire.kernels.token_choice import TokenChoice
 from quire.kernels.triton import rows as row_kernels
 from quire.kernels.triton.attention import paged_attention
+from quire.kernels.triton.device import kernel_device
 from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
 from quire.kernels.triton.sampling import TritonSampling
@@ -40,6 +41,9 @@ class TritonKernels(KernelSet):
     sampling: ClassVar[SamplingKernels] = TritonSampling()
     token_choice: ClassVar[TokenChoice | None] = TritonChoice()
     weight_layout = None
+
+    def __init__(self) -> None:
+        self.device = kernel_device()
 
     @override
     def use_threads(self, num_threads: int) -> None:

@@ -19,6 +19,7 @@ from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, 
 from quire.kernels.triton.tensors import FLOAT_TYPES
 from quire.kernels.triton.tiled_linear import TiledLinear, tile_of
 from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, quantize_int4, quantize_int8
+from quire.kernels.weights import num_rows as num_weight_rows
 
 _GROUP_MULTIPLE = 16  # of inputs that share a scale: the least that tensor cores multiply at once
 _INT8_INPUTS = 32  # the least in int8
@@ -31,7 +32,11 @@ class FloatLinear(TiledLinear):
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(parts, bias)
-        self._weight = torch.cat([_floats(part).to(dtype) for part in parts]).to(kernel_device())
+        num_rows = sum(map(num_weight_rows, parts))
+        self._weight = torch.empty(num_rows, self.in_features, dtype=dtype, device=kernel_device())
+        # Part after part, so that those of a mapped file go to the device without a copy of them all here.
+        for rows, part in zip(self._weight.split([*map(num_weight_rows, parts)]), parts, strict=True):
+            rows.copy_(_floats(part).to(dtype))
 
     @override
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
