@@ -19,6 +19,22 @@ class RowDraws:
     uniforms: torch.Tensor  # float64, in [0, 1)
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class LogitChanges:
+    """What tokens may not be chosen, and whose logits are raised; tensors on the device of the logits.
+
+    All rows and ids must exist; nobody checks them on the device.
+    """
+
+    bitmask: torch.Tensor  # [N, V / 32 or more] int32; bit t % 32 of word t // 32: whether token t is allowed
+    mask_of_row: torch.Tensor  # [R] int64, the row of `bitmask`; -1: all tokens are allowed
+    biased_rows: torch.Tensor  # [B] int64; pairs of row and id are distinct
+    biased_ids: torch.Tensor  # [B] int64
+    biases: torch.Tensor  # [B] float32, finite
+    banned_rows: torch.Tensor  # [C] int64; pairs may be repeated, and may be among those with a bias
+    banned_ids: torch.Tensor  # [C] int64
+
+
 class TokenChoice(ABC):
     """Chooses a token for each row of logits, without anybody waiting for the device.
 
@@ -27,15 +43,17 @@ class TokenChoice(ABC):
 
     @abstractmethod
     def choose(
-        self, logits: torch.Tensor, draws: RowDraws | None = None
+        self, logits: torch.Tensor, draws: RowDraws | None = None, changes: LogitChanges | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (token ids, maxima), [R] int64 and float32.
 
         Args:
-            logits: [R, V] float32 on the device.
+            logits: [R, V] float32 on the device; overwritten if there are changes.
             draws: how each row draws; None: every row takes its likeliest token.
+            changes: of the logits, before tokens are chosen.
 
         Returns:
             Token ids, `NO_TOKEN` for a row whose largest logit is not finite, and the largest logits; a NaN
-            if there is one in the row.
+            if there is one in the row. A row whose mask leaves no token with the bans has `NO_TOKEN`, too,
+            and -inf; without a mask, it has the likeliest token before the changes.
         """

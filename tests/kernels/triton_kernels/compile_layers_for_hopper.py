@@ -15,7 +15,7 @@ import torch
 from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import RowDraws
+from quire.kernels.token_choice import LogitChanges, RowDraws
 from quire.kernels.triton import device
 from quire.kernels.weights import Float8Weight
 
@@ -78,9 +78,12 @@ def rotate(kernels: TritonKernels) -> None:
 
 
 def choose(kernels: TritonKernels, logits: torch.Tensor) -> None:
-    """Draw a token of each row."""
+    """Draw a token of each row, after changes of every kind."""
     ones = torch.ones(len(logits), dtype=torch.float64)
-    kernels.token_choice.choose(logits, RowDraws(ones, ones.long(), ones, ones, ones))
+    pairs = ones.long(), ones.long()
+    bitmask = torch.ones(1, 1250, dtype=torch.int32)
+    changes = LogitChanges(bitmask, ones.long(), *pairs, ones.float(), *pairs)
+    kernels.token_choice.choose(logits, RowDraws(ones, ones.long(), ones, ones, ones), changes)
 
 
 if __name__ == "__main__":

@@ -32,3 +32,19 @@ def check_norm_weight(weight: torch.Tensor, num_features: int) -> None:
         raise ValueError(
             f"a norm's weight is {weight.dtype} {tuple(weight.shape)}; it must be float32 [{num_features}]"
         )
+
+
+def check_vector(name: str, vector: torch.Tensor, dtype: torch.dtype, length: int) -> None:
+    """Raise unless `vector` is [length] of a type, and contiguous.
+
+    Raises:
+        TypeError: it is of another type.
+        ValueError: its shape or strides are not as they must be.
+    """
+    if vector.dtype is not dtype:
+        raise TypeError(f"{name} is {vector.dtype}; it must be {dtype}")
+    if vector.shape != (length,) or not vector.is_contiguous():
+        raise ValueError(
+            f"{name} is {tuple(vector.shape)} with strides {vector.stride()}; it must be [{length}] and "
+            "contiguous"
+        )

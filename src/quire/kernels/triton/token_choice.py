@@ -14,9 +14,11 @@ import triton.language as tl
 from typing_extensions import override
 
 from quire.kernels.bounds import MAX_HEAD_TOKENS
-from quire.kernels.token_choice import RowDraws, TokenChoice
+from quire.kernels.token_choice import LogitChanges, RowDraws, TokenChoice
 from quire.kernels.triton import row_scans
+from quire.kernels.triton.logit_changes import change_logits
 from quire.kernels.triton.tail_search import TO_SEARCH, relative_weight, search_tails
+from quire.kernels.triton.tensors import check_vector
 from quire.step import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -74,7 +76,7 @@ def _decide_kernel(
 
 
 class TritonChoice(TokenChoice):
-    """Takes logits whose rows' numbers are adjacent; without draws, it costs one scan of them.
+    """Takes logits whose rows' numbers are adjacent; without draws and changes, it costs one scan of them.
 
     Raises:
         TypeError, ValueError: tensors have other types or shapes than the interface says.
@@ -82,13 +84,27 @@ class TritonChoice(TokenChoice):
 
     @override
     def choose(
-        self, logits: torch.Tensor, draws: RowDraws | None = None
+        self, logits: torch.Tensor, draws: RowDraws | None = None, changes: LogitChanges | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _check(logits, draws)
-        best_ids, maxima = row_scans.largest(logits)
-        if draws is None:
-            return best_ids.masked_fill(~maxima.isfinite(), NO_TOKEN), maxima
-        return _draw(logits, draws, best_ids, maxima), maxima
+        if changes is None:
+            return _choose(logits, draws)
+        likeliest, maxima = _choose(logits, None)
+        change_logits(logits, changes)
+        token_ids, changed_maxima = _choose(logits, draws)
+        # Before the changes, the row had no token, or it has none after them and no mask.
+        keeps_likeliest = (likeliest == NO_TOKEN) | ((token_ids == NO_TOKEN) & (changes.mask_of_row < 0))
+        return (
+            torch.where(keeps_likeliest, likeliest, token_ids),
+            torch.where(keeps_likeliest, maxima, changed_maxima),
+        )
+
+
+def _choose(logits: torch.Tensor, draws: RowDraws | None) -> tuple[torch.Tensor, torch.Tensor]:
+    likeliest, maxima = row_scans.largest(logits)
+    if draws is None:
+        return likeliest.masked_fill(~maxima.isfinite(), NO_TOKEN), maxima
+    return _draw(logits, draws, likeliest, maxima), maxima
 
 
 def _draw(
@@ -122,12 +138,5 @@ def _check(logits: torch.Tensor, draws: RowDraws | None) -> None:
     if draws is None:
         return
     for field in dataclasses.fields(draws):
-        tensor = getattr(draws, field.name)
         dtype = torch.int64 if field.name == "top_k" else torch.float64
-        if tensor.dtype is not dtype:
-            raise TypeError(f"{field.name} is {tensor.dtype}; it must be {dtype}")
-        if tensor.shape != (len(logits),) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{field.name} is {tuple(tensor.shape)} with strides {tensor.stride()}; it must be "
-                f"[{len(logits)}] and contiguous"
-            )
+        check_vector(field.name, getattr(draws, field.name), dtype, len(logits))

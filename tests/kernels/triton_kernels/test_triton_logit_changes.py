@@ -1,0 +1,168 @@
+"""Masks, bans and biases on the device: tokens and errors of the host's sampler."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton_inputs import DEVICE, strided
+
+from quire.execution.rng import uniforms
+from quire.execution.sampler import Sampler
+from quire.execution.token_masks import TokenMasks
+from quire.kernels.sampling import ReferenceSampling
+from quire.kernels.token_choice import LogitChanges, RowDraws
+from quire.kernels.triton import logit_changes
+from quire.kernels.triton.logit_changes import change_logits
+from quire.kernels.triton.token_choice import TritonChoice
+from quire.sampling_params import SamplingParams
+from quire.step import NO_TOKEN
+
+VOCAB_SIZE = 141
+ALL_BANNED = tuple((token,) for token in range(VOCAB_SIZE))
+
+
+def bits(allowed: list[list[int]], num_words: int = 6) -> Any:
+    """Return a bitmask that allows the tokens of each list, and all that the vocabulary does not have."""
+    flags = np.zeros((len(allowed), num_words * 32), dtype=np.bool_)
+    flags[:, VOCAB_SIZE:] = True
+    for row, token_ids in enumerate(allowed):
+        flags[row, token_ids] = True
+    return np.packbits(flags, axis=1, bitorder="little").view(np.int32)
+
+
+def changes_of(bitmask: Any, mask_of_row: list[int], biased: Any = (), banned: Any = ()) -> LogitChanges:
+    """Return the changes of (row, id, bias) and (row, id)."""
+    biases = np.array(biased, dtype=np.float64).reshape(-1, 3)
+    bans = np.array(banned, dtype=np.int64).reshape(-1, 2)
+    biased_rows, biased_ids = biases[:, :2].astype(np.int64).T.copy()
+    parts = (
+        bitmask,
+        np.array(mask_of_row, dtype=np.int64),
+        biased_rows,
+        biased_ids,
+        biases[:, 2].astype(np.float32),
+        *bans.T.copy(),
+    )
+    return LogitChanges(*(torch.from_numpy(part).to(DEVICE) for part in parts))
+
+
+@dataclasses.dataclass
+class Row:
+    """A row of the test: what its request asks for, and what its grammar allows."""
+
+    params: SamplingParams
+    allowed: list[int] | None = None
+
+
+def host_choice(logits: Any, rows: list[Row]) -> tuple[Any, dict[int, str]]:
+    sampler = Sampler(len(rows), VOCAB_SIZE, ReferenceSampling())
+    for slot, row in enumerate(rows):
+        prompt = np.array([1], dtype=np.int32)
+        sampler.table.write(slot, row.params, prompt_token_ids=prompt, eos_token_ids=(2, 3))
+    numbers = np.arange(len(rows))
+    masked = [number for number, row in enumerate(rows) if row.allowed is not None]
+    mask_of_row = np.full(len(rows), -1)
+    mask_of_row[masked] = np.arange(len(masked))
+    masks = TokenMasks(bits([rows[number].allowed or [] for number in masked]), mask_of_row)
+    known = np.ones((len(rows), 4), dtype=np.int32)
+    sampled = sampler.sample(torch.from_numpy(logits.copy()), numbers, np.ones_like(numbers), known, masks)
+    return sampled.token_ids, sampled.errors
+
+
+def device_choice(logits: Any, rows: list[Row]) -> tuple[Any, Any]:
+    masks: list[list[int]] = []
+    mask_of_row, biased, banned = [], [], []
+    for number, row in enumerate(rows):
+        allowed = set(range(VOCAB_SIZE)) if row.allowed is None else set(row.allowed)
+        allowed &= set(row.params.allowed_token_ids or allowed)
+        is_masked = row.allowed is not None or row.params.allowed_token_ids
+        mask_of_row.append(len(masks) if is_masked else -1)
+        masks += [sorted(allowed)] if is_masked else []
+        biased += [(number, token, bias) for token, bias in row.params.logit_bias.items()]
+        banned += [(number, *sequence) for sequence in row.params.bad_words_token_ids]
+        banned += [(number, token) for token in (2, 3, 3) if row.params.min_tokens]
+    temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64)
+    ones = torch.ones_like(temperature)
+    seeds = np.array([row.params.seed or 0 for row in rows], dtype=np.uint64)
+    numbers = torch.from_numpy(uniforms(seeds, np.ones(len(rows), dtype=np.int64)))
+    parts = (temperature, (ones * VOCAB_SIZE).long(), ones, ones * 0, numbers)
+    token_ids, maxima = TritonChoice().choose(
+        strided(torch.from_numpy(logits).to(DEVICE)),
+        RowDraws(*(part.to(DEVICE) for part in parts)),
+        changes_of(bits(masks), mask_of_row, biased, banned),
+    )
+    return token_ids.cpu().numpy(), maxima.cpu().numpy()
+
+
+def test_tokens_and_errors_are_the_host_s() -> None:
+    random = SamplingParams(temperature=0.9, seed=5)
+    ask = dataclasses.replace
+    rows = [
+        Row(random),
+        Row(random, allowed=[0, 31, 32, 140]),
+        Row(SamplingParams(temperature=0.0, logit_bias={3: 50.0, 4: -1.25})),
+        Row(ask(random, allowed_token_ids=[9, 77, 2], min_tokens=2), allowed=[77, 2, 5]),
+        Row(ask(random, bad_words_token_ids=((5,), (6,)), logit_bias={5: 90.0, 7: 9.0})),
+        Row(random, allowed=[]),
+        Row(ask(random, bad_words_token_ids=((17,),)), allowed=[17]),
+        Row(ask(random, bad_words_token_ids=ALL_BANNED)),
+        Row(random, allowed=[4, 5]),
+        Row(ask(random, min_tokens=1)),
+    ]
+    logits = (np.random.default_rng(0).normal(size=(len(rows), VOCAB_SIZE)) * 3).astype(np.float32)
+    logits[8, 100] = np.nan
+    logits[9, [2, 3]] = 30.0, 31.0
+    expected, errors = host_choice(logits, rows)
+    token_ids, maxima = device_choice(logits, rows)
+    assert token_ids.tolist() == expected.tolist()
+    assert sorted(errors) == [5, 6, 8] == np.flatnonzero(token_ids == NO_TOKEN).tolist()
+    assert np.isneginf(maxima[[5, 6]]).all()
+    assert np.isnan(maxima[8])
+    assert token_ids[7] == logits[7].argmax()
+
+
+def test_changed_logits_are_those_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logit_changes, "_PART", 64)
+    monkeypatch.setattr(logit_changes, "_PAIRS", 4)
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(4, VOCAB_SIZE)).astype(np.float32)
+    allowed = [rng.choice(VOCAB_SIZE, 50, replace=False).tolist() for _ in range(3)]
+    mask_of_row = [2, -1, 0, -1]
+    biased = [(row, token, rng.normal() * 10) for row in range(4) for token in (0, 5, 139, 140)]
+    banned = [(1, 140), (1, 140), (3, 0), (0, 5), (2, 7), (1, 1)]
+    expected = logits.copy()
+    for row, mask in enumerate(mask_of_row):
+        if mask >= 0:
+            expected[row, sorted(set(range(VOCAB_SIZE)) - set(allowed[mask]))] = -np.inf
+    for row, token, bias in biased:
+        expected[row, token] += np.float32(bias)
+    for row, token in banned:
+        expected[row, token] = -np.inf
+    changed = strided(torch.from_numpy(logits).to(DEVICE))
+    change_logits(changed, changes_of(bits(allowed), mask_of_row, biased, banned))
+    assert np.array_equal(changed.cpu().numpy(), expected)
+
+
+def test_nothing_to_change_changes_nothing() -> None:
+    logits = torch.ones(2, VOCAB_SIZE, device=DEVICE)
+    change_logits(logits, changes_of(bits([]), [-1, -1]))
+    assert (logits == 1).all()
+    assert TritonChoice().choose(logits[:0], None, changes_of(bits([]), []))[0].shape == (0,)
+
+
+def test_what_the_kernels_cannot_take_is_refused() -> None:
+    logits = torch.ones(2, VOCAB_SIZE, device=DEVICE)
+    good = changes_of(bits([[1]]), [0, -1], [(0, 1, 2.0)], [(0, 1)])
+    for field, value, problem in [
+        ("bitmask", good.bitmask[:, :4], "5 columns"),
+        ("bitmask", good.bitmask.long(), "bitmask is"),
+        ("mask_of_row", good.mask_of_row[:1], "mask_of_row is"),
+        ("biases", good.biases.double(), "biases is"),
+        ("banned_ids", good.banned_ids[:0], "banned_ids is"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=problem):
+            change_logits(logits, dataclasses.replace(good, **{field: value}))
