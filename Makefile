@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-fast test-gpu test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -132,6 +132,10 @@ MUTANTS :=
 mutants: $(READY)  ## Count the small changes to the code that the tests notice (about an hour)
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,mutation]"
 	@$(BIN)/python tools/mutation $(MUTANTS)
+
+# tests/kernels/triton_kernels are those that `make test` runs in Triton's interpreter.
+test-gpu: $(READY)  ## Test the kernels and the engine on a GPU (skips all where there is none)
+	TRITON_INTERPRET=0 $(BIN)/pytest -rs tests/gpu tests/kernels/triton_kernels
 
 test-nixl: $(READY)  ## Test KV transfer over NIXL, which is installed on first use
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,cluster]"

@@ -1,0 +1,78 @@
+"""The engine on a GPU: the tokens of `transformers`, and the same bits in any company and any way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoints import make_checkpoint
+from quire import LLM, SamplingParams
+from quire.kernels.triton.device import is_interpreted
+
+PROMPTS = [[7 + (11 * number + 3 * place) % 300 for place in range(length)] for number, length in enumerate(
+    (1, 5, 18) if is_interpreted else (1, 5, 18, 40, 61, 100, 3, 29)
+)]  # fmt: skip
+NUM_TOKENS = 4 if is_interpreted else 24
+DEVICE: dict[str, Any] = {"kernels": "triton"} if is_interpreted else {"device": "cuda"}
+SETTINGS: dict[str, Any] = {**DEVICE, "num_kv_blocks": 64, "block_size": 16, "max_model_len": 128}
+
+
+NUMBERS: list[dict[str, Any]] = [
+    {},
+    {"quantization": "int8"},
+    {"quantization": "int4"},
+    {"quantization": "fp8"},
+    {"kv_cache_dtype": "int8"},
+]
+
+
+def params(number: int) -> SamplingParams:
+    how = {"temperature": 0.0} if number % 2 else {"temperature": 0.9, "top_p": 0.9, "seed": number}
+    return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, **how)
+
+
+def generate(checkpoint: Path, *, one_by_one: bool = False, **options: Any) -> list[Any]:
+    """Return token ids and the bits of their log-probabilities of each prompt."""
+    with LLM(str(checkpoint), **{**SETTINGS, **options}) as llm:
+        if not is_interpreted:
+            assert llm.info.device.startswith("cuda")
+        wanted = [params(number) for number in range(len(PROMPTS))]
+        if one_by_one:
+            outputs = [llm.generate([prompt], [how])[0] for prompt, how in zip(PROMPTS, wanted, strict=True)]
+        else:
+            outputs = llm.generate(PROMPTS, wanted)
+    return [(output.outputs[0].token_ids, output.outputs[0].cumulative_logprob.hex()) for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["qwen3"] if is_interpreted else ["qwen3", "llama", "gemma2", "qwen3_moe"])
+def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    with LLM(str(checkpoint), dtype="float32", **SETTINGS) as llm:
+        outputs = llm.generate(PROMPTS, greedy)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        for token in output.outputs[0].token_ids:
+            logits = model(ids).logits[0, -1]
+            assert logits[token] >= logits.max() - 1e-4  # another one only if they are as good as equal
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+
+
+@pytest.mark.parametrize("options", NUMBERS[: 1 if is_interpreted else None], ids=str)
+def test_bits_do_not_depend_on_company(options: dict[str, Any], tmp_path: Path) -> None:
+    """The batch-invariance list: alone, together, in chunks, and with steps that are not recorded."""
+    checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
+    alone = generate(checkpoint, one_by_one=True, enable_prefix_caching=False, **options)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+        {"num_kv_blocks": 12, "max_num_seqs": 4},  # with preemptions
+        {"cuda_graphs": False},
+    ]
+    for way in ways[: 2 if is_interpreted else None]:
+        assert generate(checkpoint, **{**options, **way}) == alone, way

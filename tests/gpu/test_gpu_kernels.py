@@ -1,0 +1,221 @@
+"""The kernels on real shapes: numbers as in float32, and bits that do not depend on company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from shapes import LENGTHS, NUM_ROWS, SHAPES, VOCAB_SIZE, Shape
+
+from quire.execution.rng import uniforms
+from quire.execution.selection import Filters, draw
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.dispatch import kernel_set
+from quire.kernels.experts import ExpertWeights, Mixture
+from quire.kernels.sampling import ReferenceSampling
+from quire.kernels.tiles import HeadLayout
+from quire.kernels.token_choice import RowDraws
+from quire.kernels.triton.kernel_set import TritonKernels
+from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
+from quire.kv.page_layout import KVLayerSpec
+
+BLOCK_SIZE = 16
+NOISE = {"none": 2**-7, "fp8": 0.06, "int8": 0.03, "int4": 0.15}  # of a result, relative to all of its row
+
+
+@pytest.fixture(scope="module")
+def kernels() -> TritonKernels:
+    found = kernel_set("triton")
+    assert isinstance(found, TritonKernels)
+    return found
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> Shape:
+    return SHAPES[request.param]
+
+
+def random(*size: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """Return bfloat16 numbers on the host."""
+    return (torch.randn(*size, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, noise: float) -> None:
+    """Compare rows: their distance, relative to the expected row's length."""
+    distance = (actual.float() - expected.float()).norm(dim=-1)
+    assert (distance <= noise * expected.float().norm(dim=-1) + 1e-6).all(), distance.max()
+
+
+@pytest.mark.parametrize("quantization", NOISE)
+def test_dense_layers(kernels: TritonKernels, shape: Shape, quantization: str) -> None:
+    weight = random(2 * shape.intermediate, shape.hidden, seed=1, scale=shape.hidden**-0.5)
+    layer = kernels.linear([weight], dtype=torch.bfloat16, quantization=quantization)
+    rows = random(max(NUM_ROWS), shape.hidden, seed=2).to(kernels.device)
+    expected = rows.float() @ weight.to(kernels.device).float().t()
+    alone = layer(rows[:1])
+    for count in NUM_ROWS:
+        result = layer(rows[:count])
+        assert_near(result, expected[:count], NOISE[quantization])
+        assert torch.equal(result[:1], alone), count
+
+
+def test_norms_and_activations(kernels: TritonKernels, shape: Shape) -> None:
+    rows = random(max(NUM_ROWS), shape.hidden, seed=3).to(kernels.device)
+    weight = random(shape.hidden, seed=4).float().to(kernels.device)
+    expected = F.rms_norm(rows.float(), (shape.hidden,), weight, 1e-6)
+    assert_near(kernels.rms_norm(rows, weight, eps=1e-6), expected, 2**-8)
+    residual = rows.clone()
+    added = kernels.add_rms_norm(residual, rows, weight, eps=1e-6)
+    assert_near(residual, 2 * rows.float(), 2**-8)
+    assert_near(added, F.rms_norm(2 * rows.float(), (shape.hidden,), weight, 1e-6), 2**-7)
+    gate_up = random(max(NUM_ROWS), 2 * shape.intermediate, seed=5).to(kernels.device)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    assert_near(kernels.gated_activation(gate_up, "silu"), F.silu(gate) * up, 2**-7)
+    alone = kernels.rms_norm(rows[:1], weight, eps=1e-6)
+    for count in NUM_ROWS:
+        assert torch.equal(kernels.rms_norm(rows[:count], weight, eps=1e-6)[:1], alone), count
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_attention_over_the_cache(kernels: TritonKernels, shape: Shape, kv_dtype: str) -> None:
+    """Prompts but for their last token in one step, and then a decode step."""
+    heads = HeadLayout(shape.heads, shape.kv_heads, shape.head_dim)
+    lengths = np.array(LENGTHS)
+    states = [
+        random(length, shape.heads + 2 * shape.kv_heads, shape.head_dim, seed=length) for length in LENGTHS
+    ]
+    together = _attended(kernels, states, lengths, heads, kv_dtype)
+    for index, of_sequence in enumerate(states):
+        query, key, value = _split(of_sequence, heads)
+        if kv_dtype == "bfloat16":
+            expected = F.scaled_dot_product_attention(
+                *(part.float().transpose(0, 1) for part in (query, key, value)),
+                is_causal=True,
+                enable_gqa=True,
+            ).transpose(0, 1)
+            assert_near(together[index].flatten(1), expected.flatten(1), 2**-6)
+        alone = _attended(kernels, [of_sequence], lengths[index : index + 1], heads, kv_dtype)[0]
+        assert torch.equal(alone, together[index])
+
+
+def _attended(
+    kernels: TritonKernels, states: list[torch.Tensor], lengths: np.ndarray, heads: HeadLayout, kv_dtype: str
+) -> list[torch.Tensor]:
+    """Return what each sequence's tokens attend to, [length, heads, head_dim] on the host."""
+    needed = -(-lengths // BLOCK_SIZE)
+    layer = KVLayerSpec(heads.num_kv_heads, heads.head_dim, heads.head_dim)
+    metadata = PagedAttentionCacheMetaData.for_layers(
+        [layer], page_size=BLOCK_SIZE, dtype=kv_dtype, num_pages=int(needed.sum())
+    )
+    cache = PagedAttentionCache.on_device(metadata, kernels.device)
+    tables = np.zeros((len(lengths), needed.max()), dtype=np.int32)
+    blocks = np.random.default_rng(0).permutation(int(needed.sum()))
+    for row, (start, count) in enumerate(zip(np.cumsum(needed) - needed, needed, strict=True)):
+        tables[row, :count] = blocks[start : start + count]
+    parts: list[list[torch.Tensor]] = [[] for _ in lengths]
+    for first, end in ((np.zeros_like(lengths), lengths - 1), (lengths - 1, lengths)):
+        running = np.flatnonzero(end > first)
+        if not len(running):
+            continue
+        counts = (end - first)[running]
+        batch = AttentionBatch.build(first[running], counts, tables[running], BLOCK_SIZE)
+        rows = torch.cat([states[s][first[s] : end[s]] for s in running]).flatten(1).to(kernels.device)
+        query = kernels.rotary_and_write_kv(
+            rows, cache.views[0], batch, heads=heads, cos=None, sin=None, q_norm=None, k_norm=None, eps=1e-6
+        )
+        attended = kernels.paged_attention(query, cache.views[0], batch, scale=heads.head_dim**-0.5).cpu()
+        for s, part in zip(running, attended.split(counts.tolist()), strict=True):
+            parts[s].append(part)
+    return [torch.cat(of_sequence) for of_sequence in parts]
+
+
+def _split(states: torch.Tensor, heads: HeadLayout) -> tuple[torch.Tensor, ...]:
+    return states.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
+
+
+def test_rotation(kernels: TritonKernels, shape: Shape) -> None:
+    heads = HeadLayout(shape.heads, shape.kv_heads, shape.head_dim)
+    count = max(NUM_ROWS)
+    states = random(count, shape.heads + 2 * shape.kv_heads, shape.head_dim, seed=9)
+    angles = torch.rand(count, shape.head_dim // 2, generator=torch.Generator().manual_seed(10)) * 6
+    layer = KVLayerSpec(heads.num_kv_heads, heads.head_dim, heads.head_dim)
+    metadata = PagedAttentionCacheMetaData.for_layers(
+        [layer], page_size=BLOCK_SIZE, dtype="bfloat16", num_pages=-(-count // BLOCK_SIZE)
+    )
+    cache = PagedAttentionCache.on_device(metadata, kernels.device)
+    tables = np.arange(-(-count // BLOCK_SIZE))[None]
+    batch = AttentionBatch.build(np.zeros(1), np.array([count]), tables, BLOCK_SIZE)
+    query = kernels.rotary_and_write_kv(
+        states.flatten(1).clone().to(kernels.device), cache.views[0], batch, heads=heads,
+        cos=angles.cos().to(kernels.device), sin=angles.sin().to(kernels.device),
+        q_norm=None, k_norm=None, eps=1e-6,
+    )  # fmt: skip
+    as_complex = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+
+    def rotated(part: torch.Tensor) -> torch.Tensor:
+        first, second = part.float().chunk(2, dim=-1)
+        turned = torch.complex(first, second) * as_complex
+        return torch.cat([turned.real, turned.imag], dim=-1).flatten(1)
+
+    expected_query, key, value = _split(states, heads)
+    assert_near(query.flatten(1).cpu(), rotated(expected_query), 2**-8)
+    pages = cache.views[0]
+    for written, expected in ((pages.key_pages, rotated(key)), (pages.value_pages, value.flatten(1))):
+        tokens = written.permute(1, 2, 0, 3).flatten(0, 1)[:count].flatten(1)
+        assert_near(tokens.cpu(), expected, 2**-8)
+
+
+def test_mixtures_of_experts(kernels: TritonKernels, shape: Shape) -> None:
+    if not shape.experts:
+        pytest.skip("a dense model")
+    mixture = Mixture(shape.experts, shape.experts_per_token, normalize=True, activation="silu")
+    gate_up = random(shape.experts, 2 * shape.intermediate, shape.hidden, seed=11, scale=shape.hidden**-0.5)
+    down = random(shape.experts, shape.hidden, shape.intermediate, seed=12, scale=shape.intermediate**-0.5)
+    weights = [ExpertWeights([up], [low]) for up, low in zip(gate_up, down, strict=True)]
+    experts = kernels.experts(weights, mixture, dtype=torch.bfloat16)
+    rows = random(max(NUM_ROWS), shape.hidden, seed=13).to(kernels.device)
+    scores = random(max(NUM_ROWS), shape.experts, seed=14).to(kernels.device)
+    best, chosen = scores.float().softmax(dim=1).topk(shape.experts_per_token, dim=1)
+    best /= best.sum(dim=1, keepdim=True)
+    expected = torch.zeros_like(rows, dtype=torch.float32)
+    for expert in range(shape.experts):
+        row, place = torch.where(chosen == expert)
+        gate, up = (rows[row].float() @ gate_up[expert].to(rows.device).float().t()).chunk(2, dim=1)
+        result = (F.silu(gate) * up) @ down[expert].to(rows.device).float().t()
+        expected.index_add_(0, row, result * best[row, place].unsqueeze(1))
+    alone = experts(rows[:1], scores[:1])
+    for count in NUM_ROWS:
+        result = experts(rows[:count], scores[:count])
+        assert_near(result, expected[:count], 2**-6)
+        assert torch.equal(result[:1], alone), count
+
+
+def test_choosing_tokens(kernels: TritonKernels) -> None:
+    count = 32
+    logits = torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(15)) * 4
+    numbers = np.arange(count)
+    filters = Filters(
+        temperature=np.where(numbers % 4, 0.5 + numbers / count, 0.0),
+        top_k=np.where(numbers % 3, VOCAB_SIZE, 40),
+        top_p=np.where(numbers % 5, 1.0, 0.9),
+        min_p=np.where(numbers % 7, 0.0, 0.02),
+    )
+    seeds, positions = numbers.astype(np.uint64), numbers.astype(np.int64)
+    drawn = uniforms(seeds, positions)
+    fields = (filters.temperature, filters.top_k, filters.top_p, filters.min_p, drawn)
+    draws = RowDraws(*(torch.from_numpy(field).to(kernels.device) for field in fields))
+    assert kernels.token_choice is not None
+    token_ids, maxima = kernels.token_choice.choose(logits.to(kernels.device), draws)
+    rows = np.flatnonzero(filters.temperature > 0)
+    expected = logits.numpy().argmax(axis=1)
+    expected[rows] = draw(
+        logits.numpy(),
+        logits.numpy().max(axis=1)[rows],
+        Filters(*(field[rows] for field in fields[:4])),
+        drawn[rows],
+        rows=rows,
+        kernels=ReferenceSampling(),
+    )
+    assert token_ids.cpu().tolist() == expected.tolist()
+    assert torch.equal(maxima.cpu(), logits.amax(dim=1))
