@@ -16,7 +16,7 @@ from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.selection import Filters, draw
 from quire.kernels.dispatch import kernel_set
 from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.token_choice import RowDraws, TokenChoice
+from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, TokenChoice
 from quire.step import NO_TOKEN
 
 PROMPTS = ["What is 27 + 58?", "Copy: k x w q", "Hello", "Why is a request preempted?", "Reverse: a b c"]
@@ -27,8 +27,9 @@ class HostChoice(TokenChoice):
     """Stands for a device: chooses what the sampler on the host would."""
 
     def choose(
-        self, logits: torch.Tensor, draws: RowDraws | None = None
+        self, logits: torch.Tensor, draws: RowDraws | None = None, changes: LogitChanges | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert changes is None
         rows = logits.numpy()
         kernels = ReferenceSampling()
         token_ids, maxima = kernels.largest(rows)
@@ -40,6 +41,9 @@ class HostChoice(TokenChoice):
             token_ids[drawn] = draw(rows, maxima[drawn], filters, uniforms, rows=drawn, kernels=kernels)
         token_ids[~np.isfinite(maxima)] = NO_TOKEN
         return torch.from_numpy(token_ids), torch.from_numpy(maxima)
+
+    def logprobs(self, *_: Any) -> RowLogprobs:
+        raise AssertionError("they are the host's to compute")
 
 
 class LateCopy:

@@ -35,6 +35,18 @@ class LogitChanges:
     banned_ids: torch.Tensor  # [C] int64
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class RowLogprobs:
+    """Log-probabilities of some rows: the chosen token first, then the likeliest in falling order.
+
+    A row whose largest logit is not finite has numbers that mean nothing.
+    """
+
+    token_ids: torch.Tensor  # [S, 1 + n] int64
+    logprobs: torch.Tensor  # [S, 1 + n] float64, nats
+    ranks: torch.Tensor  # [S] int64, of the chosen tokens; 1 is likeliest, ties go to the lower id
+
+
 class TokenChoice(ABC):
     """Chooses a token for each row of logits, without anybody waiting for the device.
 
@@ -56,4 +68,17 @@ class TokenChoice(ABC):
             Token ids, `NO_TOKEN` for a row whose largest logit is not finite, and the largest logits; a NaN
             if there is one in the row. A row whose mask leaves no token with the bans has `NO_TOKEN`, too,
             and -inf; without a mask, it has the likeliest token before the changes.
+        """
+
+    @abstractmethod
+    def logprobs(
+        self, logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, rows: torch.Tensor
+    ) -> RowLogprobs:
+        """Return the log-probabilities of tokens by the logits as they are.
+
+        Args:
+            logits: [R, V] float32 on the device.
+            chosen: [S] int64, a token of each of the rows; of those with `NO_TOKEN`, the first stands for it.
+            num_likeliest: how many of the likeliest tokens there are beside it, up to 128 and V.
+            rows: [S] int64, which of `logits` these are.
         """

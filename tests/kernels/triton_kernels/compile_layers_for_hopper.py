@@ -78,12 +78,13 @@ def rotate(kernels: TritonKernels) -> None:
 
 
 def choose(kernels: TritonKernels, logits: torch.Tensor) -> None:
-    """Draw a token of each row, after changes of every kind."""
+    """Draw a token of each row, after changes of every kind, and look for what is likely beside it."""
     ones = torch.ones(len(logits), dtype=torch.float64)
     pairs = ones.long(), ones.long()
     bitmask = torch.ones(1, 1250, dtype=torch.int32)
     changes = LogitChanges(bitmask, ones.long(), *pairs, ones.float(), *pairs)
     kernels.token_choice.choose(logits, RowDraws(ones, ones.long(), ones, ones, ones), changes)
+    kernels.token_choice.logprobs(logits, ones.long(), 5, ones.long())
 
 
 if __name__ == "__main__":

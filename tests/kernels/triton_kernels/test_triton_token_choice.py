@@ -95,7 +95,7 @@ def test_random_rows_draw_what_the_host_draws(vocab_size: int, spread: float, le
 def test_rows_that_their_likeliest_tokens_do_not_decide(
     filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tail_search, "_PART", 1024)
+    monkeypatch.setattr(tail_search, "SEARCH_PART", 1024)
     logits = rows_of_logits(2, 1501, spread=0.5, levels=64)
     logits[1, :1000] = np.where(logits[1, :1000] > 0, 0.0, -0.0)
     assert_chosen_alike(logits, filters_of(2, 1501, **filters), np.array([0.999, 0.7]))

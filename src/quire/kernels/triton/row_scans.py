@@ -1,8 +1,8 @@
 """What sampling asks of whole rows of logits, in Triton: no row is sorted, and its parts have a program each.
 
 Tensors are on the device, and nothing waits for it. Logits are [R, V] float32; `rows` [S] int64 says which
-of them to work on, None: all. What `likeliest` and `sum_exp` return for a row that is negative means nothing:
-such a row costs no work, and it takes no host to leave it out.
+of them to work on, None: all. What `likeliest`, `sum_exp` and `ranks` return for a row that is negative means
+nothing: such a row costs no work, and it takes no host to leave it out.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ def _before_kernel(
     logits, token_ids, rows, counts, vocab_size, row_stride, HAS_ROWS: tl.constexpr, PART: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
+    if _is_left_out(rows, row, HAS_ROWS):
+        return
     place = tl.program_id(1) * PART + tl.arange(0, PART)
     row_at = _row_at(logits, rows, row, row_stride, HAS_ROWS)
     token = tl.load(token_ids + row)

@@ -48,3 +48,19 @@ def check_vector(name: str, vector: torch.Tensor, dtype: torch.dtype, length: in
             f"{name} is {tuple(vector.shape)} with strides {vector.stride()}; it must be [{length}] and "
             "contiguous"
         )
+
+
+def check_logits(logits: torch.Tensor) -> None:
+    """Raise unless `logits` are float32 [R, V], V at least 1, and a row's numbers adjacent.
+
+    Raises:
+        TypeError: their type is another.
+        ValueError: their shape or strides are not as they must be.
+    """
+    if logits.dtype is not torch.float32:
+        raise TypeError(f"logits are {logits.dtype}; they must be float32")
+    if logits.dim() != 2 or not logits.shape[1] or (logits.stride(1) != 1 and logits.shape[1] > 1):
+        raise ValueError(
+            f"logits are {tuple(logits.shape)} with strides {logits.stride()}; they must be two-dimensional, "
+            "have at least 1 token, and a row's numbers adjacent"
+        )

@@ -14,11 +14,13 @@ import triton.language as tl
 from typing_extensions import override
 
 from quire.kernels.bounds import MAX_HEAD_TOKENS
-from quire.kernels.token_choice import LogitChanges, RowDraws, TokenChoice
+from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, TokenChoice
 from quire.kernels.triton import row_scans
+from quire.kernels.triton.key_search import relative_weight
 from quire.kernels.triton.logit_changes import change_logits
-from quire.kernels.triton.tail_search import TO_SEARCH, relative_weight, search_tails
-from quire.kernels.triton.tensors import check_vector
+from quire.kernels.triton.logprobs import row_logprobs
+from quire.kernels.triton.tail_search import TO_SEARCH, search_tails
+from quire.kernels.triton.tensors import check_logits, check_vector
 from quire.step import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -99,6 +101,13 @@ class TritonChoice(TokenChoice):
             torch.where(keeps_likeliest, maxima, changed_maxima),
         )
 
+    @override
+    def logprobs(
+        self, logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, rows: torch.Tensor
+    ) -> RowLogprobs:
+        check_logits(logits)
+        return row_logprobs(logits, chosen, num_likeliest, rows)
+
 
 def _choose(logits: torch.Tensor, draws: RowDraws | None) -> tuple[torch.Tensor, torch.Tensor]:
     likeliest, maxima = row_scans.largest(logits)
@@ -128,13 +137,7 @@ def _draw(
 
 
 def _check(logits: torch.Tensor, draws: RowDraws | None) -> None:
-    if logits.dtype is not torch.float32:
-        raise TypeError(f"logits are {logits.dtype}; they must be float32")
-    if logits.dim() != 2 or not logits.shape[1] or (logits.stride(1) != 1 and logits.shape[1] > 1):
-        raise ValueError(
-            f"logits are {tuple(logits.shape)} with strides {logits.stride()}; they must be two-dimensional, "
-            "have at least 1 token, and a row's numbers adjacent"
-        )
+    check_logits(logits)
     if draws is None:
         return
     for field in dataclasses.fields(draws):
