@@ -79,9 +79,9 @@ class Kind:
     encode: Callable[[torch.Size, int], tuple[Tensors, torch.Tensor]]
     held_as: str = "fp8"
 
-    def write(self, path: Path, **shape: Any) -> Path:
+    def write(self, path: Path, family: str = "qwen3", **shape: Any) -> Path:
         """Write a checkpoint; return the directory of its float32 twin."""
-        make_checkpoint("qwen3", path, **SHAPE | shape)
+        make_checkpoint(family, path, **SHAPE | shape)
         twin = path.with_name(path.name + "-floats")
         shutil.copytree(path, twin)
         weights = load_file(path / "model.safetensors")
@@ -210,6 +210,16 @@ def test_in_triton_products_are_in_float8(name: str, tmp_path: Path) -> None:
     prompt = _prompt(path)[:10]
     wanted = _logits(twin, prompt, kernels="reference")
     assert 1e-3 < _relative(_logits(path, prompt, kernels="triton"), wanted) < 0.1
+
+
+@pytest.mark.parametrize(("kernels", "bound"), [("native", 1e-5), ("triton", 0.1)])
+def test_experts_in_float8(kernels: str, bound: float, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shape = {"num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 160}
+    twin = KINDS["fp8, blocks"].write(path, "qwen3_moe", **shape)
+    prompt = _prompt(path)[:6]
+    wanted = _logits(twin, prompt, kernels="reference")
+    assert _relative(_logits(path, prompt, kernels=kernels), wanted) < bound
 
 
 @each_kind

@@ -28,6 +28,10 @@ def _compressed(**weights: Any) -> dict[str, Any]:
     }
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+FLOAT8 = _compressed(num_bits=8, type="float", strategy="block", block_structure=[128, 128])
+
+
 @pytest.mark.parametrize(
     ("values", "key", "wrong"),
     [
@@ -67,7 +71,7 @@ WRONG: list[Any] = [0, -1, 7, 2**31, 10**30, 1e308, math.nan, math.inf, True, "x
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from([GPTQ, AWQ, _compressed()]), st.data())
+@given(st.sampled_from([GPTQ, AWQ, FP8, _compressed(), FLOAT8]), st.data())
 def test_any_wrong_value_is_a_model_error(values: dict[str, Any], data: st.DataObject) -> None:
     def change(holder: dict[str, Any]) -> dict[str, Any]:
         key = data.draw(st.sampled_from(sorted(holder)))
