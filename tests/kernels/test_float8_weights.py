@@ -1,10 +1,11 @@
-"""Weights in float8: quantization, their blocks, and layers on CPUs, where they become floats."""
+"""Weights in float8: their blocks, their parts, and layers on CPUs, where they become floats."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from float8_inputs import quantize_float8, random_blocks
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.interface import KernelSet
@@ -13,7 +14,6 @@ from quire.kernels.weights import (
     Float8Weight,
     dequantize,
     part_of,
-    quantize_float8,
     quantize_int4,
     quantize_int8,
     scales_of_blocks,
@@ -24,29 +24,9 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _blocks(rows: int, inputs: int, block: tuple[int, int]) -> Float8Weight:
-    scales = _random(-(-rows // block[0]), -(-inputs // block[1]), seed=1).exp()
-    return Float8Weight(_random(rows, inputs).to(torch.float8_e4m3fn), scales, block)
-
-
-def test_a_number_is_off_by_half_a_step_of_float8() -> None:
-    weight = _random(30, 200) * _random(30, 1, seed=2).exp()
-    weight[3] = 0.0
-    weight[4] = 3e38
-    weight[5] = torch.finfo(torch.float32).smallest_normal / 4
-    quantized = quantize_float8(weight)
-    assert quantized.block == (1, 200)
-    error = (dequantize(quantized).double() - weight.double()).abs()
-    # 4 significant bits, or half of the steps of 2^-9 at 0; and the rounding of the scale's inverse.
-    scales = quantized.scales.double()
-    assert (error <= torch.maximum(weight.double().abs() / 16, scales * 2**-10) * (1 + 2**-20)).all()
-    assert quantized.values.float().abs().amax(dim=1)[[0, 4]].tolist() == [448.0, 448.0]
-    assert not dequantize(quantized)[3].any()
-
-
 @pytest.mark.parametrize("block", [(128, 128), (32, 64), (300, 400), (1, 200), (7, 33)])
 def test_every_number_has_the_scale_of_its_block(block: tuple[int, int]) -> None:
-    weight = _blocks(300, 200, block)
+    weight = random_blocks(300, 200, block)
     rows, inputs = torch.arange(300) // block[0], torch.arange(200) // block[1]
     assert torch.equal(dequantize(weight), weight.values.float() * weight.scales[rows][:, inputs])
     assert torch.equal(scales_of_blocks(weight, (1, 1)), weight.scales[rows][:, inputs])
@@ -66,7 +46,7 @@ RANGES = [
 @pytest.mark.parametrize("block", [(128, 128), (300, 200), (1, 200), (300, 64)])
 @pytest.mark.parametrize(("axis", "ranges"), RANGES)
 def test_a_part_has_the_numbers_of_the_whole(block: tuple[int, int], axis: int, ranges: list[range]) -> None:
-    weight = _blocks(300, 200, block)
+    weight = random_blocks(300, 200, block)
     chosen = torch.tensor([number for part in ranges for number in part])
     part = part_of(weight, axis, ranges)
     assert isinstance(part, Float8Weight)
@@ -74,7 +54,7 @@ def test_a_part_has_the_numbers_of_the_whole(block: tuple[int, int], axis: int, 
 
 
 def test_a_part_along_blocks_keeps_them_whole() -> None:
-    weight = _blocks(300, 512, (128, 128))
+    weight = random_blocks(300, 512, (128, 128))
     for axis, ranges in ((0, [range(128, 300)]), (1, [range(128, 384)])):
         part = part_of(weight, axis, ranges)
         assert isinstance(part, Float8Weight)
@@ -84,7 +64,7 @@ def test_a_part_along_blocks_keeps_them_whole() -> None:
 
 def test_blocks_cut_too_small_for_any_kernel_are_refused() -> None:
     with pytest.raises(ValueError, match="groups of 128, which cannot be divided at 8 and 200"):
-        part_of(_blocks(300, 200, (128, 128)), 1, [range(8, 200)])
+        part_of(random_blocks(300, 200, (128, 128)), 1, [range(8, 200)])
 
 
 KERNELS = pytest.mark.parametrize(
@@ -95,7 +75,7 @@ KERNELS = pytest.mark.parametrize(
 @KERNELS
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_on_cpus_float8_is_what_its_numbers_would_be(kernels: KernelSet, quantization: str) -> None:
-    parts = [_blocks(40, 128, (128, 128)), quantize_float8(_random(24, 128, seed=3))]
+    parts = [random_blocks(40, 128, (128, 128)), quantize_float8(_random(24, 128, seed=3))]
     rows = _random(5, 128, seed=4)
     options = {"dtype": torch.float32, "quantization": quantization, "group_size": 64}
     found, expected = (
@@ -119,7 +99,7 @@ def test_on_cpus_floats_do_not_become_float8(kernels: KernelSet) -> None:
 
 
 def test_wrong_tensors_are_refused_before_native_code_reads_them() -> None:
-    weight = _blocks(40, 128, (128, 64))
+    weight = random_blocks(40, 128, (128, 64))
     with pytest.raises(ValueError, match=r"float8 weight's scales is \[1, 1\]; it must be \[1, 2\]"):
         PackedLinear([Float8Weight(weight.values, weight.scales[:, :1], (128, 64))], dtype=torch.float32)
     wrong = Float8Weight(weight.values.view(torch.uint8), weight.scales, (128, 64))

@@ -15,8 +15,6 @@ KERNEL_GROUPS = (128, 64, 32, 16)  # inputs that share a scale and a zero in the
 MAX_ZERO = 60_000.0  # kernels hold zeros in float16
 INT4_RANGE_SHARES = (1.0, 0.9, 0.8)  # of a group's range that 16 steps may span
 INT8_STEPS = 127  # the largest magnitude of a row, in steps
-FLOAT8_MAX = 448.0  # the largest number of float8_e4m3fn
-LEAST_FLOAT8_SCALE = 2.0**-120  # its inverse is a number, too; what is all zeros or nearly so has this scale
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -141,14 +139,6 @@ def quantize_int8(weight: torch.Tensor) -> Int8Weight:
     largest = wide.abs().amax(dim=1)
     inverse = torch.where(largest > 0, INT8_STEPS / largest, 0.0)
     return Int8Weight((wide * inverse[:, None]).round_().to(torch.int8), largest / INT8_STEPS)
-
-
-def quantize_float8(weight: torch.Tensor) -> Float8Weight:
-    """Return `weight` [rows, in] in float8: the largest magnitude of a row becomes 448."""
-    wide = weight.float()
-    scales = (wide.abs().amax(dim=1, keepdim=True) / FLOAT8_MAX).clamp(min=LEAST_FLOAT8_SCALE)
-    values = (wide * (1.0 / scales)).clamp(-FLOAT8_MAX, FLOAT8_MAX)  # beyond, torch may make NaN
-    return Float8Weight(values.to(torch.float8_e4m3fn), scales, (1, weight.shape[1]))
 
 
 def quantize_int4(weight: torch.Tensor, group_size: int) -> GroupedWeight:

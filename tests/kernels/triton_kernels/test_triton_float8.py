@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 from triton_inputs import DEVICE, DTYPES, poisoned, random, strided
 
+from float8_inputs import quantize_float8, random_blocks
 from pairwise import pairwise
+from quire.errors import ConfigError
 from quire.kernels.triton import float8_linear
 from quire.kernels.triton.device import is_interpreted, nearest_float8
 from quire.kernels.triton.float8_linear import quantize_float8_rows
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.kernels.triton.tiled_linear import Tile
-from quire.kernels.weights import Float8Weight, Weight, dequantize, quantize_float8, quantize_int8
+from quire.kernels.weights import Weight, dequantize, quantize_int8
 
 make_linear = TritonKernels().linear
 ROWS = 18  # more than a tile has
@@ -70,19 +72,24 @@ def test_rows_are_quantized_as_torch_does(dtype: torch.dtype, inputs: int, group
     assert values.dtype == torch.float8_e4m3fn
     for index, columns in enumerate(rows.cpu().float().split(group, dim=1)):
         found = values[:, index * group : (index + 1) * group]
-        scale = (columns.abs().amax(dim=1) / 448).clamp(min=2**-120)
-        assert torch.equal(scales[index].cpu(), scale)
-        expected = (columns * (1 / scale)[:, None]).to(torch.float8_e4m3fn)
-        assert torch.equal(_octets(found), _octets(expected))
+        expected = quantize_float8(columns)
+        assert torch.equal(scales[index].cpu(), expected.scales[:, 0])
+        assert torch.equal(_octets(found), _octets(expected.values))
         assert found[[0, 4]].cpu().float().abs().amax(dim=1).tolist() == [448.0, 448.0]
     alone = quantize_float8_rows(rows[7:8], group)
     assert torch.equal(_octets(alone[0]), _octets(values[7:8]))
 
 
-def _blocks(outputs: int, inputs: int, block: tuple[int, int], *, seed: int = 1) -> Float8Weight:
-    """Random weights of about 1, with scales of many magnitudes."""
-    scales = random(-(-outputs // block[0]), -(-inputs // block[1]), seed=seed + 50).cpu().exp()
-    return Float8Weight(random(outputs, inputs, seed=seed).cpu().to(torch.float8_e4m3fn), scales, block)
+def test_a_number_is_off_by_half_a_step_of_float8() -> None:
+    rows = random(30, 200) * random(30, 1, seed=2).exp()
+    rows[3] = 0.0
+    rows[4] = 3e38
+    rows[5] = torch.finfo(torch.float32).smallest_normal / 4
+    scales = quantize_float8_rows(rows, 200)[1][0].cpu().double()[:, None]
+    error = (_multiplied(rows, 200) - rows.cpu().double()).abs()
+    # 4 significant bits, or half of the steps of 2^-9 near 0; and the rounding of the scale's inverse.
+    bound = torch.maximum(rows.cpu().double().abs() / 16, scales * 2**-10) * (1 + 2**-20)
+    assert (error <= bound).all()
 
 
 def _multiplied(rows: torch.Tensor, group: int) -> torch.Tensor:
@@ -128,7 +135,7 @@ def test_a_scale_for_each_row(tile: None, dtype: torch.dtype, shape: tuple[int, 
     rows[3] = 0.0
     bias = random(outputs, seed=2).cpu() if biased else None
     weight = quantize_float8(random(outputs, inputs, seed=1).cpu())
-    whole = _blocks(outputs, inputs, (outputs, inputs), seed=3)
+    whole = random_blocks(outputs, inputs, (outputs, inputs), seed=3)
     _assert_close([weight, whole], rows, inputs, None if bias is None else torch.cat([bias, bias]))
 
 
@@ -145,17 +152,17 @@ def test_a_scale_for_each_block(
     inputs = block[1] + 40
     rows = random(ROWS, inputs, dtype=dtype)
     rows[3] = 0.0
-    parts = [_blocks(each, inputs, block, seed=index) for index, each in enumerate(outputs)]
+    parts = [random_blocks(each, inputs, block, seed=index) for index, each in enumerate(outputs)]
     group = {96: 32, 256: 128}.get(block[1], block[1])
     _assert_close([*parts], rows, group, random(sum(outputs), seed=2).cpu())
 
 
 def test_parts_with_scales_for_rows_and_for_blocks_of_several_sizes() -> None:
     parts: list[Weight] = [
-        _blocks(48, 256, (128, 128)),
+        random_blocks(48, 256, (128, 128)),
         quantize_float8(random(20, 256, seed=5).cpu()),
-        _blocks(64, 256, (32, 64)),
-        _blocks(9, 256, (9, 256)),
+        random_blocks(64, 256, (32, 64)),
+        random_blocks(9, 256, (9, 256)),
     ]
     _assert_close(parts, random(ROWS, 256), 64, None)
 
@@ -188,7 +195,7 @@ def test_parts_of_other_kinds_beside_float8_are_not_lost(quantization: str) -> N
 
 
 def test_float8_stays_whatever_else_is_wanted() -> None:
-    weight = _blocks(130, 256, (128, 128))
+    weight = random_blocks(130, 256, (128, 128))
     rows = random(3, 256)
     results = [
         make_linear([weight], dtype=torch.bfloat16, quantization=wanted)(rows)
@@ -200,8 +207,14 @@ def test_float8_stays_whatever_else_is_wanted() -> None:
 
 def test_blocks_that_kernels_do_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match="groups of 16 inputs; a group must have a multiple of 32"):
-        make_linear([_blocks(8, 96, (8, 48))], dtype=torch.float32)
+        make_linear([random_blocks(8, 96, (8, 48))], dtype=torch.float32)
+
+
+def test_gpus_that_do_not_multiply_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8_linear, "compute_capability", lambda: 80)
+    with pytest.raises(ConfigError, match=r"from compute capability 8\.9 on, and this one has 8\.0; set Eng"):
+        make_linear([random_blocks(8, 64, (8, 32))], dtype=torch.float32)
 
 
 def test_no_rows_are_no_work() -> None:
-    assert make_linear([_blocks(8, 64, (8, 32))], dtype=torch.float32)(random(0, 64)).shape == (0, 8)
+    assert make_linear([random_blocks(8, 64, (8, 32))], dtype=torch.float32)(random(0, 64)).shape == (0, 8)

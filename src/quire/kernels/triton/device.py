@@ -18,6 +18,11 @@ def kernel_device() -> torch.device:
     return torch.device("cpu" if is_interpreted else "cuda")
 
 
+def compute_capability() -> int:
+    """Return that of the GPU, 90 for 9.0; in the interpreter that of Hopper."""
+    return 90 if is_interpreted else triton.runtime.driver.active.get_current_target().arch
+
+
 @triton.jit
 def rounded(values, dtype: tl.constexpr):
     """Return float32 numbers in another type of floats, the nearest, ties to even."""

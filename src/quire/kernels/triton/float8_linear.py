@@ -14,19 +14,19 @@ import triton
 import triton.language as tl
 from typing_extensions import override
 
+from quire.errors import ConfigError
 from quire.kernels.bounds import FLOAT8_INPUTS
-from quire.kernels.triton.device import is_interpreted, kernel_device
+from quire.kernels.triton.device import compute_capability, is_interpreted, kernel_device
 from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel
 from quire.kernels.triton.tiled_linear import TiledLinear, tile_of
 from quire.kernels.weights import (
-    LEAST_FLOAT8_SCALE,
     Float8Weight,
     Weight,
     dequantize,
-    quantize_float8,
     scales_of_blocks,
 )
 
+_LEAST_CAPABILITY = 89  # of GPUs: that of Ada
 _MAX_GROUP = 128  # inputs that are multiplied at once
 _QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program
 _OPERANDS = tl.float32 if is_interpreted else tl.float8e4nv
@@ -40,17 +40,16 @@ class Float8Linear(TiledLinear):
 
     Raises:
         ValueError: there are no such blocks in the kernels.
+        ConfigError: the GPU does not multiply float8.
     """
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
         super().__init__(parts, bias)
-        quantized = [
-            part if isinstance(part, Float8Weight) else quantize_float8(dequantize(part)) for part in parts
-        ]
-        self._block, self._is_in_groups = _common_block(quantized, self.in_features)
-        device = kernel_device()
-        self._weight = torch.cat([part.values for part in quantized]).to(device)
-        self._scales = torch.cat([scales_of_blocks(part, self._block) for part in quantized]).to(device)
+        _check_device()
+        held = [_on_device(part) for part in parts]
+        self._block, self._is_in_groups = _common_block(held, self.in_features)
+        self._weight = torch.cat([part.values for part in held])
+        self._scales = torch.cat([scales_of_blocks(part, self._block) for part in held])
 
     @override
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -96,13 +95,33 @@ def quantize_float8_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, 
         num_rows,
         num_features,
         rows.stride(0),
-        LEAST_SCALE=LEAST_FLOAT8_SCALE,
         ROWS=_QUANTIZED_ROWS,
         GROUPS=triton.next_power_of_2(num_groups),
         GROUP=triton.next_power_of_2(group),
         num_warps=8,
     )
     return values, scales
+
+
+def _on_device(part: Weight) -> Float8Weight:
+    """Return a part as it is multiplied: if it is not in float8, with a scale for each row."""
+    device = kernel_device()
+    if isinstance(part, Float8Weight):
+        return Float8Weight(part.values.to(device), part.scales.to(device), part.block)
+    floats = (part if isinstance(part, torch.Tensor) else dequantize(part)).to(device)
+    num_features = floats.shape[1]
+    values, scales = quantize_float8_rows(floats, num_features)
+    return Float8Weight(values, scales.t(), (1, num_features))
+
+
+def _check_device() -> None:
+    capability = compute_capability()
+    if capability < _LEAST_CAPABILITY:
+        raise ConfigError(
+            f"weights are in float8, which GPUs multiply from compute capability {_LEAST_CAPABILITY / 10} "
+            f"on, and this one has {capability / 10}; set EngineConfig.quantization to 'int8', or "
+            "EngineConfig.device to 'cpu' if the checkpoint is in float8"
+        )
 
 
 def _common_block(parts: Sequence[Float8Weight], in_features: int) -> tuple[tuple[int, int], bool]:

@@ -7,6 +7,9 @@ import triton.language as tl
 
 from quire.kernels.triton.device import nearest_float8, rounded
 
+LARGEST = tl.constexpr(448.0)  # number of float8
+LEAST_SCALE = tl.constexpr(2.0**-120)  # its inverse is a number, too; zeros have this scale
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_float8_kernel(
@@ -16,7 +19,6 @@ def quantize_float8_kernel(
     num_rows,
     num_features,
     row_stride,
-    LEAST_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -31,7 +33,7 @@ def quantize_float8_kernel(
     is_number = (row < num_rows) & (feature < num_features)
     wide = tl.load(rows + row * row_stride + feature, mask=is_number, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(wide), axis=2, keep_dims=True)
-    scale = tl.maximum(tl.math.div_rn(largest, 448.0), LEAST_SCALE)
+    scale = tl.maximum(tl.math.div_rn(largest, LARGEST), LEAST_SCALE)
     narrow = nearest_float8(wide * tl.math.div_rn(1.0, scale))
     tl.store(values + row * num_features + feature, narrow, mask=is_number)
     has_scale = (row < num_rows) & (group * GROUP < num_features)
