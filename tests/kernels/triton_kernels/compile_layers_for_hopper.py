@@ -21,6 +21,13 @@ from quire.kernels.weights import Float8Weight
 
 device.kernel_device = functools.partial(torch.device, "cpu")  # before the kernels' modules take it
 
+from quire.kernels.triton import (  # noqa: E402
+    logit_changes,
+    logprobs,
+    row_scans,
+    tail_search,
+    token_choice,
+)
 from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel  # noqa: E402
 from quire.kernels.triton.kernel_set import TritonKernels  # noqa: E402
 
@@ -43,7 +50,11 @@ def main() -> None:
     kernels.sampling.likeliest(logits, np.arange(2))
     kernels.sampling.sum_exp(logits, logits[:, 0], np.ones(2))
     kernels.sampling.ranks(logits, np.arange(2))
-    choose(kernels, torch.from_numpy(logits))
+    choose(kernels, 2)
+    num_compiled = num_programs()
+    for num_rows in (1, 3, 16):
+        choose(kernels, num_rows)
+        assert num_programs() == num_compiled
     print(*compiled, sep="\n")
 
 
@@ -77,14 +88,28 @@ def rotate(kernels: TritonKernels) -> None:
         )  # fmt: skip
 
 
-def choose(kernels: TritonKernels, logits: torch.Tensor) -> None:
-    """Draw a token of each row, after changes of every kind, and look for what is likely beside it."""
-    ones = torch.ones(len(logits), dtype=torch.float64)
-    pairs = ones.long(), ones.long()
-    bitmask = torch.ones(1, 1250, dtype=torch.int32)
-    changes = LogitChanges(bitmask, ones.long(), *pairs, ones.float(), *pairs)
-    kernels.token_choice.choose(logits, RowDraws(ones, ones.long(), ones, ones, ones), changes)
-    kernels.token_choice.logprobs(logits, ones.long(), 5, ones.long())
+def choose(kernels: TritonKernels, num_rows: int) -> None:
+    """Draw a token of each row, after changes of every kind, and look for what is likely beside it.
+
+    What the host tells lies in places that depend on the number of rows.
+    """
+    logits = torch.zeros(num_rows, 40_000)
+    draws = torch.ones(5, num_rows, dtype=torch.float64)
+    numbers = torch.zeros(6, num_rows, dtype=torch.int64)
+    mask_of_row, *pairs, rows = numbers
+    changes = LogitChanges(
+        torch.ones(1, 1250, dtype=torch.int32), mask_of_row, *pairs[:2], torch.ones(num_rows), *pairs[2:]
+    )
+    assert kernels.token_choice is not None
+    kernels.token_choice.choose(logits, RowDraws(draws[0], numbers[1], *draws[2:]), changes)
+    kernels.token_choice.logprobs(logits, numbers[2], 5 * num_rows - 4, rows)
+
+
+def num_programs() -> int:
+    """Return how often kernels that choose tokens have been compiled."""
+    modules = logit_changes, logprobs, row_scans, tail_search, token_choice
+    kernels = {name: item for module in modules for name, item in vars(module).items()}
+    return sum(len(item.device_caches[0][0]) for name, item in kernels.items() if name.endswith("_kernel"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from quire.kernels.triton.key_search import SEARCH_PART, SEARCH_STEPS, SEARCH_WA
 from quire.kernels.triton.tensors import check_vector
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_wanted"])
 def _fill_heads_kernel(
     logits,
     rows,

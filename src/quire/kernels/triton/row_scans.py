@@ -35,7 +35,7 @@ def _is_left_out(rows, row, HAS_ROWS: tl.constexpr):
     return is_left_out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _largest_kernel(
     logits,
     ids,
@@ -125,7 +125,7 @@ def _collect_kernel(
     tl.store(counts + row, count.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
 def _sum_exp_kernel(
     logits,
     maxima,
@@ -155,7 +155,7 @@ def _add_up_kernel(parts, sums, num_parts, BLOCK: tl.constexpr):
     tl.store(sums + row, tl.sum(added, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "token_ids"])
 def _before_kernel(
     logits, token_ids, rows, counts, vocab_size, row_stride, HAS_ROWS: tl.constexpr, PART: tl.constexpr
 ):

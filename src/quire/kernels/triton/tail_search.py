@@ -27,7 +27,7 @@ TO_SEARCH = tl.constexpr(-2)
 _MOST = tl.constexpr(2**40)  # above all keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms"])
 def _search_kernel(
     logits,
     maxima,

@@ -26,7 +26,7 @@ from quire.step import NO_TOKEN
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms"])
 def _decide_kernel(
     head_logits,
     head_ids,
