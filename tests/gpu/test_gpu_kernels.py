@@ -17,6 +17,7 @@ from quire.kernels.sampling import ReferenceSampling
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.token_choice import RowDraws
 from quire.kernels.triton.kernel_set import TritonKernels
+from quire.kernels.weights import Float8Weight, dequantize
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.kv.page_layout import KVLayerSpec
 
@@ -57,6 +58,22 @@ def test_dense_layers(kernels: TritonKernels, shape: Shape, quantization: str) -
     for count in NUM_ROWS:
         result = layer(rows[:count])
         assert_near(result, expected[:count], NOISE[quantization])
+        assert torch.equal(result[:1], alone), count
+
+
+def test_float8_in_blocks(kernels: TritonKernels, shape: Shape) -> None:
+    """As checkpoints have it: weights in blocks of 128 x 128, rows in groups of 128."""
+    size = shape.intermediate, shape.hidden
+    values = random(*size, seed=6, scale=100).to(torch.float8_e4m3fn)
+    scales = random(*(-(-each // 128) for each in size), seed=7).float().abs() / (100 * shape.hidden**0.5)
+    weight = Float8Weight(values, scales, (128, 128))
+    layer = kernels.linear([weight], dtype=torch.bfloat16)
+    rows = random(max(NUM_ROWS), shape.hidden, seed=2).to(kernels.device)
+    expected = rows.float() @ dequantize(weight).to(kernels.device).t()
+    alone = layer(rows[:1])
+    for count in NUM_ROWS:
+        result = layer(rows[:count])
+        assert_near(result, expected[:count], NOISE["fp8"])
         assert torch.equal(result[:1], alone), count
 
 

@@ -40,6 +40,54 @@ def quantize_float8_kernel(
     tl.store(scales + group * num_rows + row, scale, mask=has_scale)
 
 
+@triton.jit
+def float8_tile_sums(
+    weight_rows,
+    weight_scales,
+    rows,
+    row_scales,
+    group_stride,
+    IN_FEATURES: tl.constexpr,
+    IN_GROUPS: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Return the sums of products of float8 numbers, scaled, [FEATURES, ROWS] float32.
+
+    `weight_rows` [FEATURES] and `rows` [ROWS] are where the weights of a feature and the numbers of a row
+    begin. `weight_scales`, [FEATURES] or [1] for all of them, and `row_scales` [ROWS] are where their scales
+    do: with IN_GROUPS one for each INPUTS inputs, the next of weights adjacent, that of rows `group_stride`
+    further on; else one for all.
+    Tensor cores add float8 products with fewer bits than float32 has; so they add those of INPUTS inputs
+    only, and these sums are added in float32.
+    """
+    place = tl.arange(0, INPUTS)
+    weight_at = weight_rows[:, None] + place[None, :]
+    rows_at = rows[None, :] + place[:, None]
+    total = tl.zeros((FEATURES, ROWS), tl.float32)
+    for start in range(0, IN_FEATURES, INPUTS):
+        if IN_FEATURES % INPUTS == 0:
+            left = tl.load(weight_at)
+            right = tl.load(rows_at)
+        else:
+            is_input = place < IN_FEATURES - start
+            left = tl.load(weight_at, mask=is_input[None, :], other=0.0)
+            right = tl.load(rows_at, mask=is_input[:, None], other=0.0)
+        part = tl.dot(left.to(OPERANDS), right.to(OPERANDS), input_precision="ieee", out_dtype=tl.float32)
+        if IN_GROUPS:
+            part *= tl.load(weight_scales)[:, None] * tl.load(row_scales)[None, :]
+            weight_scales += 1
+            row_scales += group_stride
+        total += part
+        weight_at += INPUTS
+        rows_at += INPUTS
+    if not IN_GROUPS:
+        total *= tl.load(weight_scales)[:, None] * tl.load(row_scales)[None, :]
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def float8_linear_kernel(
     rows,
@@ -62,46 +110,27 @@ def float8_linear_kernel(
 ):
     """Multiply rows [T, in] with a matrix [out, in], both in float8.
 
-    Tensor cores add float8 products with fewer bits than float32 has; so they add those of INPUTS inputs
-    only, and these sums are added in float32.
     Without IN_GROUPS, a row has one scale, and so has a feature. With it, INPUTS inputs of a row share a
-    scale, [groups, T], and so do those of BLOCK_FEATURES features, [blocks, groups]: each sum is scaled.
+    scale, [groups, T], and so do those of BLOCK_FEATURES features, [blocks, groups].
     """
-    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    first = tl.program_id(0) * FEATURES
+    feature = first + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, INPUTS)
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
-    weight_at = weight + read_feature[:, None] * IN_FEATURES + place[None, :]
-    rows_at = rows + read_row[None, :] * IN_FEATURES + place[:, None]
-    row_scales_at = row_scales + read_row
     weight_scales_at = weight_scales + read_feature
     if IN_GROUPS:
         # Where blocks are as large as tiles, all features of a program share a scale.
         SCALES: tl.constexpr = 1 if BLOCK_FEATURES % FEATURES == 0 else FEATURES
-        scaled = tl.minimum(tl.program_id(0) * FEATURES + tl.arange(0, SCALES), out_features - 1)
-        weight_scales_at = weight_scales + scaled // BLOCK_FEATURES * tl.cdiv(IN_FEATURES, INPUTS)
-    total = tl.zeros((FEATURES, ROWS), tl.float32)
-    for start in range(0, IN_FEATURES, INPUTS):
-        if IN_FEATURES % INPUTS == 0:
-            left = tl.load(weight_at)
-            right = tl.load(rows_at)
-        else:
-            is_input = place < IN_FEATURES - start
-            left = tl.load(weight_at, mask=is_input[None, :], other=0.0)
-            right = tl.load(rows_at, mask=is_input[:, None], other=0.0)
-        part = tl.dot(left.to(OPERANDS), right.to(OPERANDS), input_precision="ieee", out_dtype=tl.float32)
-        if IN_GROUPS:
-            part *= tl.load(weight_scales_at)[:, None] * tl.load(row_scales_at)[None, :]
-            weight_scales_at += 1
-            row_scales_at += num_rows
-        total += part
-        weight_at += INPUTS
-        rows_at += INPUTS
-    if not IN_GROUPS:
-        total *= tl.load(weight_scales_at)[:, None] * tl.load(row_scales_at)[None, :]
+        block = tl.minimum(first + tl.arange(0, SCALES), out_features - 1) // BLOCK_FEATURES
+        weight_scales_at = weight_scales + block * tl.cdiv(IN_FEATURES, INPUTS)
+    result = float8_tile_sums(
+        weight + read_feature * IN_FEATURES, weight_scales_at,
+        rows + read_row * IN_FEATURES, row_scales + read_row, num_rows,
+        IN_FEATURES, IN_GROUPS, OPERANDS, FEATURES, ROWS, INPUTS,
+    )  # fmt: skip
     if HAS_BIAS:
-        total += tl.load(bias + read_feature)[:, None]
+        result += tl.load(bias + read_feature)[:, None]
     out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
     is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
-    tl.store(out_at, rounded(total, out.dtype.element_ty), mask=is_stored)
+    tl.store(out_at, rounded(result, out.dtype.element_ty), mask=is_stored)
