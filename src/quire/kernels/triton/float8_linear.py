@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.kernels.bounds import FLOAT8_INPUTS
 from quire.kernels.triton.device import compute_capability, is_interpreted, kernel_device
 from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel
-from quire.kernels.triton.tiled_linear import TiledLinear, tile_of
+from quire.kernels.triton.tiled_linear import ProductFormat, TiledLinear, tile_of
 from quire.kernels.weights import (
     Float8Weight,
     Weight,
@@ -47,33 +47,35 @@ class Float8Linear(TiledLinear):
         super().__init__(parts, bias)
         _check_device()
         held = [_on_device(part) for part in parts]
-        self._block, self._is_in_groups = _common_block(held, self.in_features)
-        self._weight = torch.cat([part.values for part in held])
-        self._scales = torch.cat([scales_of_blocks(part, self._block) for part in held])
+        block, is_in_groups = _common_block(held, self.in_features)
+        weight = torch.cat([part.values for part in held])
+        self.tables = [weight, torch.cat([scales_of_blocks(part, block) for part in held])]
+        group = block[1] if is_in_groups else 0
+        self.format = ProductFormat(
+            weight.dtype, _OPERANDS, tl.float32, group_size=group, block_features=block[0], run=group
+        )
 
     @override
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        block_features, group = self._block
-        values, scales = quantize_float8_rows(rows, group)
-        tile = tile_of(len(rows), self._weight.dtype)
+        values, scales = quantize_float8_rows(rows, self.format.group_size or self.in_features)
+        tile = tile_of(len(rows), values.dtype)
         float8_linear_kernel[self.grid(len(rows), tile)](
             values,
             scales,
-            self._weight,
-            self._scales,
+            *self.tables,
             self.bias,
             out,
             len(rows),
             self.out_features,
             out.stride(0),
             IN_FEATURES=self.in_features,
-            BLOCK_FEATURES=block_features,
-            IN_GROUPS=self._is_in_groups,
+            BLOCK_FEATURES=self.format.block_features,
+            IN_GROUPS=self.format.group_size > 0,
             OPERANDS=_OPERANDS,
             HAS_BIAS=self.bias is not None,
             FEATURES=tile.features,
             ROWS=tile.rows,
-            INPUTS=group if self._is_in_groups else tile.inputs,
+            INPUTS=self.format.run or tile.inputs,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

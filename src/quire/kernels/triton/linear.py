@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from typing_extensions import override
 
-from quire.kernels.linear import Linear, quantization_of
+from quire.kernels.linear import quantization_of
 from quire.kernels.triton.device import is_interpreted, kernel_device
 from quire.kernels.triton.float8_linear import Float8Linear
 from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
 from quire.kernels.triton.tensors import FLOAT_TYPES
-from quire.kernels.triton.tiled_linear import TiledLinear, tile_of
+from quire.kernels.triton.tiled_linear import ProductFormat, TiledLinear, tile_of
 from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, quantize_int4, quantize_int8
 from quire.kernels.weights import num_rows as num_weight_rows
 
@@ -33,15 +33,16 @@ class FloatLinear(TiledLinear):
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(parts, bias)
         num_rows = sum(map(num_weight_rows, parts))
-        self._weight = torch.empty(num_rows, self.in_features, dtype=dtype, device=kernel_device())
+        weight = torch.empty(num_rows, self.in_features, dtype=dtype, device=kernel_device())
         # Part after part, so that those of a mapped file go to the device without a copy of them all here.
-        for rows, part in zip(self._weight.split([*map(num_weight_rows, parts)]), parts, strict=True):
+        for rows, part in zip(weight.split([*map(num_weight_rows, parts)]), parts, strict=True):
             rows.copy_(_floats(part).to(dtype))
+        self.tables = [weight]
+        self.format = ProductFormat(dtype, _operands(dtype), tl.float32)
 
     @override
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        dtype = self._weight.dtype
-        _multiply(self, rows.to(dtype), self._weight, out, operands=_operands(dtype), sums=tl.float32)
+        _multiply(self, rows.to(self.format.row_type), None, None, out)
 
 
 class Int8Linear(TiledLinear):
@@ -55,15 +56,15 @@ class Int8Linear(TiledLinear):
         quantized = [
             part if isinstance(part, Int8Weight) else quantize_int8(dequantize(part)) for part in parts
         ]
-        self._weight = torch.cat([part.values for part in quantized]).to(kernel_device())
-        self._scales = torch.cat([part.scales.float() for part in quantized]).to(kernel_device())
+        weight = torch.cat([part.values for part in quantized]).to(kernel_device())
+        scales = torch.cat([part.scales.float() for part in quantized]).to(kernel_device())
+        self.tables = [weight, scales]
+        self.format = ProductFormat(torch.int8, tl.int8, tl.int32)
 
     @override
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         values, scales = quantize_rows(rows)
-        _multiply(
-            self, values, self._weight, out, operands=tl.int8, sums=tl.int32, scales=(scales, self._scales)
-        )
+        _multiply(self, values, scales, self.tables[1], out)
 
 
 class GroupedLinear(TiledLinear):
@@ -81,55 +82,53 @@ class GroupedLinear(TiledLinear):
                 f"{self.in_features} inputs are in groups of {group_size}; a group must have a multiple of "
                 f"{_GROUP_MULTIPLE}, and groups be equal"
             )
-        self._bits = max(part.bits for part in parts)
-        self._group_size = group_size
-        self._run = min(group_size & -group_size, _MAX_RUN)
-        self._has_int8_rows = activations == "int8"
+        bits = max(part.bits for part in parts)
+        run = min(group_size & -group_size, _MAX_RUN)
+        row_type = torch.int8 if activations == "int8" else torch.bfloat16
+        is_exact = row_type == torch.int8 and run >= _INT8_INPUTS
+        operands, sums = (tl.int8, tl.int32) if is_exact else (_operands(torch.bfloat16), tl.float32)
+        self.format = ProductFormat(row_type, operands, sums, bits, group_size, run=run)
         values = torch.cat([part.values for part in parts])
         scales, zeros = (
             torch.cat([_widened(getattr(part, name), part.group_size // group_size) for part in parts])
             for name in ("scales", "zeros")
         )
-        if self._bits == 8:  # as signed numbers, which is what is multiplied
+        if bits == 8:  # as signed numbers, which is what is multiplied
             values, zeros = (values.to(torch.int16) - 128).to(torch.int8), zeros - 128
         else:
-            values = pack_int4(values, self._run)
-        device = kernel_device()
-        self._values = values.to(device)
-        self._scales, self._zeros = (table.t().contiguous().to(device) for table in (scales, zeros))
+            values = pack_int4(values, run)
+        tables = values, scales.t().contiguous(), zeros.t().contiguous()
+        self.tables = [table.to(kernel_device()) for table in tables]
 
     @override
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        scales = None
-        if self._has_int8_rows:
-            rows, scales = quantize_rows(rows)
+        row_scales = None
+        if self.format.row_type == torch.int8:
+            rows, row_scales = quantize_rows(rows)
         else:
-            rows = rows.to(torch.bfloat16)
-        is_exact = rows.dtype == torch.int8 and self._run >= _INT8_INPUTS
+            rows = rows.to(self.format.row_type)
         tile = tile_of(len(rows), torch.int8)
         grouped_linear_kernel[self.grid(len(rows), tile)](
             rows,
-            scales,
-            self._values,
-            self._scales,
-            self._zeros,
+            row_scales,
+            *self.tables,
             self.bias,
             out,
             len(rows),
             self.out_features,
             rows.stride(0),
-            self._values.stride(0),
+            self.tables[0].stride(0),
             out.stride(0),
             IN_FEATURES=self.in_features,
-            BITS=self._bits,
-            GROUP=self._group_size,
-            OPERANDS=tl.int8 if is_exact else _operands(torch.bfloat16),
-            SUMS=tl.int32 if is_exact else tl.float32,
-            HAS_ROW_SCALES=scales is not None,
+            BITS=self.format.bits,
+            GROUP=self.format.group_size,
+            OPERANDS=self.format.operands,
+            SUMS=self.format.sums,
+            HAS_ROW_SCALES=row_scales is not None,
             HAS_BIAS=self.bias is not None,
             FEATURES=tile.features,
             ROWS=tile.rows,
-            INPUTS=self._run,
+            INPUTS=self.format.run,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -140,10 +139,10 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     dtype: torch.dtype,
-    quantization: str,
-    group_size: int,
-    int4_activations: str,
-) -> Linear:
+    quantization: str = "none",
+    group_size: int = 128,
+    int4_activations: str = "int8",
+) -> TiledLinear:
     """Return the layer that `KernelSet.linear` describes."""
     kind = quantization_of(parts, quantization, group_size, has_float8=True)
     if kind == "fp8":
@@ -189,17 +188,14 @@ def pack_int4(values: torch.Tensor, run: int) -> torch.Tensor:
 
 
 def _multiply(
-    layer: TiledLinear,
+    layer: FloatLinear | Int8Linear,
     rows: torch.Tensor,
-    weight: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    weight_scales: torch.Tensor | None,
     out: torch.Tensor,
-    *,
-    operands: Any,
-    sums: Any,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
+    weight = layer.tables[0]
     tile = tile_of(len(rows), weight.dtype)
-    row_scales, weight_scales = (None, None) if scales is None else scales
     linear_kernel[layer.grid(len(rows), tile)](
         rows,
         row_scales,
@@ -212,9 +208,9 @@ def _multiply(
         rows.stride(0),
         out.stride(0),
         IN_FEATURES=layer.in_features,
-        OPERANDS=operands,
-        SUMS=sums,
-        HAS_SCALES=scales is not None,
+        OPERANDS=layer.format.operands,
+        SUMS=layer.format.sums,
+        HAS_SCALES=row_scales is not None,
         HAS_BIAS=layer.bias is not None,
         FEATURES=tile.features,
         ROWS=tile.rows,

@@ -46,6 +46,21 @@ def _rms_norm_kernel(
 
 
 @triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """Return the activation of float32 numbers."""
+    if ACTIVATION == "silu":
+        values = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu_tanh":
+        # x * (1 + tanh(u)) / 2 is x * sigmoid(2u), where u is sqrt(2 / pi) * (x + 0.044715 x^3).
+        twice = (gate + 0.044715 * gate * gate * gate) * 1.5957691216057308
+        values = gate / (1.0 + tl.exp(-twice))
+    else:
+        tl.static_assert(ACTIVATION == "gelu")
+        values = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    return values
+
+
+@triton.jit
 def _gated_activation_kernel(
     gate_up,
     out,
@@ -61,16 +76,8 @@ def _gated_activation_kernel(
     gate_at = gate_up + row * row_stride + feature
     gate = tl.load(gate_at, mask=is_feature, other=0.0).to(tl.float32)
     up = tl.load(gate_at + num_features, mask=is_feature, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        activated = gate / (1.0 + tl.exp(-gate))
-    elif ACTIVATION == "gelu_tanh":
-        # x * (1 + tanh(u)) / 2 is x * sigmoid(2u), where u is sqrt(2 / pi) * (x + 0.044715 x^3).
-        twice = (gate + 0.044715 * gate * gate * gate) * 1.5957691216057308
-        activated = gate / (1.0 + tl.exp(-twice))
-    else:
-        tl.static_assert(ACTIVATION == "gelu")
-        activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    tl.store(out + row * out_stride + feature, rounded(activated * up, out.dtype.element_ty), mask=is_feature)
+    product = rounded(activated(gate, ACTIVATION) * up, out.dtype.element_ty)
+    tl.store(out + row * out_stride + feature, product, mask=is_feature)
 
 
 def rms_norm(

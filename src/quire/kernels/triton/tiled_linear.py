@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -44,8 +45,25 @@ def tile_of(num_rows: int, dtype: torch.dtype) -> Tile:
     return Tile(128, 128, inputs, 8, 3)
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class ProductFormat:
+    """How rows are multiplied with the weights of a layer, as far as kernels are compiled for it."""
+
+    row_type: torch.dtype  # that rows are made first; int8 and float8 have scales
+    operands: Any  # the type that is multiplied
+    sums: Any  # the type of sums
+    bits: int = 0  # of weights in groups; 0: others
+    group_size: int = 0  # inputs that share a scale; 0: all
+    block_features: int = 0  # outputs that share a scale, of float8; 0: others
+    run: int = 0  # inputs that are multiplied at once; 0: as many as a tile has
+
+
 class TiledLinear(Linear):
     """A layer in the device's memory, called with rows that are there, too."""
+
+    format: ProductFormat
+    tables: list[torch.Tensor]
+    """The weights [out, in] as they are held; then their scales and zeros, if they have any."""
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
         super().__init__(parts, bias)
