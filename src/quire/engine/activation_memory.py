@@ -69,7 +69,7 @@ def activation_bytes(
         rows += tokens * (2 * model.hidden_size + 3 * inner) * FLOAT32_BYTES
         # The logits before penalties and masks; their float64 values in sampling, and a sort order.
         sampler = places * model.vocab_size * (FLOAT32_BYTES + FLOAT64_BYTES + INT64_BYTES)
-    return kept + max(attention, rows + _expert_bytes(model, tokens, item), sampler)
+    return kept + max(attention, rows + _expert_bytes(model, tokens, item, on_gpu=on_gpu), sampler)
 
 
 def _exchange_bytes(model: ModelConfig, tokens: int, places: int, num_ranks: int) -> int:
@@ -78,12 +78,17 @@ def _exchange_bytes(model: ModelConfig, tokens: int, places: int, num_ranks: int
     return part * (num_ranks + 2)
 
 
-def _expert_bytes(model: ModelConfig, tokens: int, item: int) -> int:
-    """Return the bytes of `quire.kernels.expert_by_expert` in a step in which one expert gets every token."""
+def _expert_bytes(model: ModelConfig, tokens: int, item: int, *, on_gpu: bool) -> int:
+    """Return the bytes of what experts compute; one after the other, if one gets every token."""
+    if not model.num_experts:
+        return 0
+    if on_gpu:  # inner features, as they are and as they are multiplied, and results
+        of_pair = (2 * model.moe_intermediate_size + model.hidden_size) * item + bounds.GPU_PAIR_BYTES
+        return tokens * model.num_experts_per_token * of_pair
     outputs = model.num_experts_per_token * model.hidden_size * FLOAT32_BYTES
     of_one = (2 * model.hidden_size + 3 * model.moe_intermediate_size) * item
     of_one += model.hidden_size * FLOAT32_BYTES
-    return tokens * (outputs + of_one) if model.num_experts else 0
+    return tokens * (outputs + of_one)
 
 
 def _attention_bytes(

@@ -1,4 +1,4 @@
-"""Compiles every kernel but those of attention for Hopper, and prints their names.
+"""Compiles every kernel but those of attention and of experts for Hopper, and prints their names.
 
 A process of its own, as Triton decides once whether it interprets.
 """

@@ -15,9 +15,10 @@ SCRIPT = Path(__file__).parent / "compile_layers_for_hopper.py"
 
 
 def _kernels() -> set[str]:
-    """Return the names of the functions that are launched, but those of attention."""
+    """Return the names of the functions that are launched, but those of attention and of experts."""
     modules = pkgutil.iter_modules(quire.kernels.triton.__path__, "quire.kernels.triton.")
-    named = [item for module in modules for item in vars(importlib.import_module(module.name)).items()]
+    others = [module.name for module in modules if ".expert" not in module.name]
+    named = [item for name in others for item in vars(importlib.import_module(name)).items()]
     return {name for name, value in named if name.endswith("_kernel") and hasattr(value, "run")}
 
 

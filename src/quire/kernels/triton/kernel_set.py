@@ -9,7 +9,6 @@ import torch
 from typing_extensions import override
 
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.expert_by_expert import ExpertByExpert
 from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
@@ -22,6 +21,7 @@ from quire.kernels.token_choice import TokenChoice
 from quire.kernels.triton import rows as row_kernels
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.device import kernel_device
+from quire.kernels.triton.experts import FusedExperts
 from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
 from quire.kernels.triton.sampling import TritonSampling
@@ -72,7 +72,7 @@ class TritonKernels(KernelSet):
 
     @override
     def experts(self, weights: Iterable[ExpertWeights], mixture: Mixture, **options: Any) -> Experts:
-        return ExpertByExpert(weights, mixture, self, **options)
+        return FusedExperts(weights, mixture, **options)
 
     @override
     def rms_norm(

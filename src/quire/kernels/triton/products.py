@@ -72,11 +72,13 @@ def grouped_tile_sums(
     zeros,
     group_stride,
     rows,
+    input_order,
     IN_FEATURES: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     OPERANDS: tl.constexpr,
     SUMS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -86,12 +88,11 @@ def grouped_tile_sums(
     `values`, `scales` and `zeros` [FEATURES] are where those of a feature begin, `rows` [ROWS] where the
     numbers of a row do. Values are INPUTS bytes for each 8 / BITS runs of INPUTS inputs: a byte has one of
     each run, the first in its lowest bits. INPUTS divides GROUP, so that a run has one scale and one zero;
-    those of the next group are `group_stride` further on. Values are multiplied as they are, and exactly, so
-    that only sums are scaled.
+    those of the next group are `group_stride` further on. With HAS_ORDER, value i is for the number of a row
+    that `input_order` [in] says. Values are multiplied as they are, exactly; only sums are scaled.
     """
     place = tl.arange(0, INPUTS)
     values_at = values[:, None] + place[None, :]
-    rows_at = rows[None, :] + place[:, None]
     total = tl.zeros((FEATURES, ROWS), tl.float32)
     for start in range(0, IN_FEATURES, INPUTS * (8 // BITS)):
         packed = tl.load(values_at)
@@ -100,7 +101,11 @@ def grouped_tile_sums(
             left = packed
             if BITS == 4:
                 left = (packed >> (4 * run)) & 15
-            right = tl.load(rows_at + first, mask=(place < IN_FEATURES - first)[:, None], other=0)
+            is_input = place < IN_FEATURES - first
+            source = first + place
+            if HAS_ORDER:
+                source = tl.load(input_order + source, mask=is_input, other=0)
+            right = tl.load(rows[None, :] + source[:, None], mask=is_input[:, None], other=0)
             # A run beyond the last input is multiplied with zeros; its group must only be one that there is.
             table = tl.minimum(first // GROUP, IN_FEATURES // GROUP - 1) * group_stride
             exact = tl.dot(left.to(OPERANDS), right.to(OPERANDS), input_precision="ieee", out_dtype=SUMS).to(
@@ -190,8 +195,8 @@ def grouped_linear_kernel(
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     total = grouped_tile_sums(
         values + read_feature * values_stride, scales + read_feature, zeros + read_feature, out_features,
-        rows + read_row * row_stride,
-        IN_FEATURES, BITS, GROUP, OPERANDS, SUMS, FEATURES, ROWS, INPUTS,
+        rows + read_row * row_stride, None,
+        IN_FEATURES, BITS, GROUP, OPERANDS, SUMS, False, FEATURES, ROWS, INPUTS,
     )  # fmt: skip
     if HAS_ROW_SCALES:
         total *= tl.load(row_scales + read_row)[None, :]
