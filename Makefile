@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast test-gpu test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-fast test-gpu test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench: bench-start  ## Run the benchmarks of Quire alone
 
 bench-start: $(READY)  ## Measure the time to the first token from a cold start
 	$(BIN)/python benchmarks/cold_start.py
+
+bench-gpu: $(READY)  ## Measure the engine on a GPU beside what that GPU can do
+	@$(BIN)/python benchmarks/gpu.py
 
 bench-scheduler: $(READY) $(VLLM_READY)  ## Measure the scheduler beside vLLM's, which is installed on first use
 	@$(BIN)/python benchmarks/scheduler.py

@@ -1,0 +1,217 @@
+"""Quire on one GPU, beside what that GPU can do: each aim with what was measured.
+
+    python benchmarks/gpu.py [--models Qwen3-0.6B Llama-3-8B Qwen3-30B-A3B] [--json]
+
+Weights are random. Copies and products are measured first, and steps are compared with these: a decode step
+with the time to copy its weights and KV, prompts with the time of their products. Then come requests of all
+lengths beside the continuous batching of `transformers`, 64 streams over HTTP beside the same requests
+offline, the time until a server is ready, and the kernels of a decode step. There is one way to compute a
+batch, and it is batch-invariant: what that costs is in all rows, and has none of its own.
+
+`--tiny` goes through the same code on a CPU, but for `transformers`, with models of no use; its figures say
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_engine import decode_seconds, prefill_seconds, step_profile
+from gpu_machine import copy_bandwidth, product_rate
+from gpu_models import CONFIGS, model_without_files
+from gpu_roofline import decode_bytes, prefill_operations
+from gpu_serving import bench, quire_rate, requests_of, server, transformers_rate
+from peers_model import config_of, random_tensors, write_tokenizer
+from peers_workload import ModelShape
+from random_model import random_model
+from safetensors.torch import save_file
+
+from quire import LLM
+from quire.kernels.devices import cuda_obstacle
+from quire.models.checkpoints.config_reading import read_model_config
+
+DECODE_AIMS = {"Qwen3-0.6B": 0.60, "Llama-3-8B": 0.85, "Qwen3-30B-A3B": 0.70}
+PREFILL_AIM = 0.75
+FP8_AIM = 1.5
+TRANSFORMERS_AIM = 3.0
+SERVED_AIM = 0.95
+READY_AIM = 10.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    num_requests: tuple[int, ...] = (1, 64, 256)
+    context: int = 1_024
+    num_steps: int = 64
+    prefill: tuple[int, int] = (8, 1_024)  # prompts, tokens of each
+    offline: tuple[int, int, int] = (256, 100, 1_024)  # requests, shortest and longest
+    served: tuple[int, int, int] = (64, 1_000, 200)  # streams, input and output tokens
+    copy_bytes: int = 4 << 30
+    product_size: int = 8_192
+    engine: dict[str, Any] = dataclasses.field(default_factory=lambda: {"device": "cuda"})
+
+
+TINY = Sizes(
+    num_requests=(1, 2),
+    context=20,
+    num_steps=3,
+    prefill=(2, 16),
+    offline=(3, 4, 9),
+    served=(2, 8, 4),
+    copy_bytes=1 << 20,
+    product_size=64,
+    engine={"device": "cpu", "num_kv_blocks": 64, "max_model_len": 128},
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One aim, and what was measured of it."""
+
+    name: str
+    measured: str
+    ratio: float
+    aim: float
+    at_most: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the aim is."""
+        return self.ratio <= self.aim if self.at_most else self.ratio >= self.aim
+
+
+def of_models(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -> Iterator[Row]:
+    """Yield the rows of decode steps and prompts of each model."""
+    for name in names:
+        with model_without_files(name, is_tiny=sizes is TINY) as directory:
+            config = read_model_config(Path(directory))
+            speeds = {}
+            has_fp8 = name == "Llama-3-8B" and sizes is not TINY
+            for quantization in ("none", "fp8")[: 1 + has_fp8]:
+                with _engine(directory, sizes, quantization=quantization) as llm:
+                    if quantization == "none":
+                        yield from _decode_rows(llm, name, config, sizes, bandwidth)
+                    seconds = prefill_seconds(llm, *sizes.prefill)
+                speeds[quantization] = 1 / seconds
+                if quantization == "none" and name == "Llama-3-8B":
+                    share = prefill_operations(config, *sizes.prefill) / seconds / rate
+                    title = f"{name}, {sizes.prefill[0] * sizes.prefill[1]} tokens of prompts"
+                    yield Row(title, f"{seconds * 1e3:.1f} ms", share, PREFILL_AIM)
+            if "fp8" in speeds:
+                gain = speeds["fp8"] / speeds["none"]
+                yield Row(f"{name}, the same in fp8", f"{1e3 / speeds['fp8']:.1f} ms", gain, FP8_AIM)
+
+
+def _decode_rows(llm: LLM, name: str, config: Any, sizes: Sizes, bandwidth: float) -> Iterator[Row]:
+    for count in sizes.num_requests:
+        seconds = decode_seconds(llm, count, sizes.context, sizes.num_steps)
+        context = sizes.context + sizes.num_steps // 2
+        share = decode_bytes(config, count, context) / bandwidth / seconds
+        yield Row(f"{name}, decode, {count} requests", f"{seconds * 1e3:.3f} ms", share, DECODE_AIMS[name])
+
+
+def _engine(directory: str, sizes: Sizes, **options: Any) -> LLM:
+    tokens = max(8_192, sizes.prefill[0] * sizes.prefill[1])
+    scheduler = {"max_num_seqs": max(sizes.num_requests), "max_num_batched_tokens": tokens}
+    return LLM(directory, dtype="bfloat16", **{**scheduler, **sizes.engine, **options})
+
+
+def of_requests(sizes: Sizes) -> Iterator[Row]:
+    """Yield the rows of requests of all lengths, of streams, and of a server's start."""
+    with _written_model(sizes) as model:
+        flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.engine.items()]
+        options = [part for flag in flags for part in flag]
+        with _engine(model, sizes, max_num_seqs=sizes.offline[0]) as llm:
+            requests = requests_of(*sizes.offline, llm.info.vocab_size)
+            ours = quire_rate(llm, requests)
+        if sizes is not TINY:
+            theirs = transformers_rate(model, requests, sizes.engine["device"])
+            rates = f"{ours:.0f} and {theirs:.0f} tokens/s"
+            yield Row("offline, beside transformers", rates, ours / theirs, TRANSFORMERS_AIM)
+        streams, length, output = sizes.served
+        load = ["--num-prompts", str(4 * streams), "--input-len", str(length), "--output-len", str(output)]
+        offline = bench("throughput", model, *load, *options, "--max-num-seqs", str(streams))
+        with server(model, *options) as (url, seconds):
+            load += ["--max-concurrency", str(streams), "--base-url", f"{url}/v1"]
+            served = bench("serve", model, *load)
+        of_both = [figures["results"]["output_tokens_per_second"] for figures in (served, offline)]
+        name = f"{streams} streams of {length}/{output} over HTTP, beside offline"
+        rates = f"{of_both[0]:.0f} and {of_both[1]:.0f} tokens/s"
+        yield Row(name, rates, of_both[0] / of_both[1], SERVED_AIM)
+        yield Row("ready, Qwen3-0.6B", f"{seconds:.1f} s", seconds, READY_AIM, at_most=True)
+
+
+@contextlib.contextmanager
+def _written_model(sizes: Sizes) -> Iterator[str]:
+    """Yield a directory with weights, which other processes read, too."""
+    if sizes is not TINY:
+        with random_model("") as directory:
+            yield directory
+        return
+    shape = ModelShape(64, 128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, vocab_size=2_000)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        write_tokenizer(path)
+        (path / "config.json").write_text(json.dumps(config_of(shape)), encoding="utf-8")
+        save_file(dict(random_tensors(shape)), path / "model.safetensors", metadata={"format": "pt"})
+        yield directory
+
+
+def profile_of(sizes: Sizes) -> str:
+    """Return the kernels of decode steps of Qwen3-0.6B's shape."""
+    name = "Qwen3-0.6B"
+    with model_without_files(name, is_tiny=sizes is TINY) as directory, _engine(directory, sizes) as llm:
+        return step_profile(llm, sizes.num_requests[1], sizes.context)
+
+
+def main() -> int:
+    """Measure and print; return 1 if an aim is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="default: all")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--tiny", action="store_true", help="go through the code on a CPU")
+    options = parser.parse_args()
+    obstacle = "" if options.tiny else cuda_obstacle()
+    if obstacle:
+        print(f"nothing was measured: {obstacle}", file=sys.stderr)
+        return 2
+    sizes = TINY if options.tiny else Sizes()
+    device = torch.device(sizes.engine["device"])
+    bandwidth, rate = copy_bandwidth(device, sizes.copy_bytes), product_rate(device, sizes.product_size)
+    rows = []
+    if not options.json:
+        name = "CPU" if options.tiny else torch.cuda.get_device_name()
+        print(
+            f"{name}, torch {torch.__version__}: copies {bandwidth / 1e9:.0f} GB/s read and written, ", end=""
+        )
+        print(f"products in bfloat16 {rate / 1e12:.1f} Top/s", flush=True)
+    for row in itertools.chain(of_models(options.models, sizes, bandwidth, rate), of_requests(sizes)):
+        rows.append(row)
+        if not options.json:
+            sign = "at most" if row.at_most else "at least"
+            verdict = "" if row.is_met else "  missed"
+            line = f"{row.name:48} {row.measured:28} {row.ratio:6.2f}   aim: {sign} {row.aim}{verdict}"
+            print(line, flush=True)
+    if options.json:
+        print(json.dumps({"bandwidth": bandwidth, "rate": rate, "rows": [*map(dataclasses.asdict, rows)]}))
+    else:
+        print(profile_of(sizes))
+    return int(not all(row.is_met for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

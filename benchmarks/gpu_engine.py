@@ -1,0 +1,80 @@
+"""An engine in this process: how long its decode steps and prompts take, and what a step consists of."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from quire import LLM, SamplingParams
+from quire.engine.core import EngineCore
+
+FIRST_TOKEN_ID = 300  # smaller ids are the tokenizer's special and byte tokens
+WARM_STEPS = 8  # sizes are recorded when they come up for the second time
+
+
+def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Return prompts of which no two begin alike."""
+    span = vocab_size - FIRST_TOKEN_ID
+    return [
+        [FIRST_TOKEN_ID + (index * 7_919 + place * 104_729) % span for place in range(length)]
+        for index in range(count)
+    ]
+
+
+@contextlib.contextmanager
+def step_ends(ends: list[tuple[float, int]]) -> Iterator[None]:
+    """Note when each step of engines in this process has ended, and for how many requests."""
+    step = EngineCore.step
+
+    def noted(core: EngineCore) -> Any:
+        result = step(core)
+        ends.append((time.perf_counter(), len(result[0])))
+        return result
+
+    with mock.patch.object(EngineCore, "step", noted):
+        yield
+
+
+def decode_seconds(llm: LLM, num_requests: int, context: int, num_steps: int) -> float:
+    """Return the median seconds of a decode step of `num_requests` requests of `context` tokens and more."""
+    ends: list[tuple[float, int]] = []
+    params = SamplingParams(temperature=0.0, max_tokens=num_steps + WARM_STEPS, ignore_eos=True)
+    with step_ends(ends):
+        llm.generate(prompts(num_requests, context, llm.info.vocab_size), params)
+    times = [at for at, count in ends if count == num_requests][WARM_STEPS:]
+    return statistics.median(after - before for before, after in itertools.pairwise(times))
+
+
+def prefill_seconds(llm: LLM, num_prompts: int, length: int, rounds: int = 5) -> float:
+    """Return the median seconds from asking for prompts to their first tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    taken = []
+    for number in range(rounds + 1):
+        asked = prompts(num_prompts, length, llm.info.vocab_size)
+        for index, prompt in enumerate(asked):
+            prompt[0] = FIRST_TOKEN_ID + number * num_prompts + index  # no prefix is cached
+        started = time.perf_counter()
+        llm.generate(asked, params)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])
+
+
+def step_profile(llm: LLM, num_requests: int, context: int, num_steps: int = 8) -> str:
+    """Return a table of the time that each kernel takes over some decode steps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.cuda.is_available()
+    params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
+    asked = prompts(num_requests, context, llm.info.vocab_size)
+    llm.generate(asked, params)  # and a second time from the prefix cache: decode steps only
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+        llm.generate(asked, params)
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    return str(profiled.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60))
