@@ -12,6 +12,7 @@ import torch
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.execution import device_sampling
 from quire.execution.device_sampling import DeviceSampler
+from quire.execution.logprobs import position_logprobs
 from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.selection import Filters, draw
 from quire.kernels.dispatch import kernel_set
@@ -26,24 +27,54 @@ SETTINGS: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 4, "max_num_bat
 class HostChoice(TokenChoice):
     """Stands for a device: chooses what the sampler on the host would."""
 
+    kernels = ReferenceSampling()
+
     def choose(
         self, logits: torch.Tensor, draws: RowDraws | None = None, changes: LogitChanges | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert changes is None
         rows = logits.numpy()
-        kernels = ReferenceSampling()
-        token_ids, maxima = kernels.largest(rows)
+        raw_ids, raw_maxima = self.kernels.largest(rows)
+        if changes is not None:
+            change(rows, changes)
+        token_ids, maxima = self.kernels.largest(rows)
+        if changes is not None:
+            keeps = ~np.isfinite(raw_maxima) | (~np.isfinite(maxima) & (changes.mask_of_row.numpy() < 0))
+            token_ids[keeps], maxima[keeps] = raw_ids[keeps], raw_maxima[keeps]
+            rows[keeps, token_ids[keeps]] = maxima[keeps]  # the only token that is left
         if draws is not None:
             drawn = np.flatnonzero((draws.temperature.numpy() > 0) & np.isfinite(maxima))
             numbers = (draws.temperature, draws.top_k, draws.top_p, draws.min_p)
             filters = Filters(*(of_rows.numpy()[drawn] for of_rows in numbers))
             uniforms = draws.uniforms.numpy()[drawn]
-            token_ids[drawn] = draw(rows, maxima[drawn], filters, uniforms, rows=drawn, kernels=kernels)
+            token_ids[drawn] = draw(rows, maxima[drawn], filters, uniforms, rows=drawn, kernels=self.kernels)
         token_ids[~np.isfinite(maxima)] = NO_TOKEN
         return torch.from_numpy(token_ids), torch.from_numpy(maxima)
 
-    def logprobs(self, *_: Any) -> RowLogprobs:
-        raise AssertionError("they are the host's to compute")
+    def logprobs(
+        self, logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, rows: torch.Tensor
+    ) -> RowLogprobs:
+        counts = np.full(len(rows), num_likeliest)
+        found = position_logprobs(
+            logits.numpy(), chosen.clamp(min=0).numpy(), counts, rows=rows.numpy(), kernels=self.kernels
+        )
+        return RowLogprobs(
+            torch.tensor([entry.token_ids for entry in found]),
+            torch.tensor([entry.logprobs for entry in found], dtype=torch.float64),
+            torch.tensor([entry.ranks[0] for entry in found]),
+        )
+
+
+def change(rows: np.ndarray, changes: LogitChanges) -> None:
+    for row, mask in enumerate(changes.mask_of_row.tolist()):
+        for token in range(rows.shape[1] if mask >= 0 else 0):
+            if not int(changes.bitmask[mask, token // 32]) >> token % 32 & 1:
+                rows[row, token] = -np.inf
+    biases = zip(
+        changes.biased_rows.tolist(), changes.biased_ids.tolist(), changes.biases.tolist(), strict=True
+    )
+    for row, token, bias in biases:
+        rows[row, token] += np.float32(bias)
+    rows[changes.banned_rows.numpy(), changes.banned_ids.numpy()] = -np.inf
 
 
 class LateCopy:
@@ -90,25 +121,59 @@ PARAMS = [
 ]
 OF_THE_HOST = [
     SamplingParams(temperature=0.9, seed=1, max_tokens=8, repetition_penalty=1.3, ignore_eos=True),
-    SamplingParams(temperature=0.0, max_tokens=8, logprobs=2),
-    SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[0-9]+")),
+    SamplingParams(temperature=0.9, seed=8, max_tokens=8, bad_words=["is a", "KV"], logprobs=1),
+    SamplingParams(
+        temperature=0.0,
+        max_tokens=8,
+        structured_outputs=StructuredOutputsParams(regex="[0-9]+"),
+        repetition_penalty=1.1,
+        logprobs=1,
+    ),
     SamplingParams(temperature=0.0, max_tokens=6, beam_width=2, n=2),
     SamplingParams(temperature=0.0, max_tokens=6, min_tokens=4, prompt_logprobs=1),
 ]
+CONSTRAINED = [
+    SamplingParams(temperature=0.0, max_tokens=8, logprobs=2),
+    SamplingParams(
+        temperature=1.0,
+        seed=2,
+        max_tokens=8,
+        structured_outputs=StructuredOutputsParams(regex="[0-9]+"),
+        logprobs=1,
+    ),
+    SamplingParams(
+        temperature=1.0, seed=6, max_tokens=9, min_tokens=6, logit_bias={79: 5.0, 1: 2.0}, logprobs=0
+    ),
+    SamplingParams(
+        temperature=0.9, seed=7, max_tokens=8, allowed_token_ids=[5, 79, 300, 433], ignore_eos=True
+    ),
+    SamplingParams(
+        temperature=0.0,
+        max_tokens=6,
+        structured_outputs=StructuredOutputsParams(choice=["yes", "no"]),
+        allowed_token_ids=[3],
+    ),
+]
 
 
-def tokens(params: list[SamplingParams], **options: Any) -> list[list[list[int]]]:
+def tokens(params: list[SamplingParams], **options: Any) -> list[Any]:
     with LLM("mini", **{**SETTINGS, **options}) as llm:
         outputs = llm.generate(
             [prompt for prompt in PROMPTS for _ in "ab"], [p for p in params for _ in "ab"]
         )
-        return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
+        return [
+            [
+                (list(completion.token_ids), str(completion.logprobs), completion.finish_reason)
+                for completion in output.outputs
+            ]
+            for output in outputs
+        ]
 
 
 @pytest.fixture(scope="module")
-def serial() -> dict[int, list[list[list[int]]]]:
+def serial() -> dict[int, list[Any]]:
     """The tokens of serial steps, sampled on the host."""
-    return {id(params): tokens(params) for params in (PARAMS, OF_THE_HOST)}
+    return {id(params): tokens(params) for params in (PARAMS, OF_THE_HOST, CONSTRAINED)}
 
 
 def test_tokens_stay_on_the_device_between_steps(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
@@ -148,6 +213,14 @@ def test_beside_rows_that_only_the_host_can_choose_for(
     assert sum(unknown_tokens) > 10
 
 
+def test_constraints_grammars_and_logprobs_of_the_device(
+    serial: dict[int, Any], unknown_tokens: list[int]
+) -> None:
+    assert tokens(CONSTRAINED, overlap_steps=True) == serial[id(CONSTRAINED)]
+    assert sum(unknown_tokens) > 10
+    assert serial[id(CONSTRAINED)][8][0][2] == "error"  # the grammar and the allowed token leave none
+
+
 def test_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
     options = {"speculative_method": "ngram", "num_speculative_tokens": 3}
     assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]
@@ -159,11 +232,11 @@ def test_logits_that_are_no_numbers_end_their_request_only(
     choose = HostChoice.choose
     seen = []
 
-    def damaged(self: HostChoice, logits: torch.Tensor, draws: Any = None) -> Any:
+    def damaged(self: HostChoice, logits: torch.Tensor, *how: Any) -> Any:
         seen.append(len(logits))
         if len(seen) == 9:
             logits[0, 5] = float("nan")
-        return choose(self, logits, draws)
+        return choose(self, logits, *how)
 
     monkeypatch.setattr(HostChoice, "choose", damaged)
     with LLM("mini", **SETTINGS, overlap_steps=True) as llm:

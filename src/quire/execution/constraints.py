@@ -49,6 +49,27 @@ class Constraints:
         return constraints if constraints.until > 0 else None
 
     @property
+    def depends_on_output(self) -> bool:
+        """Whether what is banned depends on the tokens before, and not on their number only."""
+        return bool(self._banned_after)
+
+    @property
+    def allowed_ids(self) -> Int64Array:
+        """The only tokens that are allowed; empty: all are."""
+        return self._allowed_ids
+
+    @property
+    def biases(self) -> tuple[Int64Array, Float32Array]:
+        """Token ids, and what is added to their logits."""
+        return self._bias_ids, self._bias
+
+    def banned_ids(self, num_output_tokens: int) -> Int64Array:
+        """Return the tokens that are banned after any output of so many tokens."""
+        if num_output_tokens < self._min_tokens:
+            return np.concatenate((self._banned_ids, self._ending_ids))
+        return self._banned_ids
+
+    @property
     def allows_few(self) -> bool:
         """Whether only some tokens are allowed."""
         return self._allowed_ids.size > 0

@@ -3,47 +3,96 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from quire.execution.arrays import Float32Array, Int64Array
+from quire.execution.arrays import BoolArray, Int64Array
+from quire.execution.logit_changes import changes_of_step
 from quire.execution.rng import uniforms
+from quire.execution.sampler import NO_CHOICE, SamplerOutput, nonfinite_error
 from quire.execution.sampling_table import SamplingTable
+from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import HostCopy, to_device
-from quire.kernels.token_choice import RowDraws, TokenChoice
+from quire.kernels.token_choice import RowDraws, RowLogprobs, TokenChoice
+from quire.step import NO_TOKEN, PositionLogprobs
 
 _PLACEHOLDER = 0
 _NO_SLOT = -1
 
 
 class TokensInFlight:
-    """The tokens that a device chooses for the rows of one call, and the largest logit of each row.
+    """The tokens that a device chooses for the rows of one call.
 
     Whoever asks is told the same: either what they are, or that the device has failed.
+
+    Args:
+        token_ids, maxima: see `TokenChoice.choose`.
+        is_masked: [R] rows that choose among some tokens only.
+        logprobs: of the rows `logprob_rows` [S].
+        num_logprobs: [S] how many of the likeliest tokens each of them reports.
     """
 
-    def __init__(self, token_ids: torch.Tensor, maxima: torch.Tensor) -> None:
-        self._copies = HostCopy(token_ids), HostCopy(maxima)
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        maxima: torch.Tensor,
+        *,
+        is_masked: BoolArray,
+        logprobs: RowLogprobs | None,
+        logprob_rows: Int64Array,
+        num_logprobs: Int64Array,
+    ) -> None:
+        self._is_masked = is_masked
+        self._logprob_rows = logprob_rows
+        self._num_logprobs = num_logprobs
+        of_logprobs = () if logprobs is None else (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)
+        self._copies = [HostCopy(tensor) for tensor in (token_ids, maxima, *of_logprobs)]
         self._lock = threading.Lock()
-        self._outcome: tuple[Int64Array, Float32Array] | Exception | None = None
+        self._outcome: list[torch.Tensor] | Exception | None = None
 
     @property
     def have_arrived(self) -> bool:
         """Whether `wait` would return or raise at once."""
         return self._outcome is not None or all(copy.has_arrived for copy in self._copies)
 
-    def wait(self) -> tuple[Int64Array, Float32Array]:
-        """Return (token ids, maxima) as soon as the host has them, see `TokenChoice.choose`.
+    def token_ids(self) -> Int64Array:
+        """Return the token of each row [R], NO_TOKEN where there is an error, as soon as the host has them.
 
         Raises:
             Exception: whatever the device has failed with.
         """
+        token_ids: Int64Array = self._wait()[0].numpy()
+        return token_ids
+
+    def sampled(self) -> SamplerOutput:
+        """Return all that was asked for as soon as the host has it; raises as `token_ids`."""
+        ids, largest, *of_logprobs = self._wait()
+        token_ids, maxima = ids.numpy().copy(), largest.numpy()
+        errors = {}
+        for row in np.flatnonzero(token_ids == NO_TOKEN).tolist():
+            has_no_choice = self._is_masked[row] and maxima[row] == -np.inf
+            errors[row] = NO_CHOICE if has_no_choice else nonfinite_error(maxima[row])
+        logprobs = dict(self._logprobs(*of_logprobs)) if of_logprobs else {}
+        return SamplerOutput(
+            token_ids, {row: found for row, found in logprobs.items() if row not in errors}, errors
+        )
+
+    def _logprobs(
+        self, token_ids: torch.Tensor, logprobs: torch.Tensor, ranks: torch.Tensor
+    ) -> Iterator[tuple[int, PositionLogprobs]]:
+        rows, counts = self._logprob_rows.tolist(), self._num_logprobs.tolist()
+        columns = zip(rows, counts, token_ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
+        for row, count, ids, values, rank in columns:
+            end = 1 + count
+            yield row, PositionLogprobs(ids[:end], values[:end], [rank, *range(1, len(ids[:end]))])
+
+    def _wait(self) -> list[torch.Tensor]:
         with self._lock:
             if self._outcome is None:
                 try:
-                    token_ids, maxima = (copy.wait().numpy() for copy in self._copies)
-                    self._outcome = token_ids, maxima
+                    self._outcome = [copy.wait() for copy in self._copies]
                 except Exception as error:
                     self._outcome = error
         if isinstance(self._outcome, Exception):
@@ -56,7 +105,7 @@ class DeviceSampler:
 
     Args:
         choice: the kernels that choose.
-        table: the parameters by slot; only temperature, top-k, top-p, min-p and seed are read.
+        table: the parameters by slot.
         max_num_seqs: number of slots.
         device: of the logits.
     """
@@ -68,18 +117,54 @@ class DeviceSampler:
         self._table = table
         self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
-    def sample(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> TokensInFlight:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        positions: Int64Array,
+        masks: TokenMasks | None,
+        is_of_host: BoolArray,
+    ) -> TokensInFlight:
         """Choose one token per row.
 
         Args:
-            logits: [R, V] float32 on the device.
+            logits: [R, V] float32 on the device; overwritten but for the host's rows.
             slots: [R] the slot of each row.
             positions: [R] absolute index of the token to choose.
+            masks: which tokens the rows' grammars allow.
+            is_of_host: [R] rows whose constraints, grammar and log-probabilities are left to the host.
         """
-        token_ids, maxima = self._choice.choose(logits, self._draws(slots, positions))
-        of_slots = to_device(torch.from_numpy(slots), self._last.device)
-        self._last.index_copy_(0, of_slots, token_ids.clamp(min=_PLACEHOLDER))
-        return TokensInFlight(token_ids, maxima)
+        num_logprobs = self._table.num_logprobs[slots]
+        rows = np.flatnonzero((num_logprobs >= 0) & ~is_of_host)
+        of_rows = self._to_device(rows)
+        changes = changes_of_step(
+            self._table, slots, positions, masks, is_of_host, vocab_size=logits.shape[1]
+        )
+        raw, raw_rows = logits, of_rows
+        if changes is not None and rows.size:
+            raw, raw_rows = logits[of_rows], self._to_device(np.arange(len(rows)))
+        token_ids, maxima = self._choice.choose(
+            logits,
+            self._draws(slots, positions),
+            None if changes is None else changes.on(self._last.device),
+        )
+        self._last.index_copy_(0, self._to_device(slots), token_ids.clamp(min=_PLACEHOLDER))
+        logprobs = None
+        if rows.size:
+            most = min(int(num_logprobs[rows].max()), logits.shape[1])
+            logprobs = self._choice.logprobs(raw, token_ids[of_rows], most, raw_rows)
+        is_masked = np.zeros(len(slots), dtype=np.bool_) if changes is None else changes.is_masked
+        return TokensInFlight(
+            token_ids,
+            maxima,
+            is_masked=is_masked,
+            logprobs=logprobs,
+            logprob_rows=rows,
+            num_logprobs=num_logprobs[rows],
+        )
+
+    def _to_device(self, numbers: Int64Array) -> torch.Tensor:
+        return to_device(torch.from_numpy(numbers), self._last.device)
 
     def encoded_ids(self, known: Int64Array, last_of: Int64Array) -> Int64Array:
         """Return what `input_ids` makes token ids of, [T].

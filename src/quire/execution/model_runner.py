@@ -347,7 +347,7 @@ class ModelRunner:
                 self._in_flight.append(step)
                 continue
             try:
-                token_ids, _ = step.tokens.wait()
+                token_ids = step.tokens.token_ids()
             except Exception:  # which `result` of the step raises, too: these tokens are discarded
                 continue
             self._batch.note(step.unknown, np.maximum(token_ids, _PLACEHOLDER))

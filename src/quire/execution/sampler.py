@@ -23,7 +23,7 @@ from quire.kernels.dispatch import kernel_set
 from quire.kernels.sampling import SamplingKernels
 from quire.step import NO_TOKEN, IntArray, PositionLogprobs
 
-_NO_CHOICE = (
+NO_CHOICE = (
     "the request's grammar (structured_outputs) or allowed_token_ids leave no token to choose: together "
     "with min_tokens, bad_words or logit_bias, all are banned here; relax one of them"
 )
@@ -147,7 +147,7 @@ class _Rows:
     def refuse_without_choice(self, is_masked: BoolArray) -> None:
         """Turn masked rows in which the mask and the other constraints leave no token into errors."""
         for row in np.flatnonzero(is_masked & self.sound & ~np.isfinite(self.maxima)).tolist():
-            self.errors[row] = _NO_CHOICE
+            self.errors[row] = NO_CHOICE
             self.chosen[row] = NO_TOKEN
             self.sound[row] = False
 

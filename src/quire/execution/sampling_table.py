@@ -30,6 +30,7 @@ class SamplingTable:
         self._constrained_until: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._allows_few: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self._penalized: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._depends_on_output: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.penalties: list[Penalties | None] = [None] * max_num_seqs
         self.constraints: list[Constraints | None] = [None] * max_num_seqs
 
@@ -61,6 +62,8 @@ class SamplingTable:
         self.constraints[slot] = constraints
         self._allows_few[slot] = constraints is not None and constraints.allows_few
         self._penalized[slot] = penalties is not None
+        depends_on_output = constraints is not None and constraints.depends_on_output
+        self._depends_on_output[slot] = depends_on_output or penalties is not None
         self._constrained_until[slot] = 0 if constraints is None else constraints.until
 
     def clear(self, slot: int) -> None:
@@ -70,14 +73,19 @@ class SamplingTable:
 
     def is_adjusted(self, slots: Int64Array, positions: Int64Array) -> BoolArray:
         """Return which of `slots` change their logits before the token at `positions` is chosen, [R]."""
-        num_output_tokens = positions - self.num_prompt_tokens[slots]
-        adjusted: BoolArray = self._penalized[slots] | (num_output_tokens < self._constrained_until[slots])
+        adjusted: BoolArray = self._penalized[slots] | self.is_constrained(slots, positions)
         return adjusted
 
-    def needs_host(self, slots: Int64Array, positions: Int64Array) -> BoolArray:
-        """Return which of `slots` ask for more than a choice by temperature, top-k, top-p and min-p, [R]."""
-        needs_host: BoolArray = self.is_adjusted(slots, positions) | (self.num_logprobs[slots] >= 0)
-        return needs_host
+    def depends_on_output(self, slots: Int64Array) -> BoolArray:
+        """Return which of `slots` change their logits by the tokens before, [R]."""
+        depends: BoolArray = self._depends_on_output[slots]
+        return depends
+
+    def is_constrained(self, slots: Int64Array, positions: Int64Array) -> BoolArray:
+        """Return which of `slots` have constraints on the token at `positions`, [R]."""
+        num_output_tokens = positions - self.num_prompt_tokens[slots]
+        constrained: BoolArray = num_output_tokens < self._constrained_until[slots]
+        return constrained
 
     def allows_few(self, slots: Int64Array) -> BoolArray:
         """Return which of `slots` choose among some tokens only, [R]."""

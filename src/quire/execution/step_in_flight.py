@@ -8,7 +8,6 @@ from quire.execution.device_sampling import TokensInFlight
 from quire.execution.persistent_batch import UnknownTokens
 from quire.execution.sampler import SamplerOutput
 from quire.execution.sampling_positions import SamplingPositions
-from quire.execution.step_sampling import chosen_on_device
 from quire.step import NO_TOKEN, IntArray, ModelRunnerOutput
 
 
@@ -23,7 +22,7 @@ class StepInFlight:
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's tokens and return what it computed; to be called once."""
-        report_tokens(self._computed, self._sampling, chosen_on_device(self.tokens))
+        report_tokens(self._computed, self._sampling, self.tokens.sampled())
         return self._computed
 
 

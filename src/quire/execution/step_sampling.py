@@ -10,13 +10,13 @@ import torch
 from quire.execution.arrays import Int64Array
 from quire.execution.device_sampling import DeviceSampler, TokensInFlight
 from quire.execution.host_sampling import HostLogits, host_kernels
-from quire.execution.sampler import Sampler, SamplerOutput, nonfinite_error
+from quire.execution.sampler import Sampler, SamplerOutput
 from quire.execution.sampling_table import SamplingTable
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.sampling import SamplingKernels
-from quire.step import NO_TOKEN, IntArray
+from quire.step import IntArray
 
 
 class StepSampler:
@@ -61,11 +61,9 @@ class StepSampler:
         """
         if self.device is None:
             return SamplingInFlight(self, logits, slots, positions, masks, np.arange(len(slots)), None)
-        needs_host = self.table.needs_host(slots, positions)
-        if masks is not None:
-            needs_host |= masks.is_masked
-        chosen = self.device.sample(logits, slots, positions)
-        return SamplingInFlight(self, logits, slots, positions, masks, np.flatnonzero(needs_host), chosen)
+        is_of_host = self.table.depends_on_output(slots)
+        chosen = self.device.sample(logits, slots, positions, masks, is_of_host)
+        return SamplingInFlight(self, logits, slots, positions, masks, np.flatnonzero(is_of_host), chosen)
 
     def sample_on_host(
         self,
@@ -101,7 +99,7 @@ class SamplingInFlight:
             return self._sampler.sample_on_host(
                 self._logits, self._slots, self._positions, token_ids, self._masks
             )
-        sampled = chosen_on_device(self.on_device)
+        sampled = self.on_device.sampled()
         return self._chosen_again(sampled, token_ids) if self.rows_of_host.size else sampled
 
     def _chosen_again(self, sampled: SamplerOutput, token_ids: IntArray) -> SamplerOutput:
@@ -118,11 +116,4 @@ class SamplingInFlight:
         errors = {row: error for row, error in sampled.errors.items() if row not in set(numbers)}
         errors |= {numbers[index]: error for index, error in of_host.errors.items()}
         logprobs = {numbers[index]: found for index, found in of_host.logprobs.items()}
-        return SamplerOutput(sampled.token_ids, logprobs, errors)
-
-
-def chosen_on_device(tokens: TokensInFlight) -> SamplerOutput:
-    """Wait for the tokens that a device has chosen, and return them."""
-    token_ids, maxima = tokens.wait()
-    wrong = np.flatnonzero(token_ids == NO_TOKEN).tolist()
-    return SamplerOutput(token_ids.copy(), {}, {row: nonfinite_error(maxima[row]) for row in wrong})
+        return SamplerOutput(sampled.token_ids, sampled.logprobs | logprobs, errors)

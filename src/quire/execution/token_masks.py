@@ -48,6 +48,16 @@ class TokenMasks:
         return cls(grammar.bitmask, mask_of_position)
 
     @property
+    def bitmask(self) -> IntArray:
+        """Bit t % 32 of word t // 32 says whether token t is allowed, [N, ceil(vocabulary / 32)]."""
+        return self._bitmask
+
+    @property
+    def mask_of_position(self) -> Int64Array:
+        """The row of `bitmask` for each position, [P]; -1: any token is allowed."""
+        return self._mask_of_position
+
+    @property
     def is_masked(self) -> BoolArray:
         """Which positions have a mask, [P]."""
         masked: BoolArray = self._mask_of_position != _NO_MASK
