@@ -200,6 +200,11 @@ def test_a_gpu_s_memory_is_planned_and_all_of_the_cache_is_there_from_the_start(
     assert (available_bytes(config), device_name(config)) == (40 * GB, "cuda: A GPU")
     plan = plan_memory(config, mini)
     assert plan.available_bytes == 40 * GB
+    unbounded = SchedulerConfig(max_num_seqs=10**6)
+    for share in (0.2, 0.9):
+        asked = EngineConfig(device="cuda", hbm_utilization=share, scheduler=unbounded)
+        largest = plan_memory(asked, mini)
+        assert 0 <= 40 * GB * share - largest.total_bytes < largest.kv_bytes_per_block
     assert plan_memory_again(config, mini, 77).num_blocks == 77
     context = build_context(config, resolve_model("mini"), mini, plan, None)
     assert context.commit_blocks is None

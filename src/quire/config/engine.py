@@ -86,7 +86,13 @@ class EngineConfig:
         default=0.5,
         unit="fraction",
         help="Fraction of the memory free after loading the weights that the KV cache may use, if its size "
-        "is not given; of the GPU's memory where the model runs on one.",
+        "is not given. On a GPU, hbm_utilization takes its place.",
+    )
+    hbm_utilization: Annotated[float, Gt(0), Lt(1)] = knob(
+        default=0.9,
+        unit="fraction",
+        help="Fraction of a GPU's free memory that weights, activations and the KV cache may take together, "
+        "if the size of the cache is not given.",
     )
     num_threads: Annotated[int, Ge(0), Le(1024)] = knob(
         default=0,

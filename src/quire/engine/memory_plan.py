@@ -124,6 +124,7 @@ def plan_memory(
 
     The KV cache gets `num_kv_blocks` blocks if that is set, else `cache_size`, else `memory_fraction` of
     what weights and activations leave, but at most what `max_num_seqs` sequences of maximum length can use.
+    On a GPU, it gets what these leave of `hbm_utilization` of the free memory.
     If a sequence of the model's maximum length does not fit, the longest length that does is the limit; with
     cache eviction, only what the sequence keeps has to fit.
 
@@ -353,9 +354,12 @@ def _num_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
         return scheduler.num_kv_blocks
     if scheduler.cache_size:
         return int(scheduler.cache_size * GB) // (plan.kv_bytes_per_block * plan.num_ranks)
-    free = plan.available_bytes - plan.weight_bytes - plan.activation_bytes
-    bytes_per_block = plan.kv_bytes_per_block + plan.score_bytes_per_block
-    affordable = int(free * config.memory_fraction) // bytes_per_block
+    taken = plan.weight_bytes + plan.activation_bytes
+    if config.device == "cuda":
+        allowed = int(plan.available_bytes * config.hbm_utilization) - taken
+    else:
+        allowed = int((plan.available_bytes - taken) * config.memory_fraction)
+    affordable = allowed // (plan.kv_bytes_per_block + plan.score_bytes_per_block)
     usable = plan.max_num_seqs * _blocks_for(plan.max_model_len, plan.block_size)
     return max(0, min(affordable, usable))
 
@@ -395,7 +399,9 @@ def _size_knob(config: EngineConfig) -> str:
     """Return the name of the field that determined the size of the cache."""
     if config.scheduler.num_kv_blocks:
         return "SchedulerConfig.num_kv_blocks"
-    return "SchedulerConfig.cache_size" if config.scheduler.cache_size else "EngineConfig.memory_fraction"
+    if config.scheduler.cache_size:
+        return "SchedulerConfig.cache_size"
+    return "EngineConfig.hbm_utilization" if config.device == "cuda" else "EngineConfig.memory_fraction"
 
 
 def _blocks_for(tokens: int, block_size: int) -> int:
