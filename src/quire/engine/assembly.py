@@ -168,7 +168,7 @@ def build_runner(
     connector: KVConnector | None,
     on_progress: ProgressCallback | None,
 ) -> ModelRunner:
-    """Load the weights and allocate the KV cache. Everything that needs torch is imported here."""
+    """Load the weights, allocate the KV cache, and compile kernels that are not; torch is imported here."""
     from quire.execution.model_runner import ModelRunner
     from quire.kernels.dispatch import kernel_set
 
@@ -177,6 +177,11 @@ def build_runner(
     model, kv_cache = _load(
         config, model_path, model_config, plan, ranks=ranks, num_threads=num_threads, on_progress=on_progress
     )
+    record = _record(config, model)
+    if config.device == "cuda":
+        from quire.execution.warm_up import warm_up
+
+        warm_up(model, kv_cache, plan.max_model_len)
     return ModelRunner(
         model,
         kv_cache,
@@ -189,7 +194,7 @@ def build_runner(
         sparse_attention=config.scheduler.sparse_attention_config
         if config.scheduler.use_sparse_attention
         else None,
-        record=_record(config, model),
+        record=record,
     )
 
 
