@@ -345,6 +345,11 @@ def test_what_the_layer_cannot_take_is_refused() -> None:
     mixed = [weights[0], weights_of(2, "int8")[1]]
     with pytest.raises(ValueError, match=r"expert 1 .* one quantization"):
         make_experts(mixed, mixture, dtype=torch.float32)
+    narrow = [ExpertWeights(expert.gate_up, [torch.ones(HIDDEN, SIZE - 1)]) for expert in weights]
+    with pytest.raises(ValueError, match="64 features to 96, and then 47 to 64"):
+        make_experts(narrow, mixture, dtype=torch.float32)
+    with pytest.raises(ValueError, match="shorter"):
+        make_experts(weights[:1], mixture, dtype=torch.float32)
     for num_experts, k in ((2, 3), (2, 0), (1025, 1)):
         with pytest.raises(ValueError, match=f"{k} of {num_experts} experts"):
             make_experts([], Mixture(num_experts, k, True, "silu"), dtype=torch.float32)

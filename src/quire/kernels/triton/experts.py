@@ -33,8 +33,8 @@ class FusedExperts(Experts):
         options: the other ones of `KernelSet.linear`.
 
     Raises:
-        ValueError: there are more experts than the kernels have room for, or they differ in shape or in how
-            they are held.
+        ValueError: there are more experts than the kernels have room for, or others than the mixture's; they
+            differ in shape or in how they are held; or their two matrices do not fit each other.
     """
 
     def __init__(
@@ -52,11 +52,16 @@ class FusedExperts(Experts):
             )
         memory = memory or WeightMemory()
         self._mixture = mixture
-        self._gate_up, self._down = (ExpertMatrices(mixture.num_experts) for _ in range(2))
-        for expert, matrices in enumerate(weights):
-            for held, matrix in zip((self._gate_up, self._down), matrices, strict=True):
+        up, down = self._gate_up, self._down = [ExpertMatrices(mixture.num_experts) for _ in range(2)]
+        for number, expert in zip(range(mixture.num_experts), weights, strict=True):
+            for held, matrix in zip((up, down), expert, strict=True):
                 parts, order = take_order(matrix, memory)
-                held.set(expert, linear(parts, **options), order)
+                held.set(number, linear(parts, **options), order)
+        if (up.in_features, up.out_features) != (down.out_features, 2 * down.in_features):
+            raise ValueError(
+                f"experts take {up.in_features} features to {up.out_features}, and then {down.in_features} "
+                f"to {down.out_features}; the first must give two numbers for each input of the second"
+            )
 
     @override
     def __call__(
