@@ -274,7 +274,10 @@ class ModelRunner:
     def _encoded_ids(self, rows: IntArray, positions: Int64Array) -> Int64Array:
         """Return what the sampler makes the token ids of a step of, [T]."""
         known = self._batch.token_ids[rows, positions].astype(np.int64)
-        return self._sampler.encoded_ids(known, self._batch.slots_of_unknown(rows, positions))
+        device = self._sampler.device
+        if device is None:
+            return known
+        return device.encoded_ids(known, self._batch.slots_of_unknown(rows, positions))
 
     def _attention_batch(self, output: SchedulerOutput) -> AttentionBatch:
         skipped_keys, key_selection = self._left_out_keys(output)

@@ -44,10 +44,6 @@ class StepSampler:
         """The parameters by slot."""
         return self._host.table
 
-    def encoded_ids(self, known: Int64Array, last_of: Int64Array) -> Int64Array:
-        """See `DeviceSampler.encoded_ids`."""
-        return known if self.device is None else self.device.encoded_ids(known, last_of)
-
     def input_ids(self, encoded: torch.Tensor) -> torch.Tensor:
         """See `DeviceSampler.input_ids`."""
         return encoded if self.device is None else self.device.input_ids(encoded)
