@@ -7,6 +7,7 @@ import torch
 
 from caches import make_cache
 from quire.execution.model_runner import ModelRunner
+from quire.execution.step_in_flight import StepInFlight
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,
@@ -170,6 +171,8 @@ class StepDriver:
         )
         self._finished, self._preempted = [], []
         result = self.runner.execute(output, grammar)
+        if isinstance(result, StepInFlight):
+            result = result.result()
         self._apply(num_tokens, num_drafts, result)
         return result
 

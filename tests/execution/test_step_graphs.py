@@ -83,9 +83,10 @@ def outputs(driver: StepDriver, lengths: list[int], num_output: int) -> dict[str
     [
         ("qwen3", [4, 1, 1, 1, 1, 1, 1, 1, 1], {}),  # nine rows, padded to ten
         ("gemma2", [12, 1], {}),  # windows, soft caps
+        ("qwen3_moe", [4, 1], {}),
         ("qwen3", [12, 1], {"quantization": "int4", "group_size": 32}),
     ],
-    ids=["qwen3", "gemma2", "int4"],
+    ids=["qwen3", "gemma2", "experts", "int4"],
 )
 def test_replayed_steps_have_the_bits_of_others(
     family: str, lengths: list[int], options: dict[str, Any], tmp_path: Path
