@@ -112,7 +112,11 @@ def test_an_error_on_rank_0_within_a_step_ends_the_engine(monkeypatch):
 
 def test_other_ranks_are_told_all_of_a_step():
     sent = {field.name for field in dataclasses.fields(Forward)}
-    assert {field.name for field in dataclasses.fields(AttentionBatch)} - sent == {"key_scores", "plans"}
+    assert {field.name for field in dataclasses.fields(AttentionBatch)} - sent == {
+        "key_scores",
+        "plans",
+        "step_arrays",
+    }
 
 
 def test_a_rank_that_hangs_ends_the_engine(checkpoint, preloaded_engines):

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import bounds
-from quire.kernels.triton.device import INTERPRETED, rounded
+from quire.kernels.triton.device import INTERPRETED, loop_end, rounded
 
 TILE = tl.constexpr(bounds.TILE)  # keys
 SPAN_TILES = tl.constexpr(4)
@@ -25,15 +25,6 @@ ITEM_FIELDS = tl.constexpr(12)  # of an item of `attend`, see `attention_plan.Ti
 MERGE_FIELDS = tl.constexpr(4)  # of a tile of `merge_parts`, likewise
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def loop_end(number):
-    """Return a number as one that a loop can end at."""
-    if INTERPRETED:  # a number is an array there, of which numpy makes no integer
-        return number.handle.data.item()
-    else:  # noqa: RET505 - the compiler sees no more than one branch
-        return number
 
 
 @triton.jit

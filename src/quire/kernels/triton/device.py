@@ -24,6 +24,15 @@ def compute_capability() -> int:
 
 
 @triton.jit
+def loop_end(number):
+    """Return a number as one that a loop can end at."""
+    if INTERPRETED:  # a number is an array there, of which numpy makes no integer
+        return number.handle.data.item()
+    else:  # noqa: RET505 - the compiler sees no more than one branch
+        return number
+
+
+@triton.jit
 def rounded(values, dtype: tl.constexpr):
     """Return float32 numbers in another type of floats, the nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.experts import Mixture
+from quire.kernels.triton.device import loop_end
 
 MAX_EXPERTS = 1024  # of which a program counts the pairs at once
 _PART = 1024  # pairs that a program sorts
@@ -93,7 +94,7 @@ def sort_by_expert_kernel(
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros((EXPERTS,), tl.int32)
     count_before = tl.zeros((EXPERTS,), tl.int32)
-    for start in range(0, num_pairs, PART):
+    for start in range(0, loop_end(num_pairs), PART):
         pair = start + tl.arange(0, PART)
         is_pair = pair < num_pairs
         found = tl.histogram(tl.load(chosen + pair, mask=is_pair, other=0), EXPERTS, mask=is_pair)
@@ -101,7 +102,8 @@ def sort_by_expert_kernel(
         count_before += tl.where(start < part * PART, found, 0)
     end = tl.cumsum(count, axis=0)
     next_place = end - count + count_before
-    for start in range(part * PART, tl.minimum((part + 1) * PART, num_pairs), CHUNK):
+    part_end = tl.minimum((part + 1) * PART, num_pairs)
+    for start in range(loop_end(part * PART), loop_end(part_end), CHUNK):
         pair = start + tl.arange(0, CHUNK)
         is_pair = pair < num_pairs
         choice = tl.load(chosen + pair, mask=is_pair, other=-1)
@@ -112,7 +114,8 @@ def sort_by_expert_kernel(
     num_own_tiles = (count + TILE_ROWS - 1) // TILE_ROWS
     end_tile = tl.cumsum(num_own_tiles, axis=0)
     place_of_tile_0 = end - count - (end_tile - num_own_tiles) * TILE_ROWS
-    for start in range(part * CHUNK, num_tiles, tl.num_programs(0) * CHUNK):
+    step = loop_end(tl.num_programs(0) * CHUNK)
+    for start in range(loop_end(part * CHUNK), loop_end(num_tiles), step):
         tile = start + tl.arange(0, CHUNK)
         owner = tl.sum((end_tile[None, :] <= tile[:, None]).to(tl.int32), axis=1)
         is_owner = (owner[:, None] == expert[None, :]).to(tl.int32)
