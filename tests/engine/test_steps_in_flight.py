@@ -17,7 +17,7 @@ from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.selection import Filters, draw
 from quire.kernels.dispatch import kernel_set
 from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties, TokenChoice
+from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, TokenChoice
 from quire.step import NO_TOKEN
 
 PROMPTS = ["What is 27 + 58?", "Copy: k x w q", "Hello", "Why is a request preempted?", "Reverse: a b c"]
@@ -30,13 +30,8 @@ class HostChoice(TokenChoice):
     kernels = ReferenceSampling()
 
     def choose(
-        self,
-        logits: torch.Tensor,
-        draws: RowDraws | None = None,
-        changes: LogitChanges | None = None,
-        penalties: RowPenalties | None = None,
+        self, logits: torch.Tensor, draws: RowDraws | None = None, changes: LogitChanges | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert penalties is None
         rows = logits.numpy()
         raw_ids, raw_maxima = self.kernels.largest(rows)
         if changes is not None:

@@ -15,7 +15,7 @@ import torch
 from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import LogitChanges, RowDraws, RowPenalties
+from quire.kernels.token_choice import LogitChanges, RowDraws
 from quire.kernels.triton import device
 from quire.kernels.weights import Float8Weight
 
@@ -24,7 +24,6 @@ device.kernel_device = functools.partial(torch.device, "cpu")  # before the kern
 from quire.kernels.triton import (  # noqa: E402
     logit_changes,
     logprobs,
-    penalties,
     row_scans,
     tail_search,
     token_choice,
@@ -90,7 +89,7 @@ def rotate(kernels: TritonKernels) -> None:
 
 
 def choose(kernels: TritonKernels, num_rows: int) -> None:
-    """Draw a token of each row, after changes and penalties, and look for what is likely beside it.
+    """Draw a token of each row, after changes of every kind, and look for what is likely beside it.
 
     What the host tells lies in places that depend on the number of rows.
     """
@@ -102,15 +101,13 @@ def choose(kernels: TritonKernels, num_rows: int) -> None:
         torch.ones(1, 1250, dtype=torch.int32), mask_of_row, *pairs[:2], torch.ones(num_rows), *pairs[2:]
     )
     assert kernels.token_choice is not None
-    seen = torch.zeros(1, 40_000, dtype=torch.int32)
-    of_rows = RowPenalties(seen, rows, *torch.ones(3, num_rows))
-    kernels.token_choice.choose(logits, RowDraws(draws[0], numbers[1], *draws[2:]), changes, of_rows)
+    kernels.token_choice.choose(logits, RowDraws(draws[0], numbers[1], *draws[2:]), changes)
     kernels.token_choice.logprobs(logits, numbers[2], 5 * num_rows - 4, rows)
 
 
 def num_programs() -> int:
     """Return how often kernels that choose tokens have been compiled."""
-    modules = logit_changes, logprobs, penalties, row_scans, tail_search, token_choice
+    modules = logit_changes, logprobs, row_scans, tail_search, token_choice
     kernels = {name: item for module in modules for name, item in vars(module).items()}
     return sum(len(item.device_caches[0][0]) for name, item in kernels.items() if name.endswith("_kernel"))
 
