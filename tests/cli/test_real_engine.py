@@ -161,6 +161,15 @@ def test_plan_of_a_part_of_a_split():
     assert "of all 2 ranks" in of_ranks.replace("\n", " ")
 
 
+def test_plan_of_a_gpu_that_is_not_here():
+    options = ["plan", "--device", "cuda", "--memory", "80"]
+    plan = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)
+    assert (plan["device"], plan["available_bytes"]) == ("cuda", 80 * 10**9)
+    refused = quire(*options, "--tensor-parallel-size", "2")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: --tensor-parallel-size is 2, which an engine on a GPU cannot")
+
+
 @pytest.mark.parametrize("memory", ["nan", "inf", "0", "-3"])
 def test_plan_refuses_memory_that_is_no_amount(memory: str):
     result = quire("plan", "--memory", memory)

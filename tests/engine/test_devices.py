@@ -15,7 +15,7 @@ from quire.engine.activation_memory import activation_bytes
 from quire.engine.assembly import build_context
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.core import EngineCore
-from quire.engine.devices import available_bytes, device_name, on_one_device
+from quire.engine.devices import available_bytes, device_name, on_cuda, on_one_device
 from quire.engine.memory_plan import GB, plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.kernels import bounds, devices, dispatch
@@ -135,6 +135,24 @@ def test_weights_in_float8_are_planned_where_they_are_held(mini: ModelConfig) ->
         for source in spec.sources
     ]
     assert bf16.weight_bytes - fp8.weight_bytes == sum(rows * (inputs - 4) for rows, inputs in matrices)
+
+
+def test_a_gpu_is_planned_for_where_there_is_none(mini: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    config = on_cuda(EngineConfig(device="cuda"))
+    assert (config.device, config.kernels) == ("cuda", "triton")
+    in_float8 = dataclasses.replace(mini, stored_quantization="fp8")
+    assert plan_memory(config, in_float8, available_bytes=80 * GB).weight_type == "fp8"
+    for fields in ({"kernels": "native"}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ConfigError, match=rf"EngineConfig\.{next(iter(fields))} is "):
+            on_cuda(EngineConfig(device="cuda", **fields))
+
+
+def test_what_torch_keeps_of_tensors_that_are_gone_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10, 30]  # in torch's own cache, and beside it
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(free.pop() + free.pop()))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[-1], 80))
+    assert devices.free_cuda_memory() == 40
 
 
 def test_triton_s_interpreter_does_not_use_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def plan(
       quire plan ./Qwen3-0.6B --cache-size 2
       quire plan Qwen/Qwen3-0.6B --memory 16 --dtype bfloat16 --json
     """
-    from quire.engine.devices import on_one_device
+    from quire.engine.devices import on_cuda, on_one_device
     from quire.engine.drafting import find_draft_model
     from quire.engine.memory_plan import GB, plan_memory
     from quire.models.checkpoints.config_reading import read_model_config
@@ -50,6 +50,8 @@ def plan(
         raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")
     if memory is None or engine.device == "auto":  # else what there is here does not matter
         engine = on_one_device(engine)
+    elif engine.device == "cuda":
+        engine = on_cuda(engine)
     model = read_model_config(resolve_model(engine.model, weights=False, revision=engine.revision))
     available = None if memory is None else int(memory * GB)
     draft = find_draft_model(engine, model, weights=False)

@@ -25,9 +25,7 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
     wanted = config.device
     obstacle = "EngineConfig.device is 'cpu'" if wanted == "cpu" else _cuda_obstacle(config)
     if not obstacle:
-        _refuse_beside_cuda(config)
-        scheduler = dataclasses.replace(config.scheduler, overlap_steps=True)
-        return dataclasses.replace(config, device="cuda", kernels="triton", scheduler=scheduler)
+        return on_cuda(config)
     if wanted == "cuda":
         raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
     if config.kernels == "triton":
@@ -38,6 +36,20 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
             f"{obstacle}; set quantization to 'int8'"
         )
     return dataclasses.replace(config, device="cpu")
+
+
+def on_cuda(config: EngineConfig) -> EngineConfig:
+    """Return `config` on a GPU, whether or not there is one here.
+
+    Raises:
+        ConfigError: the kernels compute elsewhere, or the engine is to do what it cannot do on a GPU.
+    """
+    obstacle = _kernels_obstacle(config)
+    if obstacle:
+        raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
+    _refuse_beside_cuda(config)
+    scheduler = dataclasses.replace(config.scheduler, overlap_steps=True)
+    return dataclasses.replace(config, device="cuda", kernels="triton", scheduler=scheduler)
 
 
 def available_bytes(config: EngineConfig) -> int:
@@ -58,10 +70,18 @@ def device_name(config: EngineConfig) -> str:
     return f"cuda: {cuda_name()}"
 
 
+def _kernels_obstacle(config: EngineConfig) -> str:
+    """Return why the kernels that are asked for do not compute on a GPU; empty: they do."""
+    if config.kernels in ("auto", "triton"):
+        return ""
+    return f"EngineConfig.kernels is {config.kernels!r}, and these compute on the CPU; set it to 'auto'"
+
+
 def _cuda_obstacle(config: EngineConfig) -> str:
     """Return why an engine cannot compute on a GPU; empty: it can. Only what is cheap is asked first."""
-    if config.kernels not in ("auto", "triton"):
-        return f"EngineConfig.kernels is {config.kernels!r}, and these compute on the CPU; set it to 'auto'"
+    obstacle = _kernels_obstacle(config)
+    if obstacle:
+        return obstacle
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install quire[gpu]"
     from quire.kernels.devices import HOST, cuda_obstacle

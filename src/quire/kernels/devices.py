@@ -56,6 +56,7 @@ def cuda_obstacle() -> str:
 
 def free_cuda_memory() -> int:
     """Return the bytes that nobody has taken of the memory of the GPU that torch computes on."""
+    torch.cuda.empty_cache()  # torch keeps the memory of tensors that are gone, such as an earlier engine's
     return torch.cuda.mem_get_info()[0]
 
 
