@@ -1,7 +1,6 @@
 """Sampling on the host: what it takes where logits are in the memory of another device.
 
-All that a step brings back from its device passes here, and it is the only place where a step waits for it. A
-sampler on the device would take the place of this module and of `quire.execution.sampler`.
+Only rows that a device cannot choose for pass here, see `quire.execution.device_sampling`.
 """
 
 from __future__ import annotations
