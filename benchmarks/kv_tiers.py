@@ -32,7 +32,7 @@ from random_model import random_model
 from quire import LLM
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.host_blocks import ByteArray
-from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.connector import TierConnector, TierMetadata
 from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.loads import BlockLoad
 from quire.kv.tiers.region import RegionLayout
@@ -145,7 +145,8 @@ def read_all(tier: BlockTier, keys: list[Any]) -> float:
     connector.register_kv_caches(ArrayCache(len(keys)))
     blocks = [(key, number) for number, key in enumerate(keys)]
     started = time.perf_counter()
-    connector._begin(BlockLoad("all", blocks, tier.residents.generation))
+    load = BlockLoad("all", blocks, tier.residents.generation)
+    connector.start_load_kv(TierMetadata(load.generation, 0, [], [load], []))
     while not connector.get_finished(())[1]:
         time.sleep(0.001)
     seconds = time.perf_counter() - started

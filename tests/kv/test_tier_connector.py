@@ -13,7 +13,7 @@ from connector_contract import BLOCK, PROMPT, ConnectorContract, Engine, kv_of, 
 
 from held import num_held
 from inline_threads import InlineThreads
-from quire.kv.tiers import connector as connector_module
+from quire.kv.tiers import block_copier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
@@ -150,7 +150,7 @@ def test_a_tier_that_cannot_be_written_to_is_read():
 
 
 def test_while_the_writer_is_behind_stores_are_dropped_and_tried_again(monkeypatch):
-    monkeypatch.setattr(connector_module, "BUFFER_BYTES", 2 * BLOCK * 8 - 1)
+    monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 2 * BLOCK * 8)
     bench = Bench()
     bench.writer.is_held = True
     bench.store()
@@ -215,6 +215,28 @@ def test_a_load_that_is_cancelled_between_two_blocks_fills_no_more():
     assert bench.engine.step()[1] == frozenset()
     assert (bench.engine.cache.blocks[BLOCKS] == 7.0).all()
     assert bench.stats().num_failed_reads == 0
+
+
+def test_a_load_that_is_cancelled_while_a_block_is_read_fills_no_more():
+    bench = Bench()
+    bench.store()
+    bench.readers.is_held = True
+    request = request_of("again", PROMPT)
+    bench.connector.get_num_new_matched_tokens(request, 0)
+    bench.connector.update_state_after_alloc(request, BLOCKS, 12)
+    bench.engine.step()
+    read = bench.tier.read
+
+    def read_and_cancel(key, into):
+        is_read = read(key, into)
+        bench.connector.cancel_load("again")
+        bench.engine.step()
+        bench.engine.cache.blocks[BLOCKS] = 7.0
+        return is_read
+
+    bench.tier.read = read_and_cancel
+    bench.readers.run_held(1)
+    assert (bench.engine.cache.blocks[BLOCKS] == 7.0).all()
 
 
 def test_a_reset_while_blocks_are_read_voids_the_load():
@@ -341,15 +363,35 @@ def test_a_tier_that_raises_ends_the_transfer_and_holds_nothing(call):
         request = request_of(f"loaded-{number}", PROMPT)
         bench.engine.load(request, BLOCKS)
         bench.engine.finish(request)
-    pool = bench.connector._opened[2]
-    assert len(pool._free) + pool._num_unmade == connector_module.BUFFER_BYTES // (BLOCK * 8) + 1
-    assert not bench.connector._being_stored
+    pool = bench.connector._opened.copier.buffers
+    assert len(pool._free) + pool._num_unmade == block_copier.num_staged_blocks(BLOCK * 8)
+    assert not bench.connector._opened.writer.num_waiting
     if call == "read":
         assert (bench.engine.failed, bench.stats().num_failed_reads) == ({20, 21, 22}, 120)
     if call == "write":
         assert bench.stats().num_failed_writes == 120
         assert num_held(bench.connector) < held + 1000, "only ghosts"
     bench.tier.failing = set()
+    assert bench.find() == 12
+
+
+def test_blocks_that_cannot_be_copied_are_not_stored_and_hold_nothing(caplog):
+    bench = Bench()
+    read_block = bench.engine.cache.read_block
+
+    def refuse(block_id, into):
+        if block_id == 2:  # the last of three
+            raise OSError(errno.EIO, "Input/output error")
+        read_block(block_id, into)
+
+    bench.engine.cache.read_block = refuse
+    bench.store()
+    assert (bench.find(), bench.stats().num_failed_writes) == (0, 3)
+    pool = bench.connector._opened.copier.buffers
+    assert len(pool._free) + pool._num_unmade == block_copier.num_staged_blocks(BLOCK * 8)
+    assert "3 KV blocks could not be copied" in caplog.text
+    bench.engine.cache.read_block = read_block
+    bench.store(name="second")
     assert bench.find() == 12
 
 

@@ -15,7 +15,8 @@ from fake_runner import FACTOR
 from faulty_connector import FaultyConnector
 from inline_threads import InlineThreads
 from quire.kv.block_hash import BlockKey
-from quire.kv.tiers.buffers import BufferPool
+from quire.kv.host_blocks import block_store
+from quire.kv.tiers.block_copier import HostCopier
 from quire.kv.tiers.connector import LONGEST_READ, TierConnector
 from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
@@ -175,15 +176,16 @@ class MixedTier(Reluctant, TierConnector):
 
     def __init__(self, block_size: int, open_tier, choose: Chooser) -> None:
         self._threads = InlineThreads(is_held=True), InlineThreads(is_held=True)
-        super().__init__(block_size, open_tier, readers=self._threads[0], writer=self._threads[1])
+        super().__init__(
+            block_size,
+            open_tier,
+            readers=self._threads[0],
+            writer=self._threads[1],
+            copier_of=lambda kv, clock: HostCopier(block_store(kv), num_buffers=NUM_BUFFERS, clock=clock),
+        )
         self._choose = choose
         self._num_pauses = 0  # of all threads
         self._told: Counter[str] = Counter()
-
-    def register_kv_caches(self, kv_caches):
-        super().register_kv_caches(kv_caches)
-        tier, blocks, _ = self._require_opened()
-        self._opened = tier, blocks, BufferPool(tier.bytes_per_block, NUM_BUFFERS)
 
     @property
     def store(self) -> FaultyTier:
@@ -227,10 +229,12 @@ class MixedTier(Reluctant, TierConnector):
         for threads in self._threads:
             threads.run_held()
         assert not self.store.wrong
-        held = [self._keys, self._lookups, self._loads, self._new_loads, self._being_stored, self._stores]
+        opened = self._require_opened()
+        held = [self._keys, self._lookups, self._loads, self._new_loads, self._stores]
         assert not any(held), held
         assert not self._prompts._tables
-        buffers = self._require_opened()[2]
+        assert not opened.writer.num_waiting
+        buffers = opened.copier.buffers
         assert buffers._num_unmade + len(buffers._free) == NUM_BUFFERS, "a buffer leaks"
         stats = self.stats()
         counts = Counter(

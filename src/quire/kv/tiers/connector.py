@@ -1,33 +1,34 @@
 """The KV connector to a tier: prompts' blocks leave the cache for it, and come back when that is cheaper.
 
-All loads are asynchronous: threads read the blocks while other requests compute. Stores are copied out of the
-cache at the end of the step that filled them, into a bounded number of buffers that one thread writes; while
-all are in use, nothing is stored. Both sides are in one process, and share the tier's index.
+All loads are asynchronous: `BlockReader` has threads read the blocks while other requests compute. Stores are
+copied out of the cache at the end of the step that filled them, into a bounded number of buffers, which
+`BlockWriter` writes in a thread; while all are in use, nothing is stored. Both sides are in one process, and
+share the tier's index.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
 from typing_extensions import override
 
 from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVConnectorStats
-from quire.kv.host_blocks import BlockStore, ByteArray, block_store
 from quire.kv.load_costs import LoadCosts
 from quire.kv.prompt_blocks import PromptBlocks
-from quire.kv.tiers.buffers import BufferPool
+from quire.kv.tiers.block_copier import BlockCopier, StepMark, host_copier
+from quire.kv.tiers.block_reader import BlockReader
+from quire.kv.tiers.block_writer import BlockWriter
+from quire.kv.tiers.counters import Counters
 from quire.kv.tiers.kv_transfer import Identity, restore_prompt, save_prompt
 from quire.kv.tiers.loads import BlockLoad, LoadInProgress
 from quire.kv.tiers.tier import BlockTier
@@ -37,19 +38,12 @@ from quire.request import Request
 if TYPE_CHECKING:
     import torch
 
+    from quire.kv.host_blocks import BlockStore
     from quire.kv.paged_cache import PagedAttentionCache
     from quire.step import SchedulerOutput
 
-logger = logging.getLogger(__name__)
-
 NUM_READERS = 2
 """Blocks read at a time."""
-
-PREFETCH_BYTES = 8 << 20
-"""Bytes that the disk fetches ahead of what is read."""
-
-BUFFER_BYTES = 256 << 20
-"""Maximum size of all blocks that wait to be written."""
 
 REFRESH_INTERVAL = 5.0
 """Seconds after which what other processes did to the tier is taken note of."""
@@ -87,6 +81,19 @@ class _Lookup:
     prefers_loading: bool | None = None  # None: nothing was found yet
 
 
+class _Opened(NamedTuple):
+    tier: BlockTier
+    copier: BlockCopier
+    reader: BlockReader
+    writer: BlockWriter
+
+
+class _TimedStep(NamedTuple):
+    began: StepMark
+    ended: StepMark
+    num_tokens: int
+
+
 class TierConnector(KVConnector):
     """Keeps prompts' blocks in a tier.
 
@@ -96,6 +103,7 @@ class TierConnector(KVConnector):
         readers: threads that read; None: `NUM_READERS` of its own.
         writer: the thread that writes; None: its own.
         clock: returns seconds.
+        copier_of: returns the copier of the cache that is registered, given the clock.
     """
 
     def __init__(
@@ -106,15 +114,17 @@ class TierConnector(KVConnector):
         readers: WorkerThreads | None = None,
         writer: WorkerThreads | None = None,
         clock: Callable[[], float] = time.monotonic,
+        copier_of: Callable[[Any, Callable[[], float]], BlockCopier] = host_copier,
     ) -> None:
         self._block_size = block_size
         self._open_tier = open_tier
-        self._opened: tuple[BlockTier, BlockStore, BufferPool] | None = None
+        self._copier_of = copier_of
+        self._opened: _Opened | None = None
         self._readers = readers or WorkerThreads("kv-tier-reader", NUM_READERS)
         self._writer = writer or WorkerThreads("kv-tier-writer", 1)
         self._clock = clock
         self._costs = LoadCosts(block_size)
-        self._stats = KVConnectorStats()
+        self._counters = Counters()
         # Scheduler side.
         self._prompts = PromptBlocks(block_size)
         self._lookups: dict[str, _Lookup] = {}
@@ -127,11 +137,9 @@ class TierConnector(KVConnector):
         self._stores: list[RequestStores] = []
         self._generation = 0  # that the stores belong to
         self._num_tokens = 0  # of the step being computed
-        self._step_began = 0.0
-        self._being_stored: set[bytes] = set()
+        self._step_began: StepMark | None = None
+        self._timed_steps: deque[_TimedStep] = deque()  # that a device may still compute
         self._failed_block_ids: set[int] = set()  # to be reported
-        self._reading = threading.local()
-        self._counting = threading.Lock()  # of the counters that several threads write
 
     # -- scheduler side ------------------------------------------------------------------------------------
 
@@ -157,7 +165,7 @@ class TierConnector(KVConnector):
         if lookup.prefers_loading is None:
             num_queued = sum(load.num_left for load in list(self._loads.values()))
             lookup.prefers_loading = self._costs.prefers_loading(num_blocks, num_queued)
-            self._stats.num_computations_chosen += not lookup.prefers_loading
+            self._counters.add(num_computations_chosen=not lookup.prefers_loading)
         return lookup.prefers_loading
 
     @override
@@ -171,7 +179,7 @@ class TierConnector(KVConnector):
         indices = range(first, first + num_external_tokens // self._block_size)
         blocks = [(keys[index], int(block_ids[index])) for index in indices]
         self._new_loads.append(BlockLoad(request.request_id, blocks, self._tier.residents.generation))
-        self._stats.num_loads_chosen += 1
+        self._counters.add(num_loads_chosen=1)
 
     @override
     def cancel_load(self, request_id: str) -> None:
@@ -236,28 +244,30 @@ class TierConnector(KVConnector):
 
     @override
     def register_kv_caches(self, kv_caches: PagedAttentionCache | BlockStore) -> None:
-        """Open the tier; anything with `read_block` and `write_block` will do for a cache."""
-        blocks = block_store(kv_caches)
-        num_bytes = blocks.bytes_per_block
-        self._opened = (
-            self._open_tier(num_bytes),
-            blocks,
-            BufferPool(num_bytes, BUFFER_BYTES // num_bytes + 1),
+        """Open the tier."""
+        copier = self._copier_of(kv_caches, self._clock)
+        tier = self._open_tier(copier.bytes_per_block)
+        self._opened = _Opened(
+            tier,
+            copier,
+            BlockReader(tier, copier, self._readers, self._counters, self._clock),
+            BlockWriter(tier, copier, self._writer, self._counters),
         )
 
     @override
     def start_load_kv(self, metadata: object | None) -> None:
-        self._stores, self._num_tokens = [], 0
+        self._stores, self._step_began = [], None
         if not isinstance(metadata, TierMetadata):
             return
+        _, copier, reader, _ = self._require_opened()
         for request_id in metadata.cancelled:
             load = self._loads.pop(request_id, None)
             if load is not None:
                 load.cancel()
-        for new in metadata.loads:
-            self._begin(new)
         self._stores, self._generation = metadata.stores, metadata.generation
-        self._num_tokens, self._step_began = metadata.num_tokens, self._clock()
+        self._num_tokens, self._step_began = metadata.num_tokens, copier.mark()
+        for new in metadata.loads:
+            self._loads[new.request_id] = reader.begin(new, self._step_began)
 
     @override
     def wait_for_layer_load(self, layer: int) -> None:
@@ -269,11 +279,24 @@ class TierConnector(KVConnector):
 
     @override
     def wait_for_save(self, failed_ids: frozenset[str]) -> None:
-        self._costs.note_step(self._clock() - self._step_began, self._num_tokens)
+        """Begin to copy what is to be stored: steps to come overwrite it only after that."""
+        opened = self._require_opened()
+        if self._step_began is not None:
+            self._timed_steps.append(_TimedStep(self._step_began, opened.copier.mark(), self._num_tokens))
+        self._note_timed_steps()
         stores, self._stores = self._stores, []
-        for request_id, blocks in stores:
-            if request_id not in failed_ids:
-                self._store_all(blocks)
+        blocks = [block for store in stores if store.request_id not in failed_ids for block in store.blocks]
+        opened.writer.store(blocks, self._generation)
+
+    def _note_timed_steps(self) -> None:
+        """Take note of what steps cost that have ended by now."""
+        while self._timed_steps:
+            began, ended, num_tokens = self._timed_steps[0]
+            seconds = ended.seconds_since(began)
+            if seconds is None:
+                return
+            self._costs.note_step(seconds, num_tokens)
+            self._timed_steps.popleft()
 
     @override
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
@@ -292,7 +315,7 @@ class TierConnector(KVConnector):
         tier = self._tier
         num_stored = len(tier.residents)
         return msgspec.structs.replace(
-            self._stats,
+            self._counters.stats,
             capacity_bytes=tier.residents.num_places * tier.bytes_per_place,
             num_stored_blocks=num_stored,
             stored_bytes=num_stored * tier.bytes_per_place,
@@ -314,17 +337,21 @@ class TierConnector(KVConnector):
 
     @property
     def _tier(self) -> BlockTier:
-        return self._require_opened()[0]
+        return self._require_opened().tier
 
-    def _require_opened(self) -> tuple[BlockTier, BlockStore, BufferPool]:
+    def _require_opened(self) -> _Opened:
         if self._opened is None:
             raise RuntimeError("register_kv_caches() must be called before KV is looked up, loaded or saved")
         return self._opened
 
-    def _count(self, **counters: int) -> None:
-        with self._counting:
-            for name, number in counters.items():
-                setattr(self._stats, name, getattr(self._stats, name) + number)
+    def _end(self, load: LoadInProgress) -> None:
+        """Report what failed of a load; all of it if everything was forgotten meanwhile."""
+        if load.load.generation != self._tier.residents.generation:
+            self._failed_block_ids.update(block_id for _, block_id in load.load.blocks)
+            return
+        self._failed_block_ids |= load.failed_block_ids
+        if not load.failed_block_ids:
+            self._costs.note_load(load.seconds, len(load.load.blocks))
 
     # -- files ---------------------------------------------------------------------------------------------
 
@@ -341,87 +368,3 @@ class TierConnector(KVConnector):
         options: dict[str, Any] = {"cache_salt": cache_salt, "block_size": self._block_size}
         restore = functools.partial(restore_prompt, self._tier, path, identity=identity, **options)
         return self._writer.call(restore)
-
-    # -- loads ---------------------------------------------------------------------------------------------
-
-    def _begin(self, new: BlockLoad) -> None:
-        tier, blocks, _ = self._require_opened()
-        load = self._loads[new.request_id] = LoadInProgress(new, blocks)
-        for index, (_, block_id) in enumerate(new.blocks):
-            if new.generation != tier.residents.generation:
-                load.end_block(block_id, self._clock(), is_filled=False)
-            else:
-                self._readers.submit(functools.partial(self._read, load, index))
-
-    def _read(self, load: LoadInProgress, index: int) -> None:
-        """Fill one block; runs in a reader thread. However it ends, the block is settled."""
-        key, block_id = load.load.blocks[index]
-        is_filled = False
-        try:
-            if not load.is_cancelled:
-                load.begin(self._clock())
-                self._prefetch(load, index)
-                content = self._reading_buffer()
-                if self._tier.read(key, content):
-                    load.fill(block_id, content)
-                    is_filled = True
-        finally:
-            load.end_block(block_id, self._clock(), is_filled=is_filled)
-            if not load.is_cancelled:
-                self._count(num_loaded_blocks=is_filled, num_failed_reads=not is_filled)
-
-    def _prefetch(self, load: LoadInProgress, index: int) -> None:
-        """Have the disk fetch what is read after this block; with the first block, all up to there."""
-        ahead = -(-PREFETCH_BYTES // self._tier.bytes_per_place)
-        blocks = load.load.blocks
-        for key, _ in blocks[index + ahead : index + ahead + 1] if index else blocks[1 : ahead + 1]:
-            self._tier.prefetch(key)
-
-    def _reading_buffer(self) -> ByteArray:
-        """Return this thread's own buffer, so that a cancelled load writes to no block."""
-        buffer: ByteArray | None = getattr(self._reading, "buffer", None)
-        if buffer is None:
-            buffer = self._reading.buffer = np.empty(self._tier.bytes_per_block, dtype=np.uint8)
-        return buffer
-
-    def _end(self, load: LoadInProgress) -> None:
-        """Report what failed of a load; all of it if everything was forgotten meanwhile."""
-        if load.load.generation != self._tier.residents.generation:
-            self._failed_block_ids.update(block_id for _, block_id in load.load.blocks)
-            return
-        self._failed_block_ids |= load.failed_block_ids
-        if not load.failed_block_ids:
-            self._costs.note_load(load.seconds, len(load.load.blocks))
-
-    # -- stores --------------------------------------------------------------------------------------------
-
-    def _store_all(self, blocks: list[tuple[BlockKey, int]]) -> None:
-        for key, block_id in blocks:
-            if key.digest not in self._being_stored and not self._store(key, block_id):
-                self._count(num_dropped_writes=1)
-
-    def _store(self, key: BlockKey, block_id: int) -> bool:
-        """Copy a block and have it written; False if the writer is behind."""
-        _, blocks, buffers = self._require_opened()
-        content = buffers.take()
-        if content is None:
-            return False
-        try:
-            blocks.read_block(block_id, content)
-        except Exception:
-            buffers.give_back(content)
-            raise
-        self._being_stored.add(key.digest)
-        self._writer.submit(functools.partial(self._write, key, content, self._generation))
-        return True
-
-    def _write(self, key: BlockKey, content: ByteArray, generation: int) -> None:
-        """Write one block; runs in the writer thread."""
-        tier, _, buffers = self._require_opened()
-        is_written = False
-        try:
-            is_written = tier.write(key, content, generation)
-        finally:
-            self._being_stored.discard(key.digest)
-            buffers.give_back(content)
-            self._count(num_written_blocks=is_written, num_failed_writes=not is_written)

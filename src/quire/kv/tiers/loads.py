@@ -6,7 +6,8 @@ import dataclasses
 import threading
 
 from quire.kv.block_hash import BlockKey
-from quire.kv.host_blocks import BlockStore, ByteArray
+from quire.kv.host_blocks import ByteArray
+from quire.kv.tiers.block_copier import BlockCopier, IncomingBlock, StepMark
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -23,14 +24,17 @@ class LoadInProgress:
 
     Args:
         load: what to fill.
-        target: where the blocks are.
+        copier: into the cache.
+        after: steps before this may still use the blocks.
     """
 
-    def __init__(self, load: BlockLoad, target: BlockStore) -> None:
+    def __init__(self, load: BlockLoad, copier: BlockCopier, after: StepMark) -> None:
         self.load = load
         self.seconds = 0.0  # from the first read to the last
         self.failed_block_ids: set[int] = set()
-        self._target = target
+        self._copier = copier
+        self._after = after
+        self._under_way: list[IncomingBlock] = []
         self._lock = threading.Lock()
         self._num_left = len(load.blocks)
         self._is_cancelled = False
@@ -47,9 +51,11 @@ class LoadInProgress:
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """Write nothing to the blocks once this has returned."""
+        """Write nothing to the blocks after what later steps write; called in the step's thread."""
         with self._lock:
             self._is_cancelled = True
+            for copy in self._under_way:
+                copy.hold_steps()
 
     def begin(self, now: float) -> None:
         """Note that a block is about to be read."""
@@ -58,10 +64,21 @@ class LoadInProgress:
                 self._began = now
 
     def fill(self, block_id: int, content: ByteArray) -> None:
-        """Write a block's content, unless the load is cancelled."""
+        """Write a block's content, unless the load is cancelled; return when it is there.
+
+        Raises:
+            Exception: whatever copying failed with.
+        """
         with self._lock:
-            if not self._is_cancelled:
-                self._target.write_block(block_id, content)
+            if self._is_cancelled:
+                return
+            copy = self._copier.copy_in(block_id, content, self._after)
+            self._under_way.append(copy)
+        try:
+            copy.wait()
+        finally:
+            with self._lock:
+                self._under_way.remove(copy)
 
     def end_block(self, block_id: int, now: float, *, is_filled: bool) -> None:
         """Note that one more block is settled; called once for each."""

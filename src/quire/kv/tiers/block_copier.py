@@ -1,0 +1,181 @@
+"""Between the engine's KV cache and host memory: what the threads of a tier see of the cache.
+
+A cache may be in the memory of a device, which computes steps and copies blocks when it gets to them. So
+copies are begun, in an order with the steps, and waited for elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from quire.kv.host_blocks import BlockStore, ByteArray, block_store
+from quire.kv.tiers.buffers import BufferPool
+
+if TYPE_CHECKING:
+    from quire.kv.paged_cache import PagedAttentionCache
+
+MAX_STAGED_BYTES = 256 << 20
+"""Maximum size of all blocks that have left the cache and wait to be written."""
+
+
+def num_staged_blocks(bytes_per_block: int) -> int:
+    """Return how many blocks may wait to be written; there is room for one of any size."""
+    return max(1, MAX_STAGED_BYTES // bytes_per_block)
+
+
+class StepMark(Protocol):
+    """A point between two steps."""
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        """Return how long computing took from an earlier mark to this; None: that is not over yet."""
+
+
+class OutgoingBlock(Protocol):
+    """A block on its way out of the cache."""
+
+    def content(self) -> ByteArray:
+        """Wait for the copy and return it; raises whatever it failed with."""
+
+    def release(self) -> None:
+        """Let the memory of the copy be used for another block; called once."""
+
+
+class IncomingBlock(Protocol):
+    """A block on its way into the cache."""
+
+    def wait(self) -> None:
+        """Return when it is there; raises whatever copying failed with."""
+
+    def hold_steps(self) -> None:
+        """Let all steps to come begin after the copy; called in the step's thread."""
+
+
+class BlockCopier(Protocol):
+    """Copies blocks of the cache in order with the steps that use them.
+
+    The *step's thread* is the one that computes steps, or has a device do so; it waits for nothing here.
+    """
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Size of a block in bytes."""
+
+    def mark(self) -> StepMark:
+        """Return the point behind all steps so far; called in the step's thread."""
+
+    def copy_out(self, block_ids: Sequence[int]) -> Sequence[OutgoingBlock]:
+        """Begin to copy blocks as the steps so far leave them; called in the step's thread.
+
+        Steps to come may overwrite the blocks.
+
+        Returns:
+            The copies of as many blocks, from the first, as there is memory for.
+        """
+
+    def buffer(self) -> ByteArray:
+        """Return new memory for one block, which blocks are copied into the cache from."""
+
+    def copy_in(self, block_id: int, content: ByteArray, after: Any) -> IncomingBlock:
+        """Begin to overwrite a block, after all steps before a mark; may be called from any thread.
+
+        Nobody may change `content` until the copy has been waited for.
+        """
+
+
+class HostMark:
+    """A time: steps on the host are over when they return."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+
+    def seconds_since(self, earlier: HostMark) -> float:
+        """Return the time in between."""
+        return self._now - earlier._now
+
+
+class HostCopier:
+    """`BlockCopier` of a cache in host memory: a copy has ended when it has begun.
+
+    Args:
+        blocks: the cache; each block is read and written by one thread at a time.
+        num_buffers: copies that may wait to be written; None: `num_staged_blocks`.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockStore,
+        *,
+        num_buffers: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._blocks = blocks
+        self._clock = clock
+        num_bytes = blocks.bytes_per_block
+        self.buffers = BufferPool(num_bytes, num_buffers or num_staged_blocks(num_bytes))
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Size of a block in bytes."""
+        return self._blocks.bytes_per_block
+
+    def mark(self) -> HostMark:
+        """Return the present time."""
+        return HostMark(self._clock())
+
+    def copy_out(self, block_ids: Sequence[int]) -> Sequence[OutgoingBlock]:
+        """Copy blocks while there are buffers."""
+        copies: list[_HostCopy] = []
+        for block_id in block_ids:
+            content = self.buffers.take()
+            if content is None:
+                break
+            copies.append(_HostCopy(content, self.buffers))
+            try:
+                self._blocks.read_block(block_id, content)
+            except Exception:
+                for copy in copies:
+                    copy.release()
+                raise
+        return copies
+
+    def buffer(self) -> ByteArray:
+        """Return memory for one block."""
+        return np.empty(self.bytes_per_block, dtype=np.uint8)
+
+    def copy_in(self, block_id: int, content: ByteArray, after: HostMark) -> IncomingBlock:
+        """Overwrite a block."""
+        self._blocks.write_block(block_id, content)
+        return _IN_PLACE
+
+
+class _HostCopy:
+    def __init__(self, content: ByteArray, buffers: BufferPool) -> None:
+        self._content = content
+        self._buffers = buffers
+
+    def content(self) -> ByteArray:
+        return self._content
+
+    def release(self) -> None:
+        self._buffers.give_back(self._content)
+
+
+class _InPlace:
+    def wait(self) -> None:
+        pass
+
+    def hold_steps(self) -> None:
+        pass
+
+
+_IN_PLACE = _InPlace()
+
+
+def host_copier(kv_caches: PagedAttentionCache | BlockStore, clock: Callable[[], float]) -> HostCopier:
+    """Return the copier of a cache in host memory; anything with `read_block` and `write_block` is one."""
+    return HostCopier(block_store(kv_caches), clock=clock)
