@@ -148,6 +148,7 @@ ROWS: dict[str, list[str]] = {
         "start_load_kv",
         "wait_for_layer_load",
         "save_kv_layer",
+        "works_by_layer",
         "wait_for_save",
         "get_finished",
         "get_block_ids_with_load_errors",
@@ -175,6 +176,7 @@ ELSEWHERE: dict[str, str] = {
     "next_blocks": "tests/engine/test_cache_warming.py",
     "wait_for_layer_load": _RUNNER_SIDE,
     "save_kv_layer": _RUNNER_SIDE,
+    "works_by_layer": _RUNNER_SIDE,
     "stats": _ENGINE_SIDE,
     "close": _ENGINE_SIDE,
 }

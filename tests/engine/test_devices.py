@@ -10,17 +10,23 @@ import numpy as np
 import pytest
 import torch
 
+from late_device import LateDevice
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.activation_memory import activation_bytes
 from quire.engine.assembly import build_context
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.core import EngineCore
 from quire.engine.devices import available_bytes, device_name, on_cuda, on_one_device
+from quire.engine.kv_identity import kv_fingerprint
+from quire.engine.kv_tier import build_tier
 from quire.engine.memory_plan import GB, plan_memory, plan_memory_again
 from quire.errors import ConfigError
-from quire.kernels import bounds, devices, dispatch
+from quire.kernels import bounds, cuda_copies, devices, dispatch
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton import attention_plan
+from quire.kv.device_copier import DeviceCopier
+from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.tiers import block_copier
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.config import ModelConfig
@@ -187,8 +193,6 @@ def test_what_torch_lacks_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("kv_tier", "memory"),
-        ("kv_tier", "disk"),
         ("kv_connector", "some.Connector"),
         ("role", "prefill"),
         ("kv_peers", "10.0.0.1:9000"),
@@ -203,6 +207,42 @@ def test_what_a_gpu_cannot_do_yet_is_refused(name: str, value: Any) -> None:
         ):
             chosen(device=device, **{name: value})
     assert chosen(device="cpu", **{name: value}) == ("cpu", "auto")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_blocks_on_their_way_to_a_tier_are_planned(tier: str, mini: ModelConfig) -> None:
+    without, beside = (
+        plan_memory(on_one_device(EngineConfig(kv_tier=kv_tier)), mini, available_bytes=2 * GB)
+        for kv_tier in ("", tier)
+    )
+    block = beside.kv_bytes_per_block
+    assert (without.staged_bytes, beside.staged_bytes) == (0, block_copier.MAX_STAGED_BYTES // block * block)
+    assert abs(without.kv_bytes - beside.kv_bytes - beside.staged_bytes) <= block
+    assert abs(without.total_bytes - beside.total_bytes) <= block
+    on_host = on_one_device(EngineConfig(device="cpu", kv_tier=tier))
+    assert plan_memory(on_host, mini).staged_bytes == 0
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_tier_of_a_gpu_copies_there_and_finds_nothing_of_another(
+    mini: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_copies, "CudaCopies", LateDevice)
+    monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 1 << 20)
+    path = resolve_model("mini")
+    scheduler = SchedulerConfig(num_kv_blocks=32)
+    config = on_one_device(EngineConfig(kv_tier="memory", max_model_len=512, scheduler=scheduler))
+    plan = plan_memory(config, mini)
+    connector = build_tier(config, path, mini, plan)
+    connector.register_kv_caches(PagedAttentionCache.init_cache(None, plan.kv_caches[0]))
+    assert isinstance(connector._opened.copier, DeviceCopier)
+    fingerprints = set()
+    for name in ("A GPU", "Another"):
+        monkeypatch.setattr(devices, "cuda_name", lambda name=name: name)
+        fingerprints.add(kv_fingerprint(config, path, mini, plan))
+    on_host = dataclasses.replace(config, device="cpu")
+    assert len(fingerprints | {kv_fingerprint(on_host, path, mini, plan)}) == 3
 
 
 @pytest.mark.usefixtures("gpu")

@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from engine_checks import check_after_every_step, core_of
+from late_device import LateDevice
 from quire import LLM, SamplingParams
+from quire.engine import kv_tier
 from quire.errors import ConfigError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.device_copier import DeviceCopier
+from quire.kv.tiers import block_copier
 from quire.models.decoder import Decoder
 
 PROMPT = list(range(100, 100 + 20 * 16 + 3))
@@ -79,6 +83,23 @@ def test_what_the_cache_forgot_is_loaded_from_memory(alone):
         stats = llm.stats()
         assert stats.num_loaded_tokens == 3 * 20 * 16, "all of it the second time"
         assert stats.num_failed_loads == 0
+
+
+def test_what_a_device_copies_late_is_loaded_too(alone, monkeypatch):
+    """The cache is the host's, and what moves blocks is what does on a GPU: no copy is early."""
+    device = LateDevice(is_eager=True)
+    monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 4 << 20)
+    monkeypatch.setattr(kv_tier, "host_copier", lambda cache, _: DeviceCopier(cache.tensor, device))
+    prompts = [list(range(start, start + len(PROMPT))) for start in (100, 500, 900)]
+    with open_llm(kv_tier="memory", num_kv_blocks=24, overlap_steps=True) as llm:
+        for _ in range(2):
+            assert answer(llm, prompts[0]) == alone
+            for prompt in prompts[1:]:
+                answer(llm, prompt)
+            wait_until_written(llm)
+        assert llm.stats().num_loaded_tokens == 3 * 20 * 16
+        assert llm.stats().num_failed_loads == 0
+    assert not any(queue.operations for queue in device.queues)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,16 @@ def test_a_step_calls_the_connector_in_order(models, prompts, connector):
     assert result.kv_connector_output == KVConnectorOutput(frozenset({"x"}), frozenset({"y"}), frozenset({7}))
 
 
+def test_a_connector_that_works_on_whole_blocks_is_told_of_no_layer(models, prompts, connector):
+    connector.works_by_layer = False
+    driver = make_driver(models["float32"], connector=connector)
+    driver.add("r", prompts[2], GREEDY)
+    driver.step({"r": 17})
+    assert connector.calls == [
+        ("start", None), ("wait for save", frozenset()), ("finished", []), ("errors",)
+    ]  # fmt: skip
+
+
 def test_a_step_without_tokens_moves_kv_all_the_same(models, connector):
     driver = make_driver(models["float32"], connector=connector)
     result = driver.runner.execute(plan(finished=["gone"], metadata="plan of the step"))

@@ -21,6 +21,8 @@ from quire.execution.model_runner import ModelRunner
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.size_classes import size_class
+from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.memory_tier import MemoryTier
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
@@ -55,7 +57,7 @@ def load(family: str, path: Path, **options: Any) -> Decoder:
     )
 
 
-def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4) -> StepDriver:
+def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, connector: Any = None) -> StepDriver:
     model.reserve(size_class(64))
     cache = model_cache(model)
     runner = ModelRunner(
@@ -65,6 +67,7 @@ def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4) -> Step
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         record=record,
+        connector=connector,
     )
     return StepDriver(runner, cache, max_num_seqs=max_num_seqs)
 
@@ -114,6 +117,17 @@ def test_a_step_that_cannot_be_recorded_is_computed(tmp_path: Path, caplog: pyte
     assert outputs(driver_of(model, refuse), [3, 5], 5) == outputs(driver_of(model), [3, 5], 5)
     assert len(attempts) == 1
     assert "cannot be recorded" in caplog.text
+
+
+@pytest.mark.parametrize("works_by_layer", [False, True])
+def test_steps_are_replayed_beside_a_connector_that_moves_whole_blocks(
+    works_by_layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TierConnector, "works_by_layer", works_by_layer)
+    connector = TierConnector(BLOCK_SIZE, lambda num_bytes: MemoryTier(1 << 20, num_bytes, min_uses=1))
+    recorder = Recorder()
+    outputs(driver_of(load("qwen3", tmp_path), recorder.record, connector=connector), [3], 4)
+    assert recorder.num_replays == (0 if works_by_layer else 1)
 
 
 def test_recordings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

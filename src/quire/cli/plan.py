@@ -75,7 +75,7 @@ _PLAN_FIELDS = (
     "dtype", "quantization", "kv_dtype", "num_parameters", "weight_bytes", "activation_bytes",
     "available_bytes", "kv_bytes_per_token", "block_size", "num_blocks", "max_num_seqs", "max_model_len",
     "model_max_len", "num_ranks", "kv_bytes_per_block", "kv_bytes", "num_kv_tokens", "score_bytes",
-    "total_bytes",
+    "staged_bytes", "total_bytes",
 )  # fmt: skip
 
 
@@ -132,6 +132,8 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) ->
     ]
     if plan.score_bytes:
         rows.append(("Scores", plan.score_bytes, "kept by cache eviction, at most"))
+    if plan.staged_bytes:
+        rows.append(("KV tier", plan.staged_bytes, "blocks on their way to it; the host pins as much"))
     for label, size, explanation in rows:
         table.add_row(label, format_bytes(size), explanation)
     table.add_section()

@@ -112,7 +112,8 @@ def _refuse_kernels_elsewhere(obstacle: str) -> None:
 
 def _refuse_beside_cuda(config: EngineConfig) -> None:
     """Raise `ConfigError` for what an engine on a GPU cannot do yet."""
-    fields = {f"EngineConfig.{name}": getattr(config, name) for name in config.moves_kv_by}
+    moves_kv_by = [name for name in config.moves_kv_by if name != "kv_tier"]
+    fields = {f"EngineConfig.{name}": getattr(config, name) for name in moves_kv_by}
     if config.tensor_parallel_size > 1:
         fields["EngineConfig.tensor_parallel_size"] = config.tensor_parallel_size
     if config.scheduler.use_cache_eviction:

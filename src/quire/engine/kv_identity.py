@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.engine.devices import device_name
 from quire.engine.memory_plan import dtype_of
 from quire.kv.tiers.checksum import checksum
 from quire.models.checkpoints.gguf.location import find_gguf
@@ -39,10 +40,13 @@ def kv_fingerprint(
     from quire.models.checkpoints.weight_cache import cache_key
 
     kernels = kernel_set(config.kernels)
+    instructions = kernels.weight_layout or kernels.name
+    if config.device == "cuda":
+        instructions += f" on {device_name(config)}"
     key = cache_key(
         model_path,
         kv=_parts(config, model_config, plan),
-        instruction_set=kernels.weight_layout or kernels.name,
+        instruction_set=instructions,
     )
     return bytes.fromhex(key)
 

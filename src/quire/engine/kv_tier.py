@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.kv_identity import kv_fingerprint
 from quire.errors import ConfigError
+from quire.kv.tiers.block_copier import BlockCopier, host_copier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
@@ -18,6 +19,7 @@ from quire.kv.tiers.tier import BlockTier
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.memory_plan import MemoryPlan
+    from quire.kv.paged_cache import PagedAttentionCache
     from quire.models.config import ModelConfig
 
 
@@ -26,7 +28,16 @@ def build_tier(
 ) -> TierConnector:
     """Return the connector to the tier that `config.kv_tier` names; it is opened with the KV cache."""
     open_tier = functools.partial(_open, config, model_path, model_config, plan)
-    return TierConnector(plan.block_size, open_tier)
+    copier_of = _gpu_copier if config.device == "cuda" else host_copier
+    return TierConnector(plan.block_size, open_tier, copier_of=copier_of)
+
+
+def _gpu_copier(kv_cache: PagedAttentionCache, clock: object) -> BlockCopier:
+    """Return the copier of a cache in a GPU's memory, by whose clock steps are measured there."""
+    from quire.kernels.cuda_copies import CudaCopies
+    from quire.kv.device_copier import DeviceCopier
+
+    return DeviceCopier(kv_cache.tensor, CudaCopies())
 
 
 def _open(

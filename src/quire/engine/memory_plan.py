@@ -18,6 +18,7 @@ from quire.kernels.cores import usable_cores
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.page_layout import SCALE_BYTES, KVLayerSpec
+from quire.kv.tiers.block_copier import num_staged_blocks
 from quire.models.shard import Shard, check_divisible, check_kv_divisible
 from quire.models.weights import count_parameters, held_quantization, weight_bytes
 
@@ -57,6 +58,7 @@ class MemoryPlan:
     max_model_len: int
     model_max_len: int
     num_ranks: int = 1
+    stages_kv: bool = False  # blocks pass through a buffer of the device on their way to a KV tier
 
     @property
     def weight_type(self) -> str:
@@ -104,9 +106,20 @@ class MemoryPlan:
         return self.score_bytes_per_block * self.num_blocks
 
     @property
+    def staged_bytes(self) -> int:
+        """Bytes of a GPU that blocks pass through on their way to a KV tier; the host pins as many."""
+        bytes_per_block = self.kv_caches[0].bytes_per_block
+        return num_staged_blocks(bytes_per_block) * bytes_per_block if self.stages_kv else 0
+
+    @property
     def total_bytes(self) -> int:
-        """Weights, activations, KV cache and the scores of cache eviction together."""
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.score_bytes
+        """Weights, activations, KV cache, the scores of cache eviction and staged blocks together."""
+        return self.taken_bytes + self.kv_bytes + self.score_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that do not depend on how large the KV cache is."""
+        return self.weight_bytes + self.activation_bytes + self.staged_bytes
 
     def max_sequences_at(self, length: int) -> int:
         """Return how many sequences of `length` tokens can run at once, without shared prefixes."""
@@ -325,6 +338,7 @@ def _plan_at(
         max_model_len=length,
         model_max_len=models[0].model.max_model_len,
         num_ranks=models[0].num_ranks,
+        stages_kv=config.device == "cuda" and bool(config.kv_tier),
     )
     num_blocks = _num_blocks(config, empty)
     return dataclasses.replace(empty, kv_caches=_kv_caches(scheduler, models, length, num_blocks=num_blocks))
@@ -354,11 +368,10 @@ def _num_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
         return scheduler.num_kv_blocks
     if scheduler.cache_size:
         return int(scheduler.cache_size * GB) // (plan.kv_bytes_per_block * plan.num_ranks)
-    taken = plan.weight_bytes + plan.activation_bytes
     if config.device == "cuda":
-        allowed = int(plan.available_bytes * config.hbm_utilization) - taken
+        allowed = int(plan.available_bytes * config.hbm_utilization) - plan.taken_bytes
     else:
-        allowed = int((plan.available_bytes - taken) * config.memory_fraction)
+        allowed = int((plan.available_bytes - plan.taken_bytes) * config.memory_fraction)
     affordable = allowed // (plan.kv_bytes_per_block + plan.score_bytes_per_block)
     usable = plan.max_num_seqs * _blocks_for(plan.max_model_len, plan.block_size)
     return max(0, min(affordable, usable))

@@ -9,11 +9,12 @@ import torch
 from quire.execution.failed_requests import FailedRequests
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
+from quire.models.decoder import LayerHook
 from quire.step import IntArray, KVConnectorOutput, SchedulerOutput
 
 
 class KVTransfers:
-    """Calls a connector before, during and after each step's forward pass; is the pass's `LayerHook`.
+    """Calls a connector before, during and after each step's forward pass.
 
     Args:
         connector: its worker side.
@@ -27,6 +28,11 @@ class KVTransfers:
         self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the layers seen so far
         self._failed = FailedRequests(block_size)
         connector.register_kv_caches(kv_cache)
+
+    @property
+    def layer_hook(self) -> LayerHook | None:
+        """What a forward pass has to tell of its layers; None: nothing."""
+        return self if self._connector.works_by_layer else None
 
     def begin(self, output: SchedulerOutput) -> None:
         """Start the loads of a step."""

@@ -106,6 +106,7 @@ class ModelRunner:
         self._vocab_size = model.config.vocab_size
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
         self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
+        self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
         self._sampler = StepSampler(max_num_seqs, self._vocab_size, model.kernels)
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
@@ -224,7 +225,7 @@ class ModelRunner:
 
     def _is_plain_decode(self, output: SchedulerOutput) -> bool:
         """Return whether a step computes and samples one token of each request, and nothing else."""
-        others = self._proposer, self._transfers, self._evictor, self._sparse
+        others = self._proposer, self._layer_hook, self._evictor, self._sparse
         return (
             self._graphs is not None
             and not any(other is not None for other in others)
@@ -265,7 +266,7 @@ class ModelRunner:
         token_ids = self._sampler.input_ids(to_device(encoded, self._model.kernels.device))
         if self._proposer is not None:
             self._proposer.follow(token_ids, batch)
-        hook: LayerHook | None = self._transfers
+        hook = self._layer_hook
         if self._evictor is not None:
             self._evictor.begin(batch.key_scores)
             hook = self._evictor

@@ -33,6 +33,10 @@ class KVConnector(ABC):
     side sees its metadata: its loads then never end, and the scheduler gives them up when they time out.
     """
 
+    works_by_layer = True
+    """Whether a step calls `wait_for_layer_load` and `save_kv_layer`; one that does cannot be replayed as a
+    graph on a GPU."""
+
     # -- scheduler side ------------------------------------------------------------------------------------
 
     def request_arrived(self, request: Request) -> None:  # noqa: B027 - most have nothing to do yet

@@ -95,7 +95,7 @@ class _TimedStep(NamedTuple):
 
 
 class TierConnector(KVConnector):
-    """Keeps prompts' blocks in a tier.
+    """Keeps prompts' blocks in a tier, whole ones.
 
     Args:
         block_size: tokens per block.
@@ -105,6 +105,8 @@ class TierConnector(KVConnector):
         clock: returns seconds.
         copier_of: returns the copier of the cache that is registered, given the clock.
     """
+
+    works_by_layer = False
 
     def __init__(
         self,

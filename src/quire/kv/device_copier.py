@@ -1,0 +1,207 @@
+"""Blocks of a KV cache in a device's memory, on their way to host memory and back beside the steps.
+
+A device has queues, and an order between two of them only where one waits for a point in the other. Steps are
+in the queue of what it computes; loads and saves have one each:
+
+- A save first copies its blocks within the device, in the queue of the steps: behind the one that filled the
+  blocks, and before any that overwrites them. From there they go to pinned host memory beside later steps.
+- A load writes to its blocks behind the steps that may still use them. It is reported once it has ended, so
+  that steps which read the blocks come later by themselves.
+- A load that is cancelled has later steps wait on the device for what it is writing at that moment.
+
+The thread that asks for steps waits for none of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from quire.kv.host_blocks import ByteArray
+from quire.kv.tiers.block_copier import IncomingBlock, OutgoingBlock, num_staged_blocks
+
+logger = logging.getLogger(__name__)
+
+
+class DevicePoint(Protocol):
+    """A point in a queue of a device, which that gets to in its time."""
+
+    def wait(self) -> None:
+        """Return when the device has got there; may be called from any thread.
+
+        Raises:
+            Exception: the device has failed, and what it was to do before the point will not be done.
+        """
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        """Return the time since an earlier point among the steps; None: the device has not got here yet."""
+
+
+Point = TypeVar("Point", bound=DevicePoint)
+
+
+class CopyQueue(Protocol[Point]):
+    """Copies beside the steps, carried out one after the other. May be used by several threads."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Point) -> Point:
+        """Copy bytes between the device and pinned host memory when `after` is reached; return the end."""
+
+
+class CopyDevice(Protocol[Point]):
+    """What copies need of a device."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return host memory that the device can copy from and to, [num_bytes] uint8."""
+
+    def queue(self) -> CopyQueue[Point]:
+        """Return a new queue."""
+
+    def gather(self, rows: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy rows [N, ...] of the numbers `indices` [R], of the host, to `out` [R, ...] among the steps."""
+
+    def mark(self) -> Point:
+        """Return the point behind all that was asked for among the steps."""
+
+    def hold(self, point: Point) -> None:
+        """Let all that is asked for among the steps from now on come after a point of a queue."""
+
+
+class DeviceCopier(Generic[Point]):
+    """`BlockCopier` of a cache in a device's memory.
+
+    Args:
+        cache: [num_blocks, ...] of the device, contiguous.
+        device: copies.
+    """
+
+    def __init__(self, cache: torch.Tensor, device: CopyDevice[Point]) -> None:
+        self._blocks = cache.view(len(cache), -1).view(torch.uint8)
+        self.bytes_per_block = self._blocks.shape[1]
+        self._device = device
+        num_slots = num_staged_blocks(self.bytes_per_block)
+        self.slots = SlotRing(num_slots)
+        self._words = _in_words(self._blocks)  # wider numbers are gathered faster
+        self._staged = self._words.new_empty(num_slots, self._words.shape[1])
+        self._pinned = device.pinned(num_slots * self.bytes_per_block).view(num_slots, -1)
+        self._saves, self._loads = device.queue(), device.queue()
+
+    def mark(self) -> Point:
+        """See `BlockCopier`."""
+        return self._device.mark()
+
+    def copy_out(self, block_ids: Sequence[int]) -> Sequence[OutgoingBlock]:
+        """See `BlockCopier`."""
+        runs = self.slots.take(len(block_ids))
+        copies: list[_StagedBlock] = []
+        try:
+            for run in runs:
+                ids = block_ids[len(copies) : len(copies) + len(run)]
+                end = self._copy_out(ids, slice(run.start, run.stop))
+                copies += [_StagedBlock(self._pinned[slot].numpy(), end, self.slots, slot) for slot in run]
+        except Exception:
+            for run in runs:
+                for slot in run:
+                    self.slots.release(slot)
+            raise
+        return copies
+
+    def _copy_out(self, block_ids: Sequence[int], slots: slice) -> Point:
+        staged = self._staged[slots]
+        self._device.gather(self._words, torch.tensor(block_ids), staged)
+        return self._saves.copy(self._pinned[slots], staged.view(torch.uint8), self._device.mark())
+
+    def buffer(self) -> ByteArray:
+        """See `BlockCopier`."""
+        buffer: ByteArray = self._device.pinned(self.bytes_per_block).numpy()
+        return buffer
+
+    def copy_in(self, block_id: int, content: ByteArray, after: Point) -> IncomingBlock:
+        """See `BlockCopier`."""
+        end = self._loads.copy(self._blocks[block_id], torch.from_numpy(content), after)
+        return _ArrivingBlock(end, self._device)
+
+
+class SlotRing:
+    """Slots that are given out in turns, so that those taken together are next to each other.
+
+    May be used by several threads.
+
+    Args:
+        num_slots: how many there are.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._is_free = np.ones(num_slots, dtype=np.bool_)
+        self._next = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken."""
+        return int(self._is_free.sum())
+
+    def take(self, count: int) -> list[range]:
+        """Return up to `count` slots as runs of neighbours; fewer if the next one is not free."""
+        runs = []
+        with self._lock:
+            while count:
+                behind = self._is_free[self._next : self._next + count]
+                taken = len(behind) if behind.all() else int(behind.argmin())
+                if not taken:
+                    break
+                runs.append(range(self._next, self._next + taken))
+                behind[:taken] = False
+                self._next = (self._next + taken) % len(self._is_free)
+                count -= taken
+        return runs
+
+    def release(self, slot: int) -> None:
+        """Let a slot be taken again."""
+        with self._lock:
+            self._is_free[slot] = True
+
+
+class _StagedBlock:
+    def __init__(self, content: ByteArray, end: DevicePoint, slots: SlotRing, slot: int) -> None:
+        self._content = content
+        self._end = end
+        self._slots = slots
+        self._slot = slot
+
+    def content(self) -> ByteArray:
+        self._end.wait()
+        return self._content
+
+    def release(self) -> None:
+        self._slots.release(self._slot)
+
+
+class _ArrivingBlock(Generic[Point]):
+    def __init__(self, end: Point, device: CopyDevice[Point]) -> None:
+        self._end = end
+        self._device = device
+
+    def wait(self) -> None:
+        self._end.wait()
+
+    def hold_steps(self) -> None:
+        try:
+            self._device.hold(self._end)
+        except Exception:  # then the host has to wait, or the copy has failed and writes nothing any more
+            logger.exception("the device could not be held until a KV block is in place")
+            with contextlib.suppress(Exception):
+                self._end.wait()
+
+
+def _in_words(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [N, bytes] as numbers of the widest type whose size divides that of a row."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if rows.shape[1] % dtype.itemsize == 0:
+            return rows.view(dtype)
+    return rows

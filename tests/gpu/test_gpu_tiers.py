@@ -1,0 +1,60 @@
+"""KV tiers of an engine on a GPU: blocks come back as they were saved, whatever the GPU does meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from late_device import LateDevice
+from quire import LLM, SamplingParams
+from quire.kernels.cuda_copies import CudaCopies
+from quire.kernels.triton.device import is_interpreted
+from quire.kv.device_copier import DeviceCopier
+from quire.kv.tiers import block_copier
+
+NUM_BLOCKS, BLOCK_BYTES = (8, 4096) if is_interpreted else (256, 2 << 20)
+
+
+def test_blocks_are_saved_and_loaded_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", NUM_BLOCKS // 2 * BLOCK_BYTES)
+    where = "cpu" if is_interpreted else "cuda"
+    cache = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=where)
+    expected = cache.cpu().clone()
+    copier: DeviceCopier = DeviceCopier(cache, LateDevice(is_eager=True) if is_interpreted else CudaCopies())
+    began = copier.mark()
+    saved = list(range(0, NUM_BLOCKS, 2))
+    copies = copier.copy_out(saved)
+    assert len(copies) == len(saved)
+    cache.zero_()  # the next step, asked for before a copy has ended
+    after = copier.mark()
+    buffer = copier.buffer()
+    for block, copy in zip(saved, copies, strict=True):
+        assert (copy.content() == expected[block].numpy()).all()
+        buffer[:] = copy.content()
+        copier.copy_in(block + 1, buffer, after).wait()
+        copy.release()
+    assert torch.equal(cache[1::2].cpu(), expected[::2])
+    assert not cache[::2].any()
+    seconds = after.seconds_since(began)
+    assert seconds is not None
+    assert seconds > 0
+
+
+@pytest.mark.parametrize("tier", ["memory"] if is_interpreted else ["memory", "disk"])
+def test_what_the_cache_forgot_is_loaded_with_the_same_bits(tier: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("qwen3", tmp_path / "model", dtype="bfloat16")
+    prompts = [[7 + (11 * number + 3 * place) % 300 for place in range(33)] for number in range(3)]
+    how = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
+    options = {"kv_tier": tier, "kv_tier_path": str(tmp_path), "kv_tier_min_uses": 1, "num_kv_blocks": 4}
+    answers = []
+    with LLM(
+        str(checkpoint), kernels="triton", block_size=16, max_model_len=64, max_num_seqs=1, **options
+    ) as llm:
+        for prompt in prompts * 4:
+            [output] = llm.generate([prompt], how)
+            answers.append((output.outputs[0].token_ids, output.outputs[0].cumulative_logprob))
+        assert llm.stats().num_loaded_tokens > 0
+    assert answers == answers[:3] * 4
