@@ -76,18 +76,18 @@ class StepGraphs:
             [T, vocab] float32 on the device; the next step overwrites them.
         """
         num_tokens = batch.num_rows
-        padded = batch.padded(size_class(num_tokens), StepArrays())
+        padded = batch.padded(size_class(num_tokens))
         made = {name: make(padded) for name, make in self._makers.items()}
         made[_TOKEN_IDS] = HostArrays((np.pad(token_ids, (0, padded.num_rows - num_tokens)),))
         graph = self._graph_of(made)
         graph.arrays.fill(made)
-        batch = batch.padded(padded.num_rows, graph.arrays)
+        padded.step_arrays = graph.arrays
         if graph.replay is None and graph.was_computed and self._can_record:
-            graph.replay = self._recorded(graph, batch)
+            graph.replay = self._recorded(graph, padded)
         if graph.replay is not None:
             graph.replay()
         else:
-            self._compute(graph, batch)
+            self._compute(graph, padded)
             self._learn(graph)
         assert graph.logits is not None
         return graph.logits[:num_tokens]

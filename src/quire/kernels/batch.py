@@ -115,11 +115,11 @@ class AttentionBatch:
         """Rows of the step's tensors: T, or more, see `padded`."""
         return len(self.positions)
 
-    def padded(self, num_rows: int, step_arrays: StepArrays) -> Self:
+    def padded(self, num_rows: int) -> Self:
         """Return this step with `num_rows` rows, at least T; those after the tokens are nobody's.
 
         What they hold is of no account, but finite; nothing is written to the cache for them. Kernels need
-        not support that unless they run in recorded steps, which `step_arrays` are for.
+        not support that unless they run in recorded steps.
         """
         count = num_rows - self.num_rows
         return dataclasses.replace(
@@ -128,7 +128,7 @@ class AttentionBatch:
             slot_blocks=F.pad(self.slot_blocks, (0, count), value=NO_BLOCK),
             slot_offsets=F.pad(self.slot_offsets, (0, count)),
             plans={},
-            step_arrays=step_arrays,
+            step_arrays=StepArrays(),
         )
 
     def on_device(self, name: Hashable, make: MakeArrays, device: torch.device) -> DeviceArrays:
