@@ -14,7 +14,7 @@ from quire.execution.rng import uniforms
 from quire.execution.sampler import NO_CHOICE, SamplerOutput, nonfinite_error
 from quire.execution.sampling_table import SamplingTable
 from quire.execution.token_masks import TokenMasks
-from quire.kernels.devices import HostCopy, to_device
+from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.token_choice import RowDraws, RowLogprobs, TokenChoice
 from quire.step import NO_TOKEN, PositionLogprobs
 
@@ -164,7 +164,7 @@ class DeviceSampler:
         )
 
     def _to_device(self, numbers: Int64Array) -> torch.Tensor:
-        return to_device(torch.from_numpy(numbers), self._last.device)
+        return array_to_device(numbers, self._last.device)
 
     def encoded_ids(self, known: Int64Array, last_of: Int64Array) -> Int64Array:
         """Return what `input_ids` makes token ids of, [T].
@@ -193,5 +193,5 @@ class DeviceSampler:
                 uniforms(self._table.seeds(slots), positions),
             ]
         )
-        temperature, top_k, top_p, min_p, drawn = to_device(torch.from_numpy(numbers), self._last.device)
+        temperature, top_k, top_p, min_p, drawn = array_to_device(numbers, self._last.device)
         return RowDraws(temperature, top_k.long(), top_p, min_p, drawn)

@@ -8,7 +8,7 @@ import torch
 from quire.execution.arrays import BoolArray, Int64Array
 from quire.execution.proposer import Proposer, RowsToContinue
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import to_device
+from quire.kernels.devices import array_to_device
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.decoder import Decoder
 from quire.step import NO_TOKEN, IntArray
@@ -71,7 +71,7 @@ class DraftModelProposer(Proposer):
             rows.block_tables[slots, : rows.num_blocks[slots].max()],
             self._kv_cache.block_size,
         )
-        on_device = to_device(torch.from_numpy(token_ids), self._model.kernels.device)
+        on_device = array_to_device(token_ids, self._model.kernels.device)
         logits = self._model.logits(self._model.forward(on_device, self._kv_cache, batch))
         maxima, next_ids = logits.max(dim=1)
         return next_ids.cpu().numpy(), torch.isfinite(maxima).cpu().numpy()

@@ -8,7 +8,7 @@ import torch
 from quire.execution.arrays import BoolArray, Float32Array, Int64Array
 from quire.execution.sampling_table import SamplingTable
 from quire.execution.token_masks import TokenMasks
-from quire.kernels.devices import to_device
+from quire.kernels.devices import array_to_device
 from quire.kernels.token_choice import LogitChanges
 from quire.step import IntArray
 
@@ -82,7 +82,7 @@ class ChangesOfStep:
             rows(self._bans),
             joined([ids for _, ids in self._bans]),
         )
-        return LogitChanges(*(to_device(torch.from_numpy(array), device) for array in arrays))
+        return LogitChanges(*(array_to_device(array, device) for array in arrays))
 
 
 def changes_of_step(

@@ -22,7 +22,7 @@ from quire.execution.step_in_flight import StepInFlight, report_tokens
 from quire.execution.step_sampling import StepSampler
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import to_device
+from quire.kernels.devices import array_to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kv.connector import KVConnector
@@ -252,7 +252,7 @@ class ModelRunner:
         self._prompt_logprobs.report(output, hidden, result)
         if not sampling.rows.size:
             return None
-        rows = to_device(torch.from_numpy(sampling.tokens), hidden.device)
+        rows = array_to_device(sampling.tokens, hidden.device)
         return self._model.logits(hidden[rows])
 
     def _forward(self, output: SchedulerOutput) -> torch.Tensor:
@@ -262,8 +262,8 @@ class ModelRunner:
         positions = batch.positions.numpy()
         if self._evictor is not None:
             positions = self._evictor.positions_in_text(positions, output)
-        encoded = torch.from_numpy(self._encoded_ids(rows, positions))
-        token_ids = self._sampler.input_ids(to_device(encoded, self._model.kernels.device))
+        encoded = self._encoded_ids(rows, positions)
+        token_ids = self._sampler.input_ids(array_to_device(encoded, self._model.kernels.device))
         if self._proposer is not None:
             self._proposer.follow(token_ids, batch)
         hook = self._layer_hook

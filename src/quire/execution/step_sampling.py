@@ -13,7 +13,7 @@ from quire.execution.host_sampling import HostLogits, host_kernels
 from quire.execution.sampler import Sampler, SamplerOutput
 from quire.execution.sampling_table import SamplingTable
 from quire.execution.token_masks import TokenMasks
-from quire.kernels.devices import to_device
+from quire.kernels.devices import array_to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.sampling import SamplingKernels
 from quire.step import IntArray
@@ -101,7 +101,7 @@ class SamplingInFlight:
     def _chosen_again(self, sampled: SamplerOutput, token_ids: IntArray) -> SamplerOutput:
         rows = self.rows_of_host
         of_host = self._sampler.sample_on_host(
-            self._logits[to_device(torch.from_numpy(rows), self._logits.device)],
+            self._logits[array_to_device(rows, self._logits.device)],
             self._slots[rows],
             self._positions[rows],
             token_ids,

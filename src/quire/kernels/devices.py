@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy.typing as npt
 import torch
 
 HOST = torch.device("cpu")
@@ -12,6 +15,11 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from other memory, the host would have to wait
     return tensor.to(device, non_blocking=True)
+
+
+def array_to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array on a device as `to_device` does; on the host, its memory is shared."""
+    return to_device(torch.from_numpy(array), device)
 
 
 def copy_to_device(source: torch.Tensor, target: torch.Tensor) -> None:

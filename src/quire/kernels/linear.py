@@ -19,6 +19,7 @@ from quire.kernels.weights import (
     Int8Weight,
     Weight,
     dequantize,
+    floats_of,
     in_features,
     num_rows,
     quantize_int4,
@@ -154,7 +155,7 @@ def quantization_of(
 
 
 def _float(part: Weight, dtype: torch.dtype) -> torch.Tensor:
-    return (part if isinstance(part, torch.Tensor) else dequantize(part)).to(dtype)
+    return floats_of(part).to(dtype)
 
 
 def _in_equal_products(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy.typing as npt
 import torch
 
-from quire.kernels.devices import to_device
+from quire.kernels.devices import array_to_device
 
 if TYPE_CHECKING:
     from quire.kernels.batch import AttentionBatch
@@ -45,6 +45,6 @@ class StepArrays:
         found = self._on_device.get(name)
         if found is None:
             arrays, numbers = make(batch)
-            on_device = tuple(to_device(torch.from_numpy(array), device) for array in arrays)
+            on_device = tuple(array_to_device(array, device) for array in arrays)
             found = self._on_device[name] = DeviceArrays(on_device, numbers)
         return found

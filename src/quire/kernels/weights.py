@@ -182,6 +182,11 @@ def _steps(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> t
     return (groups * inverse + zeros).clamp(0, 15).round()
 
 
+def floats_of(weight: Weight) -> torch.Tensor:
+    """Return `weight` in floating point: as it is, or dequantized to float32."""
+    return weight if isinstance(weight, torch.Tensor) else dequantize(weight)
+
+
 def dequantize(weight: Weight) -> torch.Tensor:
     """Return `weight` as float32."""
     if isinstance(weight, Int8Weight):

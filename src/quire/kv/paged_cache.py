@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.devices import to_device
+from quire.kernels.devices import array_to_device
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.cache_view import PagedAttentionCacheView
 from quire.kv.head_sharding import PagesSharding
@@ -162,7 +162,7 @@ class PagedAttentionCache(TensorData):
             copies: [N, 2] block ids (from, to); no two go to the same block.
         """
         if len(copies):
-            blocks = to_device(torch.from_numpy(copies.astype(np.int64)), self.tensor.device)
+            blocks = array_to_device(copies.astype(np.int64), self.tensor.device)
             source, target = blocks.unbind(1)
             self.tensor[target] = self.tensor[source]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.bounds import TILE
+from quire.kernels.bounds import GPU_PART_BYTES, TILE
 from quire.kernels.size_classes import size_class
 from quire.kernels.step_arrays import HostArrays
 from quire.kernels.tiles import HeadLayout
@@ -26,7 +26,7 @@ ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, pref
 MOST_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
 MOST_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many registers, too
 PROGRAMS = 528  # that keep a GPU busy: four for each multiprocessor of an H100
-MAX_PART_BYTES = 256 << 20
+MAX_PART_BYTES = GPU_PART_BYTES
 
 _SPAN_TILES = SPAN_TILES.value
 _PART = 10  # the field of an item

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.size_classes import size_class
 from quire.kernels.step_arrays import HostArrays
-
-
-def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return an array on a device; nobody waits for the copy."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def block_tables(batch: AttentionBatch, num_blocks: int, device: torch.device) -> torch.Tensor:

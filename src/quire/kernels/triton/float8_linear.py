@@ -18,17 +18,11 @@ from quire.errors import ConfigError
 from quire.kernels.bounds import FLOAT8_INPUTS
 from quire.kernels.triton.device import compute_capability, is_interpreted, kernel_device
 from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel
-from quire.kernels.triton.tiled_linear import ProductFormat, TiledLinear, tile_of
-from quire.kernels.weights import (
-    Float8Weight,
-    Weight,
-    dequantize,
-    scales_of_blocks,
-)
+from quire.kernels.triton.tiled_linear import QUANTIZED_ROWS, ProductFormat, TiledLinear, tile_of
+from quire.kernels.weights import Float8Weight, Weight, floats_of, scales_of_blocks
 
 _LEAST_CAPABILITY = 89  # of GPUs: that of Ada
 _MAX_GROUP = 128  # inputs that are multiplied at once
-_QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program
 _OPERANDS = tl.float32 if is_interpreted else tl.float8e4nv
 
 
@@ -90,14 +84,14 @@ def quantize_float8_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, 
     num_groups = triton.cdiv(num_features, group)
     values = rows.new_empty(rows.shape, dtype=torch.float8_e4m3fn)
     scales = rows.new_empty((num_groups, num_rows), dtype=torch.float32)
-    quantize_float8_kernel[(triton.cdiv(num_rows, _QUANTIZED_ROWS),)](
+    quantize_float8_kernel[(triton.cdiv(num_rows, QUANTIZED_ROWS),)](
         rows,
         values,
         scales,
         num_rows,
         num_features,
         rows.stride(0),
-        ROWS=_QUANTIZED_ROWS,
+        ROWS=QUANTIZED_ROWS,
         GROUPS=triton.next_power_of_2(num_groups),
         GROUP=triton.next_power_of_2(group),
         num_warps=8,
@@ -110,7 +104,7 @@ def _on_device(part: Weight) -> Float8Weight:
     device = kernel_device()
     if isinstance(part, Float8Weight):
         return Float8Weight(part.values.to(device), part.scales.to(device), part.block)
-    floats = (part if isinstance(part, torch.Tensor) else dequantize(part)).to(device)
+    floats = floats_of(part).to(device)
     num_features = floats.shape[1]
     values, scales = quantize_float8_rows(floats, num_features)
     return Float8Weight(values, scales.t(), (1, num_features))

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import SCORE_UNIT
+from quire.kernels.devices import array_to_device
 from quire.kernels.key_scores import KeyScores
 from quire.kernels.triton.attention_call import AttentionCall
 from quire.kernels.triton.attention_kernels import (
@@ -21,7 +22,6 @@ from quire.kernels.triton.attention_kernels import (
     product,
 )
 from quire.kernels.triton.attention_plan import Int64Array, padded_features, power_of_two
-from quire.kernels.triton.device_arrays import to_device
 
 _ROWS = 64  # of a program, unless one token has more
 _FLOAT32_ROWS = 16
@@ -47,7 +47,7 @@ def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: tor
     if key not in batch.plans:
         blocks = _score_blocks(batch, scores, tokens, call.window)
         most_tiles = int((blocks[:, 5] - blocks[:, 4]).max())
-        batch.plans[key] = to_device(blocks, device), most_tiles
+        batch.plans[key] = array_to_device(blocks, device), most_tiles
     blocks, most_tiles = batch.plans[key]
     rows, sums = (torch.zeros_like(part, device=device) for part in (scores.rows, scores.sums))
     score_keys[len(blocks), most_tiles](

@@ -17,14 +17,21 @@ from quire.kernels.triton.device import is_interpreted, kernel_device
 from quire.kernels.triton.float8_linear import Float8Linear
 from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
 from quire.kernels.triton.tensors import FLOAT_TYPES
-from quire.kernels.triton.tiled_linear import ProductFormat, TiledLinear, tile_of
-from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, quantize_int4, quantize_int8
+from quire.kernels.triton.tiled_linear import QUANTIZED_ROWS, ProductFormat, TiledLinear, tile_of
+from quire.kernels.weights import (
+    GroupedWeight,
+    Int8Weight,
+    Weight,
+    dequantize,
+    floats_of,
+    quantize_int4,
+    quantize_int8,
+)
 from quire.kernels.weights import num_rows as num_weight_rows
 
 _GROUP_MULTIPLE = 16  # of inputs that share a scale: the least that tensor cores multiply at once
 _INT8_INPUTS = 32  # the least in int8
 _MAX_RUN = 64  # inputs of a group that are multiplied at once
-_QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program
 
 
 class FloatLinear(TiledLinear):
@@ -36,7 +43,7 @@ class FloatLinear(TiledLinear):
         weight = torch.empty(num_rows, self.in_features, dtype=dtype, device=kernel_device())
         # Part after part, so that those of a mapped file go to the device without a copy of them all here.
         for rows, part in zip(weight.split([*map(num_weight_rows, parts)]), parts, strict=True):
-            rows.copy_(_floats(part).to(dtype))
+            rows.copy_(floats_of(part).to(dtype))
         self.tables = [weight]
         self.format = ProductFormat(dtype, _operands(dtype), tl.float32)
 
@@ -163,14 +170,14 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, num_features = rows.shape
     values = rows.new_empty(rows.shape, dtype=torch.int8)
     scales = rows.new_empty(num_rows, dtype=torch.float32)
-    quantize_rows_kernel[(triton.cdiv(num_rows, _QUANTIZED_ROWS),)](
+    quantize_rows_kernel[(triton.cdiv(num_rows, QUANTIZED_ROWS),)](
         rows,
         values,
         scales,
         num_rows,
         num_features,
         rows.stride(0),
-        ROWS=_QUANTIZED_ROWS,
+        ROWS=QUANTIZED_ROWS,
         BLOCK=triton.next_power_of_2(num_features),
         num_warps=8,
     )
@@ -228,7 +235,3 @@ def _operands(dtype: torch.dtype) -> Any:
 def _widened(table: torch.Tensor, repeats: int) -> torch.Tensor:
     """Return [rows, groups] as float32 for groups that are so many times smaller."""
     return table.float().repeat_interleave(repeats, dim=1)
-
-
-def _floats(part: Weight) -> torch.Tensor:
-    return part if isinstance(part, torch.Tensor) else dequantize(part)

@@ -17,6 +17,7 @@ from quire.kernels.triton.tensors import check_rows
 from quire.kernels.weights import Weight
 
 _MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
+QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program that quantizes rows
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
