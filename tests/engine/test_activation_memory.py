@@ -13,8 +13,9 @@ import torch
 from caches import make_cache
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
 from quire.engine.activation_memory import key_selection_bytes, native_attention_bytes
+from quire.engine.byte_sizes import GB
 from quire.engine.eviction_memory import eviction_bytes, score_bytes_per_token
-from quire.engine.memory_plan import GB, plan_memory
+from quire.engine.memory_plan import plan_memory
 from quire.execution.cache_evictor import CacheEvictor
 from quire.kernels import bounds
 from quire.kernels.batch import AttentionBatch

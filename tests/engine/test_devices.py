@@ -14,12 +14,13 @@ from late_device import LateDevice
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.activation_memory import activation_bytes
 from quire.engine.assembly import build_context
+from quire.engine.byte_sizes import GB
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.core import EngineCore
 from quire.engine.devices import available_bytes, device_name, on_cuda, on_one_device
 from quire.engine.kv_identity import kv_fingerprint
 from quire.engine.kv_tier import build_tier
-from quire.engine.memory_plan import GB, plan_memory, plan_memory_again
+from quire.engine.memory_plan import plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.kernels import bounds, cuda_copies, devices, dispatch
 from quire.kernels.reference import ReferenceKernels

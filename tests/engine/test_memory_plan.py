@@ -10,7 +10,8 @@ import pytest
 
 from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.activation_memory import activation_bytes
-from quire.engine.memory_plan import GB, MemoryPlan, format_bytes, plan_memory, plan_memory_again
+from quire.engine.byte_sizes import GB, format_bytes
+from quire.engine.memory_plan import MemoryPlan, plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.memory_plan import dtype_of
+from quire.engine.model_sizes import dtype_of
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model

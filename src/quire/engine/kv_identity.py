@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.engine.devices import device_name
-from quire.engine.memory_plan import dtype_of
+from quire.engine.model_sizes import dtype_of
 from quire.kv.tiers.checksum import checksum
 from quire.models.checkpoints.gguf.location import find_gguf
 

@@ -11,24 +11,23 @@ import numpy as np
 
 from quire.engine import devices
 from quire.engine.activation_memory import activation_bytes
+from quire.engine.byte_sizes import GB
 from quire.engine.eviction_memory import score_bytes_per_token
+from quire.engine.memory_checks import check_fits
+from quire.engine.model_sizes import ModelSizes, has_float8, has_native, model_sizes
 from quire.errors import ConfigError
-from quire.kernels import has_native_kernels
 from quire.kernels.cores import usable_cores
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.eviction.lengths import eviction_lengths
-from quire.kv.page_layout import SCALE_BYTES, KVLayerSpec
 from quire.kv.tiers.block_copier import num_staged_blocks
-from quire.models.shard import Shard, check_divisible, check_kv_divisible
-from quire.models.weights import count_parameters, held_quantization, weight_bytes
+from quire.models.shard import check_divisible, check_kv_divisible
+from quire.models.weights import held_quantization
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SchedulerConfig
     from quire.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
-
-GB = 10**9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +162,9 @@ def plan_memory(
         raise ConfigError(
             f"EngineConfig.max_model_len is {wanted}; the maximum of this model is {model.max_model_len}"
         )
-    models = [_model_sizes(config, model, size)]
+    models = [model_sizes(config, model, size)]
     if draft_model is not None:
-        models.append(_model_sizes(config, draft_model, 1))
+        models.append(model_sizes(config, draft_model, 1))
 
     def plan_at(length: int) -> MemoryPlan:
         return _plan_at(length, config, models, available_bytes=available)
@@ -178,7 +177,7 @@ def plan_memory(
         # A shorter maximum length also needs less memory for activations, so the cache gets larger.
         fitting = bisect.bisect(range(2, wanted), False, key=exceeds_cache)
         plan = plan_at(fitting + 1)
-    _check_fits(config, plan)
+    check_fits(config, plan)
     return plan
 
 
@@ -225,81 +224,8 @@ def _least_held(scheduler: SchedulerConfig, length: int) -> int:
     return length if lengths is None else int(lengths.most_held(np.array(1), np.array(length)))
 
 
-def dtype_of(config: EngineConfig, model: ModelConfig) -> str:
-    """Return the dtype of a model's weights and activations."""
-    return model.dtype if config.dtype == "auto" else config.dtype
-
-
-def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
-    """Return the dtype of a model's KV cache.
-
-    Raises:
-        ConfigError: it is int8, which the head size of the model does not allow.
-    """
-    if config.kv_cache_dtype == "auto":
-        return dtype_of(config, model)
-    if config.kv_cache_dtype == "int8" and model.head_dim % SCALE_BYTES:
-        raise ConfigError(
-            f"EngineConfig.kv_cache_dtype is 'int8', which needs a head size that is a multiple of "
-            f"{SCALE_BYTES}; this model's is {model.head_dim}: set it to 'auto'"
-        )
-    return config.kv_cache_dtype
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ModelSizes:
-    """Sizes of the target or the draft model, on the rank that needs most."""
-
-    model: ModelConfig  # of that rank
-    kv_layers: tuple[KVLayerSpec, ...]  # KV heads are divided among `kv_head_shards` ranks
-    kv_head_shards: int
-    num_ranks: int
-    dtype: str
-    kv_dtype: str
-    num_parameters: int  # counted once: it visits all weights
-    weight_bytes: int
-
-
-def _model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> _ModelSizes:
-    dtype = dtype_of(config, model)
-    # The shares of the last rank are the largest; some biases are only on the first.
-    ends = [Shard(rank, num_ranks) for rank in {0, num_ranks - 1}]
-    shard_model = Shard(num_ranks - 1, num_ranks).model(model)
-    is_divided = model.num_kv_heads % num_ranks == 0
-    return _ModelSizes(
-        shard_model,
-        model.kv_layers if is_divided else shard_model.kv_layers,
-        num_ranks if is_divided else 1,
-        num_ranks,
-        dtype,
-        kv_dtype_of(config, model),
-        count_parameters(model),
-        max(
-            weight_bytes(
-                model,
-                dtype,
-                config.quantization,
-                config.quantization_group_size,
-                is_native=_has_native(config),
-                has_float8=_has_float8(config),
-                on_gpu=config.device == "cuda",
-                shard=shard,
-            )
-            for shard in ends
-        ),
-    )
-
-
-def _has_native(config: EngineConfig) -> bool:
-    return config.kernels in ("auto", "native") and has_native_kernels()
-
-
-def _has_float8(config: EngineConfig) -> bool:
-    return config.kernels == "triton"
-
-
 def _plan_at(
-    length: int, config: EngineConfig, models: list[_ModelSizes], *, available_bytes: int
+    length: int, config: EngineConfig, models: list[ModelSizes], *, available_bytes: int
 ) -> MemoryPlan:
     """Return the plan with `length` as the maximum length of a sequence, whether or not that fits.
 
@@ -318,7 +244,7 @@ def _plan_at(
             each.dtype,
             max_model_len=length,
             num_drafts=num_drafts,
-            is_native=_has_native(config),
+            is_native=has_native(config),
             on_gpu=config.device == "cuda",
             num_ranks=each.num_ranks,
             num_threads=max(1, (config.num_threads or usable_cores()) // each.num_ranks),
@@ -327,7 +253,7 @@ def _plan_at(
     ]
     empty = MemoryPlan(
         dtype=models[0].dtype,
-        quantization=held_quantization(models[0].model, config.quantization, has_float8=_has_float8(config)),
+        quantization=held_quantization(models[0].model, config.quantization, has_float8=has_float8(config)),
         num_parameters=sum(each.num_parameters for each in models),
         weight_bytes=sum(each.weight_bytes for each in models),
         activation_bytes=sum(activations),  # each model has its own buffers
@@ -345,7 +271,7 @@ def _plan_at(
 
 
 def _kv_caches(
-    scheduler: SchedulerConfig, models: list[_ModelSizes], length: int, *, num_blocks: int
+    scheduler: SchedulerConfig, models: list[ModelSizes], length: int, *, num_blocks: int
 ) -> tuple[PagedAttentionCacheMetaData, ...]:
     """Return what the KV caches of the models are, each with `num_blocks` blocks."""
     return tuple(
@@ -377,54 +303,5 @@ def _num_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
     return max(0, min(affordable, usable))
 
 
-def _check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
-    knob = _size_knob(config)
-    free = plan.available_bytes - plan.weight_bytes
-    of_rank = "" if plan.num_ranks == 1 else f" for each of the {plan.num_ranks} ranks"
-    if free < 0:
-        raise ConfigError(
-            f"the weights take {format_bytes(plan.weight_bytes)} as {plan.weight_type}, but only "
-            f"{format_bytes(plan.available_bytes)} of memory is available{of_rank}; "
-            "use a smaller model, a narrower EngineConfig.dtype, or EngineConfig.quantization"
-        )
-    if plan.kv_bytes > free:
-        raise ConfigError(
-            f"{knob} asks for a KV cache of {format_bytes(plan.kv_bytes)}, but the weights leave "
-            f"{format_bytes(free)}{of_rank}; the largest that fits is "
-            f"{free // plan.kv_bytes_per_block} blocks ({free * plan.num_ranks / GB:.2f} GB)"
-        )
-    if not plan.num_blocks:
-        raise ConfigError(
-            f"no KV block of {format_bytes(plan.kv_bytes_per_block)} fits: of "
-            f"{format_bytes(plan.available_bytes)} available{of_rank}, weights take "
-            f"{format_bytes(plan.weight_bytes)} and activations {format_bytes(plan.activation_bytes)}; "
-            f"raise {knob}, or lower SchedulerConfig.max_num_batched_tokens or SchedulerConfig.max_num_seqs"
-        )
-    if config.max_model_len > plan.max_model_len:
-        raise ConfigError(
-            f"EngineConfig.max_model_len is {config.max_model_len}, but the KV cache holds no sequence of "
-            f"more than {plan.max_model_len} tokens ({plan.num_blocks} blocks of {plan.block_size}); "
-            f"lower it to that or raise {knob}"
-        )
-
-
-def _size_knob(config: EngineConfig) -> str:
-    """Return the name of the field that determined the size of the cache."""
-    if config.scheduler.num_kv_blocks:
-        return "SchedulerConfig.num_kv_blocks"
-    if config.scheduler.cache_size:
-        return "SchedulerConfig.cache_size"
-    return "EngineConfig.hbm_utilization" if config.device == "cuda" else "EngineConfig.memory_fraction"
-
-
 def _blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
-
-
-def format_bytes(size: float) -> str:
-    """Return a readable size, in powers of 1000 like the GB of `cache_size`: 1234567 -> '1.23 MB'."""
-    units = ("B", "kB", "MB", "GB", "TB", "PB")
-    index = 0
-    while abs(size) >= 999.5 and index < len(units) - 1:
-        size, index = size / 1000, index + 1
-    return f"{size:.0f} B" if not index else f"{size:.3g} {units[index]}"

@@ -1,0 +1,53 @@
+"""Whether what a memory plan says fits, and what to change if it does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.engine.byte_sizes import GB, format_bytes
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.memory_plan import MemoryPlan
+
+
+def check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
+    """Raise `ConfigError` if weights, a KV block or a sequence of the configured length do not fit."""
+    knob = _size_knob(config)
+    free = plan.available_bytes - plan.weight_bytes
+    of_rank = "" if plan.num_ranks == 1 else f" for each of the {plan.num_ranks} ranks"
+    if free < 0:
+        raise ConfigError(
+            f"the weights take {format_bytes(plan.weight_bytes)} as {plan.weight_type}, but only "
+            f"{format_bytes(plan.available_bytes)} of memory is available{of_rank}; "
+            "use a smaller model, a narrower EngineConfig.dtype, or EngineConfig.quantization"
+        )
+    if plan.kv_bytes > free:
+        raise ConfigError(
+            f"{knob} asks for a KV cache of {format_bytes(plan.kv_bytes)}, but the weights leave "
+            f"{format_bytes(free)}{of_rank}; the largest that fits is "
+            f"{free // plan.kv_bytes_per_block} blocks ({free * plan.num_ranks / GB:.2f} GB)"
+        )
+    if not plan.num_blocks:
+        raise ConfigError(
+            f"no KV block of {format_bytes(plan.kv_bytes_per_block)} fits: of "
+            f"{format_bytes(plan.available_bytes)} available{of_rank}, weights take "
+            f"{format_bytes(plan.weight_bytes)} and activations {format_bytes(plan.activation_bytes)}; "
+            f"raise {knob}, or lower SchedulerConfig.max_num_batched_tokens or SchedulerConfig.max_num_seqs"
+        )
+    if config.max_model_len > plan.max_model_len:
+        raise ConfigError(
+            f"EngineConfig.max_model_len is {config.max_model_len}, but the KV cache holds no sequence of "
+            f"more than {plan.max_model_len} tokens ({plan.num_blocks} blocks of {plan.block_size}); "
+            f"lower it to that or raise {knob}"
+        )
+
+
+def _size_knob(config: EngineConfig) -> str:
+    """Return the name of the field that determined the size of the cache."""
+    if config.scheduler.num_kv_blocks:
+        return "SchedulerConfig.num_kv_blocks"
+    if config.scheduler.cache_size:
+        return "SchedulerConfig.cache_size"
+    return "EngineConfig.hbm_utilization" if config.device == "cuda" else "EngineConfig.memory_fraction"

@@ -1,0 +1,96 @@
+"""What the weights of a model take, and what its KV consists of, by the engine's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigError
+from quire.kernels import has_native_kernels
+from quire.kv.page_layout import SCALE_BYTES, KVLayerSpec
+from quire.models.shard import Shard
+from quire.models.weights import count_parameters, weight_bytes
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.models.config import ModelConfig
+
+
+def dtype_of(config: EngineConfig, model: ModelConfig) -> str:
+    """Return the dtype of a model's weights and activations."""
+    return model.dtype if config.dtype == "auto" else config.dtype
+
+
+def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
+    """Return the dtype of a model's KV cache.
+
+    Raises:
+        ConfigError: it is int8, which the head size of the model does not allow.
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype_of(config, model)
+    if config.kv_cache_dtype == "int8" and model.head_dim % SCALE_BYTES:
+        raise ConfigError(
+            f"EngineConfig.kv_cache_dtype is 'int8', which needs a head size that is a multiple of "
+            f"{SCALE_BYTES}; this model's is {model.head_dim}: set it to 'auto'"
+        )
+    return config.kv_cache_dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of the target or the draft model, on the rank that needs most."""
+
+    model: ModelConfig  # of that rank
+    kv_layers: tuple[KVLayerSpec, ...]  # KV heads are divided among `kv_head_shards` ranks
+    kv_head_shards: int
+    num_ranks: int
+    dtype: str
+    kv_dtype: str
+    num_parameters: int  # counted once: it visits all weights
+    weight_bytes: int
+
+
+def model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> ModelSizes:
+    """Return the sizes of a model that `num_ranks` ranks compute together.
+
+    Raises:
+        ConfigError: as `kv_dtype_of`.
+    """
+    dtype = dtype_of(config, model)
+    # The shares of the last rank are the largest; some biases are only on the first.
+    ends = [Shard(rank, num_ranks) for rank in {0, num_ranks - 1}]
+    shard_model = Shard(num_ranks - 1, num_ranks).model(model)
+    is_divided = model.num_kv_heads % num_ranks == 0
+    return ModelSizes(
+        shard_model,
+        model.kv_layers if is_divided else shard_model.kv_layers,
+        num_ranks if is_divided else 1,
+        num_ranks,
+        dtype,
+        kv_dtype_of(config, model),
+        count_parameters(model),
+        max(
+            weight_bytes(
+                model,
+                dtype,
+                config.quantization,
+                config.quantization_group_size,
+                is_native=has_native(config),
+                has_float8=has_float8(config),
+                on_gpu=config.device == "cuda",
+                shard=shard,
+            )
+            for shard in ends
+        ),
+    )
+
+
+def has_native(config: EngineConfig) -> bool:
+    """Return whether the kernels in C++ compute."""
+    return config.kernels in ("auto", "native") and has_native_kernels()
+
+
+def has_float8(config: EngineConfig) -> bool:
+    """Return whether the kernels multiply float8."""
+    return config.kernels == "triton"
