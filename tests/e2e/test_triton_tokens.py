@@ -8,7 +8,7 @@ import pytest
 
 from operation_tape import OperationTape
 from quire import LLM, SamplingParams
-from quire.engine import assembly
+from quire.engine import runner_building
 from quire.kernels.triton.device import is_interpreted
 
 PROMPTS = ["What is 27 + 58?", "What is"]
@@ -32,7 +32,7 @@ def test_tokens_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> N
     options = {"num_kv_blocks": 16, "max_num_seqs": 2, "block_size": 16, "dtype": "float32"}
     with LLM("mini", kernels="reference", **options) as llm:
         expected = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
-    monkeypatch.setattr(assembly, "_record", lambda config, model: record)
+    monkeypatch.setattr(runner_building, "_record", lambda config, model: record)
     with LLM("mini", kernels="triton", overlap_steps=True, **options) as llm:
         found = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]

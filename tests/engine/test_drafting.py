@@ -9,7 +9,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from quire.config import EngineConfig, SpeculationConfig
-from quire.engine.drafting import build_proposer, find_draft_model
+from quire.engine.drafting import build_proposer, find_draft_model, load_draft_model
 from quire.engine.memory_plan import MemoryPlan, plan_memory
 from quire.errors import ConfigError, ModelNotFoundError
 from quire.execution.adaptive_proposer import AdaptiveProposer
@@ -53,7 +53,8 @@ def test_a_draft_model_is_found_and_loaded(checkpoint: Path):
     found = find_draft_model(config, model)
     assert found is not None
     assert found.config == model
-    assert isinstance(build_proposer(config, found, plan_of(config, model)), DraftModelProposer)
+    plan = plan_of(config, model)
+    assert isinstance(build_proposer(config, load_draft_model(config, found, plan), plan), DraftModelProposer)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Path):

@@ -1,20 +1,17 @@
-"""Building an engine from its configuration: model, KV cache, runner and scheduler."""
+"""Building an engine from its configuration: ranks, the scheduler and what it decides by."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.engine.cache_growth import CacheGrowth
-from quire.engine.drafting import build_proposer, weight_options
 from quire.engine.kv_peers import build_peers, cached_block_events
 from quire.engine.kv_tier import build_tier
 from quire.engine.ranks.group import RankGroup
-from quire.engine.ranks.starting import load_with_ranks, threads_of_rank
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
 from quire.kernels import has_native_kernels
@@ -25,15 +22,8 @@ from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
 
 if TYPE_CHECKING:
-    from quire.engine.drafting import DraftModel
     from quire.engine.memory_plan import MemoryPlan
-    from quire.execution.model_runner import Model, ModelRunner
-    from quire.execution.step_graphs import Record
-    from quire.kv.paged_cache import PagedAttentionCache
     from quire.models.config import ModelConfig
-
-ProgressCallback = Callable[[int, int], None]
-"""Called with (bytes read, total bytes) while the weights load."""
 
 SPARE_SHARE = 0.05
 """Fraction of the memory available at start-up that a growing KV cache leaves free."""
@@ -110,13 +100,18 @@ def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:
     return CacheGrowth(plan.kv_bytes_per_block * plan.num_ranks, spare_bytes=spare_bytes * plan.num_ranks)
 
 
+def scheduler_class(config: EngineConfig) -> type[SchedulerInterface]:
+    """Return the class of the engine's scheduler; raise `ConfigError` if there is none of that name."""
+    return SCHEDULERS.class_of(config.scheduler_cls)
+
+
 def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerContext) -> SchedulerInterface:
     """Return the engine's scheduler, wrapped in a recorder if `record_path` is set.
 
     Raises:
         ConfigError: the scheduler class, a policy or the recording file cannot be used.
     """
-    scheduler_cls = SCHEDULERS.class_of(config.scheduler_cls)
+    scheduler_cls = scheduler_class(config)
     size = {"num_blocks": plan.num_blocks, "max_model_len": plan.max_model_len}
     if not config.record_path:
         return scheduler_cls(config.scheduler, context=context, **size)
@@ -155,83 +150,3 @@ def _limit_spinning() -> None:
     processes; threads that sleep at once wake up too late.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def build_runner(
-    config: EngineConfig,
-    model_path: Path,
-    model_config: ModelConfig,
-    plan: MemoryPlan,
-    *,
-    ranks: RankGroup | None,
-    draft_model: DraftModel | None,
-    connector: KVConnector | None,
-    on_progress: ProgressCallback | None,
-) -> ModelRunner:
-    """Load the weights, allocate the KV cache, and compile kernels that are not; torch is imported here."""
-    from quire.execution.model_runner import ModelRunner
-    from quire.kernels.dispatch import kernel_set
-
-    num_threads = threads_of_rank(config.num_threads, config.tensor_parallel_size)
-    kernel_set(config.kernels).use_threads(num_threads)
-    model, kv_cache = _load(
-        config, model_path, model_config, plan, ranks=ranks, num_threads=num_threads, on_progress=on_progress
-    )
-    record = _record(config, model)
-    if config.device == "cuda":
-        from quire.execution.warm_up import warm_up
-
-        warm_up(model, kv_cache, plan.max_model_len)
-    return ModelRunner(
-        model,
-        kv_cache,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=plan.max_model_len,
-        block_size=plan.block_size,
-        proposer=build_proposer(config, draft_model, plan),
-        connector=connector,
-        eviction=config.scheduler.cache_eviction_config if config.scheduler.use_cache_eviction else None,
-        sparse_attention=config.scheduler.sparse_attention_config
-        if config.scheduler.use_sparse_attention
-        else None,
-        record=record,
-    )
-
-
-def _record(config: EngineConfig, model: Model) -> Record | None:
-    """Return what records decode steps on a GPU, and have the model stay where it is from now on."""
-    if config.device != "cuda" or not config.cuda_graphs:
-        return None
-    from quire.kernels.cuda_graphs import CudaGraphs
-    from quire.kernels.size_classes import size_class
-
-    model.reserve(size_class(config.scheduler.max_num_batched_tokens))
-    return CudaGraphs().record
-
-
-def _load(
-    config: EngineConfig,
-    model_path: Path,
-    model_config: ModelConfig,
-    plan: MemoryPlan,
-    *,
-    ranks: RankGroup | None,
-    num_threads: int,
-    on_progress: ProgressCallback | None,
-) -> tuple[Model, PagedAttentionCache]:
-    options = weight_options(config, model_config)
-    if ranks is not None:
-        return load_with_ranks(
-            ranks,
-            model_path,
-            model_config,
-            plan,
-            options=options,
-            num_threads=num_threads,
-            on_progress=on_progress,
-        )
-    from quire.kv.paged_cache import PagedAttentionCache
-    from quire.models.checkpoints.loading import load_decoder
-
-    decoder = load_decoder(model_path, model_config, options=options, on_progress=on_progress)
-    return decoder, PagedAttentionCache.on_device(plan.kv_caches[0], decoder.kernels.device)

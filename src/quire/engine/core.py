@@ -13,13 +13,7 @@ from pathlib import Path
 import msgspec
 
 from quire.config import EngineConfig, SchedulerConfig
-from quire.engine.assembly import (
-    ProgressCallback,
-    build_context,
-    build_runner,
-    build_scheduler,
-    start_ranks,
-)
+from quire.engine.assembly import build_context, build_scheduler, scheduler_class, start_ranks
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.devices import device_name, on_one_device
 from quire.engine.drafting import find_draft_model
@@ -30,6 +24,7 @@ from quire.engine.kv_peers import lending_address
 from quire.engine.memory_plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.owned_requests import OwnedRequests
+from quire.engine.runner_building import ProgressCallback, build_runner, load_models
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
 from quire.errors import EngineDeadError, InvalidRequestError, KVFileError
 from quire.grammar.trials import TriedGrammars
@@ -94,28 +89,29 @@ class EngineCore:
         context = build_context(config, model_path, model_config, plan, self._kv_events)
         self._connector = context.connector
         self._grammars = context.grammars
-        self._kv_identity = functools.cache(
-            functools.partial(kv_identity, config, model_path, model_config, plan)
-        )
-        self._stats_failure_is_logged = False
-        self._probes = False  # after a failed step
-        self.scheduler = build_scheduler(config, plan, context)
-        self._requests = OwnedRequests()
+        scheduler_class(config)  # an error in its name is told before the weights are loaded
         self.ranks = start_ranks(config)
         try:
-            self.runner = build_runner(
+            models = load_models(
                 config,
                 model_path,
                 model_config,
                 plan,
                 ranks=self.ranks,
                 draft_model=draft_model,
-                connector=context.connector,
                 on_progress=on_progress,
             )
+            self.scheduler = build_scheduler(config, plan, context)
+            self.runner = build_runner(config, models, plan, connector=context.connector)
         except BaseException:
             self._close_ranks()
             raise
+        self._kv_identity = functools.cache(
+            functools.partial(kv_identity, config, model_path, model_config, plan)
+        )
+        self._stats_failure_is_logged = False
+        self._probes = False  # after a failed step
+        self._requests = OwnedRequests()
         stepper_cls = OverlappedStepper if config.scheduler.overlap_steps else SerialStepper
         self._stepper = stepper_cls(self.scheduler, self.runner)
         self._warmer = CacheWarmer(self.runner.kv_cache.tensor, self.scheduler.next_blocks)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.memory_plan import MemoryPlan
     from quire.execution.proposer import Proposer
     from quire.models.checkpoints.loading import WeightOptions
+    from quire.models.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +55,16 @@ def find_draft_model(config: EngineConfig, model: ModelConfig, *, weights: bool 
     return DraftModel(path, draft)
 
 
-def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: MemoryPlan) -> Proposer | None:
-    """Return the proposer of drafts, or None without speculation; loads the draft model's weights."""
+def load_draft_model(config: EngineConfig, draft_model: DraftModel, plan: MemoryPlan) -> Decoder:
+    """Load the weights of the draft model."""
+    from quire.models.checkpoints.loading import load_decoder
+
+    shape = dataclasses.replace(draft_model.config, max_model_len=plan.max_model_len)
+    return load_decoder(draft_model.path, shape, options=weight_options(config, shape))
+
+
+def build_proposer(config: EngineConfig, draft_model: Decoder | None, plan: MemoryPlan) -> Proposer | None:
+    """Return the proposer of drafts, or None without speculation; allocates the draft model's KV cache."""
     speculation = config.speculation
     if speculation.speculative_method in ("ngram", "suffix"):
         from quire.execution.adaptive_proposer import AdaptiveProposer
@@ -66,13 +75,9 @@ def build_proposer(config: EngineConfig, draft_model: DraftModel | None, plan: M
         return None
     from quire.execution.draft_model_proposer import DraftModelProposer
     from quire.kv.paged_cache import PagedAttentionCache
-    from quire.models.checkpoints.loading import load_decoder
 
-    shape = dataclasses.replace(draft_model.config, max_model_len=plan.max_model_len)
-    decoder = load_decoder(draft_model.path, shape, options=weight_options(config, shape))
-    return DraftModelProposer(
-        decoder, PagedAttentionCache.on_device(plan.kv_caches[1], decoder.kernels.device)
-    )
+    kv_cache = PagedAttentionCache.on_device(plan.kv_caches[1], draft_model.kernels.device)
+    return DraftModelProposer(draft_model, kv_cache)
 
 
 def _copying_proposer(speculation: SpeculationConfig, max_num_seqs: int) -> Proposer:

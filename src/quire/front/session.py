@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
-from quire.engine.assembly import ProgressCallback
 from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache, ToEngine
+from quire.engine.runner_building import ProgressCallback
 from quire.front.inprocess_client import InProcessClient
 from quire.front.live_requests import EngineClient, LiveRequests
 from quire.front.supervision import EngineSupervisor

@@ -1,0 +1,111 @@
+"""Loading the models of an engine, and building the runner that computes its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.engine.drafting import build_proposer, load_draft_model, weight_options
+from quire.engine.ranks.starting import load_with_ranks, threads_of_rank
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.drafting import DraftModel
+    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.ranks.group import RankGroup
+    from quire.execution.model_runner import Model, ModelRunner
+    from quire.execution.step_graphs import Record
+    from quire.kv.connector import KVConnector
+    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.models.config import ModelConfig
+    from quire.models.decoder import Decoder
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with (bytes read, total bytes) while the weights load."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LoadedModels:
+    """The models of an engine, with their weights."""
+
+    target: Model
+    draft: Decoder | None  # None: there is no draft model
+    kv_cache: PagedAttentionCache | None  # that ranks have allocated together; None: there is one rank
+
+
+def load_models(
+    config: EngineConfig,
+    model_path: Path,
+    model_config: ModelConfig,
+    plan: MemoryPlan,
+    *,
+    ranks: RankGroup | None,
+    draft_model: DraftModel | None,
+    on_progress: ProgressCallback | None,
+) -> LoadedModels:
+    """Load the weights; torch is imported here."""
+    from quire.kernels.dispatch import kernel_set
+    from quire.models.checkpoints.loading import load_decoder
+
+    num_threads = threads_of_rank(config.num_threads, config.tensor_parallel_size)
+    kernel_set(config.kernels).use_threads(num_threads)
+    options = weight_options(config, model_config)
+    target: Model
+    kv_cache = None
+    if ranks is None:
+        target = load_decoder(model_path, model_config, options=options, on_progress=on_progress)
+    else:
+        target, kv_cache = load_with_ranks(
+            ranks,
+            model_path,
+            model_config,
+            plan,
+            options=options,
+            num_threads=num_threads,
+            on_progress=on_progress,
+        )
+    draft = None if draft_model is None else load_draft_model(config, draft_model, plan)
+    return LoadedModels(target, draft, kv_cache)
+
+
+def build_runner(
+    config: EngineConfig, models: LoadedModels, plan: MemoryPlan, *, connector: KVConnector | None
+) -> ModelRunner:
+    """Allocate the KV caches that ranks have not, and return the runner over them."""
+    from quire.execution.model_runner import ModelRunner
+    from quire.kv.paged_cache import PagedAttentionCache
+
+    kv_cache = models.kv_cache
+    if kv_cache is None:
+        kv_cache = PagedAttentionCache.on_device(plan.kv_caches[0], models.target.kernels.device)
+    record = _record(config, models.target)
+    if config.device == "cuda":
+        from quire.execution.warm_up import warm_up
+
+        warm_up(models.target, kv_cache, plan.max_model_len)
+    scheduler = config.scheduler
+    return ModelRunner(
+        models.target,
+        kv_cache,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        proposer=build_proposer(config, models.draft, plan),
+        connector=connector,
+        eviction=scheduler.cache_eviction_config if scheduler.use_cache_eviction else None,
+        sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
+        record=record,
+    )
+
+
+def _record(config: EngineConfig, model: Model) -> Record | None:
+    """Return what records decode steps on a GPU, and have the model stay where it is from now on."""
+    if config.device != "cuda" or not config.cuda_graphs:
+        return None
+    from quire.kernels.cuda_graphs import CudaGraphs
+    from quire.kernels.size_classes import size_class
+
+    model.reserve(size_class(config.scheduler.max_num_batched_tokens))
+    return CudaGraphs().record
