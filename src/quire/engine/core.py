@@ -15,12 +15,13 @@ import msgspec
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.assembly import build_context, build_scheduler, scheduler_class, start_ranks
 from quire.engine.cache_warming import CacheWarmer
-from quire.engine.devices import device_name, on_one_device
+from quire.engine.devices import device_name, on_one_device, watched_memory
 from quire.engine.drafting import find_draft_model
 from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.kv_identity import kv_identity
 from quire.engine.kv_peers import lending_address
+from quire.engine.memory_measurement import measured_plan
 from quire.engine.memory_plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.owned_requests import OwnedRequests
@@ -75,12 +76,14 @@ class EngineCore:
         model_config = read_model_config(model_path)
         refuse_model_beside_eviction(config.scheduler, model_config)
         draft_model = find_draft_model(config, model_config)
-        plan = plan_memory_again(
+        memory = watched_memory(config)
+        plan_again = functools.partial(
+            plan_memory_again,
             config,
-            model_config,
-            num_blocks_before,
+            num_blocks=num_blocks_before,
             draft_model=None if draft_model is None else draft_model.config,
         )
+        plan = plan_again(model=model_config)
         # Some rotary embeddings depend on the maximum sequence length.
         model_config = dataclasses.replace(model_config, max_model_len=plan.max_model_len)
         self._scheduler_config = config.scheduler
@@ -101,6 +104,10 @@ class EngineCore:
                 draft_model=draft_model,
                 on_progress=on_progress,
             )
+            if memory is not None:
+                plan = measured_plan(
+                    config, plan, models, memory, functools.partial(plan_again, model=model_config)
+                )
             self.scheduler = build_scheduler(config, plan, context)
             self.runner = build_runner(config, models, plan, connector=context.connector)
         except BaseException:

@@ -11,6 +11,7 @@ from quire.kv.memory_limits import available_memory
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.kernels.devices import CudaMemory
 
 
 def on_one_device(config: EngineConfig) -> EngineConfig:
@@ -59,6 +60,15 @@ def available_bytes(config: EngineConfig) -> int:
     from quire.kernels.devices import free_cuda_memory
 
     return free_cuda_memory()
+
+
+def watched_memory(config: EngineConfig) -> CudaMemory | None:
+    """Return what watches the memory of the engine's GPU from now on; None: it has none."""
+    if config.device != "cuda":
+        return None
+    from quire.kernels.devices import CudaMemory
+
+    return CudaMemory()
 
 
 def device_name(config: EngineConfig) -> str:

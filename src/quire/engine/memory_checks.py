@@ -23,9 +23,13 @@ def check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
             f"{format_bytes(plan.available_bytes)} of memory is available{of_rank}; "
             "use a smaller model, a narrower EngineConfig.dtype, or EngineConfig.quantization"
         )
+    takers = "the weights"
+    if plan.is_measured:
+        takers = "weights and activations"
+        free = max(0, free - plan.activation_bytes - plan.staged_bytes)
     if plan.kv_bytes > free:
         raise ConfigError(
-            f"{knob} asks for a KV cache of {format_bytes(plan.kv_bytes)}, but the weights leave "
+            f"{knob} asks for a KV cache of {format_bytes(plan.kv_bytes)}, but {takers} leave "
             f"{format_bytes(free)}{of_rank}; the largest that fits is "
             f"{free // plan.kv_bytes_per_block} blocks ({free * plan.num_ranks / GB:.2f} GB)"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -34,12 +35,12 @@ logger = logging.getLogger(__name__)
 class MemoryPlan:
     """Memory for weights, activations and KV cache.
 
-    Sizes are in bytes and lengths in tokens. `activation_bytes` is an estimate of the temporary tensors of
-    the largest step, and `score_bytes` a bound; the other sizes are exact. The properties, `num_parameters`
-    and `weight_bytes` include the draft model, if there is one; `dtype`, `quantization` and `kv_dtype` are
-    those of the target model, `quantization` that of most matrices (`held_quantization`). `max_model_len` is
-    the limit for requests: the configured length, or the model's maximum, reduced to what fits into the KV
-    cache.
+    Sizes are in bytes and lengths in tokens. `activation_bytes` is what the largest step takes beside weights
+    and KV, estimated or measured, and `score_bytes` a bound; the other sizes are exact. The properties,
+    `num_parameters` and `weight_bytes` include the draft model, if there is one; `dtype`, `quantization` and
+    `kv_dtype` are those of the target model, `quantization` that of most matrices (`held_quantization`).
+    `max_model_len` is the limit for requests: the configured length, or the model's maximum, reduced to what
+    fits into the KV cache.
 
     With several ranks, sizes in bytes are those of the rank that needs most, as if it had the draft model
     like rank 0, and `available_bytes` is its share. All ranks have equally many blocks.
@@ -57,6 +58,7 @@ class MemoryPlan:
     max_model_len: int
     model_max_len: int
     num_ranks: int = 1
+    is_measured: bool = False  # `activation_bytes`
     stages_kv: bool = False  # blocks pass through a buffer of the device on their way to a KV tier
 
     @property
@@ -131,6 +133,7 @@ def plan_memory(
     *,
     draft_model: ModelConfig | None = None,
     available_bytes: int | None = None,
+    measured_bytes: int | None = None,
 ) -> MemoryPlan:
     """Plan an engine's memory.
 
@@ -145,6 +148,7 @@ def plan_memory(
         model: the target model.
         draft_model: the draft model, if any.
         available_bytes: memory to plan for; None: what is available to this process on `config.device`.
+        measured_bytes: what the largest step was seen to take beside weights and KV; None: it is estimated.
 
     Raises:
         ConfigError: weights or KV cache do not fit, or the cache cannot hold one sequence of the configured
@@ -167,7 +171,7 @@ def plan_memory(
         models.append(model_sizes(config, draft_model, 1))
 
     def plan_at(length: int) -> MemoryPlan:
-        return _plan_at(length, config, models, available_bytes=available)
+        return _plan_at(length, config, models, available_bytes=available, measured_bytes=measured_bytes)
 
     def exceeds_cache(length: int) -> bool:
         return plan_at(length).num_kv_tokens < _least_held(config.scheduler, length)
@@ -188,6 +192,7 @@ def plan_memory_again(
     *,
     draft_model: ModelConfig | None = None,
     available_bytes: int | None = None,
+    measured_bytes: int | None = None,
 ) -> MemoryPlan:
     """Plan the memory of an engine that replaces another, with its number of KV blocks if they fit.
 
@@ -198,24 +203,26 @@ def plan_memory_again(
         model: the target model.
         num_blocks: of the engine that is replaced; 0: there is none.
         draft_model: the draft model, if any.
-        available_bytes: memory to plan for; None: what is available to this process.
+        available_bytes, measured_bytes: as for `plan_memory`.
 
     Raises:
         ConfigError: as `plan_memory`.
     """
+    plan = functools.partial(
+        plan_memory,
+        model=model,
+        draft_model=draft_model,
+        available_bytes=available_bytes,
+        measured_bytes=measured_bytes,
+    )
     scheduler = config.scheduler
     if num_blocks and not scheduler.num_kv_blocks and not scheduler.cache_size:
         pinned = dataclasses.replace(scheduler, num_kv_blocks=num_blocks)
         try:
-            return plan_memory(
-                dataclasses.replace(config, scheduler=pinned),
-                model,
-                draft_model=draft_model,
-                available_bytes=available_bytes,
-            )
+            return plan(dataclasses.replace(config, scheduler=pinned))
         except ConfigError as error:
             logger.warning("the KV cache becomes smaller than that of the engine before: %s", error)
-    return plan_memory(config, model, draft_model=draft_model, available_bytes=available_bytes)
+    return plan(config)
 
 
 def _least_held(scheduler: SchedulerConfig, length: int) -> int:
@@ -225,7 +232,12 @@ def _least_held(scheduler: SchedulerConfig, length: int) -> int:
 
 
 def _plan_at(
-    length: int, config: EngineConfig, models: list[ModelSizes], *, available_bytes: int
+    length: int,
+    config: EngineConfig,
+    models: list[ModelSizes],
+    *,
+    available_bytes: int,
+    measured_bytes: int | None,
 ) -> MemoryPlan:
     """Return the plan with `length` as the maximum length of a sequence, whether or not that fits.
 
@@ -234,29 +246,18 @@ def _plan_at(
         config: the engine's configuration.
         models: the model itself, and the draft model if there is one.
         available_bytes: memory to plan for.
+        measured_bytes: as for `plan_memory`.
     """
     scheduler = config.scheduler
-    num_drafts = config.speculation.max_drafts(scheduler.max_num_seqs)
-    activations = [
-        activation_bytes(
-            scheduler,
-            each.model,
-            each.dtype,
-            max_model_len=length,
-            num_drafts=num_drafts,
-            is_native=has_native(config),
-            on_gpu=config.device == "cuda",
-            num_ranks=each.num_ranks,
-            num_threads=max(1, (config.num_threads or usable_cores()) // each.num_ranks),
-        )
-        for each in models
-    ]
+    activations = measured_bytes
+    if activations is None:
+        activations = sum(_estimated_bytes(config, each, length) for each in models)
     empty = MemoryPlan(
         dtype=models[0].dtype,
         quantization=held_quantization(models[0].model, config.quantization, has_float8=has_float8(config)),
         num_parameters=sum(each.num_parameters for each in models),
         weight_bytes=sum(each.weight_bytes for each in models),
-        activation_bytes=sum(activations),  # each model has its own buffers
+        activation_bytes=activations,
         available_bytes=available_bytes,
         kv_caches=_kv_caches(scheduler, models, length, num_blocks=0),
         score_bytes_per_block=score_bytes_per_token(scheduler, models[0].model) * scheduler.block_size,
@@ -264,10 +265,26 @@ def _plan_at(
         max_model_len=length,
         model_max_len=models[0].model.max_model_len,
         num_ranks=models[0].num_ranks,
+        is_measured=measured_bytes is not None,
         stages_kv=config.device == "cuda" and bool(config.kv_tier),
     )
     num_blocks = _num_blocks(config, empty)
     return dataclasses.replace(empty, kv_caches=_kv_caches(scheduler, models, length, num_blocks=num_blocks))
+
+
+def _estimated_bytes(config: EngineConfig, sizes: ModelSizes, length: int) -> int:
+    """Return what the largest step of a model takes; each has its own buffers."""
+    return activation_bytes(
+        config.scheduler,
+        sizes.model,
+        sizes.dtype,
+        max_model_len=length,
+        num_drafts=config.speculation.max_drafts(config.scheduler.max_num_seqs),
+        is_native=has_native(config),
+        on_gpu=config.device == "cuda",
+        num_ranks=sizes.num_ranks,
+        num_threads=max(1, (config.num_threads or usable_cores()) // sizes.num_ranks),
+    )
 
 
 def _kv_caches(

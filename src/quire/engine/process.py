@@ -135,6 +135,7 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL)
     logging.basicConfig(format="%(asctime)s engine[%(process)d] %(levelname)s %(message)s")
+    logging.getLogger("quire.engine").setLevel(logging.INFO)
     front = os.getppid()
     if SPARE_OPTION in sys.argv:
         wait_as_spare(front, output, FRONT_CHECK_INTERVAL)

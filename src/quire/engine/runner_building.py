@@ -80,11 +80,6 @@ def build_runner(
     kv_cache = models.kv_cache
     if kv_cache is None:
         kv_cache = PagedAttentionCache.on_device(plan.kv_caches[0], models.target.kernels.device)
-    record = _record(config, models.target)
-    if config.device == "cuda":
-        from quire.execution.warm_up import warm_up
-
-        warm_up(models.target, kv_cache, plan.max_model_len)
     scheduler = config.scheduler
     return ModelRunner(
         models.target,
@@ -96,7 +91,7 @@ def build_runner(
         connector=connector,
         eviction=scheduler.cache_eviction_config if scheduler.use_cache_eviction else None,
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
-        record=record,
+        record=_record(config, models.target),
     )
 
 

@@ -136,6 +136,11 @@ class ModelRunner:
         return self._kv_cache
 
     @property
+    def most_array_bytes(self) -> int:
+        """See `StepGraphs.most_array_bytes`; 0 if nothing is recorded."""
+        return 0 if self._graphs is None else self._graphs.most_array_bytes
+
+    @property
     def num_requests(self) -> int:
         """Requests that hold memory here, running or preempted."""
         return len(self._batch)

@@ -65,6 +65,11 @@ class StepGraphs:
         self._graphs: OrderedDict[Hashable, _StepGraph] = OrderedDict()
         self._can_record = True
 
+    @property
+    def most_array_bytes(self) -> int:
+        """Bytes of the arrays of as many recordings as are kept, all as large as the largest so far."""
+        return MAX_GRAPHS * max((graph.arrays.num_bytes for graph in self._graphs.values()), default=0)
+
     def logits(self, token_ids: Int64Array, batch: AttentionBatch) -> torch.Tensor:
         """Compute a step whose T rows are one token each.
 
@@ -164,6 +169,11 @@ class StaticArrays(StepArrays):
         }
         self.makers_of_others: dict[Hashable, MakeArrays] = {}
         """What was asked for beside the arrays that there are; these are made once, and stay as they are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return self._octets.nbytes
 
     @property
     def token_ids(self) -> torch.Tensor:

@@ -9,6 +9,9 @@ import torch
 
 HOST = torch.device("cpu")
 
+OutOfMemoryError = torch.OutOfMemoryError
+"""Raised where a device has no memory left for a tensor."""
+
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device: itself if that is the host, else a copy nobody waits for."""
@@ -66,6 +69,34 @@ def free_cuda_memory() -> int:
     """Return the bytes that nobody has taken of the memory of the GPU that torch computes on."""
     torch.cuda.empty_cache()  # torch keeps the memory of tensors that are gone, such as an earlier engine's
     return torch.cuda.mem_get_info()[0]
+
+
+class CudaMemory:
+    """What torch takes of its GPU's memory from now on, whatever else there is in this process."""
+
+    def __init__(self) -> None:
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved()
+
+    @property
+    def num_taken(self) -> int:
+        """Bytes that torch has taken, those between tensors included."""
+        torch.cuda.empty_cache()
+        return max(0, torch.cuda.memory_reserved() - self._before)
+
+    @property
+    def num_available(self) -> int:
+        """Bytes that torch has taken or can still take: what others take in the meantime is missing."""
+        return self.num_taken + free_cuda_memory()
+
+    def begin_peak(self) -> None:
+        """Let `peak` be of what comes."""
+        torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that torch had taken at once since `begin_peak`."""
+        return max(0, torch.cuda.max_memory_reserved() - self._before)
 
 
 def cuda_name() -> str:

@@ -1,0 +1,91 @@
+"""What the largest steps of an engine on a GPU take, measured by computing them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire.engine.byte_sizes import format_bytes
+from quire.engine.runner_building import build_runner
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.runner_building import LoadedModels
+    from quire.kernels.devices import CudaMemory
+
+logger = logging.getLogger(__name__)
+
+PROFILE_BLOCKS = 16
+"""KV blocks of the run that measures; all requests share them."""
+
+
+def measured_plan(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    models: LoadedModels,
+    memory: CudaMemory,
+    plan_again: Callable[..., MemoryPlan],
+) -> MemoryPlan:
+    """Return the plan by what the largest steps take, and by the memory that there is after them.
+
+    The steps are computed on a KV cache of a few blocks; nothing of that stays allocated but the models' own
+    buffers.
+
+    Args:
+        config: of the engine.
+        plan: by estimates.
+        models: with their weights, no KV cache beside them.
+        memory: watched since before they were loaded.
+        plan_again: plans with other `available_bytes` and `measured_bytes`.
+
+    Raises:
+        ConfigError: the steps do not fit, or with them what `plan_again` says does not.
+    """
+    peak = _peak_of_steps(config, plan, models, memory)
+    gc.collect()
+    measured_bytes = max(0, peak - plan.weight_bytes)
+    measured = plan_again(available_bytes=memory.num_available, measured_bytes=measured_bytes)
+    logger.info(
+        "activations take %s, measured (%s computed); the KV cache gets %d blocks of %s (%d computed)",
+        format_bytes(measured_bytes),
+        format_bytes(plan.activation_bytes),
+        measured.num_blocks,
+        format_bytes(measured.kv_bytes_per_block),
+        plan.num_blocks,
+    )
+    return measured
+
+
+def _peak_of_steps(config: EngineConfig, plan: MemoryPlan, models: LoadedModels, memory: CudaMemory) -> int:
+    """Return the bytes of weights and activations while the largest steps are computed."""
+    from quire.execution.profile_run import StepLimits, profile_run
+    from quire.kernels.devices import OutOfMemoryError
+
+    scheduler = config.scheduler
+    limits = StepLimits(
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        plan.max_model_len,
+        config.speculation.draft_length(scheduler.max_num_seqs),
+    )
+    small = dataclasses.replace(
+        plan, kv_caches=tuple(cache.replace(num_pages_per_layer=PROFILE_BLOCKS) for cache in plan.kv_caches)
+    )
+    memory.begin_peak()
+    try:
+        runner = build_runner(config, models, small, connector=None)
+        profile_run(runner, models.target.config.vocab_size, limits)
+    except OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of SchedulerConfig.max_num_batched_tokens {scheduler.max_num_batched_tokens} and "
+            f"SchedulerConfig.max_num_seqs {scheduler.max_num_seqs} ran out of memory: of "
+            f"{format_bytes(memory.num_available)} available, weights take "
+            f"{format_bytes(plan.weight_bytes)}; lower either of the two, or use a smaller model, a narrower "
+            "EngineConfig.dtype, or EngineConfig.quantization"
+        ) from error
+    return memory.peak - small.kv_bytes + runner.most_array_bytes

@@ -1,0 +1,179 @@
+"""Made-up steps before the first request, which compile kernels and show what memory steps take."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from quire.execution.model_runner import ModelRunner
+from quire.execution.step_in_flight import StepInFlight
+from quire.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.step import (
+    NO_TOKEN,
+    CachedRequestData,
+    ChosenTokens,
+    GrammarOutput,
+    IntArray,
+    NewRequestData,
+    SchedulerOutput,
+)
+
+LENGTHS = (1, 40, 300)
+"""Tokens of steps that are computed for their kernels alone, which have a kind of tiles for each."""
+
+MOST_ATTENDED_TOKENS = 1 << 21
+"""Cached tokens that a step reads, so that the longest prompts take no longer than a second."""
+
+TIMES = 3
+"""That a decode step is computed: what it reads is learnt, its kernels are compiled, it is recorded."""
+
+_PLAIN = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+_ALL_THERE_IS = dataclasses.replace(
+    _PLAIN, logprobs=MAX_LOGPROBS, logit_bias={0: 1.0}, min_tokens=1, frequency_penalty=0.1
+)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class StepLimits:
+    """How large a step may become."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens of a request
+    draft_length: int  # tokens, of each of `max_num_seqs` requests
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Row:
+    """A request of one step."""
+
+    num_computed: int
+    num_tokens: int  # after these, without drafts
+
+
+def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> None:
+    """Compute steps of all kinds that take much memory, and wait for each.
+
+    They are: the most tokens, with a token sampled for the most requests in all ways that the device knows;
+    chunks of prompts behind the longest context; and decode steps of the most requests, some of which have
+    the longest context, recorded if the runner records any.
+
+    Args:
+        runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
+        vocab_size: of the model.
+        limits: of its steps.
+    """
+    runner.kv_cache.tensor.zero_()
+    steps = _MadeUpSteps(runner, vocab_size)
+    longest, most = limits.max_model_len, limits.max_num_batched_tokens
+    for length in sorted({min(length, longest, most) for length in LENGTHS}):
+        steps.compute([_Row(0, length)], _PLAIN)
+    num_drafts = min(limits.draft_length, longest - 1, most - 1)
+    steps.compute(_most_tokens(limits, num_drafts), _ALL_THERE_IS, num_drafts=num_drafts)
+    for share in (4, 16):
+        length = max(1, min(longest, most // share))
+        steps.compute([_Row(longest - length, length)], _PLAIN)
+    for rows in _decodes(limits):
+        for _ in range(TIMES):
+            steps.compute(rows, _PLAIN)
+
+
+def _most_tokens(limits: StepLimits, num_drafts: int) -> list[_Row]:
+    """Return rows of as many tokens and requests as a step can have, the first of them as long as can be.
+
+    Each has `num_drafts` drafts after its tokens.
+    """
+    num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens // (1 + num_drafts))
+    left = limits.max_num_batched_tokens - num_rows * (1 + num_drafts)
+    rows = []
+    for _ in range(num_rows):
+        more = min(left, limits.max_model_len - num_drafts - 1)
+        left -= more
+        rows.append(_Row(0, 1 + more))
+    return rows
+
+
+def _decodes(limits: StepLimits) -> Iterator[list[_Row]]:
+    """Yield rows of decode steps: one half after the other has the longest context, the most first.
+
+    What attention keeps of the spans of keys is most where just so many rows are long that a GPU would not be
+    busy otherwise.
+    """
+    num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    num_long = max(1, min(num_rows, MOST_ATTENDED_TOKENS // limits.max_model_len))
+    while num_long:
+        long, short = _Row(limits.max_model_len - 1, 1), _Row(0, 1)
+        yield [long] * num_long + [short] * (num_rows - num_long)
+        num_long //= 2
+
+
+class _MadeUpSteps:
+    """Has a runner compute steps whose requests last for one step each."""
+
+    def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._numbers = itertools.count()
+        self._running: list[str] = []
+
+    def compute(self, rows: list[_Row], params: SamplingParams, *, num_drafts: int = 0) -> None:
+        """Compute a step, every row of which samples, and wait for it.
+
+        Args:
+            rows: of requests whose prompts end there.
+            params: of all; if they are not plain, there is a grammar that allows everything, too.
+            num_drafts: of each row; as many are proposed after it.
+        """
+        new = [self._request(slot, row, params, num_drafts) for slot, row in enumerate(rows)]
+        request_ids = [request.request_id for request in new]
+        num_tokens = _array([row.num_tokens + num_drafts for row in rows])
+        output = SchedulerOutput(
+            step=0,
+            request_ids=request_ids,
+            slots=_array(range(len(rows))),
+            num_tokens=num_tokens,
+            num_computed_tokens=_array([row.num_computed for row in rows]),
+            num_known_tokens=_array([row.num_computed + row.num_tokens for row in rows]),
+            draft_token_ids=np.zeros((len(rows), num_drafts), dtype=np.int32),
+            finished_req_ids=self._running,
+            preempted_req_ids=[],
+            scheduled_new_reqs=new,
+            forks=[],
+            scheduled_cached_reqs=CachedRequestData(_array([]), _array([]), _array([]), []),
+            chosen_tokens=ChosenTokens(_array([]), _array([])),
+            block_copies=np.empty((0, 2), dtype=np.int32),
+            num_drafts_wanted=num_drafts,
+        )
+        self._running = request_ids
+        grammar = None if params is _PLAIN else self._grammar(request_ids, 1 + num_drafts)
+        result = self._runner.execute(output, grammar)
+        if isinstance(result, StepInFlight):
+            result.result()
+
+    def _request(self, slot: int, row: _Row, params: SamplingParams, num_drafts: int) -> NewRequestData:
+        length = row.num_computed + row.num_tokens
+        kv_cache = self._runner.kv_cache
+        num_blocks = -(-(length + num_drafts) // kv_cache.block_size)
+        return NewRequestData(
+            request_id=str(next(self._numbers)),
+            slot=slot,
+            prompt_token_ids=np.zeros(length, dtype=np.int32),
+            output_token_ids=[],
+            sampling_params=params,
+            eos_token_ids=(0,),
+            block_ids=_array(np.arange(num_blocks) % kv_cache.num_blocks),
+            num_computed_tokens=row.num_computed,
+        )
+
+    def _grammar(self, request_ids: list[str], num_places: int) -> GrammarOutput:
+        counts = np.full(len(request_ids), num_places, dtype=np.int32)
+        words = -(-self._vocab_size // 32)
+        bitmask = np.full((len(request_ids) * num_places, words), NO_TOKEN, dtype=np.int32)
+        return GrammarOutput(request_ids, counts, bitmask)
+
+
+def _array(values: object) -> IntArray:
+    return np.array(values, dtype=np.int32)

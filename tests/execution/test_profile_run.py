@@ -1,0 +1,152 @@
+"""What an engine on a GPU computes before its first request: steps as large as any, on a few blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from step_driver import BLOCK_SIZE, StepDriver, model_cache
+
+from checkpoints import make_checkpoint
+from host_choice import HostChoice
+from operation_tape import OperationTape
+from quire.execution.draft_model_proposer import DraftModelProposer
+from quire.execution.model_runner import ModelRunner
+from quire.execution.profile_run import LENGTHS, TIMES, StepLimits, profile_run
+from quire.kernels.batch import AttentionBatch
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import WeightOptions, load_decoder
+from quire.models.decoder import Decoder
+from quire.sampling_params import SamplingParams
+
+VOCAB_SIZE = 384
+
+
+class Watched:
+    """The steps of a profile run: tokens, rows of logits, and the longest context, of each forward pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[tuple[int, int, int]] = []
+        self.num_logits: list[int] = []
+        self.recorded: list[Callable[[], None]] = []
+        forward, logits = Decoder.forward, Decoder.logits
+
+        def watch_forward(model: Decoder, ids: Any, cache: Any, batch: AttentionBatch, **options: Any) -> Any:
+            self.steps.append((len(ids), len(batch.num_tokens), batch.last_position + 1))
+            hidden = forward(model, ids, cache, batch, **options)
+            assert torch.isfinite(hidden).all()
+            return hidden
+
+        def watch_logits(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+            self.num_logits.append(len(hidden))
+            return logits(model, hidden)
+
+        monkeypatch.setattr(Decoder, "forward", watch_forward)
+        monkeypatch.setattr(Decoder, "logits", watch_logits)
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self.recorded.append(compute)
+        return compute
+
+
+@pytest.fixture
+def model(models: Any, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    model: Decoder = models["float32"]
+    monkeypatch.setattr(type(model.kernels), "token_choice", HostChoice())
+    return model
+
+
+def runner_of(model: Decoder, limits: StepLimits, **parts: Any) -> ModelRunner:
+    cache = model_cache(model, num_blocks=3)
+    return ModelRunner(
+        model,
+        cache,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        block_size=BLOCK_SIZE,
+        **parts,
+    )
+
+
+def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=60, draft_length=0)
+    runner = runner_of(model, limits, record=watched.record)
+    profile_run(runner, VOCAB_SIZE, limits)
+    plain, chunks, decodes = watched.steps[:3], watched.steps[4:6], watched.steps[6:]
+    assert plain == [(length, 1, length) for length in sorted({*LENGTHS[:2], 60})]
+    assert watched.steps[3] == (96, 4, 60)
+    assert watched.num_logits[3] == 4
+    assert chunks == [(24, 1, 60), (6, 1, 60)]
+    assert decodes == [(4, 4, 60)] * 3 * TIMES
+    assert set(watched.num_logits[6:]) == {4}
+    assert runner.num_requests == 4
+    assert watched.recorded
+    assert runner.most_array_bytes == 64 * 4 * 16  # ids and positions of four rows, for each that is kept
+
+
+@pytest.mark.parametrize(
+    ("limits", "largest"),
+    [
+        (StepLimits(1, 1, 1, 0), (1, 1, 1)),
+        (StepLimits(8, 5, 100, 0), (5, 5, 1)),
+        (StepLimits(2, 1000, 50, 0), (100, 2, 50)),
+        (StepLimits(3, 20, 9, 3), (20, 3, 9)),
+        (StepLimits(3, 3, 9, 3), (3, 1, 3)),
+    ],
+)
+def test_limits_that_bind(
+    model: Decoder, limits: StepLimits, largest: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    profile_run(runner_of(model, limits), VOCAB_SIZE, limits)
+    assert largest in watched.steps
+    assert max(tokens for tokens, *_ in watched.steps) == max(largest[0], limits.max_num_seqs > 1)
+    assert max(watched.num_logits) <= limits.max_num_seqs * (1 + limits.draft_length)
+
+
+def test_drafts_are_verified_and_proposed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    limits = StepLimits(max_num_seqs=3, max_num_batched_tokens=40, max_model_len=32, draft_length=2)
+    proposer = DraftModelProposer(model, model_cache(model, num_blocks=3))
+    profile_run(runner_of(model, limits, proposer=proposer), VOCAB_SIZE, limits)
+    assert (40, 3, 32) in watched.steps
+    assert 9 in watched.num_logits
+    assert watched.num_logits.count(3) >= 2  # proposals
+
+
+def test_requests_after_it_are_what_they_would_be(model: Decoder) -> None:
+    outputs = []
+    for _ in range(2):
+        cache = model_cache(model)
+        runner = ModelRunner(model, cache, max_num_seqs=4, max_model_len=128, block_size=BLOCK_SIZE)
+        driver = StepDriver(runner, cache, max_num_seqs=4)
+        driver.add("a", [5, 6, 7], SamplingParams(temperature=0.0))
+        driver.run(6)
+        outputs.append(driver.requests["a"].output)
+        limits = StepLimits(4, 64, 128, 0)
+        profile_run(runner_of(model, limits), VOCAB_SIZE, limits)
+    assert outputs[0] == outputs[1]
+
+
+def test_kernels_in_triton_take_its_steps(tmp_path: Path) -> None:
+    """In the interpreter, with grammars, biases and log-probabilities, and decode steps on a tape."""
+    path = make_checkpoint("qwen3", tmp_path, num_key_value_heads=1, num_hidden_layers=1)
+    model = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
+    tapes: list[OperationTape] = []
+
+    def record(compute: Callable[[], None]) -> Callable[[], None]:
+        with OperationTape() as tape:
+            compute()
+        tapes.append(tape)
+        return tape.replay
+
+    limits = StepLimits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=20, draft_length=0)
+    runner = runner_of(model, limits, record=record)
+    profile_run(runner, VOCAB_SIZE, limits)
+    assert tapes
+    tables = 2 * 5 * 4  # of the longest context
+    assert runner.most_array_bytes > 64 * tables

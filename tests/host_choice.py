@@ -1,0 +1,65 @@
+"""A `TokenChoice` in numpy, which stands for that of a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.execution.logprobs import position_logprobs
+from quire.execution.selection import Filters, draw
+from quire.kernels.sampling import ReferenceSampling
+from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, TokenChoice
+from quire.step import NO_TOKEN
+
+
+class HostChoice(TokenChoice):
+    """Stands for a device: chooses what the sampler on the host would."""
+
+    kernels = ReferenceSampling()
+
+    def choose(
+        self, logits: torch.Tensor, draws: RowDraws | None = None, changes: LogitChanges | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = logits.numpy()
+        raw_ids, raw_maxima = self.kernels.largest(rows)
+        if changes is not None:
+            change(rows, changes)
+        token_ids, maxima = self.kernels.largest(rows)
+        if changes is not None:
+            keeps = ~np.isfinite(raw_maxima) | (~np.isfinite(maxima) & (changes.mask_of_row.numpy() < 0))
+            token_ids[keeps], maxima[keeps] = raw_ids[keeps], raw_maxima[keeps]
+            rows[keeps, token_ids[keeps]] = maxima[keeps]  # the only token that is left
+        if draws is not None:
+            drawn = np.flatnonzero((draws.temperature.numpy() > 0) & np.isfinite(maxima))
+            numbers = (draws.temperature, draws.top_k, draws.top_p, draws.min_p)
+            filters = Filters(*(of_rows.numpy()[drawn] for of_rows in numbers))
+            uniforms = draws.uniforms.numpy()[drawn]
+            token_ids[drawn] = draw(rows, maxima[drawn], filters, uniforms, rows=drawn, kernels=self.kernels)
+        token_ids[~np.isfinite(maxima)] = NO_TOKEN
+        return torch.from_numpy(token_ids), torch.from_numpy(maxima)
+
+    def logprobs(
+        self, logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, rows: torch.Tensor
+    ) -> RowLogprobs:
+        counts = np.full(len(rows), num_likeliest)
+        found = position_logprobs(
+            logits.numpy(), chosen.clamp(min=0).numpy(), counts, rows=rows.numpy(), kernels=self.kernels
+        )
+        return RowLogprobs(
+            torch.tensor([entry.token_ids for entry in found]),
+            torch.tensor([entry.logprobs for entry in found], dtype=torch.float64),
+            torch.tensor([entry.ranks[0] for entry in found]),
+        )
+
+
+def change(rows: np.ndarray, changes: LogitChanges) -> None:
+    for row, mask in enumerate(changes.mask_of_row.tolist()):
+        for token in range(rows.shape[1] if mask >= 0 else 0):
+            if not int(changes.bitmask[mask, token // 32]) >> token % 32 & 1:
+                rows[row, token] = -np.inf
+    biases = zip(
+        changes.biased_rows.tolist(), changes.biased_ids.tolist(), changes.biases.tolist(), strict=True
+    )
+    for row, token, bias in biases:
+        rows[row, token] += np.float32(bias)
+    rows[changes.banned_rows.numpy(), changes.banned_ids.numpy()] = -np.inf
