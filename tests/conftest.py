@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from case_ids import case_id
+from interpreter_patches import hurry_the_interpreter
 
 # Before anything loads torch: waiting threads sleep soon, as in the engine, and torch computes on one thread.
 # Engines have a setting for their threads, and tests run beside each other.
@@ -33,6 +34,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     """Keep collected tests and imported modules out of garbage collections, some of which tests ask for."""
+    hurry_the_interpreter()
     gc.collect()
     gc.freeze()
     gc.enable()
