@@ -150,6 +150,8 @@ ROWS: dict[str, list[str]] = {
         "save_kv_layer",
         "works_by_layer",
         "wait_for_save",
+        "begin_save",
+        "saves_before_tokens",
         "get_finished",
         "get_block_ids_with_load_errors",
     ],
@@ -177,6 +179,8 @@ ELSEWHERE: dict[str, str] = {
     "wait_for_layer_load": _RUNNER_SIDE,
     "save_kv_layer": _RUNNER_SIDE,
     "works_by_layer": _RUNNER_SIDE,
+    "begin_save": _RUNNER_SIDE,
+    "saves_before_tokens": _RUNNER_SIDE,
     "stats": _ENGINE_SIDE,
     "close": _ENGINE_SIDE,
 }

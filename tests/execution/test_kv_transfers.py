@@ -1,12 +1,15 @@
 """The worker side of a connector is called at the right times with the right things."""
 
+import numpy as np
 import pytest
 import torch
-from step_driver import make_driver, plan
+from step_driver import int_array, make_driver, plan
 
+from late_tokens import choose_on_device
+from quire.execution.step_in_flight import StepInFlight
 from quire.kv.connector import KVConnector
 from quire.sampling_params import SamplingParams
-from quire.step import KVConnectorOutput
+from quire.step import KVConnectorOutput, ModelRunnerOutput, NewRequestData
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_LAYERS = 2
@@ -50,6 +53,9 @@ class RecordingConnector(KVConnector):
 
     def wait_for_save(self, failed_ids):
         self.calls.append(("wait for save", failed_ids))
+
+    def begin_save(self, failed_ids):
+        self.calls.append(("begin save", failed_ids))
 
     def get_finished(self, finished_ids):
         self.calls.append(("finished", list(finished_ids)))
@@ -96,6 +102,64 @@ def test_a_step_without_tokens_moves_kv_all_the_same(models, connector):
         ("start", "plan of the step"), ("wait for save", frozenset()), ("finished", ["gone"]), ("errors",)
     ]  # fmt: skip
     assert result.kv_connector_output == KVConnectorOutput()
+
+
+@pytest.fixture
+def model_on_device(models, monkeypatch):
+    choose_on_device(monkeypatch)
+    return models["float32"]
+
+
+def start(driver, name, tokens, num_tokens, computed=0, **changes):
+    """Ask for a step of one request of `tokens`, in the slot and the blocks of its name."""
+    slot = int(name)
+    blocks = np.arange(slot * 10, slot * 10 + 10, dtype=np.int32)
+    new = [NewRequestData(name, slot, int_array(tokens), [], GREEDY, (), blocks, 0)] * (not computed)
+    return driver.runner.execute(
+        plan([slot], [num_tokens], [computed], [name], known=[len(tokens)], new=new, **changes)
+    )
+
+
+def fill(driver, value):
+    with torch.inference_mode():
+        driver.kv_cache.tensor.fill_(value)
+
+
+def test_no_step_is_in_flight_beside_a_connector_that_has_to_be_told_who_failed(
+    model_on_device, prompts, connector
+):
+    driver = make_driver(model_on_device, connector=connector)
+    assert isinstance(start(driver, "0", prompts[2], 17), ModelRunnerOutput)
+    assert ("wait for save", frozenset()) in connector.calls
+
+
+def test_a_connector_that_saves_before_tokens_is_told_later_who_failed(model_on_device, prompts, connector):
+    connector.saves_before_tokens = True
+    connector.finished = frozenset(), frozenset({"y"})
+    driver = make_driver(model_on_device, connector=connector)
+    steps = [start(driver, "0", prompts[2], 17), start(driver, "1", prompts[3], 20)]
+    assert isinstance(steps[0], StepInFlight)
+    assert steps[0].kv_connector_output == KVConnectorOutput(finished_receiving=frozenset({"y"}))
+    assert steps[1].kv_connector_output is not None, "a chunk of a prompt samples nothing, and is done"
+    told = [call[1] for call in connector.calls if call[0] == "begin save"]
+    assert len(told) == 2, "it may have read what the step before has written"
+    assert [failed_ids() for failed_ids in told] == [frozenset(), frozenset()]
+    assert steps[0].result().kv_connector_output is steps[0].kv_connector_output
+    start(driver, "1", prompts[3], 10, computed=20)
+    assert connector.calls[-3] == ("wait for save", frozenset())
+
+
+def test_logits_without_numbers_void_the_steps_behind_them(model_on_device, prompts, connector):
+    connector.saves_before_tokens = True
+    driver = make_driver(model_on_device, connector=connector)
+    start(driver, "0", prompts[2], 1)
+    fill(driver, float("nan"))
+    failing = start(driver, "0", prompts[2], 16, computed=1)
+    fill(driver, 0.0)
+    behind = start(driver, "0", [*prompts[2], 0], 1, computed=17)
+    told = [call[1] for call in connector.calls if call[0] == "begin save"]
+    assert told[-1]() == {"0"}
+    assert [list(step.result().errors) for step in (failing, behind)] == [["0"], []]
 
 
 def test_what_is_loaded_is_read_and_what_is_written_is_saved(models, prompts, connector):

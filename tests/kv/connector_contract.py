@@ -201,6 +201,17 @@ class ConnectorContract(ABC):
         count, _ = engine.connector.get_num_new_matched_tokens(request_of("again", PROMPT), 0)
         assert count == BLOCK, "what it computed in a step that did not fail"
 
+    def test_what_turns_out_to_have_failed_is_not_found(self):
+        engine = Engine(self.make())
+        if not engine.connector.saves_before_tokens:
+            return
+        engine.connector.wait_for_save = lambda _: engine.connector.begin_save(lambda: frozenset({"failed"}))
+        engine.compute(request_of("failed", PROMPT), [3, 1, 4, 9])
+        assert engine.connector.get_num_new_matched_tokens(request_of("again", PROMPT), 0) == (0, False)
+        engine.compute(request_of("other", PROMPT), [5, 6, 7, 8])
+        count, _ = engine.connector.get_num_new_matched_tokens(request_of("third", PROMPT), 0)
+        assert count == 12
+
     def test_the_last_token_is_never_offered(self):
         engine = self.with_prompt()
         count, _ = engine.connector.get_num_new_matched_tokens(request_of("again", PROMPT[:12]), 0)

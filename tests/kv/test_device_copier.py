@@ -6,6 +6,8 @@ be, when the device gets to them.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -48,13 +50,15 @@ class DeviceBench:
         self.failed: set[int] = set()
         self.wrong: list[str] = []
 
-    def step(self, request=None, blocks=(), *, tokens=0, compute=lambda: None) -> frozenset[str]:
+    def step(
+        self, request=None, blocks=(), *, tokens=0, compute=lambda: None, failed_ids=frozenset
+    ) -> frozenset[str]:
         """Plan a step, ask the device for it, and return the loads that have ended."""
         plan = plan_of(self.num_steps, request, blocks, 0, tokens, new=True)
         self.num_steps += 1
         self.connector.start_load_kv(self.connector.build_connector_meta(plan))
         compute()
-        self.connector.wait_for_save(frozenset())
+        self.connector.begin_save(failed_ids)
         received = self.connector.get_finished(())[1]
         self.received |= received
         self.failed |= self.connector.get_block_ids_with_load_errors()
@@ -80,12 +84,13 @@ class DeviceBench:
 
         self.device.steps.ask(compare)
 
-    def compute(self, tokens=PROMPT, blocks=(3, 1, 4, 9), name="first") -> None:
+    def compute(self, tokens=PROMPT, blocks=(3, 1, 4, 9), name="first", failed_ids=frozenset) -> None:
         """Ask for a step that computes a prompt, and end the request."""
         request = request_of(name, tokens)
         self.connector.get_num_new_matched_tokens(request, 0)
         self.connector.update_state_after_alloc(request, blocks, 0)
-        self.step(request, blocks, tokens=len(tokens), compute=lambda: self.write(blocks, kv_of(tokens)))
+        compute = functools.partial(self.write, blocks, kv_of(tokens))
+        self.step(request, blocks, tokens=len(tokens), compute=compute, failed_ids=failed_ids)
         self.connector.request_finished(request, blocks)
 
     def begin_load(self, tokens=PROMPT, blocks=BLOCKS, name="again") -> int:
@@ -136,9 +141,9 @@ class TestDevice(ConnectorContract):
 def test_nobody_waits_for_the_device_in_a_step():
     bench = DeviceBench()
     bench.readers.is_held = bench.writer.is_held = True
-    bench.device.on_wait = lambda: pytest.fail("the step's thread waits")
-    bench.compute()
-    bench.device.on_wait = lambda: None
+    bench.device.on_wait = wait = lambda: pytest.fail("the step's thread waits")
+    bench.compute(failed_ids=lambda: wait() or frozenset())
+    bench.device.on_wait = wait = lambda: None
     bench.writer.is_held = False
     bench.writer.run_held()
     num_done = bench.device.num_done
@@ -244,6 +249,26 @@ def test_what_a_step_costs_is_known_once_the_device_has_computed_it():
 
 
 # -- failures ----------------------------------------------------------------------------------------------
+
+
+def test_blocks_wait_for_the_verdict_of_their_step_and_are_others_by_then():
+    bench = DeviceBench()
+    bench.writer.is_held = True
+    others = list(range(50, 64))
+    bench.compute(failed_ids=lambda: frozenset({"first"}))
+    bench.compute(others, [4, 9, 3, 1], "second")  # whose step overwrites what the one before has filled
+    bench.device.finish()
+    bench.writer.is_held = False
+    bench.writer.run_held()
+    stats = bench.connector.stats()
+    assert (stats.num_written_blocks, stats.num_failed_writes, stats.num_dropped_writes) == (2, 0, 1)
+    assert bench.begin_load() == 0
+    assert bench.begin_load(others, name="third") == 8
+    bench.expect(BLOCKS, kv_of(others)[:8])
+    bench.compute(name="fourth")  # what has failed is computed and stored as if for the first time
+    assert bench.begin_load(blocks=[30, 31, 32, 33], name="fifth") == 12
+    bench.expect([30, 31, 32], kv_of(PROMPT))
+    bench.end()
 
 
 @pytest.mark.parametrize("call", ["gather", "copy", "wait"])
@@ -393,18 +418,27 @@ class DeviceTier(RuleBasedStateMachine):
         self.bench.failed.clear()
 
     @precondition(has_room)
-    @rule(prompt=st.sampled_from(PROMPTS))
-    def compute(self, prompt: list[int]) -> None:
+    @rule(prompt=st.sampled_from(PROMPTS), fails=st.booleans())
+    def compute(self, prompt: list[int], fails: bool) -> None:
         blocks, name = self.take(prompt), self.name()
         request = request_of(name, prompt)
         self.bench.connector.get_num_new_matched_tokens(request, 0)
         self.bench.connector.update_state_after_alloc(request, blocks, 0)
 
-        def compute() -> None:
-            self.bench.write(blocks, kv_of(prompt))
-            self.bench.expect(blocks, kv_of(prompt))
+        values = kv_of(prompt) + 0.5 * fails
 
-        self.settle(self.bench.step(request, blocks, tokens=len(prompt), compute=compute))
+        def compute() -> None:
+            self.bench.write(blocks, values)
+            self.bench.expect(blocks, values)
+
+        received = self.bench.step(
+            request,
+            blocks,
+            tokens=len(prompt),
+            compute=compute,
+            failed_ids=lambda: frozenset([name] * fails),
+        )
+        self.settle(received)
         self.bench.connector.request_finished(request, blocks)
         self.free += blocks
 

@@ -18,7 +18,7 @@ import hashlib
 import numpy as np
 from eviction_rules import EvictionRules, Held
 
-from quire.execution.failed_requests import FailedRequests
+from quire.execution.failed_requests import FailedRequests, KnownErrors
 from quire.step import (
     NO_TOKEN,
     GrammarOutput,
@@ -323,10 +323,15 @@ class FakeRunner:
     def _failed_blocks(self) -> frozenset[int]:
         return frozenset() if self.connector is None else self.connector.get_block_ids_with_load_errors()
 
+    def _block_tables(self, plan: SchedulerOutput) -> np.ndarray:
+        tables = [self.tables[slot] for slot in plan.slots.tolist()]
+        width = max(map(len, tables), default=0)
+        return np.array([table + [0] * (width - len(table)) for table in tables])
+
     def _connector_output(self, plan: SchedulerOutput, failed: frozenset[int]) -> KVConnectorOutput | None:
         if self.connector is None:
             return None
-        table_of = lambda slot: np.array(self.tables[slot])  # noqa: E731
-        self.connector.wait_for_save(self.failed_requests.end(plan, self.fail, table_of))
+        verdict = self.failed_requests.end(KnownErrors(self.fail), lambda: self._block_tables(plan))
+        self.connector.wait_for_save(verdict.failed_ids())
         sent, received = self.connector.get_finished(plan.finished_req_ids)
         return KVConnectorOutput(sent, received, failed | self.connector.get_block_ids_with_load_errors())

@@ -15,7 +15,7 @@ from quire.engine.messages import ErrorInfo
 from quire.errors import EngineDeadError
 from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutput
-from quire.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.step import GrammarOutput, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 @runtime_checkable
 class StepInFlight(Protocol):
     """A step that a device is computing."""
+
+    @property
+    def kv_connector_output(self) -> KVConnectorOutput | None:
+        """What the KV connector has reported, which holds even if the step fails; in `result`, too."""
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's tokens and return what it computed; may be called from any thread."""
@@ -95,7 +99,8 @@ class Stepper(ABC):
                 raise TypeError(f"the model runner returned {type(result).__name__}")
             return result
         except Exception as error:
-            return _failed(scheduled, error)
+            reported = computed.kv_connector_output if isinstance(computed, StepInFlight) else None
+            return dataclasses.replace(_failed(scheduled, error), kv_connector_output=reported)
 
     def _update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
         by_client = self._scheduler.update_from_output(scheduled, computed)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-
 import torch
 
-from quire.execution.failed_requests import FailedRequests
+from quire.execution.failed_requests import BlockTables, FailedRequests, StepErrors
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.decoder import LayerHook
-from quire.step import IntArray, KVConnectorOutput, SchedulerOutput
+from quire.step import KVConnectorOutput, SchedulerOutput
 
 
 class KVTransfers:
@@ -51,15 +49,19 @@ class KVTransfers:
         self._connector.save_kv_layer(layer, *self._pages[layer])
 
     def end(
-        self, output: SchedulerOutput, errors: Container[str], block_table: Callable[[int], IntArray]
+        self, output: SchedulerOutput, errors: StepErrors, block_tables: BlockTables
     ) -> KVConnectorOutput:
-        """Wait for the stores of a computed step, and return what has ended or failed since the last step.
+        """Have what a step computed stored, and return what has ended or failed since the last step.
 
         Args:
-            output: the step.
-            errors: the requests that failed in it.
-            block_table: returns the blocks of a slot, [blocks].
+            output: the step that was begun.
+            errors: of the step.
+            block_tables: returns those of its rows.
         """
-        self._connector.wait_for_save(self._failed.end(output, errors, block_table))
+        verdict = self._failed.end(errors, block_tables)
+        if verdict.is_known:
+            self._connector.wait_for_save(verdict.failed_ids())
+        else:
+            self._connector.begin_save(verdict.failed_ids)
         sent, received = self._connector.get_finished(output.finished_req_ids)
         return KVConnectorOutput(sent, received, self._connector.get_block_ids_with_load_errors())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from quire.config import CacheEvictionConfig, SparseAttentionConfig
 from quire.execution.arrays import Int64Array
 from quire.execution.cache_evictor import CacheEvictor
+from quire.execution.failed_requests import KnownErrors, StepErrors
 from quire.execution.kv_transfers import KVTransfers
 from quire.execution.persistent_batch import PersistentBatch, RunnerRequest
 from quire.execution.prompt_logprobs import PromptLogprobs
@@ -33,6 +35,7 @@ from quire.step import (
     NO_TOKEN,
     GrammarOutput,
     IntArray,
+    KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -121,6 +124,9 @@ class ModelRunner:
             self._sampler.host_logits,
             self._sampler.host_kernels,
         )
+        self._awaits_tokens = proposer is not None
+        if connector is not None and not connector.saves_before_tokens:
+            self._awaits_tokens = True
         self._in_flight: list[StepInFlight] = []  # whose tokens the batch lacks
         self._graphs: StepGraphs | None = None
         if record is not None:
@@ -152,7 +158,7 @@ class ModelRunner:
         """Run one step and return its tokens, or have the device choose them, which the next step may use.
 
         The device does where it can, unless a row is the host's to choose, or drafts or a connector need the
-        tokens.
+        tokens: see `KVConnector.saves_before_tokens`.
 
         Args:
             output: the plan.
@@ -177,14 +183,19 @@ class ModelRunner:
             if logits is not None:
                 in_flight = self._sample(output, sampling, grammar, logits, result)
                 if in_flight is not None:
-                    return in_flight
+                    reported = self._end_transfers(output, in_flight)
+                    return dataclasses.replace(in_flight, kv_connector_output=reported)
         return dataclasses.replace(
             result,
             draft_token_ids=self._propose(output, sampled_token_ids),
-            kv_connector_output=None
-            if self._transfers is None
-            else self._transfers.end(output, result.errors, self._batch.block_table),
+            kv_connector_output=self._end_transfers(output, KnownErrors(result.errors)),
         )
+
+    def _end_transfers(self, output: SchedulerOutput, errors: StepErrors) -> KVConnectorOutput | None:
+        if self._transfers is None:
+            return None
+        tables = functools.partial(self._batch.block_tables, output.slots)
+        return self._transfers.end(output, errors, tables)
 
     def _apply_changes(self, output: SchedulerOutput) -> None:
         """Apply the changes in the order of the plan's fields: slots are freed before they are reused."""
@@ -336,7 +347,7 @@ class ModelRunner:
             sampling.positions,
             None if grammar is None else TokenMasks.of(grammar, output, sampling),
         )
-        waits = self._proposer is not None or self._transfers is not None or begun.rows_of_host.size
+        waits = self._awaits_tokens or begun.rows_of_host.size
         if begun.on_device is not None and not waits and not output.draft_token_ids.size:
             step = StepInFlight(result, sampling, begun.on_device, self._batch.append_unknown(slots))
             self._in_flight.append(step)

@@ -316,7 +316,7 @@ class PersistentBatch:
 
     def block_tables(self, slots: IntArray) -> IntArray:
         """Return the block tables of `slots`, as wide as the longest needs: [S, B]."""
-        return self._block_tables[slots, : self._num_blocks[slots].max()]
+        return self._block_tables[slots, : self._num_blocks[slots].max(initial=0)]
 
     def block_table(self, slot: int) -> IntArray:
         """Return a copy of the block table of `slot`: [blocks]."""

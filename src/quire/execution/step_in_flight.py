@@ -8,7 +8,7 @@ from quire.execution.device_sampling import TokensInFlight
 from quire.execution.persistent_batch import UnknownTokens
 from quire.execution.sampler import SamplerOutput
 from quire.execution.sampling_positions import SamplingPositions
-from quire.step import NO_TOKEN, IntArray, ModelRunnerOutput
+from quire.step import NO_TOKEN, IntArray, KVConnectorOutput, ModelRunnerOutput
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -19,11 +19,22 @@ class StepInFlight:
     _sampling: SamplingPositions
     tokens: TokensInFlight
     unknown: UnknownTokens  # to the batch
+    kv_connector_output: KVConnectorOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's tokens and return what it computed; to be called once."""
         report_tokens(self._computed, self._sampling, self.tokens.sampled())
-        return self._computed
+        return dataclasses.replace(self._computed, kv_connector_output=self.kv_connector_output)
+
+    @property
+    def have_arrived(self) -> bool:
+        """See `StepErrors`."""
+        return self.tokens.have_arrived
+
+    def failed_ids(self) -> set[str]:
+        """See `StepErrors`."""
+        rows = self._sampling.rows[self.tokens.token_ids() == NO_TOKEN]
+        return {self._computed.request_ids[row] for row in rows.tolist()}.union(self._computed.errors)
 
 
 def report_tokens(result: ModelRunnerOutput, sampling: SamplingPositions, sampled: SamplerOutput) -> IntArray:

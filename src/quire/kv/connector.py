@@ -8,7 +8,7 @@ to the model. Requests, blocks and failures pass between them only through `buil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,11 +31,19 @@ class KVConnector(ABC):
     `save_kv_layer`; `wait_for_save`, `get_finished`, `get_block_ids_with_load_errors`, once each. The worker
     side takes part in every step, also in one that computes nothing. A plan may be dropped before the worker
     side sees its metadata: its loads then never end, and the scheduler gives them up when they time out.
+
+    On a GPU, steps are asked for before they are computed. With `saves_before_tokens`, the calls of a step
+    may then end, and those of the next begin, before it is known whose KV is invalid; `begin_save` is called
+    in place of `wait_for_save`.
     """
 
     works_by_layer = True
     """Whether a step calls `wait_for_layer_load` and `save_kv_layer`; one that does cannot be replayed as a
     graph on a GPU."""
+
+    saves_before_tokens = False
+    """Whether there is a `begin_save`. Without it, a GPU gets no step before the tokens of the one before are
+    known, which tell who has failed."""
 
     # -- scheduler side ------------------------------------------------------------------------------------
 
@@ -159,6 +167,17 @@ class KVConnector(ABC):
         Args:
             failed_ids: requests of the step that computed invalid KV: nothing of theirs may be found later.
         """
+
+    def begin_save(self, failed_ids: Callable[[], frozenset[str]]) -> None:
+        """See to it that steps to come do not change what this one is to store, and wait for nothing.
+
+        Called in place of `wait_for_save` if a device has yet to compute the step, which it may fail to do.
+
+        Args:
+            failed_ids: returns what `wait_for_save` is given, once that is known; may be called from any
+                thread. Of a step that could not be computed, all requests.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.saves_before_tokens is set without begin_save()")
 
     @abstractmethod
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:

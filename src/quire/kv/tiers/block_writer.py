@@ -1,10 +1,11 @@
-"""From the cache to a tier: blocks are copied at the end of the step that filled them, and written later."""
+"""From the cache to a tier: blocks are copied behind the step that filled them, and written later."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from quire.kv.block_hash import BlockKey
 from quire.kv.tiers.block_copier import BlockCopier, OutgoingBlock
@@ -13,6 +14,14 @@ from quire.kv.tiers.tier import BlockTier
 from quire.kv.tiers.worker_threads import WorkerThreads
 
 logger = logging.getLogger(__name__)
+
+
+class FilledBlock(NamedTuple):
+    """A block of the cache that a step fills for a request."""
+
+    request_id: str
+    key: BlockKey
+    block_id: int
 
 
 class BlockWriter:
@@ -39,36 +48,47 @@ class BlockWriter:
         """Blocks that have been copied, and neither written nor given up."""
         return len(self._being_stored)
 
-    def store(self, blocks: Sequence[tuple[BlockKey, int]], generation: int) -> None:
+    def store(
+        self, blocks: Sequence[FilledBlock], generation: int, failed_ids: Callable[[], frozenset[str]]
+    ) -> None:
         """Store blocks of the cache as the steps so far leave them; called in the step's thread.
 
         What fails is not stored; the step goes on.
 
         Args:
-            blocks: keys and block ids.
+            blocks: what to store.
             generation: of the tier when the step was planned.
+            failed_ids: returns the requests whose blocks are not to be stored; the writing thread waits for
+                it.
         """
-        wanted = {key.digest: (key, block_id) for key, block_id in blocks}
+        wanted = {block.key.digest: block for block in blocks}
         wanted = {digest: block for digest, block in wanted.items() if digest not in self._being_stored}
         if not wanted:
             return
         try:
-            copies = self._copier.copy_out([block_id for _, block_id in wanted.values()])
+            copies = self._copier.copy_out([block.block_id for block in wanted.values()])
         except Exception:
             logger.exception("%d KV blocks could not be copied out of the cache", len(wanted))
             self._counters.add(num_failed_writes=len(wanted))
             return
-        for (key, _), copy in zip(wanted.values(), copies, strict=False):
-            self._being_stored.add(key.digest)
-            self._thread.submit(functools.partial(self._write, key, copy, generation))
+        for block, copy in zip(wanted.values(), copies, strict=False):
+            self._being_stored.add(block.key.digest)
+            self._thread.submit(functools.partial(self._write, block, copy, generation, failed_ids))
         self._counters.add(num_dropped_writes=len(wanted) - len(copies))
 
-    def _write(self, key: BlockKey, copy: OutgoingBlock, generation: int) -> None:
-        """Write one block; runs in the thread."""
-        is_written = False
+    def _write(
+        self,
+        block: FilledBlock,
+        copy: OutgoingBlock,
+        generation: int,
+        failed_ids: Callable[[], frozenset[str]],
+    ) -> None:
+        """Write one block, unless its request has failed; runs in the thread."""
+        is_valid, is_written = True, False
         try:
-            is_written = self._tier.write(key, copy.content(), generation)
+            is_valid = block.request_id not in failed_ids()
+            is_written = is_valid and self._tier.write(block.key, copy.content(), generation)
         finally:
-            self._being_stored.discard(key.digest)
+            self._being_stored.discard(block.key.digest)
             copy.release()
-            self._counters.add(num_written_blocks=is_written, num_failed_writes=not is_written)
+            self._counters.add(num_written_blocks=is_written, num_failed_writes=is_valid and not is_written)

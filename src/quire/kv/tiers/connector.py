@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from typing_extensions import override
 
-from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.load_costs import LoadCosts
 from quire.kv.prompt_blocks import PromptBlocks
 from quire.kv.tiers.block_copier import BlockCopier, StepMark, host_copier
 from quire.kv.tiers.block_reader import BlockReader
-from quire.kv.tiers.block_writer import BlockWriter
+from quire.kv.tiers.block_writer import BlockWriter, FilledBlock
 from quire.kv.tiers.counters import Counters
 from quire.kv.tiers.kv_transfer import Identity, restore_prompt, save_prompt
 from quire.kv.tiers.loads import BlockLoad, LoadInProgress
@@ -55,13 +55,6 @@ CLOSE_TIMEOUT = 30.0
 """Seconds that blocks which wait to be written have at shutdown."""
 
 
-class RequestStores(NamedTuple):
-    """Blocks to store of one request, after the step."""
-
-    request_id: str
-    blocks: list[tuple[BlockKey, int]]
-
-
 @dataclasses.dataclass(slots=True, frozen=True)
 class TierMetadata:
     """What one step means for the worker side."""
@@ -70,7 +63,7 @@ class TierMetadata:
     num_tokens: int  # computed by the step
     cancelled: list[str]  # requests whose load is given up
     loads: list[BlockLoad]
-    stores: list[RequestStores]
+    stores: list[FilledBlock]
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,6 +100,7 @@ class TierConnector(KVConnector):
     """
 
     works_by_layer = False
+    saves_before_tokens = True
 
     def __init__(
         self,
@@ -136,7 +130,7 @@ class TierConnector(KVConnector):
         self._refresh_due = 0.0
         # Worker side.
         self._loads: dict[str, LoadInProgress] = {}
-        self._stores: list[RequestStores] = []
+        self._stores: list[FilledBlock] = []
         self._generation = 0  # that the stores belong to
         self._num_tokens = 0  # of the step being computed
         self._step_began: StepMark | None = None
@@ -191,11 +185,10 @@ class TierConnector(KVConnector):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TierMetadata:
         residents = self._tier.residents
-        stores: list[RequestStores] = []
+        stores: list[FilledBlock] = []
         for save in self._prompts.completed_by(scheduler_output, self._keys):
             block_ids = dict(save.blocks)
-            wanted = [(key, block_ids[key]) for key in residents.use(block_ids)]
-            stores.append(RequestStores(save.request_id, wanted))
+            stores += [FilledBlock(save.request_id, key, block_ids[key]) for key in residents.use(block_ids)]
         metadata = TierMetadata(
             residents.generation,
             scheduler_output.total_num_scheduled_tokens,
@@ -281,14 +274,18 @@ class TierConnector(KVConnector):
 
     @override
     def wait_for_save(self, failed_ids: frozenset[str]) -> None:
+        self._stores = [block for block in self._stores if block.request_id not in failed_ids]
+        self.begin_save(frozenset)
+
+    @override
+    def begin_save(self, failed_ids: Callable[[], frozenset[str]]) -> None:
         """Begin to copy what is to be stored: steps to come overwrite it only after that."""
         opened = self._require_opened()
         if self._step_began is not None:
             self._timed_steps.append(_TimedStep(self._step_began, opened.copier.mark(), self._num_tokens))
         self._note_timed_steps()
         stores, self._stores = self._stores, []
-        blocks = [block for store in stores if store.request_id not in failed_ids for block in store.blocks]
-        opened.writer.store(blocks, self._generation)
+        opened.writer.store(stores, self._generation, failed_ids)
 
     def _note_timed_steps(self) -> None:
         """Take note of what steps cost that have ended by now."""

@@ -1,0 +1,218 @@
+"""Steps in flight beside a KV tier: blocks are copied at once, and stored when it is known who failed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine_checks import check_after_every_step, core_of
+from host_choice import HostChoice
+from late_device import LateDevice
+from late_tokens import LateCopy, choose_on_device
+from quire import LLM, SamplingParams
+from quire.engine import kv_tier
+from quire.engine.messages import EngineCoreRequest
+from quire.execution.persistent_batch import PersistentBatch
+from quire.execution.step_in_flight import StepInFlight
+from quire.kv.block_hash import SequenceKeys, root_digest
+from quire.kv.device_copier import DeviceCopier
+from quire.kv.tiers import block_copier
+from quire.kv.tiers.connector import TierConnector
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+PROMPTS = [[start + (7 * place) % 97 for place in range(6 * 16 + 3)] for start in (100, 200, 300, 400)]
+SETTINGS: dict[str, Any] = {
+    "num_threads": 1,
+    "num_kv_blocks": 24,  # of which a prompt and its answer take seven
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 128,
+}
+
+
+def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[Any]:
+    outputs = llm.generate(prompts, GREEDY)
+    return [
+        (output.outputs[0].token_ids, str(output.outputs[0].logprobs), output.outputs[0].finish_reason)
+        for output in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    """The answers of serial steps without a tier."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        choose_on_device(monkeypatch)
+        with LLM("mini", **SETTINGS) as llm:
+            return answers(llm)
+
+
+@pytest.fixture
+def open_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Open an engine with a tier whose copies are late, on a device that knows the tokens of most steps."""
+    device = LateDevice(is_eager=True)
+    unknown_tokens = choose_on_device(monkeypatch)
+    monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 4 << 20)
+    monkeypatch.setattr(kv_tier, "host_copier", lambda cache, _: DeviceCopier(cache.tensor, device))
+
+    def opened(**options: Any) -> LLM:
+        llm = LLM("mini", **SETTINGS, overlap_steps=True, kv_tier="memory", kv_tier_min_uses=1, **options)
+        check_after_every_step(core_of(llm))
+        connector_of(llm)._costs.prefers_loading = lambda *_: True
+        return llm
+
+    yield opened
+    assert sum(unknown_tokens) > 0
+    assert not any(queue.operations for queue in device.queues)
+
+
+def connector_of(llm: LLM) -> Any:
+    return core_of(llm)._connector
+
+
+def num_stored(llm: LLM, prompt: list[int]) -> int:
+    """Return how many blocks from the start of a prompt the tier has, once all is written."""
+    connector = connector_of(llm)
+    is_written = threading.Event()
+    connector._writer.submit(is_written.set)
+    assert is_written.wait(60)
+    keys = SequenceKeys(root_digest(), 16)
+    keys.extend(np.array(prompt, dtype=np.int32))
+    return connector._tier.residents.count_leading(keys[index] for index in range(len(keys)))
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Let the first row of one call have no logits."""
+    choose, num_calls = HostChoice.choose, itertools.count()
+
+    def poisoned(self: HostChoice, logits: torch.Tensor, *how: Any) -> Any:
+        if next(num_calls) == call:
+            logits[0] = float("nan")
+        return choose(self, logits, *how)
+
+    monkeypatch.setattr(HostChoice, "choose", poisoned)
+
+
+def test_what_is_stored_without_waiting_comes_back(
+    open_llm: Callable[..., LLM], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_thread_waits: list[bool] = []
+    wait = LateCopy.wait
+
+    def watched(self: LateCopy) -> torch.Tensor:
+        steps_thread_waits.append(threading.current_thread().name.startswith("model-runner"))
+        return wait(self)
+
+    monkeypatch.setattr(LateCopy, "wait", watched)
+    with open_llm() as llm:
+        for _ in range(3):
+            assert answers(llm) == expected
+            assert [num_stored(llm, prompt) for prompt in PROMPTS] == [6] * 4
+        assert llm.stats().num_loaded_tokens > 6 * 16
+        assert llm.stats().num_failed_loads == 0
+    num_seen_arriving = sum(steps_thread_waits)  # `wait` of what has arrived returns at once
+    assert num_seen_arriving < len(steps_thread_waits) / 2
+
+
+def test_kv_of_a_request_with_nan_logits_is_not_stored(
+    open_llm: Callable[..., LLM], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    begin_save = TierConnector.begin_save
+
+    def watched(self: TierConnector, failed_ids: Callable[[], frozenset[str]]) -> None:
+        begun.append(len(self._stores))
+        begin_save(self, failed_ids)
+
+    monkeypatch.setattr(TierConnector, "begin_save", watched)
+    with open_llm() as llm, monkeypatch.context() as damage:
+        poison(damage, call=0)
+        found = answers(llm, PROMPTS[:2])
+        assert [finish for _, _, finish in found] == ["error", "length"]
+        assert begun[0] == 6 + 1, "both prompts' blocks have been copied by then"
+        assert [num_stored(llm, prompt) for prompt in PROMPTS[:2]] == [0, 6]
+        assert connector_of(llm).stats().num_failed_writes == 0
+        damage.undo()
+        assert answers(llm) == expected
+        assert num_stored(llm, PROMPTS[0]) == 6
+
+
+def test_blocks_of_preempted_requests_are_others_while_they_are_copied(
+    open_llm: Callable[..., LLM], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted: list[str] = []
+    preempt = PersistentBatch.preempt
+
+    def watched(self: PersistentBatch, request_id: str) -> int | None:
+        preempted.append(request_id)
+        return preempt(self, request_id)
+
+    monkeypatch.setattr(PersistentBatch, "preempt", watched)
+    with open_llm() as llm:
+        slots = core_of(llm).scheduler._slots
+        step, num_steps = core_of(llm).step, itertools.count(1)
+
+        def preempting_step() -> Any:
+            if next(num_steps) % 7 == 0 and core_of(llm).scheduler._state.running.in_order().size > 1:
+                slots.preempt_if_running(int(core_of(llm).scheduler._state.running.in_order()[-1]))
+            return step()
+
+        monkeypatch.setattr(core_of(llm), "step", preempting_step)
+        for _ in range(2):
+            assert answers(llm) == expected
+    assert len(preempted) > 2
+
+
+def test_a_device_that_fails_while_tokens_are_awaited_leaves_nothing_wrong(
+    open_llm: Callable[..., LLM], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, num_waits = LateCopy.wait, itertools.count()
+
+    def failing(self: LateCopy) -> torch.Tensor:
+        if next(num_waits) in (4, 20, 33):
+            raise RuntimeError("the device is busy")
+        return wait(self)
+
+    monkeypatch.setattr(LateCopy, "wait", failing)
+    with open_llm() as llm:
+        for _ in range(3):
+            assert answers(llm) == expected
+        assert llm.stats().num_loaded_tokens > 0
+
+
+def test_loads_that_end_with_a_step_that_fails_are_heard_of(
+    open_llm: Callable[..., LLM], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, failed = StepInFlight.result, []
+
+    def failing(self: StepInFlight) -> Any:
+        if self.kv_connector_output is not None and self.kv_connector_output.finished_receiving:
+            failed.append(self)
+            if len(failed) == 1:
+                raise RuntimeError("the device is busy")
+        return result(self)
+
+    monkeypatch.setattr(StepInFlight, "result", failing)
+    with open_llm() as llm:
+        for _ in range(3):
+            assert answers(llm) == expected
+        assert llm.stats().num_failed_loads == 0, "none has timed out"
+    assert failed
+
+
+def test_an_engine_that_is_closed_with_steps_in_flight_stores_what_they_computed(
+    open_llm: Callable[..., LLM],
+) -> None:
+    with open_llm() as llm:
+        core, connector = core_of(llm), connector_of(llm)
+        core.add(EngineCoreRequest([("a", 0)], PROMPTS[0], GREEDY))
+        core.add(EngineCoreRequest([("b", 0)], PROMPTS[1], GREEDY))
+        while connector.stats().num_written_blocks == 0:
+            core.step()
+        assert core.has_requests()
+    assert connector.stats().num_written_blocks == 12
