@@ -18,58 +18,16 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic
 
 import numpy as np
 import torch
 
+from quire.kernels.copy_device import CopyDevice, DevicePoint, Point
 from quire.kv.host_blocks import ByteArray
 from quire.kv.tiers.block_copier import IncomingBlock, OutgoingBlock, num_staged_blocks
 
 logger = logging.getLogger(__name__)
-
-
-class DevicePoint(Protocol):
-    """A point in a queue of a device, which that gets to in its time."""
-
-    def wait(self) -> None:
-        """Return when the device has got there; may be called from any thread.
-
-        Raises:
-            Exception: the device has failed, and what it was to do before the point will not be done.
-        """
-
-    def seconds_since(self, earlier: Any) -> float | None:
-        """Return the time since an earlier point among the steps; None: the device has not got here yet."""
-
-
-Point = TypeVar("Point", bound=DevicePoint)
-
-
-class CopyQueue(Protocol[Point]):
-    """Copies beside the steps, carried out one after the other. May be used by several threads."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Point) -> Point:
-        """Copy bytes between the device and pinned host memory when `after` is reached; return the end."""
-
-
-class CopyDevice(Protocol[Point]):
-    """What copies need of a device."""
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory that the device can copy from and to, [num_bytes] uint8."""
-
-    def queue(self) -> CopyQueue[Point]:
-        """Return a new queue."""
-
-    def gather(self, rows: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy rows [N, ...] of the numbers `indices` [R], of the host, to `out` [R, ...] among the steps."""
-
-    def mark(self) -> Point:
-        """Return the point behind all that was asked for among the steps."""
-
-    def hold(self, point: Point) -> None:
-        """Let all that is asked for among the steps from now on come after a point of a queue."""
 
 
 class DeviceCopier(Generic[Point]):
