@@ -66,7 +66,7 @@ class KernelSet(ABC):
                 float8 are floating point where there is none.
             group_size: inputs that share a scale, for int4.
             int4_activations: what rows are made for int4: int8, each with a scale, or bfloat16.
-            memory: where packed weights go; None: memory of the layer's own.
+            memory: where weights go; None: memory of the layer's own.
         """
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 
 import torch
@@ -11,11 +12,11 @@ ALIGNMENT = 64  # bytes of a cache line
 PAGE = 2 << 20  # bytes of a large page
 SLAB = 64 << 20  # bytes asked of the system at once, unless a buffer is larger
 
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14; the mmap module does not name it
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # of Linux 5.14; the mmap module does not name them
 
 
 class WeightMemory:
-    """Memory for packed weights: buffers that live as long as any tensor over them does.
+    """Where weights go: for packed ones, buffers that live as long as any tensor over them does.
 
     Nothing is given back singly.
     """
@@ -33,6 +34,10 @@ class WeightMemory:
             start = 0
         self._used = start + num_bytes
         return self._slab[start : start + num_bytes]
+
+    def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a tensor of the host on a device; what is there already stays as it is."""
+        return tensor.to(device)
 
 
 def map_large_pages(num_bytes: int) -> torch.Tensor:
@@ -63,10 +68,25 @@ def populate(address: int, num_bytes: int) -> bool:
     Returns:
         False if the system cannot do that, or has no memory left for it.
     """
+    return _advise(address, num_bytes, _MADV_POPULATE_WRITE) == 0
+
+
+def read_ahead(address: int, num_bytes: int) -> None:
+    """Have the system read the pages of a mapped file now rather than one by one; nothing if it cannot.
+
+    Raises:
+        OSError: the file cannot be read there; to access these pages would end the process.
+    """
+    if _advise(address, num_bytes, _MADV_POPULATE_READ) == errno.EFAULT:
+        raise OSError(errno.EIO, "the file has become shorter, or its disk cannot be read")
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> int:
+    """Tell the system about whole pages; return 0, or the number of the error."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    size = address + num_bytes - start
-    libc = ctypes.CDLL(None)  # releases the interpreter's lock
+    libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter's lock
     if not hasattr(libc, "madvise"):
-        return False
-    status: int = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
-    return status == 0
+        return errno.ENOSYS
+    size = address + num_bytes - start
+    status: int = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
+    return ctypes.get_errno() if status else 0

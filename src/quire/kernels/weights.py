@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -180,6 +180,17 @@ def _steps(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> t
     """Return the nearest of 16 steps: [rows, groups, group_size]."""
     inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
     return (groups * inverse + zeros).clamp(0, 15).round()
+
+
+def with_tensors(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
+    """Return `weight` with what `change` makes of each of its tensors."""
+    if isinstance(weight, torch.Tensor):
+        return change(weight)
+    if isinstance(weight, GroupedWeight):
+        order = None if weight.order is None else change(weight.order)
+        tables = change(weight.scales), change(weight.zeros)
+        return GroupedWeight(change(weight.values), *tables, weight.bits, order)
+    return dataclasses.replace(weight, values=change(weight.values), scales=change(weight.scales))
 
 
 def floats_of(weight: Weight) -> torch.Tensor:

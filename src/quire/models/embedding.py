@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from typing_extensions import override
 
 from quire.kernels.devices import HOST
+from quire.kernels.memory import WeightMemory
 from quire.kernels.weights import Weight, dequantize
 
 _ROWS_AT_ONCE = 256  # bounds what decoding takes beside its result
@@ -30,8 +31,8 @@ class Embedding(ABC):
         """Return the vectors [T, hidden] of token ids [T]."""
 
     @abstractmethod
-    def on(self, device: torch.device) -> Embedding:
-        """Return these vectors on a device; on another than the host, in floating point."""
+    def on(self, device: torch.device, memory: WeightMemory) -> Embedding:
+        """Return these vectors where `memory` brings them; on another device than the host, in floats."""
 
 
 class FloatEmbedding(Embedding):
@@ -50,8 +51,8 @@ class FloatEmbedding(Embedding):
         return F.embedding(token_ids, self.vectors)
 
     @override
-    def on(self, device: torch.device) -> FloatEmbedding:
-        return FloatEmbedding(self.vectors.to(device))
+    def on(self, device: torch.device, memory: WeightMemory) -> FloatEmbedding:
+        return FloatEmbedding(memory.bring(self.vectors, device))
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -79,7 +80,7 @@ class EncodedEmbedding(Embedding):
         return torch.cat([dequantize(self._rows.decode(chunk)).to(self.dtype) for chunk in chunks])
 
     @override
-    def on(self, device: torch.device) -> Embedding:
+    def on(self, device: torch.device, memory: WeightMemory) -> Embedding:
         if device == HOST:
             return self
-        return FloatEmbedding(self(torch.arange(len(self))).to(device))
+        return FloatEmbedding(memory.bring(self(torch.arange(len(self))), device))

@@ -29,7 +29,7 @@ class FusedExperts(Experts):
     Args:
         weights: those of each expert.
         mixture: what to compute.
-        memory: where orders of inputs go on their way to the device; None: memory of its own.
+        memory: brings weights to the device; None: memory of its own.
         options: the other ones of `KernelSet.linear`.
 
     Raises:
@@ -56,7 +56,7 @@ class FusedExperts(Experts):
         for number, expert in zip(range(mixture.num_experts), weights, strict=True):
             for held, matrix in zip((up, down), expert, strict=True):
                 parts, order = take_order(matrix, memory)
-                held.set(number, linear(parts, **options), order)
+                held.set(number, linear(parts, memory=memory, **options), order)
         if (up.in_features, up.out_features) != (down.out_features, 2 * down.in_features):
             raise ValueError(
                 f"experts take {up.in_features} features to {up.out_features}, and then {down.in_features} "

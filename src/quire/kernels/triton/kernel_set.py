@@ -68,6 +68,7 @@ class TritonKernels(KernelSet):
             quantization=quantization,
             group_size=group_size,
             int4_activations=int4_activations,
+            memory=memory,
         )
 
     @override

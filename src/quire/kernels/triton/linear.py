@@ -13,6 +13,7 @@ import triton.language as tl
 from typing_extensions import override
 
 from quire.kernels.linear import quantization_of
+from quire.kernels.memory import WeightMemory
 from quire.kernels.triton.device import is_interpreted, kernel_device
 from quire.kernels.triton.float8_linear import Float8Linear
 from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
@@ -26,6 +27,7 @@ from quire.kernels.weights import (
     floats_of,
     quantize_int4,
     quantize_int8,
+    with_tensors,
 )
 from quire.kernels.weights import num_rows as num_weight_rows
 
@@ -37,13 +39,15 @@ _MAX_RUN = 64  # inputs of a group that are multiplied at once
 class FloatLinear(TiledLinear):
     """Weights in one type, with which rows are multiplied in this type."""
 
-    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype, memory: WeightMemory
+    ) -> None:
         super().__init__(parts, bias)
         num_rows = sum(map(num_weight_rows, parts))
         weight = torch.empty(num_rows, self.in_features, dtype=dtype, device=kernel_device())
-        # Part after part, so that those of a mapped file go to the device without a copy of them all here.
+        # Part after part, so that the device never has all of them twice.
         for rows, part in zip(weight.split([*map(num_weight_rows, parts)]), parts, strict=True):
-            rows.copy_(floats_of(part).to(dtype))
+            rows.copy_(floats_of(on_kernel_device(part, memory)))
         self.tables = [weight]
         self.format = ProductFormat(dtype, _operands(dtype), tl.float32)
 
@@ -63,8 +67,8 @@ class Int8Linear(TiledLinear):
         quantized = [
             part if isinstance(part, Int8Weight) else quantize_int8(dequantize(part)) for part in parts
         ]
-        weight = torch.cat([part.values for part in quantized]).to(kernel_device())
-        scales = torch.cat([part.scales.float() for part in quantized]).to(kernel_device())
+        weight = torch.cat([part.values for part in quantized])
+        scales = torch.cat([part.scales.float() for part in quantized])
         self.tables = [weight, scales]
         self.format = ProductFormat(torch.int8, tl.int8, tl.int32)
 
@@ -104,8 +108,7 @@ class GroupedLinear(TiledLinear):
             values, zeros = (values.to(torch.int16) - 128).to(torch.int8), zeros - 128
         else:
             values = pack_int4(values, run)
-        tables = values, scales.t().contiguous(), zeros.t().contiguous()
-        self.tables = [table.to(kernel_device()) for table in tables]
+        self.tables = [values, scales.t().contiguous(), zeros.t().contiguous()]
 
     @override
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -149,20 +152,28 @@ def linear(
     quantization: str = "none",
     group_size: int = 128,
     int4_activations: str = "int8",
+    memory: WeightMemory | None = None,
 ) -> TiledLinear:
-    """Return the layer that `KernelSet.linear` describes."""
+    """Return the layer that `KernelSet.linear` describes; what is to be quantized is so on the device."""
+    memory = memory or WeightMemory()
     kind = quantization_of(parts, quantization, group_size, has_float8=True)
+    if kind == "none":
+        return FloatLinear(parts, bias, dtype, memory)
+    parts = [on_kernel_device(part, memory) for part in parts]
     if kind == "fp8":
         return Float8Linear(parts, bias)
     if kind == "int8":
         return Int8Linear(parts, bias)
-    if kind == "none":
-        return FloatLinear(parts, bias, dtype)
     grouped = [
         part if isinstance(part, GroupedWeight) else quantize_int4(dequantize(part), group_size)
         for part in parts
     ]
     return GroupedLinear(grouped, bias, int4_activations)
+
+
+def on_kernel_device(part: Weight, memory: WeightMemory) -> Weight:
+    """Return rows of a matrix where the kernels are."""
+    return with_tensors(part, lambda tensor: memory.bring(tensor, kernel_device()))
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

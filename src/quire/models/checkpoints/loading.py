@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from quire.errors import ModelError
 from quire.kernels.dispatch import kernel_set
 from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.input_order import linear_in_order
 from quire.kernels.interface import KernelSet
 from quire.kernels.linear import Linear
 from quire.kernels.memory import WeightMemory
+from quire.kernels.staging import weight_memory
 from quire.models.checkpoints.cached_weights import CachedWeights
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache, cache_key
@@ -86,13 +88,24 @@ def load_decoder(
     options = options or WeightOptions(dtype=dtype)
     options = dataclasses.replace(options, dtype=config.dtype if options.dtype == "auto" else options.dtype)
     kernels = kernel_set(options.kernels)
+
+    def load(checkpoint: Checkpoint | CachedWeights, memory: WeightMemory) -> Decoder:
+        loader = _Loader(
+            checkpoint, kernels, config, options, parallel, memory=memory, on_progress=on_progress
+        )
+        return loader.load()
+
     with Checkpoint(path) as checkpoint:
         checkpoint.check_names(list(weight_specs(config)), config)
         if options.cache is None or kernels.weight_layout is None:
-            return _Loader(checkpoint, kernels, config, options, parallel, on_progress=on_progress).load()
+            with weight_memory(kernels.device) as memory:
+                try:
+                    return load(checkpoint, memory)
+                except OSError as error:
+                    raise ModelError(f"the weights in {path} cannot be read: {error}") from error
         key = _cache_key(path, options, kernels.weight_layout, WHOLE if parallel is None else parallel.shard)
         cached = CachedWeights(checkpoint, options.cache, key)
-        decoder = _Loader(cached, kernels, config, options, parallel, on_progress=on_progress).load()
+        decoder = load(cached, cached.memory)
         cached.save()
         return decoder
 
@@ -108,6 +121,7 @@ class _Loader:
         options: WeightOptions,
         parallel: TensorParallel | None,
         *,
+        memory: WeightMemory,
         on_progress: Progress | None,
     ) -> None:
         self._checkpoint = checkpoint
@@ -117,7 +131,7 @@ class _Loader:
         self._options = options
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._kernels = kernels
-        self._memory = checkpoint.memory if isinstance(checkpoint, CachedWeights) else WeightMemory()
+        self._memory = memory
         self._by_layer: dict[int, dict[str, WeightSpec]] = {}
         specs = list(weight_specs(config, self._shard))
         for spec in specs:
@@ -143,7 +157,7 @@ class _Loader:
 
     def _embedding(self, spec: WeightSpec) -> Embedding:
         (source,) = spec.sources
-        embedding = self._checkpoint.embedding(source, self._dtype).on(self._kernels.device)
+        embedding = self._checkpoint.embedding(source, self._dtype).on(self._kernels.device, self._memory)
         self._release(spec.sources)
         return embedding
 
