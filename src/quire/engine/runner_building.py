@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from quire.engine.drafting import DraftModel
     from quire.engine.memory_plan import MemoryPlan
     from quire.engine.ranks.group import RankGroup
-    from quire.execution.model_runner import Model, ModelRunner
+    from quire.execution.model import Model
+    from quire.execution.model_runner import ModelRunner
     from quire.execution.step_graphs import Record
     from quire.kv.connector import KVConnector
     from quire.kv.paged_cache import PagedAttentionCache

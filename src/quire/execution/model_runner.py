@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from quire.execution.arrays import Int64Array
 from quire.execution.cache_evictor import CacheEvictor
 from quire.execution.failed_requests import KnownErrors, StepErrors
 from quire.execution.kv_transfers import KVTransfers
+from quire.execution.model import Model
 from quire.execution.persistent_batch import PersistentBatch, RunnerRequest
 from quire.execution.prompt_logprobs import PromptLogprobs
 from quire.execution.proposer import GuardedProposer, Proposer
@@ -25,12 +26,9 @@ from quire.execution.step_sampling import StepSampler
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import array_to_device
-from quire.kernels.interface import KernelSet
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
-from quire.models.config import ModelConfig
-from quire.models.decoder import LayerHook
 from quire.step import (
     NO_TOKEN,
     GrammarOutput,
@@ -41,34 +39,6 @@ from quire.step import (
 )
 
 _PLACEHOLDER = 0
-
-
-class Model(Protocol):
-    """A `Decoder`, or what several ranks compute together as one."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's numbers."""
-
-    @property
-    def kernels(self) -> KernelSet:
-        """What computes everything that is not a matrix product."""
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        kv_cache: PagedAttentionCache,
-        batch: AttentionBatch,
-        *,
-        hook: LayerHook | None = None,
-    ) -> torch.Tensor:
-        """See `Decoder.forward`."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.logits`."""
-
-    def reserve(self, num_tokens: int) -> None:
-        """See `Decoder.reserve`."""
 
 
 class ModelRunner:

@@ -26,7 +26,7 @@ from quire.kv.paged_cache import PagedAttentionCache
 
 if TYPE_CHECKING:
     from quire.execution.arrays import Int64Array
-    from quire.execution.model_runner import Model
+    from quire.execution.model import Model
 
 logger = logging.getLogger(__name__)
 
