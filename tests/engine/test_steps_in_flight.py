@@ -136,6 +136,18 @@ def test_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
     assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_steps_that_are_followed_by_no_drafts(
+    serial: dict[int, Any], unknown_tokens: list[int], method: str
+) -> None:
+    options = {"speculative_method": method, "num_speculative_tokens": 3, "max_num_draft_tokens": 3}
+    assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]
+    assert sum(unknown_tokens) > 10
+    unknown_tokens.clear()
+    assert tokens(PARAMS, overlap_steps=True, **options, max_num_seqs=1) == serial[id(PARAMS)]
+    assert sum(unknown_tokens) == 0, "all steps of one request are followed by drafts"
+
+
 def test_logits_that_are_no_numbers_end_their_request_only(
     serial: dict[int, Any], unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

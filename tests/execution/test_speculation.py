@@ -17,8 +17,10 @@ from step_driver import (
 )
 
 from checkpoints import make_checkpoint
+from late_tokens import LateCopy, choose_on_device
 from quire.execution.draft_model_proposer import DraftModelProposer
 from quire.execution.ngram_proposer import NgramProposer
+from quire.execution.step_in_flight import StepInFlight
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
 from quire.sampling_params import SamplingParams
@@ -310,6 +312,25 @@ def test_ngram_drafts_speed_up_a_loop_and_change_nothing(models):
     driver.run_proposing()
     assert trimmed(driver) == outputs(plain)
     assert driver.number_of_steps < NUM_OUTPUT
+
+
+def test_a_proposer_observes_the_outputs_that_are_known(models, prompts, monkeypatch):
+    class Observer(NgramProposer):
+        def finish(self, slot, output):
+            observed.append(output.tolist())
+
+    observed = []
+    choose_on_device(monkeypatch)
+    monkeypatch.setattr(LateCopy, "has_arrived", property(lambda self: self._is_waited_for))
+    driver = make_driver(models["float32"], proposer=Observer(1, 3))
+    driver.add("r", prompts[2], GREEDY)
+    driver.step({"r": 17})
+    slot = driver.requests["r"].slot
+    [first] = driver.requests["r"].output
+    in_flight = driver.runner.execute(plan([slot], [1], [17], ["r"], known=[18]))
+    assert isinstance(in_flight, StepInFlight)
+    driver.runner.execute(plan(finished=["r"]))
+    assert observed == [[first]]
 
 
 def test_nothing_is_proposed_unless_asked(models, prompts):

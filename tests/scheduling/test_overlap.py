@@ -150,6 +150,21 @@ def test_drafts_that_begin_and_end_with_the_load():
     scene.check_naive()
 
 
+def test_who_gets_no_drafts_after_a_step_is_in_the_next_one():
+    scene = overlapped(num_blocks=60, draft_length=lambda num_running: 3 * (num_running < 2))
+    scene.add("a", range(8), max_tokens=12)
+    scene.add("b", range(30, 37), max_tokens=12)
+    first, second = scene.plan(), scene.plan()
+    assert (first.num_drafts_wanted, second.num_drafts_wanted) == (0, 0)
+    assert second.request_ids == ["a", "b"]
+    scene.apply(first)
+    scene.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    third = scene.plan()
+    assert (third.num_drafts_wanted, third.request_ids) == (3, ["a"]), "no drafts come of the second"
+    scene.apply(second)
+    assert scene.plan().request_ids == [], "drafts come of the third"
+
+
 def test_beams_wait_for_their_tokens():
     names = ("b", "b1", "b2")
     outcomes = []

@@ -94,9 +94,7 @@ class ModelRunner:
             self._sampler.host_logits,
             self._sampler.host_kernels,
         )
-        self._awaits_tokens = proposer is not None
-        if connector is not None and not connector.saves_before_tokens:
-            self._awaits_tokens = True
+        self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
         self._in_flight: list[StepInFlight] = []  # whose tokens the batch lacks
         self._graphs: StepGraphs | None = None
         if record is not None:
@@ -317,8 +315,8 @@ class ModelRunner:
             sampling.positions,
             None if grammar is None else TokenMasks.of(grammar, output, sampling),
         )
-        waits = self._awaits_tokens or begun.rows_of_host.size
-        if begun.on_device is not None and not waits and not output.draft_token_ids.size:
+        waits = self._needs_tokens(output) or begun.rows_of_host.size
+        if begun.on_device is not None and not waits:
             step = StepInFlight(result, sampling, begun.on_device, self._batch.append_unknown(slots))
             self._in_flight.append(step)
             return step
@@ -328,6 +326,12 @@ class ModelRunner:
         emitted[emitted[:, 0] == NO_TOKEN, 0] = _PLACEHOLDER
         self._batch.append(output.slots[sampling.rows], emitted)
         return None
+
+    def _needs_tokens(self, output: SchedulerOutput) -> bool:
+        """Return whether the host needs a step's tokens before anything else happens."""
+        has_drafts = output.draft_token_ids.size > 0
+        proposes = self._proposer is not None and output.num_drafts_wanted > 0
+        return has_drafts or proposes or self._connector_needs_tokens
 
     def _note_tokens(self, *, waits: bool) -> None:
         """Give the batch the tokens of steps in flight: of all, or of those that nobody has to wait for."""

@@ -310,8 +310,10 @@ class PersistentBatch:
         self._checked_rows = rows
 
     def output(self, slot: int) -> IntArray:
-        """Return the output tokens [T] in `slot`, also those of a request that has just left it."""
-        tokens: IntArray = self.token_ids[slot, self.num_prompt_tokens[slot] : self.num_tokens[slot]]
+        """Return the known output tokens [T] in `slot`, also those of a request that has just left it."""
+        is_known = self._unknown_at[slot] == _KNOWN
+        end = self.num_tokens[slot] if is_known else min(self.num_tokens[slot], self._unknown_at[slot])
+        tokens: IntArray = self.token_ids[slot, self.num_prompt_tokens[slot] : end]
         return tokens
 
     def block_tables(self, slots: IntArray) -> IntArray:

@@ -220,7 +220,6 @@ class SchedulerParts:
     def _build_planning(self) -> None:
         self.running_phase = RunningPhase(
             config=self._config,
-            draft_length=self._context.draft_length,
             kv=self.kv,
             running=self.running,
             in_flight=self.in_flight,

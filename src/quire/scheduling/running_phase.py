@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 
@@ -28,7 +27,6 @@ class RunningPhase:
     """Hands the token budget to the running requests, and frees the blocks that they need for it."""
 
     config: SchedulerConfig
-    draft_length: Callable[[int], int]
     kv: KVCacheManager
     running: RunningSlots
     in_flight: StepsInFlight
@@ -71,9 +69,10 @@ class RunningPhase:
         running = self.running
         is_pending = running.num_pending[slots] > 0
         is_last = known >= running.token_limit[slots]
-        # Drafts follow a known token: requests awaiting drafts are not scheduled yet.
-        awaits_drafts = self.draft_length(len(slots)) > 0
-        skips: BoolArray = is_pending & (running.needs_sampled_tokens[slots] | is_last | awaits_drafts)
+        needs_tokens = running.needs_sampled_tokens[slots] | is_last
+        # Drafts follow a known token. Those who get none wait, too: split over two steps, each would take as
+        # long as one with all of them.
+        skips: BoolArray = is_pending & (needs_tokens | self.in_flight.awaits_drafts)
         return skips
 
     def _missing_blocks(self, plan: Plan) -> IntArray:

@@ -17,6 +17,11 @@ class StepsInFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether drafts are to be proposed after one of the steps."""
+        return any(step.num_drafts_wanted for step in self._steps)
+
     def launch(self, step: SchedulerOutput) -> None:
         """Add the step that has just been planned."""
         self._steps.append(step)
