@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpu_engine import FIRST_TOKEN_ID
@@ -80,11 +81,20 @@ def bench(command: str, model: str, *options: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def server(model: str, *options: str) -> Iterator[tuple[str, float]]:
-    """Yield the URL of a server, and the seconds from its start until it said that it is ready."""
+def server(
+    model: str, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, float]]:
+    """Yield the URL of a server, and the seconds from its start until it said that it is ready.
+
+    Args:
+        model: a directory.
+        options: of `quire serve`.
+        environment: variables to be set.
+    """
     line = [sys.executable, "-m", "quire.cli.main", "serve", model, "--port", "0", *options]
     started = time.perf_counter()
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+    variables = {**os.environ, **(environment or {})}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stdout is not None
         ready = next((text for text in process.stdout if text.startswith("Ready:")), "")
         taken = time.perf_counter() - started

@@ -9,14 +9,24 @@ from typing import Any
 import pytest
 import torch
 from step_driver import BLOCK_SIZE, StepDriver, model_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
 
 from checkpoints import make_checkpoint
 from host_choice import HostChoice
 from operation_tape import OperationTape
 from quire.execution.draft_model_proposer import DraftModelProposer
 from quire.execution.model_runner import ModelRunner
-from quire.execution.profile_run import LENGTHS, TIMES, StepLimits, profile_run
+from quire.execution.profile_run import (
+    LENGTHS,
+    TIMES,
+    StepLimits,
+    _compute_all,
+    _MadeUpSteps,
+    profile_run,
+)
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.triton.kernel import compile_only
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
@@ -130,6 +140,47 @@ def test_requests_after_it_are_what_they_would_be(model: Decoder) -> None:
         limits = StepLimits(4, 64, 128, 0)
         profile_run(runner_of(model, limits), VOCAB_SIZE, limits)
     assert outputs[0] == outputs[1]
+
+
+class Littered(TorchDispatchMode):
+    """While it is entered, memory that torch allocates holds numbers that are no token, place or logit."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.num_filled = 0
+        self._number = number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+            self.num_filled += 1
+            result.fill_(self._number if result.is_floating_point() else torch.iinfo(result.dtype).max // 3)
+        return result
+
+
+@pytest.mark.parametrize("litter", [float("nan"), float("inf"), -1e30])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen3", {}), ("gemma2", {}), ("qwen3_moe", {}), ("qwen3", {"quantization": "int4", "group_size": 32})],
+    ids=["qwen3", "gemma2", "experts", "int4"],
+)
+def test_kernels_are_compiled_before_whatever_is_in_memory(
+    family: str, options: dict[str, Any], litter: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number that a kernel would have written is an index, nor ends the run."""
+    path = make_checkpoint(family, tmp_path, num_key_value_heads=1, num_hidden_layers=1)
+    model = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton", **options))
+    limits = StepLimits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=20, draft_length=0)
+    runner = runner_of(model, limits, record=lambda compute: compute)
+    launches: list[Any] = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **options: launches.append(args))
+
+    with compile_only(2), Littered(litter) as memory:
+        _compute_all(_MadeUpSteps(runner, VOCAB_SIZE), limits, 1)
+    assert memory.num_filled > 20
+    assert not launches
 
 
 def test_kernels_in_triton_take_its_steps(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from quire.execution.step_sampling import StepSampler
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import array_to_device
+from quire.kernels.interface import KernelSet
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
@@ -103,6 +104,11 @@ class ModelRunner:
         self._evictor = None
         if eviction is not None:
             self._evictor = CacheEvictor(eviction, model.config, kv_cache, self._batch, block_size)
+
+    @property
+    def kernels(self) -> KernelSet:
+        """What the model computes with."""
+        return self._model.kernels
 
     @property
     def kv_cache(self) -> PagedAttentionCache:

@@ -28,7 +28,7 @@ MOST_ATTENDED_TOKENS = 1 << 21
 """Cached tokens that a step reads, so that the longest prompts take no longer than a second."""
 
 TIMES = 3
-"""That a decode step is computed: what it reads is learnt, its kernels are compiled, it is recorded."""
+"""That a decode step is computed: what it reads is learnt, its kernels are loaded, it is recorded."""
 
 _PLAIN = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 _ALL_THERE_IS = dataclasses.replace(
@@ -68,6 +68,15 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> Non
     """
     runner.kv_cache.tensor.zero_()
     steps = _MadeUpSteps(runner, vocab_size)
+    compile_only = runner.kernels.compile_only()
+    if compile_only is not None:
+        with compile_only:
+            _compute_all(steps, limits, 1)
+    _compute_all(steps, limits, TIMES)
+
+
+def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
+    """Compute all steps, each decode step `times` times."""
     longest, most = limits.max_model_len, limits.max_num_batched_tokens
     for length in sorted({min(length, longest, most) for length in LENGTHS}):
         steps.compute([_Row(0, length)], _PLAIN)
@@ -77,7 +86,7 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> Non
         length = max(1, min(longest, most // share))
         steps.compute([_Row(longest - length, length)], _PLAIN)
     for rows in _decodes(limits):
-        for _ in range(TIMES):
+        for _ in range(times):
             steps.compute(rows, _PLAIN)
 
 

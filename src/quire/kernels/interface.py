@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
@@ -41,6 +42,13 @@ class KernelSet(ABC):
     @abstractmethod
     def use_threads(self, num_threads: int) -> None:
         """Compute on `num_threads` threads from now on; 0: one for each physical core."""
+
+    def compile_only(self) -> AbstractContextManager[None] | None:
+        """Return what has kernels be compiled beside each other, and compute nothing, while it is entered.
+
+        What they write has any numbers then. None: they need not be compiled.
+        """
+        return None
 
     @abstractmethod
     def linear(

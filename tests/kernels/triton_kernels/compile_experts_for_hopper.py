@@ -33,14 +33,16 @@ KERNELS = (
 def compile_steps(quantization: str, *steps: int) -> int:
     """Compute steps of so many rows; return how many programs there are of all kernels."""
     weight = torch.ones(SIZE, HIDDEN)
-    layer = TritonKernels().experts(
+    kernels = TritonKernels()
+    layer = kernels.experts(
         [ExpertWeights([weight, weight], [weight.t()])] * EXPERTS,
         Mixture(EXPERTS, CHOSEN, normalize=True, activation="silu"),
         dtype=torch.bfloat16,
         quantization=quantization,
     )
-    for num_rows in steps:
-        layer(*(torch.empty(num_rows, width, dtype=torch.bfloat16) for width in (HIDDEN, EXPERTS)))
+    with kernels.compile_only():
+        for num_rows in steps:
+            layer(*(torch.empty(num_rows, width, dtype=torch.bfloat16) for width in (HIDDEN, EXPERTS)))
     return sum(len(kernel.device_caches[0][0]) for kernel in KERNELS)
 
 

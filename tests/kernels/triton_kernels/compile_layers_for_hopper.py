@@ -6,12 +6,15 @@ A process of its own, as Triton decides once whether it interprets.
 from __future__ import annotations
 
 import functools
+import importlib
+import pkgutil
 import re
 
 import hopper
 import numpy as np
 import torch
 
+import quire.kernels.triton
 from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.tiles import HeadLayout
@@ -21,13 +24,6 @@ from quire.kernels.weights import Float8Weight
 
 device.kernel_device = functools.partial(torch.device, "cpu")  # before the kernels' modules take it
 
-from quire.kernels.triton import (  # noqa: E402
-    logit_changes,
-    logprobs,
-    row_scans,
-    tail_search,
-    token_choice,
-)
 from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel  # noqa: E402
 from quire.kernels.triton.kernel_set import TritonKernels  # noqa: E402
 
@@ -38,6 +34,20 @@ def main() -> None:
     assert not device.is_interpreted
     compiled = hopper.compile_only()
     kernels = TritonKernels()
+    with kernels.compile_only():
+        compute(kernels)
+    programs = all_programs()
+    compute(kernels)
+    assert all_programs() == programs  # none was compiled again
+    check_float8()
+    for num_rows in (1, 3, 16):
+        choose(kernels, num_rows)
+    assert all_programs() == programs
+    print(*compiled, sep="\n")
+
+
+def compute(kernels: TritonKernels) -> None:
+    """Launch every kernel but those of attention and of experts."""
     rows = torch.zeros(3, 1024, dtype=BFLOAT16)
     kernels.add_rms_norm(rows, rows.clone(), torch.ones(1024), eps=1e-6)
     kernels.gated_activation(rows, "gelu")
@@ -51,21 +61,20 @@ def main() -> None:
     kernels.sampling.sum_exp(logits, logits[:, 0], np.ones(2))
     kernels.sampling.ranks(logits, np.arange(2))
     choose(kernels, 2)
-    num_compiled = num_programs()
-    for num_rows in (1, 3, 16):
-        choose(kernels, num_rows)
-        assert num_programs() == num_compiled
-    print(*compiled, sep="\n")
 
 
 def multiply_in_float8(kernels: TritonKernels) -> None:
-    """Multiply few rows and many with scales for rows and for blocks: on matrix units that take float8."""
+    """Multiply few rows and many, with scales for rows and for blocks."""
     weight = torch.ones(128, 1024)
     in_blocks = Float8Weight(weight.to(torch.float8_e4m3fn), torch.ones(1, 8), (128, 128))
     for part in (weight, in_blocks):
         linear = kernels.linear([part], dtype=BFLOAT16, quantization="fp8")
         for num_rows in (3, 200):
             linear(torch.zeros(num_rows, 1024, dtype=BFLOAT16))
+
+
+def check_float8() -> None:
+    """See that products are of the matrix units that take float8."""
     programs = float8_linear_kernel.device_caches[0][0].values()
     assert len(programs) == 4
     for program in programs:
@@ -105,11 +114,15 @@ def choose(kernels: TritonKernels, num_rows: int) -> None:
     kernels.token_choice.logprobs(logits, numbers[2], 5 * num_rows - 4, rows)
 
 
-def num_programs() -> int:
-    """Return how often kernels that choose tokens have been compiled."""
-    modules = logit_changes, logprobs, row_scans, tail_search, token_choice
-    kernels = {name: item for module in modules for name, item in vars(module).items()}
-    return sum(len(item.device_caches[0][0]) for name, item in kernels.items() if name.endswith("_kernel"))
+def all_programs() -> dict[str, int]:
+    """Return the programs that kernels have been compiled to, by kernel and what is special about them."""
+    found = {}
+    for module in pkgutil.iter_modules(quire.kernels.triton.__path__, "quire.kernels.triton."):
+        for name, item in vars(importlib.import_module(module.name)).items():
+            if name.endswith("_kernel"):
+                programs = item.device_caches[0][0]
+                found |= {f"{name} {key}": id(program) for key, program in programs.items()}
+    return found
 
 
 if __name__ == "__main__":

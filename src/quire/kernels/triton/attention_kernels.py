@@ -17,6 +17,7 @@ import triton.language as tl
 
 from quire.kernels import bounds
 from quire.kernels.triton.device import INTERPRETED, loop_end, rounded
+from quire.kernels.triton.kernel import kernel
 
 TILE = tl.constexpr(bounds.TILE)  # keys
 SPAN_TILES = tl.constexpr(4)
@@ -127,7 +128,7 @@ def store_statistics(statistics, top, total, token, query_head, is_row, num_head
     tl.store(places + 1, total, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["table_stride", "seen_stride"])
+@kernel(do_not_specialize=["table_stride", "seen_stride"])
 def attend(
     query,
     query_token_stride,
@@ -288,7 +289,7 @@ def attend(
         tl.store(part_statistics + (of_part * 2 + 1) * ROWS + row, total)
 
 
-@triton.jit
+@kernel()
 def merge_parts(
     part_sums,
     part_statistics,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from quire.kernels.triton.device import rounded
 from quire.kernels.triton.float8_products import float8_tile_sums
+from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.products import grouped_tile_sums, tile_sums
 from quire.kernels.triton.rows import activated
 
 
-@triton.jit(do_not_specialize=["row_scales_stride"])
+@kernel(do_not_specialize=["row_scales_stride"])
 def expert_product_kernel(
     rows,
     row_scales,
@@ -100,7 +100,7 @@ def expert_product_kernel(
     tl.store(out + pair[None, :] * out_stride + feature[:, None], rounded(result, dtype), mask=is_stored)
 
 
-@triton.jit
+@kernel()
 def add_results_kernel(results, weights, out, num_features, out_stride, K: tl.constexpr, BLOCK: tl.constexpr):
     """Add up the weighted results of a row's pairs, from the first to the last."""
     row = tl.program_id(0).to(tl.int64)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from quire.kernels.experts import Mixture
 from quire.kernels.triton.device import loop_end
+from quire.kernels.triton.kernel import kernel
 
 MAX_EXPERTS = 1024  # of which a program counts the pairs at once
 _PART = 1024  # pairs that a program sorts
@@ -35,7 +36,7 @@ class Routing:
         return self.tiles.shape[1]
 
 
-@triton.jit
+@kernel()
 def choose_experts_kernel(
     scores,
     chosen,
@@ -74,7 +75,7 @@ def choose_experts_kernel(
     tl.store(weights + row * K + rank, weight, mask=rank < K)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+@kernel(do_not_specialize=["num_pairs", "num_tiles"])
 def sort_by_expert_kernel(
     chosen,
     pairs,

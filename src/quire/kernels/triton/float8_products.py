@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device import nearest_float8, rounded
+from quire.kernels.triton.kernel import kernel
 
 LARGEST = tl.constexpr(448.0)  # number of float8
 LEAST_SCALE = tl.constexpr(2.0**-120)  # its inverse is a number, too; zeros have this scale
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def quantize_float8_kernel(
     rows,
     values,
@@ -88,7 +89,7 @@ def float8_tile_sums(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def float8_linear_kernel(
     rows,
     row_scales,

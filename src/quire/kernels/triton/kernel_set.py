@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.cores import usable_cores
 from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
@@ -22,6 +24,7 @@ from quire.kernels.triton import rows as row_kernels
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.device import kernel_device
 from quire.kernels.triton.experts import FusedExperts
+from quire.kernels.triton.kernel import compile_only
 from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
 from quire.kernels.triton.sampling import TritonSampling
@@ -48,6 +51,10 @@ class TritonKernels(KernelSet):
     @override
     def use_threads(self, num_threads: int) -> None:
         _REFERENCE.use_threads(num_threads)
+
+    @override
+    def compile_only(self) -> AbstractContextManager[None]:
+        return compile_only(usable_cores())
 
     @override
     def linear(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 
 from quire.kernels.batch import AttentionBatch
@@ -22,6 +21,7 @@ from quire.kernels.triton.attention_kernels import (
     product,
 )
 from quire.kernels.triton.attention_plan import Int64Array, padded_features, power_of_two
+from quire.kernels.triton.kernel import kernel
 
 _ROWS = 64  # of a program, unless one token has more
 _FLOAT32_ROWS = 16
@@ -106,7 +106,7 @@ def _score_blocks(batch: AttentionBatch, scores: KeyScores, tokens: int, window:
     return np.stack([field.astype(np.int64) for field in fields], axis=1)
 
 
-@triton.jit(do_not_specialize=["table_stride", "seen_stride"])
+@kernel(do_not_specialize=["table_stride", "seen_stride"])
 def score_keys(
     query,
     query_token_stride,

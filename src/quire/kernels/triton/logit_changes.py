@@ -8,13 +8,14 @@ import triton.language as tl
 
 from quire.kernels.token_choice import LogitChanges
 from quire.kernels.triton.device import is_interpreted
+from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tensors import check_vector
 
 _PART = 1 << 16 if is_interpreted else 4096  # logits of a program
 _PAIRS = 256  # of row and id, of a program
 
 
-@triton.jit(do_not_specialize_on_alignment=["bitmask", "mask_of_row"])
+@kernel(do_not_specialize_on_alignment=["bitmask", "mask_of_row"])
 def _forbid_kernel(logits, bitmask, mask_of_row, vocab_size, row_stride, mask_stride, PART: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     mask = tl.load(mask_of_row + row)
@@ -27,7 +28,7 @@ def _forbid_kernel(logits, bitmask, mask_of_row, vocab_size, row_stride, mask_st
     tl.store(logits + row * row_stride + place, float("-inf"), mask=is_logit & (is_allowed == 0))
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_added"],
     do_not_specialize_on_alignment=["rows", "token_ids", "added"],
 )

@@ -9,11 +9,12 @@ import triton.language as tl
 from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
 from quire.kernels.token_choice import RowLogprobs
 from quire.kernels.triton import row_scans
+from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.key_search import SEARCH_PART, SEARCH_STEPS, SEARCH_WARPS, find_key, key_of
 from quire.kernels.triton.tensors import check_vector
 
 
-@triton.jit(do_not_specialize=["num_wanted"])
+@kernel(do_not_specialize=["num_wanted"])
 def _fill_heads_kernel(
     logits,
     rows,

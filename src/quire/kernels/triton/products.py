@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device import nearest_int, rounded
+from quire.kernels.triton.kernel import kernel
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def quantize_rows_kernel(
     rows, values, scales, num_rows, num_features, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -117,7 +118,7 @@ def grouped_tile_sums(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def linear_kernel(
     rows,
     row_scales,
@@ -160,7 +161,7 @@ def linear_kernel(
     tl.store(out_at, rounded(result, out.dtype.element_ty), mask=is_stored)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def grouped_linear_kernel(
     rows,
     row_scales,

@@ -18,6 +18,7 @@ from quire.kernels.reference import write_kv
 from quire.kernels.step_arrays import HostArrays
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.device import is_interpreted, nearest_int, rounded
+from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.rows import rms_norm
 from quire.kernels.triton.tensors import check_norm_weight, check_rows
 
@@ -56,7 +57,7 @@ def _write(states, pages, at, mask, QUANTIZES: tl.constexpr):
         tl.store(pages + at, rounded(states, pages.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _rotary_and_write_kv_kernel(
     qkv,
     q_norm,

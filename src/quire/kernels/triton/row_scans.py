@@ -14,6 +14,7 @@ import triton.language as tl
 from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
 from quire.kernels.sampling import LOWEST, group_size
 from quire.kernels.triton.device import is_interpreted
+from quire.kernels.triton.kernel import kernel
 
 _PART = 1 << 16 if is_interpreted else 4096  # logits of a program
 _NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -35,7 +36,7 @@ def _is_left_out(rows, row, HAS_ROWS: tl.constexpr):
     return is_left_out
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@kernel(do_not_specialize_on_alignment=["rows"])
 def _largest_kernel(
     logits,
     ids,
@@ -66,7 +67,7 @@ def _largest_kernel(
     tl.store(best_logits + at, tl.where(first_nan < _NO_TOKEN, float("nan"), best))
 
 
-@triton.jit
+@kernel()
 def _group_maxima_kernel(
     logits,
     rows,
@@ -92,7 +93,7 @@ def _group_maxima_kernel(
     tl.store(maxima + row * num_groups + group, tl.max(found, axis=1), mask=group < num_groups)
 
 
-@triton.jit
+@kernel()
 def _collect_kernel(
     logits,
     rows,
@@ -125,7 +126,7 @@ def _collect_kernel(
     tl.store(counts + row, count.to(tl.int64))
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperatures"])
+@kernel(do_not_specialize_on_alignment=["temperatures"])
 def _sum_exp_kernel(
     logits,
     maxima,
@@ -147,7 +148,7 @@ def _sum_exp_kernel(
     tl.store(sums + row * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.exp(depth), axis=0))
 
 
-@triton.jit
+@kernel()
 def _add_up_kernel(parts, sums, num_parts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -155,7 +156,7 @@ def _add_up_kernel(parts, sums, num_parts, BLOCK: tl.constexpr):
     tl.store(sums + row, tl.sum(added, axis=0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "token_ids"])
+@kernel(do_not_specialize_on_alignment=["rows", "token_ids"])
 def _before_kernel(
     logits, token_ids, rows, counts, vocab_size, row_stride, HAS_ROWS: tl.constexpr, PART: tl.constexpr
 ):

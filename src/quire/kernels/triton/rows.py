@@ -7,13 +7,14 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device import rounded
+from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tensors import check_norm_weight, check_rows
 
 _ELEMENTS_PER_THREAD = 16
 _ACTIVATION_BLOCK = 1024
 
 
-@triton.jit
+@kernel()
 def _rms_norm_kernel(
     rows,
     delta,
@@ -60,7 +61,7 @@ def activated(gate, ACTIVATION: tl.constexpr):
     return values
 
 
-@triton.jit
+@kernel()
 def _gated_activation_kernel(
     gate_up,
     out,

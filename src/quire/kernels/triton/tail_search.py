@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.token_choice import RowDraws
+from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.key_search import (
     SEARCH_PART,
     SEARCH_STEPS,
@@ -27,7 +28,7 @@ TO_SEARCH = tl.constexpr(-2)
 _MOST = tl.constexpr(2**40)  # above all keys
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms"])
+@kernel(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms"])
 def _search_kernel(
     logits,
     maxima,

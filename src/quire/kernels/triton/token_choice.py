@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from typing_extensions import override
 
 from quire.kernels.bounds import MAX_HEAD_TOKENS
 from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, TokenChoice
 from quire.kernels.triton import row_scans
+from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.key_search import relative_weight
 from quire.kernels.triton.logit_changes import change_logits
 from quire.kernels.triton.logprobs import row_logprobs
@@ -26,7 +26,7 @@ from quire.step import NO_TOKEN
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms"])
+@kernel(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms"])
 def _decide_kernel(
     head_logits,
     head_ids,

@@ -1,0 +1,58 @@
+"""Functions in Triton that are launched, and compiling them without computing anything."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from quire.kernels.triton.device import is_interpreted
+
+_compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
+
+
+class _Launched:
+    """A kernel whose launches are compiled and not computed while `compile_only` is entered."""
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        """Called by `kernel[grid](...)`; see `JITFunction.run`."""
+        return super().run(*args, grid=grid, warmup=warmup or _compiles_only.get(), **options)  # type: ignore[misc]
+
+
+class _CompiledKernel(_Launched, JITFunction):  # type: ignore[misc]
+    pass
+
+
+class _InterpretedKernel(_Launched, InterpretedFunction):  # type: ignore[misc]
+    pass
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator of functions in Triton that are launched; others are decorated by `triton.jit`.
+
+    Args:
+        options: as those of `triton.jit`.
+    """
+    kind = _InterpretedKernel if is_interpreted else _CompiledKernel
+    return lambda function: kind(function, **options)
+
+
+@contextlib.contextmanager
+def compile_only(num_threads: int) -> Iterator[None]:
+    """Let this thread's launches compile their kernels, on `num_threads` threads, and compute nothing.
+
+    What a kernel writes has any numbers afterwards. All are compiled at the end. What the compiler does not
+    take raises when it is launched the next time.
+    """
+    token = _compiles_only.set(True)
+    try:
+        with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            yield
+    finally:
+        _compiles_only.reset(token)
