@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from quire.execution.adaptive_proposer import AdaptiveProposer, RowCost
 from quire.execution.proposer import Proposer, RowsToContinue
@@ -42,10 +41,10 @@ class Engine:
         for slot in self.slots:
             self.proposer.open(slot, 10, SCOPE)
 
-    def step(self):
+    def step(self, *, is_alone=True):
         rows = len(self.slots) + int(self.drafts.sum())
         self.num_drafted += int(self.drafts.sum())
-        self.proposer.follow(torch.zeros(rows), None)
+        self.proposer.begin_step(rows, is_alone=is_alone)
         self.now += 1 + self.row * rows
         for slot, count in enumerate(self.drafts):
             hits = self.rng.random(count) < self.right[slot]
@@ -153,6 +152,16 @@ def test_the_cost_of_a_row_is_measured():
     cost.note(5, 1000.0)  # something else took the time
     assert cost.of_draft(1) == pytest.approx(2 / 7, rel=0.25)
     assert cost.of_draft(8) == pytest.approx(16 / 21, rel=0.25)
+
+
+def test_a_step_that_begins_behind_another_tells_nothing_of_its_cost():
+    engine = Engine([0.5], 0.8)
+    for _ in range(30):
+        engine.step(is_alone=False)
+    assert engine.proposer._cost.of_draft(1) == 0.3, "as assumed"
+    for _ in range(200):
+        engine.step()
+    assert engine.proposer._cost.of_draft(1) == pytest.approx(0.8 / 1.8, rel=0.2)
 
 
 def test_steps_of_one_length_tell_nothing_of_the_cost_of_a_row():

@@ -9,7 +9,7 @@ from quire.execution.proposer import GuardedProposer, Proposer, RowsToContinue
 from quire.step import NO_TOKEN
 
 VOCAB_SIZE = 10
-CALLS = ["finish", "open", "copy_blocks", "follow", "is_idle", "propose"]
+CALLS = ["finish", "open", "copy_blocks", "begin_step", "follow", "is_idle", "propose"]
 ROWS = RowsToContinue(
     np.ones((4, 8), np.int32),
     np.arange(2),
@@ -42,6 +42,9 @@ class Faulty(Proposer):
     def copy_blocks(self, copies):
         self._note("copy_blocks")
 
+    def begin_step(self, num_tokens, *, is_alone):
+        self._note("begin_step")
+
     def follow(self, token_ids, batch):
         self._note("follow")
 
@@ -58,6 +61,7 @@ def run_step(proposer: Proposer) -> np.ndarray:
     proposer.finish(0, np.arange(3))
     proposer.open(0, 3, ("", ""))
     proposer.copy_blocks(np.empty((0, 2), np.int32))
+    proposer.begin_step(2, is_alone=True)
     proposer.follow(None, None)
     return None if proposer.is_idle() else proposer.propose(ROWS, 3)
 

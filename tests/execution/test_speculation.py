@@ -314,12 +314,15 @@ def test_ngram_drafts_speed_up_a_loop_and_change_nothing(models):
     assert driver.number_of_steps < NUM_OUTPUT
 
 
-def test_a_proposer_observes_the_outputs_that_are_known(models, prompts, monkeypatch):
+def test_a_proposer_observes_outputs_that_are_known_and_steps_that_are_not_over(models, prompts, monkeypatch):
     class Observer(NgramProposer):
+        def begin_step(self, num_tokens, *, is_alone):
+            steps.append((num_tokens, is_alone))
+
         def finish(self, slot, output):
             observed.append(output.tolist())
 
-    observed = []
+    observed, steps = [], []
     choose_on_device(monkeypatch)
     monkeypatch.setattr(LateCopy, "has_arrived", property(lambda self: self._is_waited_for))
     driver = make_driver(models["float32"], proposer=Observer(1, 3))
@@ -329,8 +332,11 @@ def test_a_proposer_observes_the_outputs_that_are_known(models, prompts, monkeyp
     [first] = driver.requests["r"].output
     in_flight = driver.runner.execute(plan([slot], [1], [17], ["r"], known=[18]))
     assert isinstance(in_flight, StepInFlight)
+    driver.add("s", prompts[1], GREEDY)
+    driver.step({"s": 3})
     driver.runner.execute(plan(finished=["r"]))
     assert observed == [[first]]
+    assert steps == [(17, True), (1, True), (3, False)]
 
 
 def test_nothing_is_proposed_unless_asked(models, prompts):

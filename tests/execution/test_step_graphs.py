@@ -17,7 +17,9 @@ from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver, model_cache
 from checkpoints import make_checkpoint
 from operation_tape import OperationTape
 from quire.execution import step_graphs
+from quire.execution.adaptive_proposer import AdaptiveProposer
 from quire.execution.model_runner import ModelRunner
+from quire.execution.ngram_proposer import NgramProposer
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.size_classes import size_class
@@ -57,7 +59,7 @@ def load(family: str, path: Path, **options: Any) -> Decoder:
     )
 
 
-def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, connector: Any = None) -> StepDriver:
+def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, **parts: Any) -> StepDriver:
     model.reserve(size_class(64))
     cache = model_cache(model)
     runner = ModelRunner(
@@ -67,7 +69,7 @@ def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, connect
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         record=record,
-        connector=connector,
+        **parts,
     )
     return StepDriver(runner, cache, max_num_seqs=max_num_seqs)
 
@@ -128,6 +130,20 @@ def test_steps_are_replayed_beside_a_connector_that_moves_whole_blocks(
     recorder = Recorder()
     outputs(driver_of(load("qwen3", tmp_path), recorder.record, connector=connector), [3], 4)
     assert recorder.num_replays == (0 if works_by_layer else 1)
+
+
+@pytest.mark.parametrize("follows_tokens", [False, True])
+def test_steps_are_replayed_beside_a_proposer_that_does_not_follow_tokens(
+    follows_tokens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[int] = []
+    monkeypatch.setattr(NgramProposer, "follows_tokens", follows_tokens)
+    monkeypatch.setattr(NgramProposer, "follow", lambda self, ids, batch: followed.append(len(ids)))
+    recorder = Recorder()
+    proposer = AdaptiveProposer(NgramProposer(1, 3), 4)
+    outputs(driver_of(load("qwen3", tmp_path), recorder.record, proposer=proposer), [3], 4)
+    assert recorder.num_replays == (0 if follows_tokens else 1)
+    assert followed == ([3, 1, 1, 1] if follows_tokens else [])
 
 
 def test_recordings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

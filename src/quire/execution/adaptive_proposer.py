@@ -44,11 +44,13 @@ class AdaptiveProposer(Proposer):
     def __init__(
         self, proposer: Proposer, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        self.follows_tokens = proposer.follows_tokens
         self._proposer = proposer
         self._clock = clock
         self._cost = RowCost()
         self._step_began = 0.0
         self._num_step_rows = 0
+        self._is_alone = True  # the step: its duration is its own
         self._num_idle_steps = 0
         self._shared = Acceptance(_FIRST_ACCEPTANCE, _SHARED_MEMORY)
         self._by_slot = [DraftedRequest(_FIRST_ACCEPTANCE, 0) for _ in range(max_num_seqs)]
@@ -68,10 +70,14 @@ class AdaptiveProposer(Proposer):
         self._proposer.copy_blocks(copies)
 
     @override
+    def begin_step(self, num_tokens: int, *, is_alone: bool) -> None:
+        self._proposer.begin_step(num_tokens, is_alone=is_alone)
+        self._num_step_rows, self._is_alone = num_tokens, is_alone
+        self._step_began = self._clock()
+
+    @override
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
         self._proposer.follow(token_ids, batch)
-        self._num_step_rows = len(token_ids)
-        self._step_began = self._clock()
 
     @override
     def is_idle(self) -> bool:
@@ -85,8 +91,9 @@ class AdaptiveProposer(Proposer):
         step_seconds = self._clock() - self._step_began
         requests = [self._by_slot[slot] for slot in rows.slots.tolist()]
         num_tokens = rows.num_tokens.tolist()
-        if self._num_step_rows == len(requests) + sum(request.num_drafts for request in requests):
-            self._cost.note(self._num_step_rows, step_seconds)  # there was no prompt in it
+        has_prompt = self._num_step_rows != len(requests) + sum(request.num_drafts for request in requests)
+        if self._is_alone and not has_prompt:
+            self._cost.note(self._num_step_rows, step_seconds)
         for request, known in zip(requests, num_tokens, strict=True):
             if request.num_drafts:
                 self._shared.note(*request.outcome(known))

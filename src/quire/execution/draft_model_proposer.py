@@ -28,6 +28,8 @@ class DraftModelProposer(Proposer):
         kv_cache: its own, with as many blocks, of as many tokens, as the target's.
     """
 
+    follows_tokens = True
+
     def __init__(self, model: Decoder, kv_cache: PagedAttentionCache) -> None:
         self._model = model
         self._kv_cache = kv_cache

@@ -151,6 +151,8 @@ class ModelRunner:
         if len(output.slots):
             self._batch.check(output)
             self._batch.write_drafts(output)
+            if self._proposer is not None:
+                self._proposer.begin_step(output.total_num_scheduled_tokens, is_alone=not self._in_flight)
             sampling = SamplingPositions.of(output)
             is_plain = self._is_plain_decode(output)
             logits = self._decode(output) if is_plain else self._compute(output, sampling, result)
@@ -215,10 +217,11 @@ class ModelRunner:
 
     def _is_plain_decode(self, output: SchedulerOutput) -> bool:
         """Return whether a step computes and samples one token of each request, and nothing else."""
-        others = self._proposer, self._layer_hook, self._evictor, self._sparse
+        others = self._layer_hook, self._evictor, self._sparse
         return (
             self._graphs is not None
             and not any(other is not None for other in others)
+            and (self._proposer is None or not self._proposer.follows_tokens)
             and bool((output.num_tokens == 1).all() and output.samples.all())
             and not self._batch.prompt_logprobs_end[output.slots].any()
         )
@@ -254,7 +257,7 @@ class ModelRunner:
             positions = self._evictor.positions_in_text(positions, output)
         encoded = self._encoded_ids(rows, positions)
         token_ids = self._sampler.input_ids(array_to_device(encoded, self._model.kernels.device))
-        if self._proposer is not None:
+        if self._proposer is not None and self._proposer.follows_tokens:
             self._proposer.follow(token_ids, batch)
         hook = self._layer_hook
         if self._evictor is not None:

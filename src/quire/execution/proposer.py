@@ -33,6 +33,9 @@ class RowsToContinue:
 class Proposer(ABC):
     """Proposes drafts. A bad one costs time only: see `quire.execution.sampling_positions`."""
 
+    follows_tokens = False
+    """Whether `follow` is called in each step, which then cannot be replayed as a graph on a GPU."""
+
     def open(self, slot: int, num_tokens: int, scope: tuple[str, str]) -> None:  # noqa: B027
         """Expect a request in `slot`, new or resumed, with that many known tokens.
 
@@ -44,6 +47,14 @@ class Proposer(ABC):
 
     def copy_blocks(self, copies: IntArray) -> None:  # noqa: B027 - most keep no KV
         """Repeat the copies of KV blocks [N, 2] (from, to) in the proposer's own cache, if it has one."""
+
+    def begin_step(self, num_tokens: int, *, is_alone: bool) -> None:  # noqa: B027
+        """Expect a step of so many tokens, including drafts.
+
+        Args:
+            num_tokens: of the step.
+            is_alone: whether the one before has been computed.
+        """
 
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:  # noqa: B027
         """Observe the tokens [T] that the model computes in a step, including drafts."""
@@ -66,6 +77,7 @@ class GuardedProposer(Proposer):
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
+        self.follows_tokens = proposer.follows_tokens
         self._proposer: Proposer | None = proposer
         self._vocab_size = vocab_size
 
@@ -80,6 +92,10 @@ class GuardedProposer(Proposer):
     @override
     def copy_blocks(self, copies: IntArray) -> None:
         self._unless_failed(lambda proposer: proposer.copy_blocks(copies))
+
+    @override
+    def begin_step(self, num_tokens: int, *, is_alone: bool) -> None:
+        self._unless_failed(lambda proposer: proposer.begin_step(num_tokens, is_alone=is_alone))
 
     @override
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
