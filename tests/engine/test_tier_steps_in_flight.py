@@ -53,10 +53,15 @@ def expected() -> list[Any]:
 
 
 @pytest.fixture
-def open_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+def unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens of the steps so far were unknown on the host when the next one began."""
+    return choose_on_device(monkeypatch)
+
+
+@pytest.fixture
+def open_llm(unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     """Open an engine with a tier whose copies are late, on a device that knows the tokens of most steps."""
     device = LateDevice(is_eager=True)
-    unknown_tokens = choose_on_device(monkeypatch)
     monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 4 << 20)
     monkeypatch.setattr(kv_tier, "host_copier", lambda cache, _: DeviceCopier(cache.tensor, device))
 
@@ -67,7 +72,6 @@ def open_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
         return llm
 
     yield opened
-    assert sum(unknown_tokens) > 0
     assert not any(queue.operations for queue in device.queues)
 
 
@@ -99,7 +103,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 
 
 def test_what_is_stored_without_waiting_comes_back(
-    open_llm: Callable[..., LLM], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+    open_llm: Callable[..., LLM],
+    expected: list[Any],
+    unknown_tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps_thread_waits: list[bool] = []
     wait = LateCopy.wait
@@ -115,6 +122,7 @@ def test_what_is_stored_without_waiting_comes_back(
             assert [num_stored(llm, prompt) for prompt in PROMPTS] == [6] * 4
         assert llm.stats().num_loaded_tokens > 6 * 16
         assert llm.stats().num_failed_loads == 0
+    assert sum(unknown_tokens) > 0
     num_seen_arriving = sum(steps_thread_waits)  # `wait` of what has arrived returns at once
     assert num_seen_arriving < len(steps_thread_waits) / 2
 
