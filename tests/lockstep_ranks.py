@@ -51,6 +51,9 @@ class LockstepCommunicator(Communicator):
     def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.all_gather(part)
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self.all_gather(tensor)[0])
+
 
 class LockstepRanks:
     """Runs a function on every rank, each in its thread."""

@@ -101,12 +101,16 @@ def test_an_error_on_rank_0_within_a_step_ends_the_engine(monkeypatch):
         def forward(self, *args, **options):
             raise MemoryError("no room")
 
+    class Alone:
+        def broadcast(self, tensor):
+            pass
+
     monkeypatch.setattr(group, "CAUSE_WAIT", 0.0)
     ranks = RankGroup(2, timeout=5.0)
     batch = AttentionBatch.build(np.array([0]), np.array([1]), np.array([[0]]), 16)
     for _ in range(2):
         with pytest.raises(EngineDeadError, match=r"rank 0 failed.*MemoryError: no room"):
-            LeadingDecoder(Decoder(), ranks).forward(torch.tensor([1]), None, batch)
+            LeadingDecoder(Decoder(), Alone(), ranks).forward(torch.tensor([1]), None, batch)
     ranks.close()
 
 

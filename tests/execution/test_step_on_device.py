@@ -15,6 +15,7 @@ from gguf_checkpoints import write_gguf
 from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver
 
 from checkpoints import FAMILIES, make_checkpoint
+from lockstep_ranks import LockstepRanks
 from meta_device import META, MetaKernels, OneDevice
 from quire.execution import host_sampling
 from quire.execution.model_runner import ModelRunner
@@ -25,6 +26,7 @@ from quire.models.checkpoints import loading
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.decoder import Decoder
+from quire.models.parallel import TensorParallel
 from quire.models.rotary import RotaryTable
 from quire.sampling_params import SamplingParams
 
@@ -69,6 +71,22 @@ def test_a_forward_pass_stays_on_its_device(load: Any, family: str, dtype: str, 
     forward(model, cache, [0, 0], [5, 17])  # rotary tables grow
     assert forward(model, cache, [5, 17], [1, 30]) == COPIES_OF_A_FORWARD_PASS
     assert forward(model, cache, [6, 47], [1, 1]) == COPIES_OF_A_FORWARD_PASS
+
+
+@pytest.mark.usefixtures("load")
+@pytest.mark.parametrize("family", ["llama", "olmo2", "qwen3_moe"])
+def test_what_ranks_compute_together_stays_on_their_devices(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path)
+    ranks = LockstepRanks(2)
+    models = ranks.load(path, read_model_config(path))
+
+    def copies(parallel: TensorParallel) -> int:
+        model = models[parallel.shard.rank]
+        cache = cache_of(model)
+        forward(model, cache, [0, 0], [5, 17])
+        return forward(model, cache, [5, 17], [1, 30])
+
+    assert ranks.run(copies) == [COPIES_OF_A_FORWARD_PASS] * 2
 
 
 def test_embeddings_of_a_gguf_file_are_decoded_once(load: Any, tmp_path: Path) -> None:

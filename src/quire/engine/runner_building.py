@@ -33,7 +33,7 @@ class LoadedModels:
 
     target: Model
     draft: Decoder | None  # None: there is no draft model
-    kv_cache: PagedAttentionCache | None  # that ranks have allocated together; None: there is one rank
+    ranks: RankGroup | None  # that have shards of the target model; None: there is one rank
 
 
 def load_models(
@@ -54,37 +54,31 @@ def load_models(
     kernel_set(config.kernels).use_threads(num_threads)
     options = weight_options(config, model_config)
     target: Model
-    kv_cache = None
     if ranks is None:
         target = load_decoder(model_path, model_config, options=options, on_progress=on_progress)
     else:
-        target, kv_cache = load_with_ranks(
+        target = load_with_ranks(
             ranks,
             model_path,
             model_config,
-            plan,
             options=options,
             num_threads=num_threads,
             on_progress=on_progress,
         )
     draft = None if draft_model is None else load_draft_model(config, draft_model, plan)
-    return LoadedModels(target, draft, kv_cache)
+    return LoadedModels(target, draft, ranks)
 
 
 def build_runner(
     config: EngineConfig, models: LoadedModels, plan: MemoryPlan, *, connector: KVConnector | None
 ) -> ModelRunner:
-    """Allocate the KV caches that ranks have not, and return the runner over them."""
+    """Allocate the KV caches, and return the runner over them."""
     from quire.execution.model_runner import ModelRunner
-    from quire.kv.paged_cache import PagedAttentionCache
 
-    kv_cache = models.kv_cache
-    if kv_cache is None:
-        kv_cache = PagedAttentionCache.on_device(plan.kv_caches[0], models.target.kernels.device)
     scheduler = config.scheduler
     return ModelRunner(
         models.target,
-        kv_cache,
+        _kv_cache(models, plan),
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
@@ -94,6 +88,18 @@ def build_runner(
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
         record=_record(config, models.target),
     )
+
+
+def _kv_cache(models: LoadedModels, plan: MemoryPlan) -> PagedAttentionCache:
+    """Return memory for the target model's KV, on all ranks."""
+    from quire.kv.paged_cache import PagedAttentionCache
+
+    metadata, device = plan.kv_caches[0], models.target.kernels.device
+    if models.ranks is None:
+        return PagedAttentionCache.on_device(metadata, device)
+    from quire.engine.ranks.leading import leading_cache
+
+    return leading_cache(metadata, device, models.ranks)
 
 
 def _record(config: EngineConfig, model: Model) -> Record | None:

@@ -24,8 +24,9 @@ from quire.models.shard import Shard
 class Communicator(ABC):
     """Exchanges tensors among the ranks, which all make the same calls in the same order.
 
-    A tensor has the same shape and type on all ranks. A call raises `ExchangeError` if a rank does not take
-    part.
+    A tensor has the same shape and type on all ranks. On the host, a call raises `ExchangeError` if a rank
+    does not take part. On a device, nobody waits for an exchange: it is done in the order of what else the
+    device is asked for.
     """
 
     @abstractmethod
@@ -35,6 +36,10 @@ class Communicator(ABC):
     @abstractmethod
     def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return every rank's `part` on rank 0, and nothing elsewhere."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a contiguous tensor with rank 0's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class RowParallelLinear(Linear):
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        part = torch.empty(len(rows), self.out_features)
+        part = rows.new_empty(len(rows), self.out_features, dtype=torch.float32)
         total = self._parallel.sum(self._local(rows, out=part))
         return total.to(rows.dtype) if out is None else out.copy_(total)
 
@@ -96,7 +101,7 @@ class RowParallelExperts(Experts):
     def __call__(
         self, rows: torch.Tensor, scores: torch.Tensor, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        part = torch.empty(rows.shape)
+        part = rows.new_empty(rows.shape, dtype=torch.float32)
         total = self._parallel.sum(self._local(rows, scores, out=part))
         return total.to(rows.dtype) if out is None else out.copy_(total)
 
@@ -120,7 +125,7 @@ class VocabularyParallelLinear(Linear):
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        padded = torch.empty(len(rows), self._width)
+        padded = rows.new_empty(len(rows), self._width, dtype=torch.float32)
         own = self._local(rows, out=padded[:, : self._local.out_features])
         parts = self._communicator.gather(padded)
         if not parts:
@@ -154,8 +159,9 @@ class FullWidthNormLinear(Linear):
         self._norms = norms
         self._parallel = parallel
         self._head_dim = config.head_dim
-        self._sizes = torch.tensor([config.num_heads, config.num_kv_heads]) * config.head_dim
-        self._counted_kv_heads = list(parallel.shard.counted_kv_heads(config))
+        sizes = torch.tensor([config.num_heads, config.num_kv_heads]) * config.head_dim
+        counted = torch.tensor(parallel.shard.counted_kv_heads(config), dtype=torch.int64)
+        self._sizes, self._counted_kv_heads = (each.to(norms[0].device) for each in (sizes, counted))
         self._eps = config.norm_eps
 
     @override
@@ -165,7 +171,11 @@ class FullWidthNormLinear(Linear):
         query, key = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
         by_kv_head = key.float().square().view(len(key), -1, self._head_dim).sum(-1)
         squares = torch.stack(
-            (query.float().square().sum(-1), by_kv_head[:, self._counted_kv_heads].sum(-1)), dim=1
+            (
+                query.float().square().sum(-1),
+                by_kv_head.index_select(1, self._counted_kv_heads).sum(-1),
+            ),
+            dim=1,
         )
         inverse = (self._parallel.sum(squares) / self._sizes + self._eps).rsqrt()
         for index, (states, norm) in enumerate(zip((query, key), self._norms, strict=True)):

@@ -40,6 +40,7 @@ class RankGroup:
         self.timeout = timeout
         self.kv_file = os.memfd_create("quire-kv") if shares_kv else None
         self.rendezvous = os.memfd_create("quire-rendezvous")
+        self._num_ready = 0  # how often all have been ready
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._watch = RankWatch(self._processes, self._channels, timeout)
@@ -77,8 +78,9 @@ class RankGroup:
         self._watch.wait_for_all(RankConnecting)
 
     def wait_until_ready(self) -> None:
-        """Wait until all ranks have loaded their shards."""
-        self._watch.wait_for_all(RankReady)
+        """Wait until all ranks have loaded their shards, or have allocated what they were told to."""
+        self._num_ready += 1
+        self._watch.wait_for_all(RankReady, self._num_ready)
 
     def send(self, message: ToRank) -> None:
         """Tell all ranks what to compute."""

@@ -5,6 +5,8 @@ Everything else of an engine is on rank 0 alone: requests, sampling, drafts and 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Self
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from quire.engine.ranks.group import RankGroup
-from quire.engine.ranks.messages import CopyBlocks, Forward, Logits
+from quire.engine.ranks.messages import AllocateCache, CopyBlocks, Forward, Logits
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
@@ -21,18 +23,23 @@ from quire.kv.paged_cache import PagedAttentionCache
 from quire.kv.shard_memory import ShardMemory
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, LayerHook
+from quire.models.parallel import Communicator
 
 
 class LeadingDecoder:
     """See `quire.execution.model_runner.Model`. Raises `EngineDeadError` if a rank fails, this one included.
 
+    The ranks are told what to compute by messages; what may be on a device only, they get from rank 0's.
+
     Args:
         decoder: of rank 0.
+        communicator: of rank 0.
         ranks: the others.
     """
 
-    def __init__(self, decoder: Decoder, ranks: RankGroup) -> None:
+    def __init__(self, decoder: Decoder, communicator: Communicator, ranks: RankGroup) -> None:
         self._decoder = decoder
+        self._communicator = communicator
         self._ranks = ranks
 
     @property
@@ -57,7 +64,6 @@ class LeadingDecoder:
         assert batch.key_scores is None, "each rank has the scores of its own heads only"
         self._ranks.send(
             Forward(
-                token_ids=token_ids.numpy(),
                 positions=batch.positions.numpy(),
                 block_size=batch.block_size,
                 slot_blocks=batch.slot_blocks.numpy(),
@@ -69,10 +75,9 @@ class LeadingDecoder:
                 key_selection=batch.key_selection,
             )
         )
-        try:
+        with self._failing_together():
+            self._communicator.broadcast(token_ids)
             return self._decoder.forward(token_ids, kv_cache, batch, hook=hook)
-        except Exception as error:
-            raise self._ranks.failure(error) from error
 
     def reserve(self, num_tokens: int) -> None:
         """See `Decoder.reserve`; of this rank."""
@@ -81,9 +86,15 @@ class LeadingDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`."""
         hidden = hidden.contiguous()
-        self._ranks.send(Logits(hidden.view(torch.uint8).numpy()))
-        try:
+        self._ranks.send(Logits(len(hidden)))
+        with self._failing_together():
+            self._communicator.broadcast(hidden)
             return self._decoder.logits(hidden)
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             raise self._ranks.failure(error) from error
 
@@ -94,9 +105,9 @@ class LeadingCache(PagedAttentionCache):
     _ranks: RankGroup
 
     @classmethod
-    def leading(cls, metadata: PagedAttentionCacheMetaData, ranks: RankGroup) -> Self:
+    def leading(cls, metadata: PagedAttentionCacheMetaData, device: torch.device, ranks: RankGroup) -> Self:
         """Return a cache whose blocks `ranks` copy too."""
-        cache = cls.init_cache(None, metadata)
+        cache = cls.on_device(metadata, device)
         cache._ranks = ranks
         return cache
 
@@ -137,12 +148,19 @@ class SharedCache(PagedAttentionCache):
                 blocks[target] = blocks[source]
 
 
-def leading_cache(metadata: PagedAttentionCacheMetaData, ranks: RankGroup) -> LeadingCache | SharedCache:
-    """Return rank 0's KV cache.
+def leading_cache(
+    metadata: PagedAttentionCacheMetaData, device: torch.device, ranks: RankGroup
+) -> LeadingCache | SharedCache:
+    """Have all ranks allocate a KV cache, in place of one before, and return rank 0's.
 
     Raises:
+        EngineDeadError: a rank has failed; it may have no room.
         OSError: there is no room for that of all ranks in memory that they share.
     """
     if ranks.kv_file is None:
-        return LeadingCache.leading(metadata, ranks)
-    return SharedCache.sharing(metadata, ShardMemory(ranks.kv_file, metadata))
+        cache: LeadingCache | SharedCache = LeadingCache.leading(metadata, device, ranks)
+    else:
+        cache = SharedCache.sharing(metadata, ShardMemory(ranks.kv_file, metadata))
+    ranks.send(AllocateCache(metadata, ranks.kv_file))
+    ranks.wait_until_ready()
+    return cache

@@ -38,18 +38,23 @@ class RankStart:
     model: ModelConfig  # the whole model's
     weights: WeightOptions
     num_threads: int
-    kv_cache: PagedAttentionCacheMetaData
-    kv_file: int | None  # with the KV of all ranks, a descriptor that the process has; None: each has its own
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllocateCache:
+    """Take memory for a KV cache, in place of the one before; then the rank is ready again."""
+
+    metadata: PagedAttentionCacheMetaData
+    file: int | None  # with the KV of all ranks, a descriptor that the process has; None: each has its own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forward:
-    """Compute the tokens [T] of a step; the other fields are those of its `AttentionBatch`.
+    """Compute the tokens [T] of a step, whose ids rank 0 broadcasts; the fields are of its `AttentionBatch`.
 
     Key scores are missing: each rank would have those of its own heads only.
     """
 
-    token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     block_size: int
     slot_blocks: npt.NDArray[np.int64]
@@ -63,9 +68,9 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logits:
-    """Compute this rank's part of the logits of hidden states [R, hidden], given as bytes [R, any]."""
+    """Compute this rank's part of the logits of hidden states [R, hidden], which rank 0 broadcasts."""
 
-    hidden: npt.NDArray[np.uint8]
+    num_rows: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class CopyBlocks:
     copies: npt.NDArray[np.int32]
 
 
-ToRank = RankStart | Forward | Logits | CopyBlocks
+ToRank = RankStart | AllocateCache | Forward | Logits | CopyBlocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class RankConnecting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankReady:
-    """The rank has its shard of the weights and its KV cache."""
+    """The rank has its shard of the weights, or the KV cache that it was to have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

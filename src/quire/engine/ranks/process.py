@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from quire.engine.ranks.messages import (
     HEARTBEAT_INTERVAL,
+    AllocateCache,
     Channel,
     RankAlive,
     RankConnecting,
@@ -75,7 +76,10 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[ToRank]) -> NoReturn:
     gc.freeze()  # objects alive now stay: garbage collections can skip them
     channel.send(RankReady())
     while True:
-        runner.run(inbox.get())
+        message = inbox.get()
+        runner.run(message)
+        if isinstance(message, AllocateCache):
+            channel.send(RankReady())
 
 
 def _fail(channel: Channel, error: Exception) -> NoReturn:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from quire.engine.ranks.gloo import GlooCommunicator
-from quire.engine.ranks.messages import CopyBlocks, Forward, Logits, RankStart, ToRank
+from quire.engine.ranks.messages import AllocateCache, CopyBlocks, Forward, Logits, RankStart, ToRank
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.dispatch import kernel_set
 from quire.kv.paged_cache import PagedAttentionCache
@@ -32,41 +32,51 @@ class ShardRunner:
     """
 
     def __init__(self, start: RankStart, *, on_connecting: Callable[[], None]) -> None:
-        kernel_set(start.weights.kernels).use_threads(start.num_threads)
+        kernels = kernel_set(start.weights.kernels)
+        kernels.use_threads(start.num_threads)
         on_connecting()
-        shard = Shard(start.rank, start.size)
-        communicator = GlooCommunicator(shard, start.rendezvous, timeout=start.timeout)
+        self._shard = Shard(start.rank, start.size)
+        self._device = kernels.device
+        self._communicator = GlooCommunicator(self._shard, start.rendezvous, timeout=start.timeout)
         self._decoder = load_decoder(
             Path(start.model_path),
             start.model,
             options=start.weights,
-            parallel=TensorParallel(shard, communicator),
+            parallel=TensorParallel(self._shard, self._communicator),
         )
-        self._kv_cache = _kv_cache(start)
+        self._kv_cache = PagedAttentionCache([])
 
     @torch.inference_mode()
     def run(self, message: ToRank) -> None:
-        """Compute what `message` says.
+        """Do what `message` says; nobody waits for the device.
 
         Raises:
             ExchangeError: another rank does not take part.
         """
         match message:
+            case AllocateCache():
+                self._allocate(message)
             case Forward():
-                self._decoder.forward(torch.from_numpy(message.token_ids), self._kv_cache, _batch(message))
-            case Logits(hidden):
-                rows = torch.from_numpy(hidden).view(self._decoder.dtype)
-                self._decoder.output(rows)
+                token_ids = torch.empty(len(message.positions), dtype=torch.int64, device=self._device)
+                self._communicator.broadcast(token_ids)
+                self._decoder.forward(token_ids, self._kv_cache, _batch(message))
+            case Logits(num_rows):
+                shape = num_rows, self._decoder.config.hidden_size
+                hidden = torch.empty(shape, dtype=self._decoder.dtype, device=self._device)
+                self._communicator.broadcast(hidden)
+                self._decoder.output(hidden)
             case CopyBlocks(copies):
                 self._kv_cache.copy_blocks(copies)
 
-
-def _kv_cache(start: RankStart) -> PagedAttentionCache:
-    if start.kv_file is None:
-        return PagedAttentionCache.init_cache(None, start.kv_cache)
-    shards = ShardMemory(start.kv_file, start.kv_cache)
-    os.close(start.kv_file)
-    return PagedAttentionCache.over(start.kv_cache, shards.of_rank(start.rank))
+    def _allocate(self, message: AllocateCache) -> None:
+        metadata = message.metadata
+        self._kv_cache = PagedAttentionCache([])  # the memory of the one before is free now
+        if message.file is not None:
+            shards = ShardMemory(message.file, metadata)
+            os.close(message.file)
+            self._kv_cache = PagedAttentionCache.over(metadata, shards.of_rank(self._shard.rank))
+            return
+        self._kv_cache = PagedAttentionCache.on_device(metadata, self._device)
 
 
 def _batch(message: Forward) -> AttentionBatch:

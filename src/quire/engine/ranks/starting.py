@@ -12,9 +12,8 @@ from quire.kernels.cores import usable_cores
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:
-    from quire.engine.memory_plan import MemoryPlan
     from quire.engine.ranks.group import RankGroup
-    from quire.engine.ranks.leading import LeadingCache, LeadingDecoder, SharedCache
+    from quire.engine.ranks.leading import LeadingDecoder
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.config import ModelConfig
 
@@ -30,19 +29,17 @@ def load_with_ranks(
     ranks: RankGroup,
     model_path: Path,
     model_config: ModelConfig,
-    plan: MemoryPlan,
     *,
     options: WeightOptions,
     num_threads: int,
     on_progress: Callable[[int, int], None] | None,
-) -> tuple[LeadingDecoder, LeadingCache | SharedCache]:
-    """Let all ranks load their shards of a model; return this rank's model and KV cache, which lead.
+) -> LeadingDecoder:
+    """Let all ranks load their shards of a model; return this rank's, which leads.
 
     Args:
         ranks: the others.
         model_path: directory of the model.
         model_config: of the whole model.
-        plan: of the memory of one rank.
         options: how to hold the weights.
         num_threads: of each rank.
         on_progress: called with (bytes read, total bytes) of this rank's shard while it loads.
@@ -52,7 +49,7 @@ def load_with_ranks(
         QuireError: this rank's shard cannot be loaded.
     """
     from quire.engine.ranks.gloo import GlooCommunicator
-    from quire.engine.ranks.leading import LeadingDecoder, leading_cache
+    from quire.engine.ranks.leading import LeadingDecoder
     from quire.models.checkpoints.loading import load_decoder
     from quire.models.parallel import TensorParallel
 
@@ -68,8 +65,6 @@ def load_with_ranks(
             model=model_config,
             weights=options,
             num_threads=num_threads,
-            kv_cache=plan.kv_caches[0],
-            kv_file=ranks.kv_file,
         )
 
     def check_and_report(done: int, total: int) -> None:
@@ -91,7 +86,7 @@ def load_with_ranks(
         on_progress=check_and_report,
     )
     ranks.wait_until_ready()
-    return LeadingDecoder(decoder, ranks), leading_cache(plan.kv_caches[0], ranks)
+    return LeadingDecoder(decoder, communicator, ranks)
 
 
 def _warn_of_shared_kv_heads(config: ModelConfig, size: int) -> None:

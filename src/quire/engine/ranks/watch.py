@@ -69,12 +69,11 @@ class RankWatch:
         self._signal.close()
         self._failure_end.close()
 
-    def wait_for_all(self, report: type[FromRank]) -> None:
-        """Wait until each rank has sent this report; raise `EngineDeadError` if one fails instead."""
+    def wait_for_all(self, report: type[FromRank], times: int = 1) -> None:
+        """Wait until each rank has sent a report so often; raise `EngineDeadError` if one fails instead."""
+        wanted = len(self._channels) * times
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.failure is not None or self._reports.get(report, 0) == len(self._channels)
-            )
+            self._changed.wait_for(lambda: self.failure is not None or self._reports.get(report, 0) == wanted)
             if self.failure is not None:
                 raise EngineDeadError(self.failure)
 
