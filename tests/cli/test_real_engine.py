@@ -165,9 +165,13 @@ def test_plan_of_a_gpu_that_is_not_here():
     options = ["plan", "--device", "cuda", "--memory", "80"]
     plan = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)
     assert (plan["device"], plan["available_bytes"]) == ("cuda", 80 * 10**9)
-    refused = quire(*options, "--tensor-parallel-size", "2")
+    options += ["--tensor-parallel-size", "2"]
+    of_rank = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)
+    assert (of_rank["num_ranks"], of_rank["available_bytes"]) == (2, 80 * 10**9)
+    assert of_rank["kv_bytes_per_token"] == plan["kv_bytes_per_token"] / 2
+    refused = quire(*options, "--role", "prefill")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: --tensor-parallel-size is 2, which an engine on a GPU cannot")
+    assert refused.stderr.startswith("error: --role is 'prefill', which an engine on a GPU cannot")
 
 
 @pytest.mark.parametrize("memory", ["nan", "inf", "0", "-3"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from checkpoints import make_checkpoint
 from operation_tape import OperationTape
 from quire import LLM, SamplingParams
 from quire.engine import runner_building
@@ -38,3 +40,21 @@ def test_tokens_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> N
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert found[1].cumulative_logprob == pytest.approx(expected[1].cumulative_logprob, abs=1e-3)
     assert len(replayed) > 1
+
+
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """The tokens that rank 0's device has chosen get to the other rank without the host."""
+    if not is_interpreted:
+        pytest.skip("on a GPU, tests/gpu has this")
+    checkpoint = str(make_checkpoint("qwen3", tmp_path, dtype="float32", num_hidden_layers=1))
+    prompts = [[5, 6, 7, 8, 9], [10]]
+    params = [
+        SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=0.8, seed=3, ignore_eos=True),
+    ]
+    options = {"num_kv_blocks": 16, "max_num_seqs": 2, "block_size": 16, "overlap_steps": True}
+    found = []
+    for size, kernels in ((1, "reference"), (2, "triton")):
+        with LLM(checkpoint, kernels=kernels, tensor_parallel_size=size, **options) as llm:
+            found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert found[1] == found[0]

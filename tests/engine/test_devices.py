@@ -41,10 +41,12 @@ class GpuKernels(ReferenceKernels):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU of 80 GB, half of which is taken."""
+    """A machine with two GPUs of 80 GB, half of which is taken."""
     monkeypatch.setattr(devices, "cuda_obstacle", lambda: "")
     monkeypatch.setattr(devices, "free_cuda_memory", lambda: 40 * GB)
     monkeypatch.setattr(devices, "cuda_name", lambda: "A GPU")
+    monkeypatch.setattr(devices, "num_gpus", lambda: 2)
+    monkeypatch.setattr(devices, "has_nccl", lambda: True)
     monkeypatch.setattr(
         dispatch, "kernel_set", lambda name="auto": GpuKernels() if name == "triton" else ReferenceKernels()
     )
@@ -150,7 +152,7 @@ def test_a_gpu_is_planned_for_where_there_is_none(mini: ModelConfig, monkeypatch
     assert (config.device, config.kernels) == ("cuda", "triton")
     in_float8 = dataclasses.replace(mini, stored_quantization="fp8")
     assert plan_memory(config, in_float8, available_bytes=80 * GB).weight_type == "fp8"
-    for fields in ({"kernels": "native"}, {"tensor_parallel_size": 2}):
+    for fields in ({"kernels": "native"}, {"role": "prefill"}):
         with pytest.raises(ConfigError, match=rf"EngineConfig\.{next(iter(fields))} is "):
             on_cuda(EngineConfig(device="cuda", **fields))
 
@@ -198,7 +200,6 @@ def test_what_torch_lacks_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
         ("role", "prefill"),
         ("kv_peers", "10.0.0.1:9000"),
         ("kv_transfer_port", 9000),
-        ("tensor_parallel_size", 2),
     ],
 )
 def test_what_a_gpu_cannot_do_yet_is_refused(name: str, value: Any) -> None:
@@ -208,6 +209,33 @@ def test_what_a_gpu_cannot_do_yet_is_refused(name: str, value: Any) -> None:
         ):
             chosen(device=device, **{name: value})
     assert chosen(device="cpu", **{name: value}) == ("cpu", "auto")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = on_one_device(EngineConfig(tensor_parallel_size=2))
+    assert (config.device, device_name(config)) == ("cuda", "cuda: 2 x A GPU")
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4, .* CUDA shows 2; lower .*VISIBLE"):
+            chosen(device=device, tensor_parallel_size=4)
+    assert chosen(device="cpu", tensor_parallel_size=4) == ("cpu", "auto")
+    monkeypatch.setattr(devices, "has_nccl", lambda: False)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, but .* no NCCL, .*; set it to 1"):
+        chosen(tensor_parallel_size=2)
+    assert chosen() == ("cuda", "triton")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_each_rank_s_memory_is_that_of_its_gpu(mini: ModelConfig) -> None:
+    one, two = (plan_memory(on_one_device(EngineConfig(tensor_parallel_size=size)), mini) for size in (1, 2))
+    assert one.available_bytes == two.available_bytes == 40 * GB
+    assert one.weight_bytes / 2 <= two.weight_bytes < one.weight_bytes
+    assert two.kv_bytes_per_block == one.kv_bytes_per_block / 2
+    scheduler, layers = SchedulerConfig(), {"dtype": "bfloat16", "max_model_len": 512, "num_ranks": 2}
+    on_gpu, on_host = (activation_bytes(scheduler, mini, **layers, on_gpu=on_gpu) for on_gpu in (True, False))
+    alone = activation_bytes(scheduler, mini, "bfloat16", max_model_len=512, on_gpu=True)
+    assert on_gpu > alone + bounds.NCCL_BYTES
+    assert on_host < bounds.NCCL_BYTES
 
 
 @pytest.mark.usefixtures("gpu")

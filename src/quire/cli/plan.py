@@ -26,7 +26,9 @@ def plan(
     *,
     memory: Annotated[
         float | None,
-        typer.Option(metavar="GB", help="Available memory to plan for. Default: this machine's."),
+        typer.Option(
+            metavar="GB", help="Available memory to plan for, on GPUs of each one. Default: this machine's."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:

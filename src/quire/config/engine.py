@@ -103,7 +103,7 @@ class EngineConfig:
         default=1,
         unit="ranks",
         help="Number of processes that compute the model together, each with its shard of the weights and of "
-        "the KV cache. Must divide the number of query heads.",
+        "the KV cache. Must divide the number of query heads. On GPUs, each needs one of its own.",
     )
     tensor_parallel_timeout: Annotated[float, Ge(2.0)] = knob(
         default=60.0,
@@ -125,7 +125,7 @@ class EngineConfig:
     cuda_graphs: bool = knob(
         default=True,
         help="On a GPU, record decode steps as CUDA graphs and replay them, which asks less of the host. "
-        "Each size of step is recorded when it comes up for the second time.",
+        "Each size of step is recorded when it comes up for the second time. Off with several ranks.",
     )
     scheduler_cls: Annotated[str | Any, BuiltIn()] = knob(
         default="quire.scheduling.Scheduler",

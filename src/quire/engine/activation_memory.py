@@ -51,7 +51,7 @@ def activation_bytes(
     kept = tokens * (3 * model.hidden_size + qkv + attended + 3 * inner) * item
     kept += places * model.vocab_size * FLOAT32_BYTES
     if num_ranks > 1:
-        kept += _exchange_bytes(model, tokens, places, num_ranks)
+        kept += _exchange_bytes(model, tokens, places, num_ranks) + on_gpu * bounds.NCCL_BYTES
     widest = max(model.hidden_size, attended, inner, model.moe_intermediate_size)
     rows = tokens * widest * FLOAT32_BYTES  # as the products read them
     attention = _attention_bytes(

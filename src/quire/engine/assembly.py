@@ -131,6 +131,7 @@ def start_ranks(config: EngineConfig) -> RankGroup | None:
         config.tensor_parallel_size,
         timeout=config.tensor_parallel_timeout,
         shares_kv=config.shares_kv,
+        on_gpus=config.device == "cuda",
     )
 
 

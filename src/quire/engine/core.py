@@ -197,6 +197,7 @@ class EngineCore:
             raise
         except Exception as error:
             outputs, progressed, is_failed = self._end_requests_after(error), True, False
+        self.raise_rank_failure()  # on GPUs, a step goes on after one, with numbers that mean nothing
         outputs += self._requests.settle(outputs, self.scheduler)
         if self._probes:
             outputs = self._without_probe(outputs)

@@ -26,6 +26,7 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
     wanted = config.device
     obstacle = "EngineConfig.device is 'cpu'" if wanted == "cpu" else _cuda_obstacle(config)
     if not obstacle:
+        _check_gpus(config)
         return on_cuda(config)
     if wanted == "cuda":
         raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
@@ -54,7 +55,7 @@ def on_cuda(config: EngineConfig) -> EngineConfig:
 
 
 def available_bytes(config: EngineConfig) -> int:
-    """Return the memory that an engine on `config.device` can take."""
+    """Return the memory that an engine on `config.device` can take; of several GPUs, on the first one."""
     if config.device != "cuda":
         return available_memory()
     from quire.kernels.devices import free_cuda_memory
@@ -77,7 +78,8 @@ def device_name(config: EngineConfig) -> str:
         return config.device
     from quire.kernels.devices import cuda_name
 
-    return f"cuda: {cuda_name()}"
+    size = config.tensor_parallel_size
+    return f"cuda: {cuda_name()}" if size == 1 else f"cuda: {size} x {cuda_name()}"
 
 
 def _kernels_obstacle(config: EngineConfig) -> str:
@@ -109,6 +111,27 @@ def _cuda_obstacle(config: EngineConfig) -> str:
     return ""
 
 
+def _check_gpus(config: EngineConfig) -> None:
+    """Raise `ConfigError` if there is not a GPU for each rank, or GPUs cannot exchange tensors."""
+    from quire.kernels.devices import has_nccl, num_gpus
+
+    size = config.tensor_parallel_size
+    if size == 1:
+        return
+    if num_gpus() < size:
+        raise ConfigError(
+            f"EngineConfig.tensor_parallel_size is {size}, and each rank needs a GPU of its own, but CUDA "
+            f"shows {num_gpus()}; lower it to that, show more of them (CUDA_VISIBLE_DEVICES), or set "
+            "EngineConfig.device to 'cpu'"
+        )
+    if not has_nccl():
+        raise ConfigError(
+            f"EngineConfig.tensor_parallel_size is {size}, but this build of torch has no NCCL, through "
+            "which GPUs exchange tensors; set it to 1, install torch's build for CUDA on Linux, or set "
+            "EngineConfig.device to 'cpu'"
+        )
+
+
 def _refuse_kernels_elsewhere(obstacle: str) -> None:
     """Raise `ConfigError` if the kernels in Triton compute on a GPU, and the engine does not."""
     from quire.kernels.devices import HOST
@@ -124,8 +147,6 @@ def _refuse_beside_cuda(config: EngineConfig) -> None:
     """Raise `ConfigError` for what an engine on a GPU cannot do yet."""
     moves_kv_by = [name for name in config.moves_kv_by if name != "kv_tier"]
     fields = {f"EngineConfig.{name}": getattr(config, name) for name in moves_kv_by}
-    if config.tensor_parallel_size > 1:
-        fields["EngineConfig.tensor_parallel_size"] = config.tensor_parallel_size
     if config.scheduler.use_cache_eviction:
         fields["SchedulerConfig.use_cache_eviction"] = True
     for name, value in fields.items():

@@ -147,7 +147,8 @@ def plan_memory(
         config: of the engine.
         model: the target model.
         draft_model: the draft model, if any.
-        available_bytes: memory to plan for; None: what is available to this process on `config.device`.
+        available_bytes: memory to plan for, of all ranks on a CPU, and of each one's GPU; None: what is
+            available to this process on `config.device`.
         measured_bytes: what the largest step was seen to take beside weights and KV; None: it is estimated.
 
     Raises:
@@ -160,7 +161,7 @@ def plan_memory(
         check_kv_divisible(model, size)
     if available_bytes is None:
         available_bytes = devices.available_bytes(config)
-    available = available_bytes // size
+    available = available_bytes if config.device == "cuda" else available_bytes // size
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
         raise ConfigError(

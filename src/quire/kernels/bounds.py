@@ -24,6 +24,9 @@ THREAD_BYTES = 20 << 10  # what a thread with AMX has besides queries, a tile of
 GPU_TILE_HEIGHTS = 3  # that tiles of query rows have
 GPU_PART_BYTES = 256 << 20  # of all sums over spans of keys, for tiles of one height
 
+# What NCCL takes of a GPU for its channels: assumed, not measured.
+NCCL_BYTES = 512 << 20
+
 # The experts on GPUs, see kernels/triton/expert_routing.py.
 GPU_PAIR_BYTES = 24  # of a row and one of its experts: their numbers, a weight, and at the most a tile
 

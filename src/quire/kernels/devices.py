@@ -32,6 +32,24 @@ def copy_to_device(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
+class DevicePoint:
+    """A point behind all that the current stream has been asked for so far."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has got here; may be asked from any thread."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+def is_recording() -> bool:
+    """Return whether what the device is asked for becomes part of a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 class HostCopy:
     """A device's tensor on its way to the host's memory."""
 
@@ -63,6 +81,16 @@ def cuda_obstacle() -> str:
     if not torch.cuda.is_available():
         return "torch sees no GPU; check what nvidia-smi and CUDA_VISIBLE_DEVICES say"
     return ""
+
+
+def num_gpus() -> int:
+    """Return how many GPUs CUDA shows."""
+    return torch.cuda.device_count()
+
+
+def has_nccl() -> bool:
+    """Return whether torch was built with NCCL, through which GPUs exchange tensors."""
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
 def free_cuda_memory() -> int:

@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quire.engine.ranks.messages import Channel, RankConnecting, RankReady, RankStart, ToRank
-from quire.engine.ranks.watch import RankWatch
+from quire.engine.ranks.watch import Exchanges, RankWatch
 from quire.errors import EngineDeadError
 
 CAUSE_WAIT = 2.0
@@ -27,6 +27,7 @@ class RankGroup:
         size: number of ranks, this one included.
         timeout: seconds after which a rank that does not react has failed.
         shares_kv: whether this process is to reach the KV of all ranks.
+        on_gpus: whether each rank is to see one GPU, that of its number among those that this process sees.
 
     Attributes:
         rendezvous: descriptor, the same number in all processes, of a file in memory through which the ranks
@@ -35,11 +36,12 @@ class RankGroup:
             None: each has its own.
     """
 
-    def __init__(self, size: int, *, timeout: float, shares_kv: bool = False) -> None:
+    def __init__(self, size: int, *, timeout: float, shares_kv: bool = False, on_gpus: bool = False) -> None:
         self.size = size
         self.timeout = timeout
         self.kv_file = os.memfd_create("quire-kv") if shares_kv else None
         self.rendezvous = os.memfd_create("quire-rendezvous")
+        self._on_gpus = on_gpus
         self._num_ready = 0  # how often all have been ready
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -53,8 +55,8 @@ class RankGroup:
             self._watch,
             [file for file in (self.rendezvous, self.kv_file) if file is not None],
         )
-        for _ in range(1, size):
-            self._start_process()
+        for rank in range(1, size):
+            self._start_process(rank)
         self._watch.begin()
 
     @property
@@ -81,6 +83,10 @@ class RankGroup:
         """Wait until all ranks have loaded their shards, or have allocated what they were told to."""
         self._num_ready += 1
         self._watch.wait_for_all(RankReady, self._num_ready)
+
+    def watch_exchanges(self, exchanges: Exchanges) -> None:
+        """Count exchanges on devices that take too long as a failure, and abort them after any."""
+        self._watch.watch_exchanges(exchanges)
 
     def send(self, message: ToRank) -> None:
         """Tell all ranks what to compute."""
@@ -114,7 +120,7 @@ class RankGroup:
         except OSError as error:
             raise self.failure(error) from error
 
-    def _start_process(self) -> None:
+    def _start_process(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
         channel.set_send_timeout(self.timeout)
@@ -125,7 +131,18 @@ class RankGroup:
             passed = [number, self.rendezvous]
             if self.kv_file is not None:
                 passed.append(self.kv_file)
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed))
+            environment = with_gpu(rank, os.environ) if self._on_gpus else None
+            self._processes.append(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, env=environment)
+            )
+
+
+def with_gpu(number: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which CUDA shows one GPU of those that it shows in another environment."""
+    name = "CUDA_VISIBLE_DEVICES"
+    shown = environment.get(name)
+    gpu = str(number) if shown is None else shown.split(",")[number].strip()
+    return {**environment, name: gpu}
 
 
 def _end(

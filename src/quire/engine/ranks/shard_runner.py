@@ -8,9 +8,12 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.ranks.gloo import GlooCommunicator
+from quire.engine.byte_sizes import format_bytes
+from quire.engine.ranks.connecting import communicator_on
 from quire.engine.ranks.messages import AllocateCache, CopyBlocks, Forward, Logits, RankStart, ToRank
+from quire.errors import ConfigError
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.devices import HOST, OutOfMemoryError
 from quire.kernels.dispatch import kernel_set
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.kv.shard_memory import ShardMemory
@@ -37,7 +40,9 @@ class ShardRunner:
         on_connecting()
         self._shard = Shard(start.rank, start.size)
         self._device = kernels.device
-        self._communicator = GlooCommunicator(self._shard, start.rendezvous, timeout=start.timeout)
+        self._communicator = communicator_on(
+            kernels.device, self._shard, start.rendezvous, timeout=start.timeout
+        )
         self._decoder = load_decoder(
             Path(start.model_path),
             start.model,
@@ -52,6 +57,7 @@ class ShardRunner:
 
         Raises:
             ExchangeError: another rank does not take part.
+            ConfigError: there is no room for the KV cache.
         """
         match message:
             case AllocateCache():
@@ -76,7 +82,16 @@ class ShardRunner:
             os.close(message.file)
             self._kv_cache = PagedAttentionCache.over(metadata, shards.of_rank(self._shard.rank))
             return
-        self._kv_cache = PagedAttentionCache.on_device(metadata, self._device)
+        try:
+            self._kv_cache = PagedAttentionCache.on_device(metadata, self._device)
+            if self._device != HOST:
+                self._kv_cache.tensor.zero_()  # steps that are measured read what nobody has written
+        except OutOfMemoryError as error:
+            num_bytes = metadata.num_pages_per_layer * metadata.bytes_per_block
+            raise ConfigError(
+                f"its GPU has no room for the KV cache of {format_bytes(num_bytes)}, which was planned by "
+                "the memory that is free on rank 0's; lower EngineConfig.hbm_utilization, or free some of its"
+            ) from error
 
 
 def _batch(message: Forward) -> AttentionBatch:

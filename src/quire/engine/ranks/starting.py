@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.engine.ranks.messages import RankStart
+from quire.engine.ranks.watch import LAP, Exchanges
 from quire.kernels.cores import usable_cores
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:
+    import torch
+
     from quire.engine.ranks.group import RankGroup
     from quire.engine.ranks.leading import LeadingDecoder
+    from quire.engine.ranks.process_group import GroupCommunicator
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.config import ModelConfig
 
@@ -48,8 +55,8 @@ def load_with_ranks(
         EngineDeadError: another rank has failed.
         QuireError: this rank's shard cannot be loaded.
     """
-    from quire.engine.ranks.gloo import GlooCommunicator
     from quire.engine.ranks.leading import LeadingDecoder
+    from quire.kernels.dispatch import kernel_set
     from quire.models.checkpoints.loading import load_decoder
     from quire.models.parallel import TensorParallel
 
@@ -74,10 +81,7 @@ def load_with_ranks(
 
     ranks.start(start_of)
     shard = Shard(0, ranks.size)
-    try:
-        communicator = GlooCommunicator(shard, ranks.rendezvous, timeout=ranks.timeout)
-    except Exception as error:
-        raise ranks.failure(error) from error
+    communicator = _communicator(kernel_set(options.kernels).device, shard, ranks)
     decoder = load_decoder(
         model_path,
         model_config,
@@ -87,6 +91,36 @@ def load_with_ranks(
     )
     ranks.wait_until_ready()
     return LeadingDecoder(decoder, communicator, ranks)
+
+
+def _communicator(device: torch.device, shard: Shard, ranks: RankGroup) -> GroupCommunicator:
+    """Connect rank 0 with the others, in a thread: the call may hang if one of them ends meanwhile."""
+    from quire.engine.ranks.connecting import communicator_on
+
+    connected: Future[GroupCommunicator] = Future()
+
+    def connect() -> None:
+        try:
+            connected.set_result(communicator_on(device, shard, ranks.rendezvous, timeout=ranks.timeout))
+        except Exception as error:
+            connected.set_exception(error)
+
+    threading.Thread(target=connect, name="quire-connect", daemon=True).start()
+    deadline = time.monotonic() + ranks.timeout + LAP
+    while not _is_done(connected) and time.monotonic() < deadline:
+        ranks.raise_failure()
+    try:
+        communicator = connected.result(0)
+    except Exception as error:
+        raise ranks.failure(error) from error
+    if isinstance(communicator, Exchanges):
+        ranks.watch_exchanges(communicator)
+    return communicator
+
+
+def _is_done(future: Future[GroupCommunicator]) -> bool:
+    """Return whether there is a result; wait for it a little while."""
+    return bool(wait([future], LAP).done)
 
 
 def _warn_of_shared_kv_heads(config: ModelConfig, size: int) -> None:

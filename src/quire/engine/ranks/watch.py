@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from typing import Protocol, runtime_checkable
 
 from quire.engine.process_end import describe_end
 from quire.engine.ranks.messages import Channel, FromRank, RankConnecting, RankFailed
@@ -23,6 +24,17 @@ IMPORT_LIMIT = 60.0
 
 LAP = 1.0
 """Seconds after which a wait for reports is repeated."""
+
+
+@runtime_checkable
+class Exchanges(Protocol):
+    """What ranks exchange on devices, where nobody waits for it."""
+
+    def seconds_waiting(self) -> float:
+        """Return how long ago the oldest exchange was asked for that has not ended; 0: all have ended."""
+
+    def abort(self) -> None:
+        """Begin to end all exchanges of this rank, so that everything that waits for its device goes on."""
 
 
 class RankWatch:
@@ -42,6 +54,7 @@ class RankWatch:
         self.failure: str | None = None
         self._cause_is_known = False  # else the failure may be another's consequence
         self._is_ending = False
+        self._exchanges: Exchanges | None = None
         self._processes = processes
         self._channels = channels
         self._reports: dict[type[FromRank], int] = {}
@@ -58,14 +71,24 @@ class RankWatch:
         """Start to watch."""
         self._thread.start()
 
+    def watch_exchanges(self, exchanges: Exchanges) -> None:
+        """Count exchanges that take too long as a failure, and abort them after any."""
+        with self._changed:
+            self._exchanges = exchanges
+            if self.failure is not None:
+                exchanges.abort()
+
     def expect_end(self) -> None:
         """Note that the processes end now because they shall."""
         self._is_ending = True
 
     def join(self) -> None:
-        """Wait until all channels have ended, and stop."""
+        """Wait until all channels have ended, and stop; exchanges with ranks that have ended end, too."""
         if self._thread.ident is not None:
             self._thread.join()
+        if self._exchanges is not None:
+            self._exchanges.abort()
+            self._exchanges = None
         self._signal.close()
         self._failure_end.close()
 
@@ -94,6 +117,8 @@ class RankWatch:
                 self._signal.send(b"x")
             if self.failure is None or (is_cause and not self._cause_is_known):
                 self.failure = reason
+                if self._exchanges is not None:
+                    self._exchanges.abort()
             self._cause_is_known |= is_cause
             self._changed.notify_all()
             return self.failure
@@ -107,6 +132,7 @@ class RankWatch:
                 started = time.monotonic()
                 ready = selector.select(LAP)
                 self._note_silence(min(time.monotonic() - started, LAP))
+                self._note_stall()
                 for key, _ in ready:
                     rank = key.data
                     self._silences[rank] = 0.0
@@ -129,6 +155,22 @@ class RankWatch:
                 pid = self._processes[rank - 1].pid
                 reason = f"rank {rank}, the process {pid}, has given no sign of life for {limit:g} seconds"
                 self.note_failure(reason, is_cause=True)
+
+    def _note_stall(self) -> None:
+        """Note a failure if an exchange takes too long, or the device cannot say."""
+        exchanges = self._exchanges
+        if exchanges is None or self.failure is not None:
+            return
+        try:
+            seconds = exchanges.seconds_waiting()
+        except RuntimeError as error:  # as torch raises whatever the device has failed with
+            self.note_failure(f"the device of rank 0 failed: {error}")
+            return
+        if seconds > self._timeout:
+            self.note_failure(
+                "the ranks have waited for one of them for longer than tensor_parallel_timeout, "
+                f"{self._timeout:g} seconds"
+            )
 
     def _note_report(self, rank: int, message: FromRank) -> None:
         if isinstance(message, RankFailed):
