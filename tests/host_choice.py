@@ -8,7 +8,8 @@ import torch
 from quire.execution.logprobs import position_logprobs
 from quire.execution.selection import Filters, draw
 from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, TokenChoice
+from quire.kernels.seen_tokens import in_prompt
+from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties, TokenChoice
 from quire.step import NO_TOKEN
 
 
@@ -18,15 +19,24 @@ class HostChoice(TokenChoice):
     kernels = ReferenceSampling()
 
     def choose(
-        self, logits: torch.Tensor, draws: RowDraws | None = None, changes: LogitChanges | None = None
+        self,
+        logits: torch.Tensor,
+        draws: RowDraws | None = None,
+        changes: LogitChanges | None = None,
+        penalties: RowPenalties | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits.numpy()
         raw_ids, raw_maxima = self.kernels.largest(rows)
         if changes is not None:
             change(rows, changes)
+        if penalties is not None:
+            penalize(rows, penalties)
         token_ids, maxima = self.kernels.largest(rows)
-        if changes is not None:
-            keeps = ~np.isfinite(raw_maxima) | (~np.isfinite(maxima) & (changes.mask_of_row.numpy() < 0))
+        if changes is not None or penalties is not None:
+            has_mask = (
+                np.zeros(len(rows), dtype=bool) if changes is None else changes.mask_of_row.numpy() >= 0
+            )
+            keeps = ~np.isfinite(raw_maxima) | (~np.isfinite(maxima) & ~has_mask)
             token_ids[keeps], maxima[keeps] = raw_ids[keeps], raw_maxima[keeps]
             rows[keeps, token_ids[keeps]] = maxima[keeps]  # the only token that is left
         if draws is not None:
@@ -63,3 +73,19 @@ def change(rows: np.ndarray, changes: LogitChanges) -> None:
     for row, token, bias in biases:
         rows[row, token] += np.float32(bias)
     rows[changes.banned_rows.numpy(), changes.banned_ids.numpy()] = -np.inf
+
+
+def penalize(rows: np.ndarray, penalties: RowPenalties) -> None:
+    numbers = penalties.seen_of_row, penalties.repetition, penalties.frequency, penalties.presence
+    most = in_prompt(penalties.seen.dtype)
+    for row, (slot, repetition, frequency, presence) in enumerate(
+        zip(*map(torch.Tensor.numpy, numbers), strict=True)
+    ):
+        if slot < 0:
+            continue
+        for token, count in enumerate(penalties.seen[slot].tolist()):
+            if count:
+                logit = rows[row, token]
+                logit = logit / repetition if logit > 0 else logit * repetition
+                logit -= frequency * np.float32(count % most)
+                rows[row, token] = logit - presence * np.float32(count % most > 0)

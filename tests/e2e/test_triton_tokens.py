@@ -29,7 +29,7 @@ def test_tokens_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> N
 
     params = [
         SamplingParams(max_tokens=6, temperature=0.0),
-        SamplingParams(max_tokens=6, temperature=0.7, top_p=0.8, seed=3, logprobs=1),
+        SamplingParams(max_tokens=6, temperature=0.7, top_p=0.8, seed=3, logprobs=1, frequency_penalty=0.9),
     ]
     options = {"num_kv_blocks": 16, "max_num_seqs": 2, "block_size": 16, "dtype": "float32"}
     with LLM("mini", kernels="reference", **options) as llm:

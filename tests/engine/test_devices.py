@@ -23,7 +23,9 @@ from quire.engine.kv_tier import build_tier
 from quire.engine.memory_plan import plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.kernels import bounds, cuda_copies, devices, dispatch
+from quire.kernels.devices import HOST
 from quire.kernels.reference import ReferenceKernels
+from quire.kernels.seen_tokens import SeenTokens
 from quire.kernels.triton import attention_plan
 from quire.kv.device_copier import DeviceCopier
 from quire.kv.paged_cache import PagedAttentionCache
@@ -316,6 +318,18 @@ def test_attention_s_parts_are_planned_as_its_kernels_bound_them(mini: ModelConf
     assert len(attention_plan.ROW_CLASSES) == bounds.GPU_TILE_HEIGHTS
     planned = activation_bytes(SchedulerConfig(), mini, "bfloat16", max_model_len=512, on_gpu=True)
     assert planned >= bounds.GPU_TILE_HEIGHTS * bounds.GPU_PART_BYTES
+
+
+def test_counts_of_tokens_for_penalties_are_planned(mini: ModelConfig) -> None:
+    lengths = bounds.SHORT_COUNTS_END - 1, bounds.SHORT_COUNTS_END
+    held = [SeenTokens(9, mini.vocab_size, length, HOST).counts.nbytes for length in lengths]
+    planned = [
+        activation_bytes(SchedulerConfig(max_num_seqs=9), mini, "bfloat16", max_model_len=length, on_gpu=True)
+        for length in lengths
+    ]
+    angles = sum(rope.rotary_dim for rope in mini.ropes) * 4  # of one more position
+    assert held == [9 * mini.vocab_size * size for size in (2, 4)]
+    assert planned[1] - planned[0] == held[1] - held[0] + angles
 
 
 def test_the_memory_of_a_gpu_is_not_warmed() -> None:

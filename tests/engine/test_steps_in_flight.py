@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import threading
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from host_choice import HostChoice
 from late_tokens import LateCopy, choose_on_device
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.execution.device_sampling import DeviceSampler
 from quire.execution.persistent_batch import PersistentBatch
 
 PROMPTS = ["What is 27 + 58?", "Copy: k x w q", "Hello", "Why is a request preempted?", "Reverse: a b c"]
@@ -30,17 +33,34 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=1),
 ]
 OF_THE_HOST = [
-    SamplingParams(temperature=0.9, seed=1, max_tokens=8, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=8, bad_words=["k x", "x w"], ignore_eos=True),
     SamplingParams(temperature=0.9, seed=8, max_tokens=8, bad_words=["is a", "KV"], logprobs=1),
     SamplingParams(
         temperature=0.0,
         max_tokens=8,
         structured_outputs=StructuredOutputsParams(regex="[0-9]+"),
-        repetition_penalty=1.1,
+        bad_words=["is a"],
+        presence_penalty=1.1,
         logprobs=1,
     ),
     SamplingParams(temperature=0.0, max_tokens=6, beam_width=2, n=2),
     SamplingParams(temperature=0.0, max_tokens=6, min_tokens=4, prompt_logprobs=1),
+]
+PENALIZED = [
+    SamplingParams(temperature=0.0, max_tokens=14, repetition_penalty=1.4, logprobs=1, ignore_eos=True),
+    SamplingParams(
+        temperature=1.0, seed=5, max_tokens=12, frequency_penalty=1.5, presence_penalty=-0.5, ignore_eos=True
+    ),
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    SamplingParams(
+        temperature=0.0,
+        max_tokens=12,
+        structured_outputs=StructuredOutputsParams(regex="[0-9]+"),
+        frequency_penalty=2.0,
+        logit_bias={79: 3.0},
+        logprobs=1,
+    ),
+    SamplingParams(temperature=1.2, max_tokens=8, n=3, seed=9, repetition_penalty=1.2, ignore_eos=True),
 ]
 CONSTRAINED = [
     SamplingParams(temperature=0.0, max_tokens=8, logprobs=2),
@@ -73,17 +93,22 @@ def tokens(params: list[SamplingParams], **options: Any) -> list[Any]:
         )
         return [
             [
-                (list(completion.token_ids), str(completion.logprobs), completion.finish_reason)
+                (list(completion.token_ids), rounded(str(completion.logprobs)), completion.finish_reason)
                 for completion in output.outputs
             ]
             for output in outputs
         ]
 
 
+def rounded(logprobs: str) -> str:
+    """Kernels may add up the weights of a row in another order."""
+    return re.sub(r"-?\d+\.\d+(e-\d+)?", lambda found: f"{float(found[0]):.9f}", logprobs)
+
+
 @pytest.fixture(scope="module")
 def serial() -> dict[int, list[Any]]:
     """The tokens of serial steps, sampled on the host."""
-    return {id(params): tokens(params) for params in (PARAMS, OF_THE_HOST, CONSTRAINED)}
+    return {id(params): tokens(params) for params in (PARAMS, OF_THE_HOST, CONSTRAINED, PENALIZED)}
 
 
 def test_tokens_stay_on_the_device_between_steps(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
@@ -129,6 +154,41 @@ def test_constraints_grammars_and_logprobs_of_the_device(
     assert tokens(CONSTRAINED, overlap_steps=True) == serial[id(CONSTRAINED)]
     assert sum(unknown_tokens) > 10
     assert serial[id(CONSTRAINED)][8][0][2] == "error"  # the grammar and the allowed token leave none
+
+
+def test_penalties_of_the_device(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
+    for options in ({"overlap_steps": True}, {}):
+        assert tokens(PENALIZED, **options) == serial[id(PENALIZED)]
+    assert sum(unknown_tokens) > 30
+    plain = [dataclasses.replace(params, repetition_penalty=1, frequency_penalty=0) for params in PENALIZED]
+    assert sum(one != other for one, other in zip(tokens(plain), serial[id(PENALIZED)], strict=True)) >= 6
+
+
+@pytest.mark.parametrize("lost", [None, 3])
+def test_penalties_with_preemptions_and_steps_that_fail(
+    unknown_tokens: list[int], lost: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that go on elsewhere, and tokens that were counted and discarded."""
+    sample = DeviceSampler.sample
+    calls: list[int] = []
+
+    def failing(self: DeviceSampler, *args: Any, **options: Any) -> Any:
+        found = sample(self, *args, **options)
+        calls.append(1)
+        if lost and len(calls) % 7 == lost:
+            raise RuntimeError("the step is lost, and its tokens are counted")
+        return found
+
+    options = {"num_kv_blocks": 8, "block_size": 4, "enable_prefix_caching": False, "max_model_len": 32}
+    params = [*PENALIZED[:4], PENALIZED[1]]
+    expected = tokens(params, **{**options, "num_kv_blocks": 60})
+    monkeypatch.setattr(DeviceSampler, "sample", failing)
+    assert tokens(params, overlap_steps=True, **options) == expected
+
+
+def test_penalties_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
+    options = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
+    assert tokens(PENALIZED, overlap_steps=True, **options) == serial[id(PENALIZED)]
 
 
 def test_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:

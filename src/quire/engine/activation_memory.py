@@ -60,6 +60,8 @@ def activation_bytes(
     attention += key_selection_bytes(scheduler, model, max_model_len, num_threads)
     kept += eviction_bytes(scheduler, model, max_model_len)
     if on_gpu:
+        count_bytes = 2 if max_model_len < bounds.SHORT_COUNTS_END else 4
+        kept += scheduler.max_num_seqs * model.vocab_size * count_bytes  # of tokens, for penalties
         kept += max_model_len * sum(rope.rotary_dim for rope in model.ropes) * FLOAT32_BYTES
     if on_gpu or is_native:
         sampler = places * bounds.MAX_HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)

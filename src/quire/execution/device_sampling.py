@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from quire.execution.arrays import BoolArray, Int64Array
+from quire.execution.device_penalties import DevicePenalties, KnownTokens
 from quire.execution.logit_changes import changes_of_step
 from quire.execution.rng import uniforms
 from quire.execution.sampler import NO_CHOICE, SamplerOutput, nonfinite_error
@@ -106,15 +107,23 @@ class DeviceSampler:
     Args:
         choice: the kernels that choose.
         table: the parameters by slot.
+        penalties: of the slots.
         max_num_seqs: number of slots.
         device: of the logits.
     """
 
     def __init__(
-        self, choice: TokenChoice, table: SamplingTable, max_num_seqs: int, device: torch.device
+        self,
+        choice: TokenChoice,
+        table: SamplingTable,
+        penalties: DevicePenalties,
+        *,
+        max_num_seqs: int,
+        device: torch.device,
     ) -> None:
         self._choice = choice
         self._table = table
+        self._penalties = penalties
         self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     def sample(
@@ -122,7 +131,9 @@ class DeviceSampler:
         logits: torch.Tensor,
         slots: Int64Array,
         positions: Int64Array,
+        *,
         masks: TokenMasks | None,
+        known: KnownTokens,
         is_of_host: BoolArray,
     ) -> TokensInFlight:
         """Choose one token per row.
@@ -132,7 +143,9 @@ class DeviceSampler:
             slots: [R] the slot of each row.
             positions: [R] absolute index of the token to choose.
             masks: which tokens the rows' grammars allow.
-            is_of_host: [R] rows whose constraints, grammar and log-probabilities are left to the host.
+            known: of the tokens before.
+            is_of_host: [R] rows whose penalties, constraints, grammar and log-probabilities are left to the
+                host; other rows are of different slots.
         """
         num_logprobs = self._table.num_logprobs[slots]
         rows = np.flatnonzero((num_logprobs >= 0) & ~is_of_host)
@@ -140,14 +153,18 @@ class DeviceSampler:
         changes = changes_of_step(
             self._table, slots, positions, masks, is_of_host, vocab_size=logits.shape[1]
         )
+        penalties = self._penalties.of_rows(slots, positions, is_of_host, known)
         raw, raw_rows = logits, of_rows
-        if changes is not None and rows.size:
+        if (changes is not None or penalties is not None) and rows.size:
             raw, raw_rows = logits[of_rows], self._to_device(np.arange(len(rows)))
         token_ids, maxima = self._choice.choose(
             logits,
             self._draws(slots, positions),
             None if changes is None else changes.on(self._last.device),
+            penalties,
         )
+        if penalties is not None:
+            self._penalties.add(penalties, token_ids)
         self._last.index_copy_(0, self._to_device(slots), token_ids.clamp(min=_PLACEHOLDER))
         logprobs = None
         if rows.size:

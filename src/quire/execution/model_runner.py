@@ -81,7 +81,7 @@ class ModelRunner:
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
         self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
-        self._sampler = StepSampler(max_num_seqs, self._vocab_size, model.kernels)
+        self._sampler = StepSampler(max_num_seqs, self._vocab_size, max_model_len, model.kernels)
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -323,6 +323,7 @@ class ModelRunner:
             slots[sampling.request],
             sampling.positions,
             None if grammar is None else TokenMasks.of(grammar, output, sampling),
+            self._batch.known_tokens(slots[sampling.request]),
         )
         waits = self._needs_tokens(output) or begun.rows_of_host.size
         if begun.on_device is not None and not waits:

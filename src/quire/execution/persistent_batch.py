@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.execution.arrays import Int64Array
+from quire.execution.device_penalties import KnownTokens
 from quire.execution.proposer import RowsToContinue
 from quire.sampling_params import SamplingParams
 from quire.step import (
@@ -242,6 +243,8 @@ class PersistentBatch:
     def choose_last_tokens(self, chosen: ChosenTokens) -> None:
         """Overwrite the last tokens of some rows."""
         self.token_ids[chosen.slots, self.num_tokens[chosen.slots] - 1] = chosen.token_ids
+        self._times_written[chosen.slots] += 1
+        self._unknown_at[chosen.slots] = _KNOWN
 
     def write_drafts(self, output: SchedulerOutput) -> None:
         """Write the drafts after the known tokens of their rows, without counting them."""
@@ -361,6 +364,10 @@ class PersistentBatch:
         """Return the slot of each token [T] that is not known yet, -1 for the others."""
         unknown: Int64Array = np.where(self._unknown_at[slots] == positions, slots, _NO_SLOT)
         return unknown
+
+    def known_tokens(self, slots: Int64Array) -> KnownTokens:
+        """Return what is known of the tokens of `slots` [R]."""
+        return KnownTokens(self.token_ids, self._times_written[slots])
 
     def to_continue(self, slots: IntArray, num_drafts: int) -> RowsToContinue:
         """Return what a proposer needs to know of `slots` to propose up to `num_drafts` tokens for each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.execution.arrays import BoolArray, Int64Array, UInt64Array
+from quire.execution.arrays import BoolArray, Float32Array, Int64Array, UInt64Array
 from quire.execution.constraints import Constraints
 from quire.execution.penalties import Penalties
 from quire.execution.selection import Filters
@@ -30,6 +30,7 @@ class SamplingTable:
         self._constrained_until: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._allows_few: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self._penalized: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._penalty = np.zeros((3, max_num_seqs), dtype=np.float32)
         self._depends_on_output: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.penalties: list[Penalties | None] = [None] * max_num_seqs
         self.constraints: list[Constraints | None] = [None] * max_num_seqs
@@ -62,8 +63,12 @@ class SamplingTable:
         self.constraints[slot] = constraints
         self._allows_few[slot] = constraints is not None and constraints.allows_few
         self._penalized[slot] = penalties is not None
-        depends_on_output = constraints is not None and constraints.depends_on_output
-        self._depends_on_output[slot] = depends_on_output or penalties is not None
+        self._penalty[:, slot] = (
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        self._depends_on_output[slot] = constraints is not None and constraints.depends_on_output
         self._constrained_until[slot] = 0 if constraints is None else constraints.until
 
     def clear(self, slot: int) -> None:
@@ -76,8 +81,18 @@ class SamplingTable:
         adjusted: BoolArray = self._penalized[slots] | self.is_constrained(slots, positions)
         return adjusted
 
+    def is_penalized(self, slots: Int64Array) -> BoolArray:
+        """Return which of `slots` have penalties, [R]."""
+        penalized: BoolArray = self._penalized[slots]
+        return penalized
+
+    def penalties_of(self, slots: Int64Array) -> Float32Array:
+        """Return the penalties of `slots` for repetition, frequency and presence, [3, R]."""
+        penalties: Float32Array = np.ascontiguousarray(self._penalty[:, slots])
+        return penalties
+
     def depends_on_output(self, slots: Int64Array) -> BoolArray:
-        """Return which of `slots` change their logits by the tokens before, [R]."""
+        """Return which of `slots` ban tokens by the tokens before, [R]."""
         depends: BoolArray = self._depends_on_output[slots]
         return depends
 

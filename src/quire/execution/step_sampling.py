@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from quire.execution.arrays import Int64Array
+from quire.execution.device_penalties import DevicePenalties, KnownTokens
 from quire.execution.device_sampling import DeviceSampler, TokensInFlight
 from quire.execution.host_sampling import HostLogits, host_kernels
 from quire.execution.sampler import Sampler, SamplerOutput
@@ -28,16 +29,24 @@ class StepSampler:
     Args:
         max_num_seqs: number of slots.
         vocab_size: V.
+        max_model_len: maximum number of tokens of a request.
         kernels: of the model.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, kernels: KernelSet) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, max_model_len: int, kernels: KernelSet) -> None:
         self.host_kernels: SamplingKernels = host_kernels(kernels)
         self.host_logits = HostLogits()
         self._host = Sampler(max_num_seqs, vocab_size, self.host_kernels)
         self.device: DeviceSampler | None = None
         if kernels.token_choice is not None:
-            self.device = DeviceSampler(kernels.token_choice, self.table, max_num_seqs, kernels.device)
+            penalties = DevicePenalties(self.table, max_num_seqs, vocab_size, max_model_len, kernels.device)
+            self.device = DeviceSampler(
+                kernels.token_choice,
+                self.table,
+                penalties,
+                max_num_seqs=max_num_seqs,
+                device=kernels.device,
+            )
 
     @property
     def table(self) -> SamplingTable:
@@ -49,16 +58,23 @@ class StepSampler:
         return encoded if self.device is None else self.device.input_ids(encoded)
 
     def begin(
-        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array, masks: TokenMasks | None
+        self,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        positions: Int64Array,
+        masks: TokenMasks | None,
+        known: KnownTokens,
     ) -> SamplingInFlight:
         """Begin to choose one token per row.
 
-        Arguments are as for `Sampler.sample`, but `logits` are on the device.
+        Arguments are as for `Sampler.sample`, but `logits` are on the device, and the last tokens of rows may
+        be known only there.
         """
         if self.device is None:
             return SamplingInFlight(self, logits, slots, positions, masks, np.arange(len(slots)), None)
         is_of_host = self.table.depends_on_output(slots)
-        chosen = self.device.sample(logits, slots, positions, masks, is_of_host)
+        is_of_host |= self.table.is_penalized(slots) & (np.bincount(slots)[slots] > 1)  # drafts count, too
+        chosen = self.device.sample(logits, slots, positions, masks=masks, known=known, is_of_host=is_of_host)
         return SamplingInFlight(self, logits, slots, positions, masks, np.flatnonzero(is_of_host), chosen)
 
     def sample_on_host(

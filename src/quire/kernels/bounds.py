@@ -38,5 +38,7 @@ VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as
 MIN_HEAD_TOKENS = 128  # least tokens in a head that is not complete
 MAX_HEAD_TOKENS = 1024
 
+SHORT_COUNTS_END = 1 << 14  # tokens that a request may have for counts of its tokens to be two bytes each
+
 FLOAT8_INPUTS = 32
 """Inputs of float8 weights share a scale in multiples of these, the least that tensor cores multiply."""

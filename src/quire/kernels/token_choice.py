@@ -36,6 +36,17 @@ class LogitChanges:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class RowPenalties:
+    """How rows are penalized for tokens that they have seen; tensors on the device of the logits."""
+
+    seen: torch.Tensor  # [N, V], see `SeenTokens.counts`
+    seen_of_row: torch.Tensor  # [R] int64, the row of `seen`; -1: no penalties
+    repetition: torch.Tensor  # [R] float32; 1: none
+    frequency: torch.Tensor  # [R] float32; 0: none
+    presence: torch.Tensor  # [R] float32; 0: none
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class RowLogprobs:
     """Log-probabilities of some rows: the chosen token first, then the likeliest in falling order.
 
@@ -55,14 +66,19 @@ class TokenChoice(ABC):
 
     @abstractmethod
     def choose(
-        self, logits: torch.Tensor, draws: RowDraws | None = None, changes: LogitChanges | None = None
+        self,
+        logits: torch.Tensor,
+        draws: RowDraws | None = None,
+        changes: LogitChanges | None = None,
+        penalties: RowPenalties | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (token ids, maxima), [R] int64 and float32.
 
         Args:
-            logits: [R, V] float32 on the device; overwritten if there are changes.
+            logits: [R, V] float32 on the device; overwritten if there are changes or penalties.
             draws: how each row draws; None: every row takes its likeliest token.
             changes: of the logits, before tokens are chosen.
+            penalties: after the changes.
 
         Returns:
             Token ids, `NO_TOKEN` for a row whose largest logit is not finite, and the largest logits; a NaN

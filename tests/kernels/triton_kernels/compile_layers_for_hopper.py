@@ -18,7 +18,7 @@ import quire.kernels.triton
 from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import LogitChanges, RowDraws
+from quire.kernels.token_choice import LogitChanges, RowDraws, RowPenalties
 from quire.kernels.triton import device
 from quire.kernels.weights import Float8Weight
 
@@ -98,7 +98,7 @@ def rotate(kernels: TritonKernels) -> None:
 
 
 def choose(kernels: TritonKernels, num_rows: int) -> None:
-    """Draw a token of each row, after changes of every kind, and look for what is likely beside it.
+    """Draw a token of each row, after changes and penalties, and look for what is likely beside it.
 
     What the host tells lies in places that depend on the number of rows.
     """
@@ -110,7 +110,9 @@ def choose(kernels: TritonKernels, num_rows: int) -> None:
         torch.ones(1, 1250, dtype=torch.int32), mask_of_row, *pairs[:2], torch.ones(num_rows), *pairs[2:]
     )
     assert kernels.token_choice is not None
-    kernels.token_choice.choose(logits, RowDraws(draws[0], numbers[1], *draws[2:]), changes)
+    for dtype in (torch.int16, torch.int32):
+        of_rows = RowPenalties(torch.zeros(1, 40_000, dtype=dtype), rows, *torch.ones(3, num_rows))
+        kernels.token_choice.choose(logits, RowDraws(draws[0], numbers[1], *draws[2:]), changes, of_rows)
     kernels.token_choice.logprobs(logits, numbers[2], 5 * num_rows - 4, rows)
 
 

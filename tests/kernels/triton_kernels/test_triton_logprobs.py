@@ -33,6 +33,7 @@ def logits_of_all_kinds(vocab_size: int) -> Any:
     logits = np.random.default_rng(vocab_size).normal(size=(7, vocab_size)).astype(np.float32) * 4
     logits[1] = np.round(logits[1])
     logits[2] = 0.25
+    logits[2, -2:] = 3.0
     logits[3, 3:] = -np.inf
     logits[4, 100:] = np.round(logits[4, 100:] / 8)
     logits[5, vocab_size // 2] = np.nan

@@ -89,7 +89,7 @@ def test_random_rows_draw_what_the_host_draws(vocab_size: int, spread: float, le
 
 @pytest.mark.parametrize(
     "filters",
-    [{}, {"top_k": 1100, "top_p": 0.98}, {"min_p": 1e-4, "temperature": 9.0}],
+    [{}, {"top_p": 0.97}, {"top_k": 1100, "top_p": 0.98}, {"min_p": 1e-4, "temperature": 9.0}],
     ids=str,
 )
 def test_rows_that_their_likeliest_tokens_do_not_decide(
@@ -110,6 +110,13 @@ def test_equal_logits_are_ordered_by_token_id(filters: dict[str, Any]) -> None:
     num_kept = int(min(filters.get("top_k", 3000), 3000) * filters.get("top_p", 1.0))
     token_ids, _ = on_device(logits, filters_of(3, 3000, **filters), uniforms)
     assert token_ids.tolist() == [0, int(0.5005 * num_kept), num_kept - 1]
+
+
+def test_a_nucleus_may_end_between_two_logits() -> None:
+    logits = np.full((2, 2200), 1.5, dtype=np.float32)
+    logits[:, ::2] = np.nextafter(np.float32(1.5), np.float32(0))  # whose probability is the same number
+    token_ids, _ = on_device(logits, filters_of(2, 2200, temperature=1e12, top_p=0.5), np.array([0.0, EDGE]))
+    assert token_ids.tolist() == [1, 2199]
 
 
 def test_a_logit_far_from_all_others_does_not_hide_them() -> None:

@@ -73,7 +73,7 @@ def row_logprobs(
         raise ValueError(f"{num_likeliest} of the likeliest tokens are wanted; there are up to {most}")
     check_vector("rows", rows, torch.int64, len(rows))
     check_vector("chosen", chosen, torch.int64, len(rows))
-    chosen = chosen.clamp(min=0)
+    chosen = chosen.clamp(0, logits.shape[1] - 1)
     maxima = row_scans.largest(logits, rows)[1]
     sound = rows.masked_fill(~maxima.isfinite(), -1)
     ones = torch.ones_like(maxima, dtype=torch.float64)

@@ -13,12 +13,13 @@ import triton.language as tl
 from typing_extensions import override
 
 from quire.kernels.bounds import MAX_HEAD_TOKENS
-from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, TokenChoice
+from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties, TokenChoice
 from quire.kernels.triton import row_scans
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.key_search import relative_weight
 from quire.kernels.triton.logit_changes import change_logits
 from quire.kernels.triton.logprobs import row_logprobs
+from quire.kernels.triton.penalties import penalize
 from quire.kernels.triton.tail_search import TO_SEARCH, search_tails
 from quire.kernels.triton.tensors import check_logits, check_vector
 from quire.step import NO_TOKEN
@@ -78,7 +79,7 @@ def _decide_kernel(
 
 
 class TritonChoice(TokenChoice):
-    """Takes logits whose rows' numbers are adjacent; without draws and changes, it costs one scan of them.
+    """Takes logits whose rows' numbers are adjacent; where nothing is drawn or changed, it scans them once.
 
     Raises:
         TypeError, ValueError: tensors have other types or shapes than the interface says.
@@ -86,16 +87,26 @@ class TritonChoice(TokenChoice):
 
     @override
     def choose(
-        self, logits: torch.Tensor, draws: RowDraws | None = None, changes: LogitChanges | None = None
+        self,
+        logits: torch.Tensor,
+        draws: RowDraws | None = None,
+        changes: LogitChanges | None = None,
+        penalties: RowPenalties | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _check(logits, draws)
-        if changes is None:
+        if changes is None and penalties is None:
             return _choose(logits, draws)
         likeliest, maxima = _choose(logits, None)
-        change_logits(logits, changes)
+        if changes is not None:
+            change_logits(logits, changes)
+        if penalties is not None:
+            penalize(logits, penalties)
         token_ids, changed_maxima = _choose(logits, draws)
         # Before the changes, the row had no token, or it has none after them and no mask.
-        keeps_likeliest = (likeliest == NO_TOKEN) | ((token_ids == NO_TOKEN) & (changes.mask_of_row < 0))
+        has_none = token_ids == NO_TOKEN
+        if changes is not None:
+            has_none &= changes.mask_of_row < 0
+        keeps_likeliest = (likeliest == NO_TOKEN) | has_none
         return (
             torch.where(keeps_likeliest, likeliest, token_ids),
             torch.where(keeps_likeliest, maxima, changed_maxima),

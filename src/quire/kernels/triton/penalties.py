@@ -1,0 +1,74 @@
+"""Penalties in Triton, in the arithmetic of `quire.execution.penalties`, so that the logits have its bits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.seen_tokens import in_prompt
+from quire.kernels.token_choice import RowPenalties
+from quire.kernels.triton.device import is_interpreted
+from quire.kernels.triton.kernel import kernel
+from quire.kernels.triton.tensors import check_vector
+
+_PART = 1 << 16 if is_interpreted else 4096  # logits of a program
+
+
+@kernel(do_not_specialize_on_alignment=["seen_of_row", "repetitions", "frequencies", "presences"])
+def _penalize_kernel(
+    logits,
+    seen,
+    seen_of_row,
+    repetitions,
+    frequencies,
+    presences,
+    vocab_size,
+    row_stride,
+    PART: tl.constexpr,
+    IN_PROMPT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    seen_row = tl.load(seen_of_row + row)
+    if seen_row < 0:
+        return
+    place = tl.program_id(1) * PART + tl.arange(0, PART)
+    is_token = place < vocab_size
+    counts = tl.load(seen + seen_row * vocab_size + place, mask=is_token, other=0).to(tl.int32)
+    is_seen = counts > 0
+    counts = counts & (IN_PROMPT - 1)
+    at = logits + row * row_stride + place
+    found = tl.load(at, mask=is_seen, other=0.0)
+    repetition = tl.load(repetitions + row)
+    divided = tl.div_rn(found, tl.zeros_like(found) + repetition)
+    penalized = tl.where(found > 0.0, divided, found * repetition)
+    penalized -= tl.load(frequencies + row) * counts.to(tl.float32)
+    penalized -= tl.load(presences + row) * (counts > 0).to(tl.float32)
+    tl.store(at, penalized, mask=is_seen)
+
+
+def penalize(logits: torch.Tensor, penalties: RowPenalties) -> None:
+    """Change logits [R, V] float32 in place.
+
+    Raises:
+        TypeError, ValueError: tensors have other types or shapes than `RowPenalties` says.
+    """
+    num_rows, vocab_size = logits.shape
+    check_vector("seen_of_row", penalties.seen_of_row, torch.int64, num_rows)
+    for name in ("repetition", "frequency", "presence"):
+        check_vector(name, getattr(penalties, name), torch.float32, num_rows)
+    seen = penalties.seen
+    if seen.dtype not in (torch.int16, torch.int32):
+        raise TypeError(f"seen is {seen.dtype}; it must be torch.int16 or torch.int32")
+    if seen.dim() != 2 or seen.shape[1] != vocab_size or not seen.is_contiguous():
+        raise ValueError(
+            f"seen is {tuple(seen.shape)} with strides {seen.stride()}; it must have {vocab_size} columns "
+            "and be contiguous"
+        )
+    if num_rows:
+        part = min(int(triton.next_power_of_2(vocab_size)), _PART)
+        _penalize_kernel[(num_rows, triton.cdiv(vocab_size, part))](
+            logits, seen, penalties.seen_of_row, penalties.repetition, penalties.frequency,
+            penalties.presence, vocab_size, logits.stride(0), PART=part, IN_PROMPT=in_prompt(seen.dtype),
+            enable_fp_fusion=False,  # a product is rounded before it is subtracted, as on the host
+        )  # fmt: skip

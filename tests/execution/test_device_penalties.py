@@ -1,0 +1,155 @@
+"""Counts of tokens on a device: those of the tokens before a row, whatever has become of what was chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.execution.device_penalties import DevicePenalties, KnownTokens
+from quire.execution.persistent_batch import PersistentBatch
+from quire.execution.sampling_table import SamplingTable
+from quire.kernels.devices import HOST
+from quire.sampling_params import SamplingParams
+from quire.step import NO_TOKEN, ChosenTokens, ForkData, NewRequestData
+
+NUM_SLOTS, VOCAB_SIZE, LENGTH = 3, 11, 400
+PENALIZED = SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5)
+GARBAGE = 10**6
+
+
+class Requests:
+    """Requests in slots, some of which have penalties; the token before a row may be the device's alone."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.table = SamplingTable(NUM_SLOTS, VOCAB_SIZE)
+        self.device = DevicePenalties(
+            self.table, NUM_SLOTS, VOCAB_SIZE, 100 if dtype == torch.int16 else 10**6, HOST
+        )
+        self.tokens: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
+        self.written = np.zeros(NUM_SLOTS, dtype=np.int64)
+        self.is_unknown = np.zeros(NUM_SLOTS, dtype=bool)
+        for slot in range(NUM_SLOTS):
+            self.enter(slot)
+
+    def ids(self, count: int) -> list[int]:
+        return self.rng.integers(0, VOCAB_SIZE, count).tolist()
+
+    def enter(self, slot: int) -> None:
+        """A request takes a slot, new, resumed or forked: with some output, or none."""
+        prompt = self.ids(int(self.rng.integers(1, 9)))
+        self.tokens[slot] = prompt + self.ids(int(self.rng.integers(0, 5)))
+        params = PENALIZED if self.rng.random() < 0.8 else SamplingParams(temperature=0.0)
+        self.table.write(slot, params, prompt_token_ids=np.array(prompt, dtype=np.int32), eos_token_ids=())
+        self.written[slot] += 1
+        self.is_unknown[slot] = False
+
+    def choose(self, slot: int) -> None:
+        """The scheduler chooses another last token."""
+        if len(self.tokens[slot]) > self.table.num_prompt_tokens[slot]:
+            self.tokens[slot][-1] = self.ids(1)[0]
+            self.written[slot] += 1
+            self.is_unknown[slot] = False
+
+    def discard(self, slot: int) -> None:
+        """The last token was sampled in a step that is void."""
+        if len(self.tokens[slot]) > self.table.num_prompt_tokens[slot]:
+            self.tokens[slot].pop()
+            self.is_unknown[slot] = False
+
+    def tell(self, slot: int) -> None:
+        """The host is told the last token."""
+        self.is_unknown[slot] = False
+
+    def step(self, slots: list[int], of_host: int | None) -> None:
+        """Choose tokens, for one slot on the host; check what the device has counted before."""
+        rows = np.array(slots)
+        positions = np.array([len(self.tokens[slot]) for slot in slots])
+        token_ids = np.full((NUM_SLOTS, LENGTH), GARBAGE, dtype=np.int32)
+        for slot in range(NUM_SLOTS):
+            known = self.tokens[slot][: -1 if self.is_unknown[slot] else None]
+            token_ids[slot, : len(known)] = known
+        known_tokens = KnownTokens(token_ids, self.written[rows])
+        is_of_host = rows == of_host
+        found = self.device.of_rows(rows, positions, is_of_host, known_tokens)
+        counted = self.table.is_penalized(rows) & ~is_of_host
+        assert (found is not None) == counted.any()
+        chosen = torch.tensor(self.ids(len(slots)))
+        if found is not None:
+            assert found.seen_of_row.tolist() == np.where(counted, rows, -1).tolist()
+            assert found.frequency[counted].tolist() == [0.5] * int(counted.sum())
+            for slot in rows[counted].tolist():
+                self.check(slot, found.seen[slot])
+            self.device.add(found, chosen)
+        for row, slot in enumerate(slots):
+            self.tokens[slot].append(int(chosen[row]))
+            self.is_unknown[slot] = not is_of_host[row] and self.rng.random() < 0.6
+
+    def check(self, slot: int, counts: torch.Tensor) -> None:
+        split = int(self.table.num_prompt_tokens[slot])
+        prompt, output = self.tokens[slot][:split], self.tokens[slot][split:]
+        in_prompt = 1 << (14 if counts.dtype == torch.int16 else 30)
+        expected = [output.count(token) + in_prompt * (token in prompt) for token in range(VOCAB_SIZE)]
+        assert counts.tolist() == expected
+
+
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.int16), (1, torch.int32), (2, torch.int16)])
+def test_what_was_chosen_before_a_row_is_counted(seed: int, dtype: torch.dtype) -> None:
+    requests = Requests(seed, dtype)
+    events = requests.enter, requests.choose, requests.discard, requests.tell
+    for _ in range(400):
+        slots = requests.rng.permutation(NUM_SLOTS)[: requests.rng.integers(1, NUM_SLOTS + 1)].tolist()
+        of_host = None if requests.rng.random() < 0.8 else slots[0]
+        if of_host is not None:
+            requests.is_unknown[of_host] = False  # the host has waited
+        if max(len(tokens) for tokens in requests.tokens) > 60:
+            requests.enter(int(np.argmax([len(tokens) for tokens in requests.tokens])))
+        requests.step(slots, of_host)
+        if requests.rng.random() < 0.4:
+            events[requests.rng.integers(len(events))](int(requests.rng.integers(NUM_SLOTS)))
+
+
+def test_a_row_without_a_token_counts_nothing() -> None:
+    requests = Requests(0, torch.int32)
+    requests.table.write(0, PENALIZED, prompt_token_ids=np.array([3], dtype=np.int32), eos_token_ids=())
+    requests.tokens[0] = [3]
+    known = KnownTokens(np.full((NUM_SLOTS, 9), 3, dtype=np.int32), np.array([5]))
+    found = requests.device.of_rows(np.array([0]), np.array([1]), np.array([False]), known)
+    assert found is not None
+    before = found.seen.clone()
+    requests.device.add(found, torch.tensor([NO_TOKEN]))
+    assert torch.equal(found.seen, before)
+
+
+def test_other_tokens_than_those_sampled_are_noticed() -> None:
+    """Forks, rows that another request takes, and tokens that the scheduler has chosen."""
+    batch = PersistentBatch(max_num_seqs=2, max_model_len=16, block_size=4, num_blocks=8)
+    blocks, slots = np.zeros(1, dtype=np.int32), np.array([0, 1])
+
+    def admit(slot: int) -> None:
+        ids = np.arange(3, dtype=np.int32)
+        batch.admit(NewRequestData(str(slot), slot, ids, [5], PENALIZED, (), blocks, 0))
+
+    seen = [batch.known_tokens(slots).times_written]
+
+    def changed() -> list[bool]:
+        seen.append(batch.known_tokens(slots).times_written)
+        return (seen[-1] != seen[-2]).tolist()
+
+    admit(0)
+    admit(1)
+    assert changed() == [True, True]
+    batch.append(slots.astype(np.int32), np.array([[7], [8]], dtype=np.int32))
+    unknown = batch.append_unknown(slots)
+    batch.note(unknown, np.array([1, 2]))
+    assert changed() == [False, False]
+    batch.append_unknown(slots)
+    batch.choose_last_tokens(ChosenTokens(np.array([1], dtype=np.int32), np.array([4], dtype=np.int32)))
+    assert changed() == [False, True]
+    assert batch.slots_of_unknown(slots.astype(np.int32), batch.num_tokens - 1).tolist() == [0, -1]
+    batch.fork([ForkData(1, 0, blocks, 4, 0)])
+    assert changed() == [False, True]
+    batch.finish("0")
+    admit(0)
+    assert changed() == [True, False]
