@@ -118,7 +118,8 @@ class CudaMemory:
         return self.num_taken + free_cuda_memory()
 
     def begin_peak(self) -> None:
-        """Let `peak` be of what comes."""
+        """Let `peak` be of what comes, without what torch keeps of tensors that are gone."""
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     @property
