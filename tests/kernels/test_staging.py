@@ -19,6 +19,7 @@ from quire.kernels import staging
 from quire.kernels.devices import HOST
 from quire.kernels.memory import WeightMemory
 from quire.kernels.staging import LEAST_STAGED_BYTES, StagedMemory
+from quire.kernels.triton import linear as triton_linear
 from quire.kernels.weights import Float8Weight, GroupedWeight, Int8Weight, with_tensors
 from quire.models.checkpoints import loading
 from quire.models.checkpoints.config_reading import read_model_config
@@ -186,6 +187,27 @@ def test_a_model_is_loaded_in_pieces(
     experts = (model.layers[0].experts._gate_up._tables for model in (found, expected))
     for table, other in zip(*experts, strict=True):
         assert torch.equal(table.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_few_rows_are_quantized_at_once(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": quantization, "group_size": 32}
+    parts = [torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)) for rows in (70, 9)]
+    expected = triton_linear.linear(parts, **options)
+    monkeypatch.setattr(triton_linear, "_MAX_QUANTIZED", 1000)
+    quantized: list[int] = []
+    for name in ("quantize_int8", "quantize_int4"):
+        whole = getattr(triton_linear, name)
+        monkeypatch.setattr(
+            triton_linear,
+            name,
+            lambda rows, *sizes, whole=whole: (quantized.append(len(rows)), whole(rows, *sizes))[1],
+        )
+    found = triton_linear.linear(parts, **options)
+    assert quantized == [15, 15, 15, 15, 10, 9]
+    assert (found.in_features, found.out_features) == (64, 79)
+    for table, other in zip(found.tables, expected.tables, strict=True):
+        assert torch.equal(table, other)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

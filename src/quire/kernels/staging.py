@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from quire.kernels.copy_device import CopyDevice, Point
 from quire.kernels.cores import usable_cores
+from quire.kernels.devices import HOST
 from quire.kernels.memory import WeightMemory, read_ahead
 
 MAX_THREADS = 8
@@ -83,7 +84,7 @@ class StagedMemory(WeightMemory, Generic[Point]):
             OSError: the file that `tensor` is mapped from cannot be read.
         """
         assert device == self._device
-        if tensor.nbytes < LEAST_STAGED_BYTES:
+        if tensor.nbytes < LEAST_STAGED_BYTES or tensor.device != HOST:
             return super().bring(tensor, device)
         tensor = tensor.contiguous()
         target = torch.empty_like(tensor, device=device)

@@ -34,6 +34,7 @@ from quire.kernels.weights import num_rows as num_weight_rows
 _GROUP_MULTIPLE = 16  # of inputs that share a scale: the least that tensor cores multiply at once
 _INT8_INPUTS = 32  # the least in int8
 _MAX_RUN = 64  # inputs of a group that are multiplied at once
+_MAX_QUANTIZED = 1 << 24  # weights that are quantized at once
 
 
 class FloatLinear(TiledLinear):
@@ -162,6 +163,7 @@ def linear(
     parts = [on_kernel_device(part, memory) for part in parts]
     if kind == "fp8":
         return Float8Linear(parts, bias)
+    parts = [rows for part in parts for rows in _quantized_at_once(part)]
     if kind == "int8":
         return Int8Linear(parts, bias)
     grouped = [
@@ -169,6 +171,13 @@ def linear(
         for part in parts
     ]
     return GroupedLinear(grouped, bias, int4_activations)
+
+
+def _quantized_at_once(part: Weight) -> Sequence[Weight]:
+    """Return rows in floating point in pieces, since to quantize them takes several times their memory."""
+    if not isinstance(part, torch.Tensor):
+        return [part]
+    return part.split(max(1, _MAX_QUANTIZED // part.shape[1]))
 
 
 def on_kernel_device(part: Weight, memory: WeightMemory) -> Weight:
