@@ -177,7 +177,7 @@ def _quantized_at_once(part: Weight) -> Sequence[Weight]:
     """Return rows in floating point in pieces, since to quantize them takes several times their memory."""
     if not isinstance(part, torch.Tensor):
         return [part]
-    return part.split(max(1, _MAX_QUANTIZED // part.shape[1]))
+    return torch.split(part, max(1, _MAX_QUANTIZED // part.shape[1]))
 
 
 def on_kernel_device(part: Weight, memory: WeightMemory) -> Weight:
