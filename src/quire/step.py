@@ -227,10 +227,11 @@ class ModelRunnerOutput:
 
     Row r of `sampled_token_ids` holds the tokens sampled for request r, padded with `NO_TOKEN`: accepted
     drafts and one more. A prefill chunk that does not reach the end of its prompt has none.
-    `draft_token_ids` proposes what may follow them, padded likewise; None proposes nothing. `errors` names
-    requests whose own data made their computation fail; they end, others continue. If the whole step failed,
-    `failure` says why: the scheduler tries its requests again, to find the one at fault. Then `is_applied` is
-    False: the runner may not have taken note of what the plan said of any request.
+    `draft_token_ids` proposes what may follow them, padded likewise; None proposes nothing, and nothing would
+    be proposed after the next `num_steps_without_drafts` steps that sample, unless a request begins. `errors`
+    names requests whose own data made their computation fail; they end, others continue. If the whole step
+    failed, `failure` says why: the scheduler tries its requests again, to find the one at fault. Then
+    `is_applied` is False: the runner may not have taken note of what the plan said of any request.
     """
 
     request_ids: list[str]
@@ -239,6 +240,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
     draft_token_ids: IntArray | None = None  # [R, K]
+    num_steps_without_drafts: int = 0
     kv_connector_output: KVConnectorOutput | None = None
     is_applied: bool = True
     failure: str = ""

@@ -202,6 +202,8 @@ NONSENSE = {
     "floats": lambda computed: {"sampled_token_ids": computed.sampled_token_ids.astype(np.float32)},
     "too few rows": lambda computed: {"sampled_token_ids": computed.sampled_token_ids[1:]},
     "too many drafts": lambda computed: {"draft_token_ids": np.zeros((9, 1), np.int32)},
+    "a pause without length": lambda computed: {"num_steps_without_drafts": None},
+    "a pause in the past": lambda computed: {"num_steps_without_drafts": -1},
     "no errors": lambda computed: {"errors": None},
     "no logprobs": lambda computed: {"logprobs": []},
 }

@@ -13,6 +13,7 @@ import torch
 from host_choice import HostChoice
 from late_tokens import LateCopy, choose_on_device
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.execution.adaptive_proposer import DraftedRequest
 from quire.execution.device_sampling import DeviceSampler
 from quire.execution.persistent_batch import PersistentBatch
 
@@ -206,6 +207,20 @@ def test_steps_that_are_followed_by_no_drafts(
     unknown_tokens.clear()
     assert tokens(PARAMS, overlap_steps=True, **options, max_num_seqs=1) == serial[id(PARAMS)]
     assert sum(unknown_tokens) == 0, "all steps of one request are followed by drafts"
+
+
+def test_steps_while_no_draft_is_expected_to_pay(
+    unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftedRequest, "num_wanted", lambda self, num_tokens, cost: num_tokens % 8 == 7)
+    monkeypatch.setattr(
+        DraftedRequest, "steps_until_trial", lambda self, num_tokens, cost: 6 - num_tokens % 8
+    )
+    options = {"max_num_seqs": 1, "max_model_len": 100, "speculative_method": "ngram", "ngram_min": 1}
+    params = [SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True, repetition_penalty=1.1)]
+    found = tokens(params * len(PROMPTS), overlap_steps=True, **options)
+    assert sum(unknown_tokens) > 100
+    assert found == tokens(params * len(PROMPTS), **SETTINGS)
 
 
 def test_logits_that_are_no_numbers_end_their_request_only(

@@ -9,7 +9,7 @@ from quire.execution.proposer import GuardedProposer, Proposer, RowsToContinue
 from quire.step import NO_TOKEN
 
 VOCAB_SIZE = 10
-CALLS = ["finish", "open", "copy_blocks", "begin_step", "follow", "is_idle", "propose"]
+CALLS = ["finish", "open", "copy_blocks", "begin_step", "follow", "propose", "num_idle_steps"]
 ROWS = RowsToContinue(
     np.ones((4, 8), np.int32),
     np.arange(2),
@@ -48,13 +48,13 @@ class Faulty(Proposer):
     def follow(self, token_ids, batch):
         self._note("follow")
 
-    def is_idle(self):
-        self._note("is_idle")
-        return False
-
     def propose(self, rows, num_drafts):
         self._note("propose")
         return self.drafts
+
+    def num_idle_steps(self):
+        self._note("num_idle_steps")
+        return 5
 
 
 def run_step(proposer: Proposer) -> np.ndarray:
@@ -63,7 +63,8 @@ def run_step(proposer: Proposer) -> np.ndarray:
     proposer.copy_blocks(np.empty((0, 2), np.int32))
     proposer.begin_step(2, is_alone=True)
     proposer.follow(None, None)
-    return None if proposer.is_idle() else proposer.propose(ROWS, 3)
+    drafts = proposer.propose(ROWS, 3)
+    return drafts if proposer.num_idle_steps() == 5 else None
 
 
 @pytest.mark.parametrize(

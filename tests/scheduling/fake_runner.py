@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from typing import Any
 
 import numpy as np
 from eviction_rules import EvictionRules, Held
@@ -100,6 +101,7 @@ class FakeRunner:
         self.fail: set[str] = set()
         self.bad_blocks: set[int] = set()  # whose load has failed, and that were not written since
         self.draft_accuracy = 0.7
+        self.share_of_pauses = 0.2
         self.num_executed = 0
         self._random = np.random.default_rng(seed)
         self.connector = connector
@@ -143,7 +145,7 @@ class FakeRunner:
             np.array(padded, np.int32).reshape(-1, width),
             logprobs=logprobs,
             errors={name: "broken" for name in plan.request_ids if name in self.fail},
-            draft_token_ids=self._drafts(plan, sampled),
+            **self._drafts(plan, sampled),
             kv_connector_output=self._connector_output(plan, failed),
         )
 
@@ -305,10 +307,13 @@ class FakeRunner:
             )
         }
 
-    def _drafts(self, plan: SchedulerOutput, sampled: list[list[int]]) -> np.ndarray | None:
+    def _drafts(self, plan: SchedulerOutput, sampled: list[list[int]]) -> dict[str, Any]:
+        """Propose drafts, or none for some steps."""
         width = plan.num_drafts_wanted
         if not width:
-            return None
+            return {}
+        if self._random.random() < self.share_of_pauses:
+            return {"num_steps_without_drafts": int(self._random.integers(4))}
         drafts = np.full((len(sampled), width), NO_TOKEN, np.int32)
         for row, tokens in enumerate(sampled):
             history = list(self.tokens[plan.request_ids[row]])
@@ -316,7 +321,7 @@ class FakeRunner:
                 is_right = self._random.random() < self.draft_accuracy
                 drafts[row, column] = next_token(history) if is_right else self._random.integers(VOCAB)
                 history.append(int(drafts[row, column]))
-        return drafts
+        return {"draft_token_ids": drafts}
 
     # -- the worker side of a connector ---------------------------------------------------------------------
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fake_runner import VOCAB, naive_generation
 from scene import CLASSES, GatedGrammars, Scene, allowed_by_class
 
+from quire.scheduling.drafting import Drafting
 from quire.step import DraftTokenIds
 
 PROMPT = list(range(6))
@@ -227,6 +230,44 @@ def test_a_runner_that_proposes_changes_no_token(accuracy, num_blocks):
     assert (stats.num_preemptions > 0) == (num_blocks == 8)
     if accuracy == 1.0:
         assert stats.num_accepted_tokens == stats.num_draft_tokens
+
+
+def test_no_drafts_are_asked_for_while_there_would_be_none():
+    scene = Scene(draft_length=lambda num_running: 4)
+    scene.runner.share_of_pauses = 0.0
+    scene.add("a", PROMPT, max_tokens=30)
+    wanted = []
+    for number in range(12):
+        plan = scene.plan()
+        wanted.append(plan.num_drafts_wanted)
+        computed = scene.compute(plan)
+        if number in (1, 6):
+            computed = dataclasses.replace(computed, draft_token_ids=None, num_steps_without_drafts=3)
+        scene.apply(plan, computed)
+        if number == 7:
+            scene.add("b", PROMPT)
+    assert wanted == [4, 4, 0, 0, 0, 4, 4, 0, 4, 4, 4, 4], "a request that begins ends the pause"
+    scene.finish()
+    scene.check_naive()
+
+
+def test_a_pause_ends_with_drafts_and_does_not_begin_before_who_is_new():
+    drafting = Drafting(lambda num_running: num_running)
+    assert drafting.wanted(0, 2, samples=True, begins=True) == 2
+    drafting.pause(0, 5)
+    assert drafting.wanted(1, 2, samples=False, begins=False) == 0
+    drafting.pause(1, 0)
+    assert drafting.wanted(2, 2, samples=True, begins=False) == 2
+    assert drafting.wanted(3, 3, samples=True, begins=True) == 3
+    drafting.pause(2, 5)
+    assert drafting.wanted(4, 3, samples=True, begins=False) == 3
+    drafting.pause(3, 1)
+    wanted = [
+        drafting.wanted(5, 3, samples=False, begins=False),
+        drafting.wanted(6, 3, samples=True, begins=False),
+        drafting.wanted(7, 3, samples=True, begins=False),
+    ]
+    assert wanted == [0, 0, 3], "a step that samples nothing does not count"
 
 
 def test_the_number_of_drafts_wanted_follows_the_number_of_running_requests():

@@ -165,6 +165,22 @@ def test_who_gets_no_drafts_after_a_step_is_in_the_next_one():
     assert scene.plan().request_ids == [], "drafts come of the third"
 
 
+def test_steps_that_no_drafts_follow_for_a_while_overlap():
+    scene = overlapped(num_blocks=60, draft_length=lambda num_running: 3)
+    scene.runner.share_of_pauses = 1.0
+    scene.add("a", range(8), max_tokens=40)
+    plans = [scene.plan(), scene.plan()]
+    num_overlapped = 0
+    while scene.scheduler.has_unfinished_requests():
+        scene.apply(plans.pop(0))
+        plans.append(scene.plan())
+        num_overlapped += all(plan.request_ids for plan in plans)
+    for plan in plans:
+        scene.apply(plan)
+    assert num_overlapped > 10
+    scene.check_naive()
+
+
 def test_beams_wait_for_their_tokens():
     names = ("b", "b1", "b2")
     outcomes = []

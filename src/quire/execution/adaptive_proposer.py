@@ -57,7 +57,6 @@ class AdaptiveProposer(Proposer):
 
     @override
     def open(self, slot: int, num_tokens: int, scope: tuple[str, str]) -> None:
-        self._num_idle_steps = 0
         self._by_slot[slot] = DraftedRequest(self._shared.estimate, num_tokens)
         self._proposer.open(slot, num_tokens, scope)
 
@@ -78,13 +77,6 @@ class AdaptiveProposer(Proposer):
     @override
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
         self._proposer.follow(token_ids, batch)
-
-    @override
-    def is_idle(self) -> bool:
-        if not self._num_idle_steps:
-            return False
-        self._num_idle_steps -= 1
-        return True
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
@@ -110,6 +102,7 @@ class AdaptiveProposer(Proposer):
             )
             self._num_idle_steps = min(until_trial, default=0)
             return None
+        self._num_idle_steps = 0
         proposed = self._proposer.propose(_selected(rows, chosen, lengths), num_drafts)
         if proposed is None:
             return None
@@ -118,6 +111,10 @@ class AdaptiveProposer(Proposer):
         drafts = np.full((len(requests), num_drafts), NO_TOKEN, dtype=np.int32)
         drafts[chosen] = proposed
         return drafts
+
+    @override
+    def num_idle_steps(self) -> int:
+        return self._num_idle_steps
 
 
 class Acceptance:

@@ -161,9 +161,11 @@ class ModelRunner:
                 if in_flight is not None:
                     reported = self._end_transfers(output, in_flight)
                     return dataclasses.replace(in_flight, kv_connector_output=reported)
+        drafts, num_steps_without = self._propose(output, sampled_token_ids)
         return dataclasses.replace(
             result,
-            draft_token_ids=self._propose(output, sampled_token_ids),
+            draft_token_ids=drafts,
+            num_steps_without_drafts=num_steps_without,
             kv_connector_output=self._end_transfers(output, KnownErrors(result.errors)),
         )
 
@@ -356,17 +358,20 @@ class ModelRunner:
                 continue
             self._batch.note(step.unknown, np.maximum(token_ids, _PLACEHOLDER))
 
-    def _propose(self, output: SchedulerOutput, sampled_token_ids: IntArray) -> IntArray | None:
-        """Return drafts for the rows that have sampled, [R, num_drafts_wanted]; None if there are none."""
-        if self._proposer is None or not output.num_drafts_wanted or self._proposer.is_idle():
-            return None
+    def _propose(self, output: SchedulerOutput, sampled_token_ids: IntArray) -> tuple[IntArray | None, int]:
+        """Return drafts for the rows that have sampled, [R, num_drafts_wanted].
+
+        If there are none, None, and how many steps to come they need not be asked for after.
+        """
+        if self._proposer is None or not output.num_drafts_wanted:
+            return None, 0
         rows = np.flatnonzero((sampled_token_ids != NO_TOKEN).any(axis=1))
         if not rows.size:
-            return None
+            return None, 0
         to_continue = self._batch.to_continue(output.slots[rows], output.num_drafts_wanted)
         proposed = self._proposer.propose(to_continue, output.num_drafts_wanted)
         if proposed is None:
-            return None
+            return None, self._proposer.num_idle_steps()
         drafts = np.full((len(output.slots), output.num_drafts_wanted), NO_TOKEN, dtype=np.int32)
         drafts[rows] = proposed
-        return drafts
+        return drafts, 0

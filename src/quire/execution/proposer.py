@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -16,6 +17,9 @@ from quire.kernels.batch import AttentionBatch
 from quire.step import NO_TOKEN, IntArray
 
 logger = logging.getLogger(__name__)
+
+FOREVER = 1 << 62
+"""Steps for which a proposer that has failed is idle."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -59,13 +63,16 @@ class Proposer(ABC):
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:  # noqa: B027
         """Observe the tokens [T] that the model computes in a step, including drafts."""
 
-    def is_idle(self) -> bool:
-        """Return whether nothing will be proposed after this step; if so, `propose` need not be called."""
-        return False
-
     @abstractmethod
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
         """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]; None: none."""
+
+    def num_idle_steps(self) -> int:
+        """Return how often `propose`, which has just returned None, would do so again.
+
+        So many steps need not wait for drafts, unless a request is opened.
+        """
+        return 0
 
 
 class GuardedProposer(Proposer):
@@ -102,15 +109,6 @@ class GuardedProposer(Proposer):
         self._unless_failed(lambda proposer: proposer.follow(token_ids, batch))
 
     @override
-    def is_idle(self) -> bool:
-        if self._proposer is not None:
-            try:
-                return self._proposer.is_idle() is True
-            except Exception:
-                self._give_up()
-        return True
-
-    @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
         if self._proposer is not None:
             try:
@@ -119,6 +117,15 @@ class GuardedProposer(Proposer):
             except Exception:
                 self._give_up()
         return None
+
+    @override
+    def num_idle_steps(self) -> int:
+        if self._proposer is not None:
+            try:
+                return max(0, operator.index(self._proposer.num_idle_steps()))
+            except Exception:
+                self._give_up()
+        return FOREVER
 
     def _unless_failed(self, call: Callable[[Proposer], None]) -> None:
         if self._proposer is not None:

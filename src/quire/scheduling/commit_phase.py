@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
 from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.connector_calls import ConnectorCalls
+from quire.scheduling.drafting import Drafting
 from quire.scheduling.interface import StepWithdrawnError
 from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
@@ -27,7 +27,7 @@ class CommitPhase:
 
     connector: ConnectorCalls
     eviction: CacheEviction | None
-    draft_length: Callable[[int], int]
+    drafting: Drafting
     running: RunningSlots
     in_flight: StepsInFlight
     lost_steps: LostSteps
@@ -41,6 +41,7 @@ class CommitPhase:
         num_computed = running.num_computed[slots]
         num_known = running.num_tokens[slots] + running.num_pending[slots]
         num_drafts = np.maximum(num_computed + num_tokens - num_known, 0)
+        samples = num_computed + num_tokens >= num_known
         evictions = None if self.eviction is None else self.eviction.apply(slots, num_computed + num_tokens)
         finished_req_ids, preempted_req_ids = self.outbox.take_for_runner()
         output = SchedulerOutput(
@@ -59,10 +60,15 @@ class CommitPhase:
             chosen_tokens=ChosenTokens(*_pairs(plan.chosen).T),
             block_copies=_pairs(plan.block_copies),
             evictions=evictions,
-            num_drafts_wanted=self.draft_length(len(running)),
+            num_drafts_wanted=self.drafting.wanted(
+                self.in_flight.next_step,
+                len(running),
+                samples=bool(samples.any()),
+                begins=bool(plan.new or plan.resumed),
+            ),
         )
         running.num_computed[slots] += num_tokens
-        running.num_pending[slots] += num_computed + num_tokens >= num_known
+        running.num_pending[slots] += samples
         running.num_drafts[slots] = 0
         self.in_flight.launch(output)
         self.stats.num_scheduled_tokens += int(num_tokens.sum())

@@ -20,6 +20,7 @@ from quire.scheduling.commit_phase import CommitPhase
 from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.deadlines import Deadlines
+from quire.scheduling.drafting import Drafting
 from quire.scheduling.explanation import Explanation
 from quire.scheduling.fences import Fences
 from quire.scheduling.guarded_context import guarded
@@ -61,6 +62,7 @@ class SchedulerParts:
         self.connector = ConnectorCalls(context.connector, self.clock, patience=config.kv_transfer_timeout)
         self.outbox = Outbox()
         self.in_flight = StepsInFlight()
+        self.drafting = Drafting(context.draft_length)
         self.deadlines = Deadlines()
         self._build_policies_and_accounts(num_blocks)
         self._build_holdings()
@@ -256,7 +258,7 @@ class SchedulerParts:
         self.commit_phase = CommitPhase(
             connector=self.connector,
             eviction=self.eviction,
-            draft_length=self._context.draft_length,
+            drafting=self.drafting,
             running=self.running,
             in_flight=self.in_flight,
             lost_steps=self.lost_steps,
@@ -273,6 +275,7 @@ class SchedulerParts:
             transfer_phase=self.transfer_phase,
             lost_steps=self.lost_steps,
             sharing=self.sharing,
+            drafting=self.drafting,
             suspects=self.suspects,
             slots=self.slots,
             finisher=self.finisher,

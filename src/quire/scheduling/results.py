@@ -14,6 +14,7 @@ from quire.request import Request
 from quire.scheduling.beam_groups import BeamGroups
 from quire.scheduling.beams import BeamPhase
 from quire.scheduling.cache_eviction import CacheEviction
+from quire.scheduling.drafting import Drafting
 from quire.scheduling.fences import Fences
 from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
@@ -66,6 +67,7 @@ class ResultsPhase:
     transfer_phase: TransferPhase
     lost_steps: LostSteps
     sharing: StepSharing
+    drafting: Drafting
     suspects: Suspects
     slots: SlotManager
     finisher: RequestFinisher
@@ -255,6 +257,8 @@ class ResultsPhase:
     def _take_drafts(
         self, results: _StepResults, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> None:
+        if computed.draft_token_ids is not None or computed.num_steps_without_drafts:
+            self.drafting.pause(scheduler_output.step, computed.num_steps_without_drafts)
         if computed.draft_token_ids is None:
             return
         occupied = self.running.occupied[scheduler_output.slots]
