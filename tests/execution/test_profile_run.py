@@ -86,13 +86,13 @@ def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPat
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=60, draft_length=0)
     runner = runner_of(model, limits, record=watched.record)
     profile_run(runner, VOCAB_SIZE, limits)
-    plain, chunks, decodes = watched.steps[:3], watched.steps[4:6], watched.steps[6:]
+    plain, chunks, decodes = watched.steps[:3], watched.steps[4:7], watched.steps[7:]
     assert plain == [(length, 1, length) for length in sorted({*LENGTHS[:2], 60})]
     assert watched.steps[3] == (96, 4, 60)
     assert watched.num_logits[3] == 4
-    assert chunks == [(24, 1, 60), (6, 1, 60)]
+    assert chunks == [(24, 1, 60), (6, 1, 60), (9, 4, 60)]
     assert decodes == [(4, 4, 60)] * 3 * TIMES
-    assert set(watched.num_logits[6:]) == {4}
+    assert set(watched.num_logits[7:]) == {4}
     assert runner.num_requests == 4
     assert watched.recorded
     assert runner.most_array_bytes == 64 * 4 * 16  # ids and positions of four rows, for each that is kept

@@ -27,6 +27,9 @@ LENGTHS = (1, 40, 300)
 MOST_ATTENDED_TOKENS = 1 << 21
 """Cached tokens that a step reads, so that the longest prompts take no longer than a second."""
 
+MOST_DECODES_BESIDE = 16
+"""Rows beside a chunk, both so few that attention divides the keys of all of them."""
+
 TIMES = 3
 """That a decode step is computed: what it reads is learnt, its kernels are loaded, it is recorded."""
 
@@ -58,8 +61,8 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> Non
     """Compute steps of all kinds that take much memory, and wait for each.
 
     They are: the most tokens, with a token sampled for the most requests in all ways that the device knows;
-    chunks of prompts behind the longest context; and decode steps of the most requests, some of which have
-    the longest context, recorded if the runner records any.
+    chunks of prompts behind the longest context, one of them beside decodes; and decode steps of the most
+    requests, some of which have the longest context, recorded if the runner records any.
 
     Args:
         runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
@@ -82,9 +85,8 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
         steps.compute([_Row(0, length)], _PLAIN)
     num_drafts = min(limits.draft_length, longest - 1, most - 1)
     steps.compute(_most_tokens(limits, num_drafts), _ALL_THERE_IS, num_drafts=num_drafts)
-    for share in (4, 16):
-        length = max(1, min(longest, most // share))
-        steps.compute([_Row(longest - length, length)], _PLAIN)
+    for rows in _chunks(limits):
+        steps.compute(rows, _PLAIN)
     for rows in _decodes(limits):
         for _ in range(times):
             steps.compute(rows, _PLAIN)
@@ -103,6 +105,16 @@ def _most_tokens(limits: StepLimits, num_drafts: int) -> list[_Row]:
         left -= more
         rows.append(_Row(0, 1 + more))
     return rows
+
+
+def _chunks(limits: StepLimits) -> Iterator[list[_Row]]:
+    """Yield a chunk of a prompt behind the longest context; a smaller one; and one beside a few decodes."""
+    longest, most = limits.max_model_len, limits.max_num_batched_tokens
+    chunks = [max(1, min(longest, most // share)) for share in (4, 16)]
+    few = max(0, min(MOST_DECODES_BESIDE, limits.max_num_seqs - 1, most - chunks[1]))
+    decode = _Row(longest - 1, 1)
+    for length, num_decodes in ((chunks[0], 0), (chunks[1], 0), (chunks[1], few)):
+        yield [_Row(longest - length, length)] + [decode] * num_decodes
 
 
 def _decodes(limits: StepLimits) -> Iterator[list[_Row]]:
