@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fake_runner import naive_generation
 from hypothesis import given, settings
@@ -179,6 +181,21 @@ def test_steps_that_no_drafts_follow_for_a_while_overlap():
         scene.apply(plan)
     assert num_overlapped > 10
     scene.check_naive()
+
+
+def test_drafts_of_one_request_end_the_pause_that_others_would_have():
+    scene = overlapped(num_blocks=60, max_num_batched_tokens=8, draft_length=lambda num_running: 3)
+    scene.runner.share_of_pauses, scene.runner.draft_accuracy = 0.0, 1.0
+    scene.add("a", range(4), max_tokens=20)
+    scene.add("b", range(20, 32), max_tokens=20)
+    first, second = scene.plan(), scene.plan()
+    assert [dict(plan.num_scheduled_tokens) for plan in (first, second)] == [{"a": 4, "b": 4}, {"b": 8}]
+    computed = scene.compute(first)
+    scene.apply(first, dataclasses.replace(computed, draft_token_ids=None, num_steps_without_drafts=5))
+    third = scene.plan()
+    assert (third.num_drafts_wanted, third.request_ids) == (0, ["a"])
+    scene.apply(second)
+    assert scene.plan().num_drafts_wanted == 3
 
 
 def test_beams_wait_for_their_tokens():
