@@ -32,7 +32,8 @@ NUMBERS: list[dict[str, Any]] = [
 
 def params(number: int) -> SamplingParams:
     how = {"temperature": 0.0} if number % 2 else {"temperature": 0.9, "top_p": 0.9, "seed": number}
-    return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, **how)
+    penalties = {"frequency_penalty": 0.8, "repetition_penalty": 1.2} if number % 3 == 2 else {}
+    return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, **how, **penalties)
 
 
 def generate(checkpoint: Path, *, one_by_one: bool = False, **options: Any) -> list[Any]:
