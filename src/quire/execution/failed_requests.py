@@ -120,7 +120,8 @@ class StepVerdict:
         They have failed, in this step or before, or read what such a request has written in this step; all
         have if the device has failed. May be called from any thread.
         """
-        return self._failed_so_far().intersection(self._output.request_ids)
+        failed = self._failed_so_far()
+        return failed.intersection(self._output.request_ids) if failed else failed
 
     def settle_if_known(self) -> None:
         """Let go of the steps before, as far as all is known of them."""
@@ -144,6 +145,8 @@ class StepVerdict:
             errors = set(self._errors.failed_ids())
         except Exception:  # which the `result` of the step raises, too
             errors = set(output.request_ids)
+        if not errors and not failed_before:
+            return failed_before
         failed = (failed_before - _leaving(output)) | errors.intersection(output.request_ids)
         if failed and self._block_tables is not None:
             failed |= self._readers(failed, self._block_tables())
