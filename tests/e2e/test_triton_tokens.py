@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from checkpoints import make_checkpoint
+from engine_checks import core_of
 from operation_tape import OperationTape
 from quire import LLM, SamplingParams
 from quire.engine import runner_building
+from quire.engine.core import EngineCore
+from quire.engine.ranks.messages import CompileOnly, Forward, ToRank
+from quire.kernels.batch import AttentionBatch
 from quire.kernels.triton.device import is_interpreted
 
 PROMPTS = ["What is 27 + 58?", "What is"]
@@ -42,6 +48,18 @@ def test_tokens_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(replayed) > 1
 
 
+def compile_together(core: EngineCore) -> None:
+    """Have both ranks compute one token with kernels that do nothing; then they do again."""
+    told: list[ToRank] = []
+    send = core.ranks.send
+    core.ranks.send = lambda message: (told.append(message), send(message))[1]
+    batch = AttentionBatch.build(np.zeros(1), np.ones(1), np.zeros((1, 1)), 16)
+    with core.runner.compile_only():
+        core.runner._model.forward(torch.zeros(1, dtype=torch.int64), core.runner.kv_cache, batch)
+    assert [type(message) for message in told] == [CompileOnly, Forward, CompileOnly]
+    core.ranks.send = send
+
+
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     """The tokens that rank 0's device has chosen get to the other rank without the host."""
     if not is_interpreted:
@@ -56,5 +74,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     found = []
     for size, kernels in ((1, "reference"), (2, "triton")):
         with LLM(checkpoint, kernels=kernels, tensor_parallel_size=size, **options) as llm:
+            if size == 2:
+                compile_together(core_of(llm))
             found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
     assert found[1] == found[0]

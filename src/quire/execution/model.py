@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -39,3 +40,6 @@ class Model(Protocol):
 
     def reserve(self, num_tokens: int) -> None:
         """See `Decoder.reserve`."""
+
+    def compile_only(self) -> AbstractContextManager[None] | None:
+        """See `KernelSet.compile_only`; of all ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from quire.execution.step_sampling import StepSampler
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import array_to_device
-from quire.kernels.interface import KernelSet
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
@@ -105,10 +105,9 @@ class ModelRunner:
         if eviction is not None:
             self._evictor = CacheEvictor(eviction, model.config, kv_cache, self._batch, block_size)
 
-    @property
-    def kernels(self) -> KernelSet:
-        """What the model computes with."""
-        return self._model.kernels
+    def compile_only(self) -> AbstractContextManager[None] | None:
+        """See `KernelSet.compile_only`; of all ranks."""
+        return self._model.compile_only()
 
     @property
     def kv_cache(self) -> PagedAttentionCache:

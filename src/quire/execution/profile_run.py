@@ -71,7 +71,7 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> Non
     """
     runner.kv_cache.tensor.zero_()
     steps = _MadeUpSteps(runner, vocab_size)
-    compile_only = runner.kernels.compile_only()
+    compile_only = runner.compile_only()
     if compile_only is not None:
         with compile_only:
             _compute_all(steps, limits, 1)

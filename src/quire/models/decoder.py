@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -101,6 +102,10 @@ class Decoder:
         nowhere = torch.zeros(0, dtype=torch.int64, device=self.kernels.device)
         for table in self._rotary:
             table.rows(nowhere, last=self.config.max_model_len)
+
+    def compile_only(self) -> AbstractContextManager[None] | None:
+        """See `KernelSet.compile_only`."""
+        return self.kernels.compile_only()
 
     @torch.inference_mode()
     def forward(

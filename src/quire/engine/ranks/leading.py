@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from quire.engine.ranks.group import RankGroup
-from quire.engine.ranks.messages import AllocateCache, CopyBlocks, Forward, Logits
+from quire.engine.ranks.messages import AllocateCache, CompileOnly, CopyBlocks, Forward, Logits
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
@@ -82,6 +82,18 @@ class LeadingDecoder:
     def reserve(self, num_tokens: int) -> None:
         """See `Decoder.reserve`; of this rank."""
         self._decoder.reserve(num_tokens)
+
+    def compile_only(self) -> contextlib.AbstractContextManager[None] | None:
+        """See `KernelSet.compile_only`; all ranks compile at the same time."""
+        own = self._decoder.compile_only()
+        return None if own is None else self._compiling_together(own)
+
+    @contextlib.contextmanager
+    def _compiling_together(self, own: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        self._ranks.send(CompileOnly(begins=True))
+        with own:
+            yield
+            self._ranks.send(CompileOnly(begins=False))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`."""

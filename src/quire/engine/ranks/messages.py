@@ -49,6 +49,13 @@ class AllocateCache:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CompileOnly:
+    """Compile kernels and compute nothing from now on (`KernelSet.compile_only`), or do both again."""
+
+    begins: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Forward:
     """Compute the tokens [T] of a step, whose ids rank 0 broadcasts; the fields are of its `AttentionBatch`.
 
@@ -80,7 +87,7 @@ class CopyBlocks:
     copies: npt.NDArray[np.int32]
 
 
-ToRank = RankStart | AllocateCache | Forward | Logits | CopyBlocks
+ToRank = RankStart | AllocateCache | CompileOnly | Forward | Logits | CopyBlocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,15 @@ import torch
 
 from quire.engine.byte_sizes import format_bytes
 from quire.engine.ranks.connecting import communicator_on
-from quire.engine.ranks.messages import AllocateCache, CopyBlocks, Forward, Logits, RankStart, ToRank
+from quire.engine.ranks.messages import (
+    AllocateCache,
+    CompileOnly,
+    CopyBlocks,
+    Forward,
+    Logits,
+    RankStart,
+    ToRank,
+)
 from quire.errors import ConfigError
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import HOST, OutOfMemoryError
@@ -40,6 +49,7 @@ class ShardRunner:
         on_connecting()
         self._shard = Shard(start.rank, start.size)
         self._device = kernels.device
+        self._compiling = contextlib.ExitStack()
         self._communicator = communicator_on(
             kernels.device, self._shard, start.rendezvous, timeout=start.timeout
         )
@@ -62,6 +72,8 @@ class ShardRunner:
         match message:
             case AllocateCache():
                 self._allocate(message)
+            case CompileOnly(begins):
+                self._compile_only(begins=begins)
             case Forward():
                 token_ids = torch.empty(len(message.positions), dtype=torch.int64, device=self._device)
                 self._communicator.broadcast(token_ids)
@@ -73,6 +85,12 @@ class ShardRunner:
                 self._decoder.output(hidden)
             case CopyBlocks(copies):
                 self._kv_cache.copy_blocks(copies)
+
+    def _compile_only(self, *, begins: bool) -> None:
+        compiling = self._decoder.compile_only() if begins else None
+        self._compiling.close()
+        if compiling is not None:
+            self._compiling.enter_context(compiling)
 
     def _allocate(self, message: AllocateCache) -> None:
         metadata = message.metadata
