@@ -161,6 +161,23 @@ def test_a_communicator_that_ends_aborts_and_closes_its_file(stand_in: type[Nccl
         time.sleep(0.01)
 
 
+def test_a_communicator_may_end_with_the_interpreter(
+    stand_in: type[NcclStandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [communicator] = connected(NcclCommunicator, 1)
+    file, group = communicator._file, stand_in.made.pop()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    communicator.abort()
+    assert group.is_aborted.is_set()
+    del communicator, group
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
 def test_ranks_that_do_not_come_are_an_error(stand_in: type[NcclStandIn]) -> None:
     file = os.memfd_create("of-this-test")
     with pytest.raises(ExchangeError):

@@ -46,7 +46,7 @@ class NcclCommunicator(GroupCommunicator):
             return
         self.abort()
         group, self._group = [self._group], None
-        threading.Thread(target=_close, args=(self._aborting, group, self._file), daemon=True).start()
+        _run(threading.Thread(target=_close, args=(self._aborting, group, self._file), daemon=True))
 
     def seconds_waiting(self) -> float:
         """Return how long ago the oldest exchange was asked for that has not ended; 0: all have ended.
@@ -62,10 +62,7 @@ class NcclCommunicator(GroupCommunicator):
         """End all exchanges, on this rank; nobody waits for that. Later ones raise `ExchangeError`."""
         if self._aborting is None:
             self._aborting = threading.Thread(target=_abort, args=(self._group,), daemon=True)
-            try:
-                self._aborting.start()
-            except RuntimeError:  # none can be started any more: the interpreter ends
-                _abort(self._group)
+            _run(self._aborting)
 
     @override
     def _connect(self, store: FileStore, shard: Shard, limit: datetime.timedelta) -> Any:
@@ -105,6 +102,14 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[BLOCKING_WAIT] = before
 
 
+def _run(thread: threading.Thread) -> None:
+    """Start a thread, or do its work where none can be started any more: while the interpreter ends."""
+    try:
+        thread.start()
+    except RuntimeError:
+        thread.run()
+
+
 def _abort(group: Any) -> None:
     try:
         group.abort()
@@ -114,6 +119,7 @@ def _abort(group: Any) -> None:
 
 def _close(aborting: threading.Thread, group: list[Any], file: int) -> None:
     """Release a group that is being aborted, and then the file of its store, which opens it at its end."""
-    aborting.join()
+    if aborting.ident is not None:  # else it has been done without the thread
+        aborting.join()
     group.clear()
     os.close(file)
