@@ -199,8 +199,10 @@ def test_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_steps_that_are_followed_by_no_drafts(
-    serial: dict[int, Any], unknown_tokens: list[int], method: str
+    serial: dict[int, Any], unknown_tokens: list[int], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Whether or not drafts pay, which is measured.
+    monkeypatch.setattr(DraftedRequest, "num_wanted", lambda self, num_tokens, cost: 3)
     options = {"speculative_method": method, "num_speculative_tokens": 3, "max_num_draft_tokens": 3}
     assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]
     assert sum(unknown_tokens) > 10
