@@ -293,7 +293,8 @@ class Paced(Bench):
             return read(key, into)
 
         def slow_save(failed_ids):
-            self.clock.advance(per_token * self.connector._num_tokens)
+            _, num_tokens = self.connector._opened.times._begun
+            self.clock.advance(per_token * num_tokens)
             save(failed_ids)
 
         self.tier.read, self.connector.wait_for_save = slow_read, slow_save

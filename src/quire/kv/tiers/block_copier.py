@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from quire.kv.host_blocks import BlockStore, ByteArray, block_store
+from quire.kv.step_times import HostMark, StepMark
 from quire.kv.tiers.buffers import BufferPool
 
 if TYPE_CHECKING:
@@ -25,13 +26,6 @@ MAX_STAGED_BYTES = 256 << 20
 def num_staged_blocks(bytes_per_block: int) -> int:
     """Return how many blocks may wait to be written; there is room for one of any size."""
     return max(1, MAX_STAGED_BYTES // bytes_per_block)
-
-
-class StepMark(Protocol):
-    """A point between two steps."""
-
-    def seconds_since(self, earlier: Any) -> float | None:
-        """Return how long computing took from an earlier mark to this; None: that is not over yet."""
 
 
 class OutgoingBlock(Protocol):
@@ -84,17 +78,6 @@ class BlockCopier(Protocol):
 
         Nobody may change `content` until the copy has been waited for.
         """
-
-
-class HostMark:
-    """A time: steps on the host are over when they return."""
-
-    def __init__(self, now: float) -> None:
-        self._now = now
-
-    def seconds_since(self, earlier: HostMark) -> float:
-        """Return the time in between."""
-        return self._now - earlier._now
 
 
 class HostCopier:

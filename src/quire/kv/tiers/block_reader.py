@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 
 from quire.kv.host_blocks import ByteArray
-from quire.kv.tiers.block_copier import BlockCopier, StepMark
+from quire.kv.step_times import StepMark
+from quire.kv.tiers.block_copier import BlockCopier
 from quire.kv.tiers.counters import Counters
 from quire.kv.tiers.loads import BlockLoad, LoadInProgress
 from quire.kv.tiers.tier import BlockTier

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,7 +24,8 @@ from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.load_costs import LoadCosts
 from quire.kv.prompt_blocks import PromptBlocks
-from quire.kv.tiers.block_copier import BlockCopier, StepMark, host_copier
+from quire.kv.step_times import StepTimes
+from quire.kv.tiers.block_copier import BlockCopier, host_copier
 from quire.kv.tiers.block_reader import BlockReader
 from quire.kv.tiers.block_writer import BlockWriter, FilledBlock
 from quire.kv.tiers.counters import Counters
@@ -79,12 +79,7 @@ class _Opened(NamedTuple):
     copier: BlockCopier
     reader: BlockReader
     writer: BlockWriter
-
-
-class _TimedStep(NamedTuple):
-    began: StepMark
-    ended: StepMark
-    num_tokens: int
+    times: StepTimes
 
 
 class TierConnector(KVConnector):
@@ -132,9 +127,6 @@ class TierConnector(KVConnector):
         self._loads: dict[str, LoadInProgress] = {}
         self._stores: list[FilledBlock] = []
         self._generation = 0  # that the stores belong to
-        self._num_tokens = 0  # of the step being computed
-        self._step_began: StepMark | None = None
-        self._timed_steps: deque[_TimedStep] = deque()  # that a device may still compute
         self._failed_block_ids: set[int] = set()  # to be reported
 
     # -- scheduler side ------------------------------------------------------------------------------------
@@ -247,22 +239,23 @@ class TierConnector(KVConnector):
             copier,
             BlockReader(tier, copier, self._readers, self._counters, self._clock),
             BlockWriter(tier, copier, self._writer, self._counters),
+            StepTimes(copier.mark, self._costs),
         )
 
     @override
     def start_load_kv(self, metadata: object | None) -> None:
-        self._stores, self._step_began = [], None
+        self._stores = []
         if not isinstance(metadata, TierMetadata):
             return
-        _, copier, reader, _ = self._require_opened()
+        opened = self._require_opened()
         for request_id in metadata.cancelled:
             load = self._loads.pop(request_id, None)
             if load is not None:
                 load.cancel()
         self._stores, self._generation = metadata.stores, metadata.generation
-        self._num_tokens, self._step_began = metadata.num_tokens, copier.mark()
+        began = opened.times.begin(metadata.num_tokens)
         for new in metadata.loads:
-            self._loads[new.request_id] = reader.begin(new, self._step_began)
+            self._loads[new.request_id] = opened.reader.begin(new, began)
 
     @override
     def wait_for_layer_load(self, layer: int) -> None:
@@ -281,21 +274,9 @@ class TierConnector(KVConnector):
     def begin_save(self, failed_ids: Callable[[], frozenset[str]]) -> None:
         """Begin to copy what is to be stored: steps to come overwrite it only after that."""
         opened = self._require_opened()
-        if self._step_began is not None:
-            self._timed_steps.append(_TimedStep(self._step_began, opened.copier.mark(), self._num_tokens))
-        self._note_timed_steps()
+        opened.times.end()
         stores, self._stores = self._stores, []
         opened.writer.store(stores, self._generation, failed_ids)
-
-    def _note_timed_steps(self) -> None:
-        """Take note of what steps cost that have ended by now."""
-        while self._timed_steps:
-            began, ended, num_tokens = self._timed_steps[0]
-            seconds = ended.seconds_since(began)
-            if seconds is None:
-                return
-            self._costs.note_step(seconds, num_tokens)
-            self._timed_steps.popleft()
 
     @override
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:

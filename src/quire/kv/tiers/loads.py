@@ -7,7 +7,8 @@ import threading
 
 from quire.kv.block_hash import BlockKey
 from quire.kv.host_blocks import ByteArray
-from quire.kv.tiers.block_copier import BlockCopier, IncomingBlock, StepMark
+from quire.kv.step_times import StepMark
+from quire.kv.tiers.block_copier import BlockCopier, IncomingBlock
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
