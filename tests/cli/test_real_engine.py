@@ -171,7 +171,7 @@ def test_plan_of_a_gpu_that_is_not_here():
     assert of_rank["kv_bytes_per_token"] == plan["kv_bytes_per_token"] / 2
     refused = quire(*options, "--role", "prefill")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: --role is 'prefill', which an engine on a GPU cannot")
+    assert refused.stderr.startswith("error: --tensor-parallel-size is 2 and --role is 'prefill', but ")
 
 
 @pytest.mark.parametrize("memory", ["nan", "inf", "0", "-3"])

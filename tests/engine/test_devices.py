@@ -154,7 +154,7 @@ def test_a_gpu_is_planned_for_where_there_is_none(mini: ModelConfig, monkeypatch
     assert (config.device, config.kernels) == ("cuda", "triton")
     in_float8 = dataclasses.replace(mini, stored_quantization="fp8")
     assert plan_memory(config, in_float8, available_bytes=80 * GB).weight_type == "fp8"
-    for fields in ({"kernels": "native"}, {"role": "prefill"}):
+    for fields in ({"kernels": "native"}, {"kv_connector": "some.Connector"}):
         with pytest.raises(ConfigError, match=rf"EngineConfig\.{next(iter(fields))} is "):
             on_cuda(EngineConfig(device="cuda", **fields))
 
@@ -199,9 +199,6 @@ def test_what_torch_lacks_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
     ("name", "value"),
     [
         ("kv_connector", "some.Connector"),
-        ("role", "prefill"),
-        ("kv_peers", "10.0.0.1:9000"),
-        ("kv_transfer_port", 9000),
     ],
 )
 def test_what_a_gpu_cannot_do_yet_is_refused(name: str, value: Any) -> None:
@@ -211,6 +208,19 @@ def test_what_a_gpu_cannot_do_yet_is_refused(name: str, value: Any) -> None:
         ):
             chosen(device=device, **{name: value})
     assert chosen(device="cpu", **{name: value}) == ("cpu", "auto")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("name", "value"), [("role", "prefill"), ("kv_peers", "10.0.0.1:9000"), ("kv_transfer_port", 9000)]
+)
+def test_the_kv_of_one_gpu_is_shared_and_not_that_of_several(name: str, value: Any) -> None:
+    assert chosen(**{name: value}) == ("cuda", "triton")
+    with pytest.raises(
+        ConfigError, match=rf"parallel_size is 2 and EngineConfig\.{name} is {value!r}, .*'cpu'$"
+    ):
+        chosen(tensor_parallel_size=2, **{name: value})
+    assert chosen(device="cpu", tensor_parallel_size=2, **{name: value}) == ("cpu", "auto")
 
 
 @pytest.mark.usefixtures("gpu")

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from engine_checks import check_after_every_step, core_of
+from late_steps import compute_late
 from quire import LLM, SamplingParams
 from quire.datadist.cached_blocks import CachedBlocks, CachedReading
 from quire.datadist.decoder_link import DecoderLink
@@ -284,6 +285,13 @@ def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkey
 )
 def test_no_fault_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed, options):
     assert serve_with_faults(alone, monkeypatch, seed, options) > 0
+
+
+def test_no_fault_changes_an_answer_of_steps_in_flight(monkeypatch):
+    unknown_tokens = compute_late(monkeypatch)
+    options = {"overlap_steps": True, "kv_transports": "tcp"}
+    assert serve_with_faults(answers_alone(**options), monkeypatch, 6, options) > 0
+    assert sum(unknown_tokens) > 0
 
 
 def test_no_fault_changes_an_answer_of_several_ranks(monkeypatch, preloaded_engines):

@@ -9,6 +9,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+from late_device import LateDevice
 from quire.datadist.status import LLMStatusCode, failure
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.page_layout import PageLayout
@@ -20,6 +21,7 @@ from quire.kv.peers.peer import Peer
 from quire.kv.peers.prefix_lookup import PrefixLookup
 from quire.kv.peers.pulls import LoanLoad, LoanPull
 from quire.kv.peers.transfer_params import BorrowingParams
+from quire.kv.step_times import StepMark, host_mark
 
 SOON = 20.0
 LAYOUTS = BlockLayouts(PageLayout(4, (), 8), lambda size: PageLayout(size, (), 8))
@@ -72,10 +74,10 @@ class Opener:
 class Pull(LoanPull):
     """A pull whose end can be waited for."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, after: StepMark | None = None) -> None:
         self.ending = threading.Event()
         params = BorrowingParams("127.0.0.1", 1, transfer_id=name)
-        super().__init__(LoanLoad(name, params, 1, b"", [3]), time.monotonic() + SOON)
+        super().__init__(LoanLoad(name, params, 1, b"", [3]), time.monotonic() + SOON, after or host_mark())
 
     def end(self, *, has_failed: bool) -> None:
         super().end(has_failed=has_failed)
@@ -361,3 +363,44 @@ def test_a_pull_that_is_too_late_says_nothing_about_the_peer():
     with pytest.raises(TimeoutError):
         links.open(time.monotonic() + SOON)
     assert links.is_down
+
+
+def test_a_pull_begins_behind_the_steps_that_may_use_its_blocks(make_peer):
+    device, opener = LateDevice(), Opener()
+    computed = []
+    device.steps.ask(lambda: computed.append(list(opener.link.pulled)))
+    pull = Pull("late", device.mark())
+    make_peer(opener).pull(pull)
+    assert pull.ending.wait(SOON)
+    assert not pull.has_failed
+    assert computed == [[]]
+    assert opener.link.pulled == ["late"]
+
+
+def test_a_pull_that_is_cancelled_while_a_device_computes_reads_nothing(make_peer):
+    device, opener = LateDevice(), Opener()
+    pull, is_waiting, may_go_on = Pull("cancelled", device.mark()), threading.Event(), threading.Event()
+
+    def on_wait() -> None:
+        is_waiting.set()
+        assert may_go_on.wait(SOON)
+
+    device.on_wait = on_wait
+    make_peer(opener).pull(pull)
+    assert is_waiting.wait(SOON)
+    pull.cancel()
+    may_go_on.set()
+    assert pull.ending.wait(SOON)
+    assert not opener.link.pulled
+
+
+def test_a_device_that_fails_costs_a_pull_and_not_its_reader(make_peer):
+    device, opener = LateDevice(), Opener()
+    device.failing["wait"] = 1
+    peer = make_peer(opener)
+    pulls = [Pull("lost", device.mark()), Pull("next", device.mark())]
+    for pull in pulls:
+        peer.pull(pull)
+        assert pull.ending.wait(SOON)
+    assert [pull.has_failed for pull in pulls] == [True, False]
+    assert opener.link.pulled == ["next"]

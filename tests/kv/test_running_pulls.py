@@ -11,6 +11,7 @@ from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.pulls import LoanLoad, PrefixLoad
 from quire.kv.peers.running_pulls import PREFIX_GRACE, PREFIX_PATIENCE, RunningPulls
 from quire.kv.peers.transfer_params import BorrowingParams
+from quire.kv.step_times import host_mark
 
 ADDRESS = "127.0.0.1", 1
 PREFIX = PrefixLoad("prefix", ADDRESS, b"d" * 32, [3, 4])
@@ -33,7 +34,7 @@ def test_a_prefix_is_not_waited_for_much_longer_than_computing_it_takes(
     costs.seconds_per_token = seconds_per_token
     pulls = RunningPulls(8, KnownPeers(lambda _: None), 30.0, stats=KVPeerStats(), costs=costs)
     monkeypatch.setattr(running_pulls.time, "monotonic", lambda: 100.0)
-    pulls.begin_step([load], [])
+    pulls.begin_step([load], [], host_mark())
     [pull] = pulls._pulls.values()
     assert pull.deadline == pytest.approx(100.0 + patience)
     assert pulls.finished() == {load.request_id}  # there is no such peer

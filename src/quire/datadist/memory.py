@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import psutil
@@ -144,44 +145,78 @@ class DeviceMemory(CacheMemory):
         desc: of the cache.
         device: where it is.
         tensor_bytes: as of `HostMemory`.
+        stream: of the device, in which all copies are made beside whatever else it is asked for; the owner
+            sees to the order. None: copies come after all that was asked for before.
     """
 
     def __init__(
-        self, desc: CacheDesc, device: torch.device, tensor_bytes: list[torch.Tensor] | None = None
+        self,
+        desc: CacheDesc,
+        device: torch.device,
+        tensor_bytes: list[torch.Tensor] | None = None,
+        *,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__(desc, zero_bytes(desc, device) if tensor_bytes is None else tensor_bytes)
         self._device = device
+        self._stream = stream
 
     @override
     def synchronize(self) -> None:
-        if self._device.type == "cuda":
+        if self._stream is not None:
+            self._stream.synchronize()
+        elif self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     @override
     def outgoing(self, window: Window) -> list[memoryview]:
-        parts = [self.tensor_bytes[tensor][offset : offset + length] for tensor, offset, length in window]
-        return [torch.cat(parts).cpu().numpy().data]
+        staged = self._staging(window)
+        with self._copying():
+            for part, on_host in self._parts(window, staged):
+                on_host.copy_(part, non_blocking=True)
+        return [staged.numpy().data]
 
     @override
     def incoming(self, window: Window) -> list[memoryview]:
-        return [memoryview(bytearray(sum(length for _, _, length in window)))]
+        return [self._staging(window).numpy().data]
 
     @override
     def arrived(self, window: Window, views: list[memoryview]) -> None:
-        received = torch.frombuffer(views[0], dtype=torch.uint8).to(self._device)
-        start = 0
-        for tensor, offset, length in window:
-            self.tensor_bytes[tensor][offset : offset + length].copy_(received[start : start + length])
-            start += length
+        with self._copying():
+            for part, on_host in self._parts(window, torch.frombuffer(views[0], dtype=torch.uint8)):
+                part.copy_(on_host, non_blocking=True)
 
     @override
     def copy_in(
         self, tensor: int, offsets: list[int], source_addresses: list[int], lengths: list[int]
     ) -> None:
-        for offset, address, length in zip(offsets, source_addresses, lengths, strict=True):
-            part = (ctypes.c_uint8 * length).from_address(address)
-            source = torch.frombuffer(part, dtype=torch.uint8)
-            self.tensor_bytes[tensor][offset : offset + length].copy_(source)
+        with self._copying():
+            for offset, address, length in zip(offsets, source_addresses, lengths, strict=True):
+                part = (ctypes.c_uint8 * length).from_address(address)
+                source = torch.frombuffer(part, dtype=torch.uint8)
+                self.tensor_bytes[tensor][offset : offset + length].copy_(source)
+
+    def _staging(self, window: Window) -> torch.Tensor:
+        """Return memory of the host for a window."""
+        num_bytes = sum(length for _, _, length in window)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def _parts(self, window: Window, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the parts of a window on the device, and on the host."""
+        start = 0
+        for tensor, offset, length in window:
+            yield self.tensor_bytes[tensor][offset : offset + length], staged[start : start + length]
+            start += length
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Make copies in the stream, if there is one, and wait for them."""
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
 
 
 class MemoryAllocator:

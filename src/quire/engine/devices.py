@@ -145,12 +145,20 @@ def _refuse_kernels_elsewhere(obstacle: str) -> None:
 
 def _refuse_beside_cuda(config: EngineConfig) -> None:
     """Raise `ConfigError` for what an engine on a GPU cannot do yet."""
-    moves_kv_by = [name for name in config.moves_kv_by if name != "kv_tier"]
-    fields = {f"EngineConfig.{name}": getattr(config, name) for name in moves_kv_by}
+    fields: dict[str, object] = {}
+    if config.kv_connector:
+        fields["EngineConfig.kv_connector"] = config.kv_connector
     if config.scheduler.use_cache_eviction:
         fields["SchedulerConfig.use_cache_eviction"] = True
     for name, value in fields.items():
         raise ConfigError(
             f"{name} is {value!r}, which an engine on a GPU cannot do yet; leave it at its default, or set "
             "EngineConfig.device to 'cpu'"
+        )
+    if config.shares_kv and config.tensor_parallel_size > 1:
+        [shares_by] = config.moves_kv_by
+        raise ConfigError(
+            f"EngineConfig.tensor_parallel_size is {config.tensor_parallel_size} and EngineConfig.{shares_by} "
+            f"is {getattr(config, shares_by)!r}, but one process moves what engines share, and reaches the KV "
+            "of one GPU only; set one of them to its default, or EngineConfig.device to 'cpu'"
         )

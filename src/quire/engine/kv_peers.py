@@ -6,6 +6,7 @@ import functools
 import ipaddress
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from quire.kv.connector import KVConnector
     from quire.kv.events import KVEventSink
     from quire.kv.peers.connector import PeerConnector
+    from quire.kv.step_times import StepMark
     from quire.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -56,8 +58,18 @@ def build_peers(
             transports=transports,
             identity=identity.result,
             timeout=config.scheduler.kv_transfer_timeout,
+            mark=_step_mark(config),
         ),
     )
+
+
+def _step_mark(config: EngineConfig) -> Callable[[], StepMark] | None:
+    """Return what marks a point between steps that a GPU computes; None: the host does."""
+    if config.device != "cuda":
+        return None
+    from quire.kernels.cuda_copies import CudaCopies
+
+    return CudaCopies().mark
 
 
 def _identity(

@@ -10,6 +10,10 @@ import torch
 class DevicePoint(Protocol):
     """A point in a queue of a device, which that gets to in its time."""
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has got there; may be asked from any thread."""
+
     def wait(self) -> None:
         """Return when the device has got there; may be called from any thread.
 

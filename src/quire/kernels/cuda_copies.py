@@ -53,12 +53,17 @@ class CudaPoint:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether the GPU has got here."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         """Return when the GPU has got here."""
         self.event.synchronize()
 
     def seconds_since(self, earlier: CudaPoint) -> float | None:
         """Return the seconds since an earlier point of the same stream; None: it has not got here yet."""
-        if not self.event.query():  # type: ignore[no-untyped-call]
+        if not self.is_reached:
             return None
         return float(earlier.event.elapsed_time(self.event)) / 1e3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +12,10 @@ from quire.kv.load_costs import LoadCosts
 
 class StepMark(Protocol):
     """A point between two steps."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether `wait` returns at once; may be asked from any thread."""
 
     def wait(self) -> None:
         """Return when the steps before it have been computed; may be called from any thread.
@@ -29,12 +34,22 @@ class HostMark:
     def __init__(self, now: float) -> None:
         self._now = now
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether `wait` returns at once."""
+        return True
+
     def wait(self) -> None:
         """Return at once."""
 
     def seconds_since(self, earlier: HostMark) -> float:
         """Return the time in between."""
         return self._now - earlier._now
+
+
+def host_mark() -> HostMark:
+    """Return the present time."""
+    return HostMark(time.monotonic())
 
 
 class _TimedStep(NamedTuple):

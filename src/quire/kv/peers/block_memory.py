@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from quire.datadist.cache_desc import CacheDesc
 from quire.datadist.enums import DataType
-from quire.datadist.memory import CacheMemory
+from quire.datadist.memory import CacheMemory, DeviceMemory
 from quire.datadist.registered_memory import memory_of_tensors
 from quire.kv.page_layout import PageLayout
 from quire.kv.paged_cache import PagedAttentionCache
@@ -14,13 +16,21 @@ from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout
 
 
 def memory_of(kv_caches: PagedAttentionCache) -> CacheMemory:
-    """Return the memory of the blocks, of all ranks if there are several."""
+    """Return the memory of the blocks, of all ranks if there are several.
+
+    On a GPU, copies go beside the steps: blocks are read when the step that fills them has been computed, and
+    written when those have that used them before.
+    """
     shards = kv_caches.shards
     tensor = kv_caches.tensor if shards is None else shards.tensor
     uint8 = tensor.new_empty(0).byte().dtype
     flat = tensor.view(-1).view(uint8)
     shape = [len(tensor), len(flat) // len(tensor)]
-    return memory_of_tensors(CacheDesc(1, shape, DataType.DT_INT8), [flat])
+    desc = CacheDesc(1, shape, DataType.DT_INT8)
+    if flat.device.type == "cuda":
+        stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+        return DeviceMemory(desc, flat.device, [flat], stream=stream)
+    return memory_of_tensors(desc, [flat])
 
 
 def layouts_of(kv_caches: PagedAttentionCache) -> BlockLayouts:

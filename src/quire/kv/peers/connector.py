@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,12 +34,14 @@ from quire.kv.peers.block_memory import layouts_of, memory_of
 from quire.kv.peers.borrowed_prompts import BorrowedPrompts
 from quire.kv.peers.cached_block_events import CachedBlockEvents
 from quire.kv.peers.known_peers import KnownPeers
-from quire.kv.peers.lent_prompts import LentPrompts, LoanStep, answer
+from quire.kv.peers.lent_prompts import LentPrompts, answer
+from quire.kv.peers.loan_steps import LoanStep, LoanSteps
 from quire.kv.peers.peer import Peer
 from quire.kv.peers.peer_prefixes import PeerPrefixes
 from quire.kv.peers.pulls import LoanLoad, PrefixLoad, engine_id_of
 from quire.kv.peers.running_pulls import RunningPulls
 from quire.kv.peers.transfer_params import Address
+from quire.kv.step_times import StepMark, StepTimes, host_mark
 from quire.request import Request
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class PeerOptions:
         transports: the best first.
         identity: returns what the KV is, in named parts; only peers with the same are linked.
         timeout: seconds for the KV of a prompt to come.
+        mark: returns the point behind all steps that a device was asked for so far, in the thread that asks;
+            None: steps are computed when they return.
     """
 
     listen_address: Address | None
@@ -72,6 +75,7 @@ class PeerOptions:
     transports: Sequence[Transport]
     identity: Callable[[], Mapping[str, str]]
     timeout: float
+    mark: Callable[[], StepMark] | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -101,14 +105,16 @@ class PeerConnector(KVConnector):
         LLMException: LLM_FAILED, the address cannot be listened on.
     """
 
+    saves_before_tokens = True
+
     def __init__(self, block_size: int, options: PeerOptions) -> None:
+        self.works_by_layer = options.mark is None
         self._block_size = block_size
         self._options = options
         self._stats = KVPeerStats()
         self._costs = LoadCosts(block_size)
         self._cancelled: list[str] = []  # requests whose load the next step cancels
-        self._num_tokens = 0  # of the step being computed
-        self._step_began = 0.0
+        self._times = StepTimes(options.mark or host_mark, self._costs)
         self._epoch = secrets.randbits(64)
         self._started: _Started | None = None
         self._cached = CachedBlocks()
@@ -238,11 +244,10 @@ class PeerConnector(KVConnector):
                 "a read of a peer's KV could not be ended, and may still write to the cache; start the "
                 "engine anew (kv_transports without nixl avoids this)"
             )
-        self._num_tokens = 0
         if isinstance(metadata, PeerMetadata):
-            self._num_tokens, self._step_began = metadata.num_tokens, time.monotonic()
-            self._parts.pulls.begin_step(metadata.loads, metadata.cancelled)
-            self._parts.lent.begin_step(metadata.completed)
+            began = self._times.begin(metadata.num_tokens)
+            self._parts.pulls.begin_step(metadata.loads, metadata.cancelled, began)
+            self._parts.loan_steps.begin(metadata.completed)
 
     @override
     def wait_for_layer_load(self, layer: int) -> None:
@@ -250,12 +255,16 @@ class PeerConnector(KVConnector):
 
     @override
     def save_kv_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._parts.lent.advance(self._parts.layouts.layer_ends[layer])
+        self._parts.loan_steps.advance(self._parts.layouts.layer_ends[layer])
 
     @override
     def wait_for_save(self, failed_ids: frozenset[str]) -> None:
-        self._costs.note_step(time.monotonic() - self._step_began, self._num_tokens)
-        self._parts.lent.end_step(failed_ids)
+        self.begin_save(lambda: failed_ids)
+
+    @override
+    def begin_save(self, failed_ids: Callable[[], frozenset[str]]) -> None:
+        """Lend what the step computes when it has been computed: as long as it is lent, it stays."""
+        self._parts.loan_steps.end(failed_ids, self._times.end())
 
     @override
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
@@ -286,7 +295,8 @@ class _Started:
         block_bytes = self.layouts.block_bytes
         self.memory = memory_of(kv_caches)
         self.loans = Loans(block_bytes)
-        self.lent = LentPrompts(block_size, self.loans)
+        self.loan_steps = LoanSteps(self.loans, are_in_flight=options.mark is not None)
+        self.lent = LentPrompts(block_size, self.loans, self.loan_steps)
         self.peers = KnownPeers(self._new_peer)
         self.pulls = RunningPulls(block_bytes, self.peers, options.timeout, stats=stats, costs=costs)
         self.borrowed = BorrowedPrompts(block_size, self.peers, self.pulls, stats=stats, costs=costs)

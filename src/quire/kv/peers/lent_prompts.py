@@ -1,4 +1,4 @@
-"""The side that lends: which blocks of which prompts peers may read, told as steps compute them."""
+"""The side that lends: which blocks of which prompts peers may read."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ from typing import Any
 from quire.datadist.loans import Loans
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys
+from quire.kv.peers.loan_steps import LoanStep, LoanSteps
 from quire.kv.peers.shared_prompt import lendable_digest, lendable_keys
 from quire.kv.peers.transfer_params import lending_params
 from quire.kv.prompt_blocks import PromptBlocks, Save
 from quire.request import Request
 from quire.status import RequestStatus
 from quire.step import SchedulerOutput
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class LoanStep:
-    """Blocks of a loan, from `first_block` on, that a step completes."""
-
-    request_id: str
-    loan: int
-    first_block: int
-    block_ids: list[int]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -42,19 +33,16 @@ class LentPrompts:
     Args:
         block_size: tokens per block.
         loans: what peers read.
+        steps: tells them what steps have computed.
     """
 
-    def __init__(self, block_size: int, loans: Loans) -> None:
+    def __init__(self, block_size: int, loans: Loans, steps: LoanSteps) -> None:
         self._block_size = block_size
         self._loans = loans
-        # Scheduler side.
+        self._steps = steps
         self._prompts = PromptBlocks(block_size)
         self._keys: dict[str, SequenceKeys] = {}
         self._lent: dict[str, _Lent] = {}  # by request
-        # Worker side.
-        self._steps: Sequence[LoanStep] = ()
-
-    # -- scheduler side ------------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
         """Offer a request's prompt, if it asks for that.
@@ -101,6 +89,7 @@ class LentPrompts:
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
         if is_complete and len(block_ids):
+            self._steps.settle(request.request_id)
             if lent.keeps_last:
                 self._loans.begin_step(lent.loan, lent.num_blocks - 1, [block_ids[lent.num_blocks - 1]])
                 self._loans.end_step(lent.loan)
@@ -121,28 +110,6 @@ class LentPrompts:
         if lent.keeps_last:
             block_ids = block_ids[: lent.num_blocks - 1 - save.first_block]
         return LoanStep(save.request_id, lent.loan, save.first_block, block_ids)
-
-    # -- worker side ---------------------------------------------------------------------------------------
-
-    def begin_step(self, steps: Sequence[LoanStep]) -> None:
-        """Note what the step completes whose forward pass comes next."""
-        self._steps = steps
-        for step in steps:
-            self._loans.begin_step(step.loan, step.first_block, step.block_ids)
-
-    def advance(self, num_bytes: int) -> None:
-        """Note that the step has written the first `num_bytes` of each block that it completes."""
-        if self._steps:
-            self._loans.advance([step.loan for step in self._steps], num_bytes)
-
-    def end_step(self, failed_ids: frozenset[str]) -> None:
-        """Note that the step has been computed, but for some requests."""
-        for step in self._steps:
-            if step.request_id in failed_ids:
-                self._loans.end(step.loan, "its request has failed")
-            else:
-                self._loans.end_step(step.loan)
-        self._steps = ()
 
 
 def answer(transfer_id: str, address: tuple[str, int], engine_id: str) -> Mapping[str, Any]:

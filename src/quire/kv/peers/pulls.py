@@ -15,6 +15,7 @@ from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import LoanRequest, PrefixRequest
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.transfer_params import Address, BorrowingParams
+from quire.kv.step_times import StepMark
 
 OFFER_PATIENCE = 10.0
 """Seconds that a peer waits for a request which it has not got yet."""
@@ -53,9 +54,10 @@ class PeerPull(ABC):
         request_id: for which.
         block_ids: where it goes.
         deadline: seconds on the monotonic clock.
+        after: steps before this may still use the blocks.
     """
 
-    def __init__(self, request_id: str, block_ids: list[int], deadline: float) -> None:
+    def __init__(self, request_id: str, block_ids: list[int], deadline: float, after: StepMark) -> None:
         self.request_id = request_id
         self.transfer_id = ""  # of the loan that is read, if it is one
         self.block_ids = np.array(block_ids, dtype=np.int64)
@@ -63,6 +65,7 @@ class PeerPull(ABC):
         self.seconds = 0.0  # that reading took
         self.has_ended = False  # nothing is written to the blocks any more
         self.has_failed = False
+        self._after = after
         self._lock = threading.Lock()
         self._link: DecoderLink | None = None
         self._is_cancelled = False
@@ -83,7 +86,9 @@ class PeerPull(ABC):
         Raises:
             LLMException: what is wanted cannot be read.
             ConnectionError: the peer is another than the one that has answered.
+            Exception: the device has failed that was to compute the steps before.
         """
+        self._after.wait()
         with self._lock:
             if self._is_cancelled:
                 return
@@ -116,8 +121,8 @@ class PeerPull(ABC):
 class LoanPull(PeerPull):
     """Reads a loan. Its request needs the loan no more when this has ended."""
 
-    def __init__(self, load: LoanLoad, deadline: float) -> None:
-        super().__init__(load.request_id, load.block_ids, deadline)
+    def __init__(self, load: LoanLoad, deadline: float, after: StepMark) -> None:
+        super().__init__(load.request_id, load.block_ids, deadline, after)
         self.transfer_id = load.params.transfer_id
         self._load = load
 
@@ -143,8 +148,8 @@ class LoanPull(PeerPull):
 class PrefixPull(PeerPull):
     """Reads blocks of a prefix cache."""
 
-    def __init__(self, load: PrefixLoad, deadline: float) -> None:
-        super().__init__(load.request_id, load.block_ids, deadline)
+    def __init__(self, load: PrefixLoad, deadline: float, after: StepMark) -> None:
+        super().__init__(load.request_id, load.block_ids, deadline, after)
         self._digests = load.digests
 
     @property
@@ -163,9 +168,11 @@ def _num_blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def pull_of(load: LoanLoad | PrefixLoad, deadline: float) -> PeerPull:
-    """Return what reads a load until `deadline`, seconds on the monotonic clock."""
-    return LoanPull(load, deadline) if isinstance(load, LoanLoad) else PrefixPull(load, deadline)
+def pull_of(load: LoanLoad | PrefixLoad, deadline: float, after: StepMark) -> PeerPull:
+    """Return what reads a load behind a mark, until `deadline`, seconds on the monotonic clock."""
+    return (
+        LoanPull(load, deadline, after) if isinstance(load, LoanLoad) else PrefixPull(load, deadline, after)
+    )
 
 
 def engine_id_of(epoch: int) -> str:

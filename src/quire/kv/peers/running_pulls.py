@@ -9,6 +9,7 @@ from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.pulls import LoanLoad, PeerPull, PrefixLoad, pull_of
+from quire.kv.step_times import StepMark
 
 PREFIX_GRACE = 1.0
 """Seconds for a cached prefix to come, besides `PREFIX_PATIENCE` times as long as it takes to compute."""
@@ -46,14 +47,16 @@ class RunningPulls:
         """Blocks that are being read; any thread may ask."""
         return sum(len(pull.block_ids) for pull in list(self._pulls.values()))
 
-    def begin_step(self, loads: Sequence[LoanLoad | PrefixLoad], cancelled: Sequence[str]) -> None:
-        """Cancel pulls by request, and begin others."""
+    def begin_step(
+        self, loads: Sequence[LoanLoad | PrefixLoad], cancelled: Sequence[str], after: StepMark
+    ) -> None:
+        """Cancel pulls by request, and begin others: steps before a mark may still use their blocks."""
         for request_id in cancelled:
             pull = self._pulls.pop(request_id, None)
             if pull is not None:
                 pull.cancel()
         for load in loads:
-            self._pulls[load.request_id] = self._begin(load)
+            self._pulls[load.request_id] = self._begin(load, after)
 
     def finished(self) -> frozenset[str]:
         """Return the requests whose pull has ended since the last call."""
@@ -77,8 +80,8 @@ class RunningPulls:
         for pull in self._pulls.values():
             pull.cancel()
 
-    def _begin(self, load: LoanLoad | PrefixLoad) -> PeerPull:
-        pull = pull_of(load, time.monotonic() + self._patience(load))
+    def _begin(self, load: LoanLoad | PrefixLoad, after: StepMark) -> PeerPull:
+        pull = pull_of(load, time.monotonic() + self._patience(load), after)
         peer = self._peers.find(load.address)
         if peer is None:
             pull.end(has_failed=True)
