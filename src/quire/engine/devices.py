@@ -158,7 +158,8 @@ def _refuse_beside_cuda(config: EngineConfig) -> None:
     if config.shares_kv and config.tensor_parallel_size > 1:
         [shares_by] = config.moves_kv_by
         raise ConfigError(
-            f"EngineConfig.tensor_parallel_size is {config.tensor_parallel_size} and EngineConfig.{shares_by} "
-            f"is {getattr(config, shares_by)!r}, but one process moves what engines share, and reaches the KV "
-            "of one GPU only; set one of them to its default, or EngineConfig.device to 'cpu'"
+            f"EngineConfig.tensor_parallel_size is {config.tensor_parallel_size} and "
+            f"EngineConfig.{shares_by} is {getattr(config, shares_by)!r}, but one process moves what engines "
+            "share, and reaches the KV of one GPU only; set one of them to its default, or "
+            "EngineConfig.device to 'cpu'"
         )
