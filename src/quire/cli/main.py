@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+import quire
 from quire.cli import chat, evaluate, generate, kv, local_models, plan, replay, route, serve
 from quire.cli.bench import commands as bench
 from quire.cli.manual import ManualCommand, ManualGroup
@@ -61,9 +62,7 @@ app.add_typer(kv.app, name="kv")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"quire {version('quire')}")
+        typer.echo(f"quire {quire.__version__}")
         raise typer.Exit
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import time
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+import quire
 from quire.config import ServerConfig
 from quire.dialogue.formats import FORMATS, format_of_template
 from quire.dialogue.thoughts import THOUGHT_FORMATS, ThoughtFormat, thought_format_of_template
@@ -70,7 +70,7 @@ class ServerContext:
         self.config = config
         self.sampling_defaults = sampling_defaults or read_sampling_defaults(config, llm.model_path)
         self.model_names = tuple(dict.fromkeys(config.served_model_name)) or (llm.info.model,)
-        self.version = importlib.metadata.version("quire")
+        self.version = quire.__version__
         self.started_at = int(time.time())
         self.calls = LiveCalls()
         self.ignored_names = IgnoredNames()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import threading
 import time
@@ -18,6 +17,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from typing_extensions import override
 
+import quire
 from quire.request_output import RequestOutput
 from quire.server.errors import ApiError
 
@@ -174,5 +174,5 @@ class _OncePerInterval(logging.Filter):
 
 def _resource() -> Resource:
     """Return what all spans are of; the environment may name the service otherwise (OTEL_SERVICE_NAME)."""
-    own = {"service.name": "quire", "service.version": importlib.metadata.version("quire")}
+    own = {"service.name": "quire", "service.version": quire.__version__}
     return Resource.create(own).merge(OTELResourceDetector().detect())

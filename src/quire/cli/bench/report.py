@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+import quire
 from quire.cli.bench.measurements import RequestRecord
 from quire.cli.console import in_flags
 from quire.errors import ConfigError
@@ -74,7 +75,7 @@ class BenchmarkReport:
             "benchmark": self.benchmark,
             "model": self.model,
             "versions": {
-                "quire": version("quire"),
+                "quire": quire.__version__,
                 "torch": version("torch"),
                 "python": platform.python_version(),
             },

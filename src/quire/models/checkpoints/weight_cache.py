@@ -6,7 +6,6 @@ A file's name is a digest of all that its buffers depend on: no file is ever wro
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+import quire
 from quire.models.checkpoints.gguf.location import find_gguf, parts_of
 from quire.models.checkpoints.packed_file import read_packed, write_packed
 from quire.models.checkpoints.safetensors import weight_files
@@ -130,7 +130,7 @@ def cache_key(path: Path, **settings: Any) -> str:
     files = [path / "config.json", *weight_files(path)] if gguf is None else parts_of(gguf)
     identity = {
         "files": [_identity(file.resolve()) for file in files],
-        "version": (importlib.metadata.version("quire"), PACKING_VERSION),
+        "version": (quire.__version__, PACKING_VERSION),
         "torch": torch.__version__,
         **settings,
     }
