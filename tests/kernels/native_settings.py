@@ -1,4 +1,7 @@
-"""Other instruction sets and numbers of threads for the native kernels, until the end of a block."""
+"""Other instruction sets and numbers of threads for the native kernels, until the end of a block.
+
+The kernels are imported when they are used: a machine with a GPU may have none, and tests its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any
 import pytest
 
 from pairwise import pairwise
-from quire.kernels.cpu import _native
 
 INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512bf16", "amx"]
 
@@ -22,6 +24,8 @@ def on_instruction_sets(**values: Iterable[Any]) -> pytest.MarkDecorator:
 @contextlib.contextmanager
 def instructions(name: str) -> Iterator[None]:
     """Use one that this CPU has; the tests of the others would say nothing about it."""
+    from quire.kernels.cpu import _native
+
     best = _native.instruction_set()
     if not _native.set_instruction_set(name):
         pytest.skip(f"this CPU has no {name}")
@@ -34,6 +38,8 @@ def instructions(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
     """Use `count` threads."""
+    from quire.kernels.cpu import _native
+
     before = _native.num_threads()
     _native.set_threads(count)
     try:
