@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.engine.cache_growth import CacheGrowth
-from quire.engine.kv_peers import build_peers, cached_block_events
-from quire.engine.kv_tier import build_tier
+from quire.engine.kv_connectors import build_connector
+from quire.engine.kv_peers import cached_block_events
 from quire.engine.ranks.group import RankGroup
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
 from quire.kernels import has_native_kernels
-from quire.kv.connector import KVConnector
 from quire.kv.events import KVEventCollector, KVEventFanOut
 from quire.registry import Registry
 from quire.scheduling.context import SchedulerContext
@@ -37,7 +36,6 @@ SLOW_MODULES = (
 """Modules that are imported where an engine is built, because the front shall not import them."""
 
 SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls", SchedulerInterface, {})
-CONNECTORS: Registry[KVConnector] = Registry("EngineConfig.kv_connector", KVConnector, {})
 
 
 def build_context(
@@ -48,7 +46,7 @@ def build_context(
     kv_events: KVEventCollector | None,
 ) -> SchedulerContext:
     """Return the context of the engine's scheduler: grammars, KV connector, KV events, cache growth."""
-    connector = _connector(config, model_path, model_config, plan)
+    connector = build_connector(config, model_path, model_config, plan)
     # What peers read comes first: a removal that it missed because another sink raised would be wrong text.
     sinks = [sink for sink in (cached_block_events(connector), kv_events) if sink is not None]
     return SchedulerContext(
@@ -78,18 +76,6 @@ def _grammar_backend(config: EngineConfig, model_path: Path, model_config: Model
         tokenizer, model_config.vocab_size, eos_token_ids, closes_objects=scheduler.closed_json_objects
     )
     return TriedGrammars(backend, seconds_per_token=scheduler.max_grammar_time_per_token)
-
-
-def _connector(
-    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
-) -> KVConnector | None:
-    if config.kv_tier:
-        return build_tier(config, model_path, model_config, plan)
-    if config.shares_kv:
-        return build_peers(config, model_path, model_config, plan)
-    if not config.kv_connector:
-        return None
-    return CONNECTORS.build(config.kv_connector, block_size=config.scheduler.block_size)
 
 
 def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:
