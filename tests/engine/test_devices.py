@@ -18,9 +18,9 @@ from quire.engine.byte_sizes import GB
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.core import EngineCore
 from quire.engine.devices import available_bytes, device_name, on_cuda, on_one_device
+from quire.engine.kv_connectors import build_connector
 from quire.engine.kv_identity import kv_fingerprint
-from quire.engine.kv_tier import build_tier
-from quire.engine.memory_plan import plan_memory, plan_memory_again
+from quire.engine.memory_plan import MemoryPlan, plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.kernels import bounds, cuda_copies, devices, dispatch
 from quire.kernels.devices import HOST
@@ -30,6 +30,9 @@ from quire.kernels.triton import attention_plan
 from quire.kv.device_copier import DeviceCopier
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.kv.tiers import block_copier
+from quire.kv.tiers.block_copier import BlockCopier, HostCopier, host_copier
+from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.memory_tier import MemoryTier
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.config import ModelConfig
@@ -39,6 +42,19 @@ from quire.models.weights import QUANTIZED_FIELDS, weight_bytes, weight_specs
 class GpuKernels(ReferenceKernels):
     name = "triton"
     device = torch.device("cuda")
+
+
+class OwnTier(TierConnector):
+    def __init__(self, block_size: int, **options: Any) -> None:
+        super().__init__(block_size, lambda num_bytes: MemoryTier(1 << 20, num_bytes, min_uses=1), **options)
+
+
+class CopyingTier(OwnTier):
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, copier_of=host_copier)
+
+
+OWN_TIER = "test_devices.OwnTier"
 
 
 @pytest.fixture
@@ -154,8 +170,9 @@ def test_a_gpu_is_planned_for_where_there_is_none(mini: ModelConfig, monkeypatch
     assert (config.device, config.kernels) == ("cuda", "triton")
     in_float8 = dataclasses.replace(mini, stored_quantization="fp8")
     assert plan_memory(config, in_float8, available_bytes=80 * GB).weight_type == "fp8"
-    for fields in ({"kernels": "native"}, {"kv_connector": "some.Connector"}):
-        with pytest.raises(ConfigError, match=rf"EngineConfig\.{next(iter(fields))} is "):
+    evicting = SchedulerConfig(use_cache_eviction=True)
+    for fields, name in (({"kernels": "native"}, "kernels"), ({"scheduler": evicting}, "use_cache_eviction")):
+        with pytest.raises(ConfigError, match=rf"Config\.{name} is "):
             on_cuda(EngineConfig(device="cuda", **fields))
 
 
@@ -195,19 +212,14 @@ def test_what_torch_lacks_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("kv_connector", "some.Connector"),
-    ],
-)
-def test_what_a_gpu_cannot_do_yet_is_refused(name: str, value: Any) -> None:
+def test_what_a_gpu_cannot_do_yet_is_refused() -> None:
+    evicting = SchedulerConfig(use_cache_eviction=True)
     for device in ("auto", "cuda"):
         with pytest.raises(
-            ConfigError, match=rf"^EngineConfig\.{name} is {value!r}, which .*device to 'cpu'$"
+            ConfigError, match=r"^SchedulerConfig\.use_cache_eviction is True, which .*device to 'cpu'$"
         ):
-            chosen(device=device, **{name: value})
-    assert chosen(device="cpu", **{name: value}) == ("cpu", "auto")
+            chosen(device=device, scheduler=evicting)
+    assert chosen(device="cpu", scheduler=evicting) == ("cpu", "auto")
 
 
 @pytest.mark.usefixtures("gpu")
@@ -251,18 +263,53 @@ def test_each_rank_s_memory_is_that_of_its_gpu(mini: ModelConfig) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_blocks_on_their_way_to_a_tier_are_planned(tier: str, mini: ModelConfig) -> None:
+@pytest.mark.parametrize(
+    "tier", [{"kv_tier": "memory"}, {"kv_tier": "disk"}, {"kv_connector": OWN_TIER}], ids=str
+)
+def test_blocks_on_their_way_to_a_tier_are_planned(tier: dict[str, str], mini: ModelConfig) -> None:
     without, beside = (
-        plan_memory(on_one_device(EngineConfig(kv_tier=kv_tier)), mini, available_bytes=2 * GB)
-        for kv_tier in ("", tier)
+        plan_memory(on_one_device(EngineConfig(**fields)), mini, available_bytes=2 * GB)
+        for fields in ({"kv_connector": "memory_connector.MemoryConnector"}, tier)
     )
     block = beside.kv_bytes_per_block
     assert (without.staged_bytes, beside.staged_bytes) == (0, block_copier.MAX_STAGED_BYTES // block * block)
     assert abs(without.kv_bytes - beside.kv_bytes - beside.staged_bytes) <= block
     assert abs(without.total_bytes - beside.total_bytes) <= block
-    on_host = on_one_device(EngineConfig(device="cpu", kv_tier=tier))
+    on_host = on_one_device(EngineConfig(device="cpu", **tier))
     assert plan_memory(on_host, mini).staged_bytes == 0
+
+
+def copier_of(config: EngineConfig, plan: MemoryPlan) -> BlockCopier:
+    """Return what copies the blocks of an engine with a tier."""
+    path = resolve_model("mini")
+    connector = build_connector(config, path, read_model_config(path), plan)
+    connector.register_kv_caches(PagedAttentionCache.init_cache(None, plan.kv_caches[0]))
+    return connector._opened.copier
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_tier_of_one_s_own_copies_by_the_device_unless_it_knows_better(
+    mini: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_copies, "CudaCopies", LateDevice)
+    monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 1 << 20)
+    scheduler = SchedulerConfig(num_kv_blocks=32)
+    expected = {
+        ("auto", OWN_TIER): DeviceCopier,
+        ("cpu", OWN_TIER): HostCopier,
+        ("auto", "test_devices.CopyingTier"): HostCopier,
+    }
+    for (device, name), copier in expected.items():
+        asked = EngineConfig(device=device, kv_connector=name, max_model_len=512, scheduler=scheduler)
+        config = on_one_device(asked)
+        assert isinstance(copier_of(config, plan_memory(config, mini)), copier)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_connector_that_does_not_exist_is_noticed_before_anything_is_planned(mini: ModelConfig) -> None:
+    config = on_one_device(EngineConfig(kv_connector="test_devices.CopyingTeir"))
+    with pytest.raises(ConfigError, match=r"kv_connector is .*; did you mean 'CopyingTier'"):
+        plan_memory(config, mini)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -275,9 +322,7 @@ def test_a_tier_of_a_gpu_copies_there_and_finds_nothing_of_another(
     scheduler = SchedulerConfig(num_kv_blocks=32)
     config = on_one_device(EngineConfig(kv_tier="memory", max_model_len=512, scheduler=scheduler))
     plan = plan_memory(config, mini)
-    connector = build_tier(config, path, mini, plan)
-    connector.register_kv_caches(PagedAttentionCache.init_cache(None, plan.kv_caches[0]))
-    assert isinstance(connector._opened.copier, DeviceCopier)
+    assert isinstance(copier_of(config, plan), DeviceCopier)
     fingerprints = set()
     for name in ("A GPU", "Another"):
         monkeypatch.setattr(devices, "cuda_name", lambda name=name: name)

@@ -12,12 +12,12 @@ import pytest
 from engine_checks import check_after_every_step, core_of
 from late_device import LateDevice
 from quire import LLM, SamplingParams
-from quire.engine import kv_tier
 from quire.errors import ConfigError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.device_copier import DeviceCopier
 from quire.kv.tiers import block_copier
+from quire.kv.tiers import connector as tier_connector
 from quire.models.decoder import Decoder
 
 PROMPT = list(range(100, 100 + 20 * 16 + 3))
@@ -89,7 +89,7 @@ def test_what_a_device_copies_late_is_loaded_too(alone, monkeypatch):
     """The cache is the host's, and what moves blocks is what does on a GPU: no copy is early."""
     device = LateDevice(is_eager=True)
     monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 4 << 20)
-    monkeypatch.setattr(kv_tier, "host_copier", lambda cache, _: DeviceCopier(cache.tensor, device))
+    monkeypatch.setattr(tier_connector, "host_copier", lambda cache, _: DeviceCopier(cache.tensor, device))
     prompts = [list(range(start, start + len(PROMPT))) for start in (100, 500, 900)]
     with open_llm(kv_tier="memory", num_kv_blocks=24, overlap_steps=True) as llm:
         for _ in range(2):

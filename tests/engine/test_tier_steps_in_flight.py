@@ -16,13 +16,13 @@ from host_choice import HostChoice
 from late_device import LateDevice
 from late_tokens import LateCopy, choose_on_device
 from quire import LLM, SamplingParams
-from quire.engine import kv_tier
 from quire.engine.messages import EngineCoreRequest
 from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.step_in_flight import StepInFlight
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.device_copier import DeviceCopier
 from quire.kv.tiers import block_copier
+from quire.kv.tiers import connector as tier_connector
 from quire.kv.tiers.connector import TierConnector
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
@@ -63,7 +63,7 @@ def open_llm(unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Iter
     """Open an engine with a tier whose copies are late, on a device that knows the tokens of most steps."""
     device = LateDevice(is_eager=True)
     monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 4 << 20)
-    monkeypatch.setattr(kv_tier, "host_copier", lambda cache, _: DeviceCopier(cache.tensor, device))
+    monkeypatch.setattr(tier_connector, "host_copier", lambda cache, _: DeviceCopier(cache.tensor, device))
 
     def opened(**options: Any) -> LLM:
         llm = LLM("mini", **SETTINGS, overlap_steps=True, kv_tier="memory", kv_tier_min_uses=1, **options)

@@ -1,4 +1,4 @@
-"""KV tiers of an engine on a GPU: blocks come back as they were saved, whatever the GPU does meanwhile."""
+"""KV tiers and connectors of an engine on a GPU: blocks come back as they were saved, whatever happens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch
 
 from checkpoints import make_checkpoint
 from late_device import LateDevice
+from memory_connector import MemoryConnector
 from quire import LLM, SamplingParams
 from quire.kernels.cuda_copies import CudaCopies
 from quire.kernels.triton.device import is_interpreted
 from quire.kv.device_copier import DeviceCopier
 from quire.kv.tiers import block_copier
+from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.memory_tier import MemoryTier
 
 NUM_BLOCKS, BLOCK_BYTES = (8, 4096) if is_interpreted else (256, 2 << 20)
 
@@ -43,12 +46,36 @@ def test_blocks_are_saved_and_loaded_beside_steps(monkeypatch: pytest.MonkeyPatc
     assert seconds > 0
 
 
-@pytest.mark.parametrize("tier", ["memory"] if is_interpreted else ["memory", "disk"])
-def test_what_the_cache_forgot_is_loaded_with_the_same_bits(tier: str, tmp_path: Path) -> None:
+class SlowConnector(MemoryConnector):
+    """Loads asynchronously."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, load_steps=2)
+
+
+class OwnTier(TierConnector):
+    """A tier of one's own."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, lambda num_bytes: MemoryTier(1 << 30, num_bytes, min_uses=1))
+
+
+WAYS = [
+    {"kv_tier": "memory"},
+    {"kv_tier": "disk"},
+    {"kv_connector": "memory_connector.MemoryConnector"},
+    {"kv_connector": "test_gpu_tiers.SlowConnector"},
+    {"kv_connector": "layer_connector.LayerConnector"},
+    {"kv_connector": "test_gpu_tiers.OwnTier"},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_the_cache_forgot_is_loaded_with_the_same_bits(way: dict[str, str], tmp_path: Path) -> None:
     checkpoint = make_checkpoint("qwen3", tmp_path / "model", dtype="bfloat16")
     prompts = [[7 + (11 * number + 3 * place) % 300 for place in range(33)] for number in range(3)]
     how = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
-    options = {"kv_tier": tier, "kv_tier_path": str(tmp_path), "kv_tier_min_uses": 1, "num_kv_blocks": 4}
+    options = {**way, "kv_tier_path": str(tmp_path), "kv_tier_min_uses": 1, "num_kv_blocks": 4}
     answers = []
     with LLM(
         str(checkpoint), kernels="triton", block_size=16, max_model_len=64, max_num_seqs=1, **options

@@ -145,15 +145,10 @@ def _refuse_kernels_elsewhere(obstacle: str) -> None:
 
 def _refuse_beside_cuda(config: EngineConfig) -> None:
     """Raise `ConfigError` for what an engine on a GPU cannot do yet."""
-    fields: dict[str, object] = {}
-    if config.kv_connector:
-        fields["EngineConfig.kv_connector"] = config.kv_connector
     if config.scheduler.use_cache_eviction:
-        fields["SchedulerConfig.use_cache_eviction"] = True
-    for name, value in fields.items():
         raise ConfigError(
-            f"{name} is {value!r}, which an engine on a GPU cannot do yet; leave it at its default, or set "
-            "EngineConfig.device to 'cpu'"
+            "SchedulerConfig.use_cache_eviction is True, which an engine on a GPU cannot do yet; leave it at "
+            "its default, or set EngineConfig.device to 'cpu'"
         )
     if config.shares_kv and config.tensor_parallel_size > 1:
         [shares_by] = config.moves_kv_by

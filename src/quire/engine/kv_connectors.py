@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.engine.kv_peers import build_peers
-from quire.engine.kv_tier import build_tier
+from quire.engine.kv_tier import build_tier, gpu_copier
 from quire.kv.connector import KVConnector
+from quire.kv.tiers.connector import TierConnector
 from quire.registry import Registry
 
 if TYPE_CHECKING:
@@ -21,11 +22,33 @@ CONNECTORS: Registry[KVConnector] = Registry("EngineConfig.kv_connector", KVConn
 def build_connector(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> KVConnector | None:
-    """Return the connector; None: the engine moves no KV.
+    """Return the connector, which moves the KV of the engine's device; None: none is asked for.
 
     Raises:
-        ConfigError: the class cannot be used, or what a built-in connector is told.
+        ConfigError: its class or an option of it cannot be used.
     """
+    connector = _build(config, model_path, model_config, plan)
+    if config.device == "cuda" and isinstance(connector, TierConnector) and connector.copier_of is None:
+        connector.copier_of = gpu_copier
+    return connector
+
+
+def stages_kv(config: EngineConfig) -> bool:
+    """Return whether blocks pass through a buffer of a GPU on their way to a tier.
+
+    Raises:
+        ConfigError: the class of the connector cannot be used.
+    """
+    if config.device != "cuda":
+        return False
+    if not config.kv_connector:
+        return bool(config.kv_tier)
+    return issubclass(CONNECTORS.class_of(config.kv_connector), TierConnector)
+
+
+def _build(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> KVConnector | None:
     if config.kv_tier:
         return build_tier(config, model_path, model_config, plan)
     if config.shares_kv:

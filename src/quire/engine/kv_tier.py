@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.kv_identity import kv_fingerprint
 from quire.errors import ConfigError
-from quire.kv.tiers.block_copier import BlockCopier, host_copier
+from quire.kv.tiers.block_copier import BlockCopier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
@@ -28,11 +28,10 @@ def build_tier(
 ) -> TierConnector:
     """Return the connector to the tier that `config.kv_tier` names; it is opened with the KV cache."""
     open_tier = functools.partial(_open, config, model_path, model_config, plan)
-    copier_of = _gpu_copier if config.device == "cuda" else host_copier
-    return TierConnector(plan.block_size, open_tier, copier_of=copier_of)
+    return TierConnector(plan.block_size, open_tier)
 
 
-def _gpu_copier(kv_cache: PagedAttentionCache, clock: object) -> BlockCopier:
+def gpu_copier(kv_cache: PagedAttentionCache, clock: object) -> BlockCopier:
     """Return the copier of a cache in a GPU's memory, by whose clock steps are measured there."""
     from quire.kernels.cuda_copies import CudaCopies
     from quire.kv.device_copier import DeviceCopier

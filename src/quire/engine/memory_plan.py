@@ -14,6 +14,7 @@ from quire.engine import devices
 from quire.engine.activation_memory import activation_bytes
 from quire.engine.byte_sizes import GB
 from quire.engine.eviction_memory import score_bytes_per_token
+from quire.engine.kv_connectors import stages_kv
 from quire.engine.memory_checks import check_fits
 from quire.engine.model_sizes import ModelSizes, has_float8, has_native, model_sizes
 from quire.errors import ConfigError
@@ -267,7 +268,7 @@ def _plan_at(
         model_max_len=models[0].model.max_model_len,
         num_ranks=models[0].num_ranks,
         is_measured=measured_bytes is not None,
-        stages_kv=config.device == "cuda" and bool(config.kv_tier),
+        stages_kv=stages_kv(config),
     )
     num_blocks = _num_blocks(config, empty)
     return dataclasses.replace(empty, kv_caches=_kv_caches(scheduler, models, length, num_blocks=num_blocks))

@@ -32,9 +32,12 @@ class KVConnector(ABC):
     side takes part in every step, also in one that computes nothing. A plan may be dropped before the worker
     side sees its metadata: its loads then never end, and the scheduler gives them up when they time out.
 
-    On a GPU, steps are asked for before they are computed. With `saves_before_tokens`, the calls of a step
-    may then end, and those of the next begin, before it is known whose KV is invalid; `begin_save` is called
-    in place of `wait_for_save`.
+    On a GPU, where the cache is then, too, steps are asked for before they are computed. What a step's calls
+    ask of torch's current stream comes in order with the steps, and nobody has to wait for it. A copy in
+    another thread or stream has to begin behind the steps so far; what is to read the cache after it, or to
+    overwrite it, has to come behind its end. With `saves_before_tokens`, the calls of a step may end, and
+    those of the next begin, before it is known whose KV is invalid; `begin_save` is called in place of
+    `wait_for_save`.
     """
 
     works_by_layer = True
@@ -137,7 +140,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: PagedAttentionCache) -> None:
-        """Take note of the tensors to read from and write to; called once."""
+        """Take note of the tensors to read from and write to, of the device that computes; called once."""
 
     @abstractmethod
     def start_load_kv(self, metadata: object | None) -> None:

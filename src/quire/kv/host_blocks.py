@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    import torch
+
     from quire.kv.paged_cache import PagedAttentionCache
 
 ByteArray = npt.NDArray[np.uint8]
@@ -35,9 +37,7 @@ class TensorBlocks:
     """
 
     def __init__(self, kv_caches: PagedAttentionCache) -> None:
-        tensor = kv_caches.tensor
-        uint8 = tensor.new_empty(0).byte().dtype  # this module is also imported where torch is not
-        self._blocks: ByteArray = tensor.view(len(tensor), -1).view(uint8).numpy()
+        self._blocks: ByteArray = _as_bytes(kv_caches.tensor).numpy()
 
     @property
     def bytes_per_block(self) -> int:
@@ -53,6 +53,40 @@ class TensorBlocks:
         np.copyto(self._blocks[block_id], content)
 
 
+class DeviceBlocks:
+    """`BlockStore` over the cache's tensor in a device's memory.
+
+    A block is copied behind all steps that the device has been asked for so far, and each call waits for
+    that. Blocks may be read and written by several threads, each block by one at a time.
+    """
+
+    def __init__(self, kv_caches: PagedAttentionCache) -> None:
+        self._blocks = _as_bytes(kv_caches.tensor)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Size of a block in bytes."""
+        return int(self._blocks.shape[1])
+
+    def read_block(self, block_id: int, into: ByteArray) -> None:
+        """Copy a block into an array of `bytes_per_block` bytes."""
+        np.copyto(into, self._blocks[block_id].cpu().numpy())
+
+    def write_block(self, block_id: int, content: ByteArray) -> None:
+        """Overwrite a block."""
+        on_host = self._blocks.new_empty(self.bytes_per_block, device="cpu")
+        np.copyto(on_host.numpy(), content)
+        self._blocks[block_id].copy_(on_host)
+
+
 def block_store(kv_caches: PagedAttentionCache | BlockStore) -> BlockStore:
-    """Return the cache as single blocks."""
-    return kv_caches if isinstance(kv_caches, BlockStore) else TensorBlocks(kv_caches)
+    """Return the cache as single blocks, wherever it is."""
+    if isinstance(kv_caches, BlockStore):
+        return kv_caches
+    return TensorBlocks(kv_caches) if kv_caches.tensor.is_cpu else DeviceBlocks(kv_caches)
+
+
+def _as_bytes(blocks: torch.Tensor) -> torch.Tensor:
+    """Return blocks [num_blocks, ...] as [num_blocks, bytes], in the same memory."""
+    uint8 = blocks.new_empty(0).byte().dtype  # this module is also imported where torch is not
+    return blocks.view(len(blocks), -1).view(uint8)

@@ -85,13 +85,17 @@ class _Opened(NamedTuple):
 class TierConnector(KVConnector):
     """Keeps prompts' blocks in a tier, whole ones.
 
+    Attributes:
+        copier_of: as given; if None, an engine on a GPU sets it before it registers its cache.
+
     Args:
         block_size: tokens per block.
         open_tier: returns the tier for blocks of so many bytes; called once the cache exists.
         readers: threads that read; None: `NUM_READERS` of its own.
         writer: the thread that writes; None: its own.
         clock: returns seconds.
-        copier_of: returns the copier of the cache that is registered, given the clock.
+        copier_of: returns the copier of the cache that is registered, given the clock; None: that of a cache
+            in host memory.
     """
 
     works_by_layer = False
@@ -105,11 +109,11 @@ class TierConnector(KVConnector):
         readers: WorkerThreads | None = None,
         writer: WorkerThreads | None = None,
         clock: Callable[[], float] = time.monotonic,
-        copier_of: Callable[[Any, Callable[[], float]], BlockCopier] = host_copier,
+        copier_of: Callable[[Any, Callable[[], float]], BlockCopier] | None = None,
     ) -> None:
         self._block_size = block_size
         self._open_tier = open_tier
-        self._copier_of = copier_of
+        self.copier_of = copier_of
         self._opened: _Opened | None = None
         self._readers = readers or WorkerThreads("kv-tier-reader", NUM_READERS)
         self._writer = writer or WorkerThreads("kv-tier-writer", 1)
@@ -232,7 +236,7 @@ class TierConnector(KVConnector):
     @override
     def register_kv_caches(self, kv_caches: PagedAttentionCache | BlockStore) -> None:
         """Open the tier."""
-        copier = self._copier_of(kv_caches, self._clock)
+        copier = (self.copier_of or host_copier)(kv_caches, self._clock)
         tier = self._open_tier(copier.bytes_per_block)
         self._opened = _Opened(
             tier,
