@@ -21,7 +21,7 @@ from typing_extensions import override
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import copy_to_device
 from quire.kernels.size_classes import size_class
-from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays
+from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kv.paged_cache import PagedAttentionCache
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class StepGraphs:
         num_tokens = batch.num_rows
         padded = batch.padded(size_class(num_tokens))
         made = {name: make(padded) for name, make in self._makers.items()}
-        made[_TOKEN_IDS] = HostArrays((np.pad(token_ids, (0, padded.num_rows - num_tokens)),))
+        made[_TOKEN_IDS] = HostArrays((lengthened(token_ids, padded.num_rows),))
         graph = self._graph_of(made)
         graph.arrays.fill(made)
         padded.step_arrays = graph.arrays

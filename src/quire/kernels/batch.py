@@ -12,11 +12,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from quire.kernels.key_scores import KeyScores
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
-from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays
+from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kernels.tiles import AttentionPlan, HeadLayout, Int64Array, plan_attention
 
 NO_BLOCK = -1  # of rows that are nobody's
@@ -121,12 +120,11 @@ class AttentionBatch:
         What they hold is of no account, but finite; nothing is written to the cache for them. Kernels need
         not support that unless they run in recorded steps.
         """
-        count = num_rows - self.num_rows
         return dataclasses.replace(
             self,
-            positions=F.pad(self.positions, (0, count)),
-            slot_blocks=F.pad(self.slot_blocks, (0, count), value=NO_BLOCK),
-            slot_offsets=F.pad(self.slot_offsets, (0, count)),
+            positions=torch.from_numpy(lengthened(self.positions.numpy(), num_rows)),
+            slot_blocks=torch.from_numpy(lengthened(self.slot_blocks.numpy(), num_rows, NO_BLOCK)),
+            slot_offsets=torch.from_numpy(lengthened(self.slot_offsets.numpy(), num_rows)),
             plans={},
             step_arrays=StepArrays(),
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -12,6 +13,9 @@ from quire.kernels.devices import array_to_device
 
 if TYPE_CHECKING:
     from quire.kernels.batch import AttentionBatch
+
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 class HostArrays(NamedTuple):
@@ -26,6 +30,15 @@ class DeviceArrays(NamedTuple):
 
     arrays: tuple[torch.Tensor, ...]
     numbers: tuple[int, ...] = ()
+
+
+def lengthened(numbers: npt.NDArray[Number], length: int, value: int = 0) -> npt.NDArray[Number]:
+    """Return numbers [N] with `value` behind them up to a length, at least N."""
+    if length == len(numbers):
+        return numbers
+    longer = np.full(length, value, dtype=numbers.dtype)
+    longer[: len(numbers)] = numbers
+    return longer
 
 
 MakeArrays = Callable[["AttentionBatch"], HostArrays]

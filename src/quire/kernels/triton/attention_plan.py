@@ -29,7 +29,9 @@ PROGRAMS = 528  # that keep a GPU busy: four for each multiprocessor of an H100
 MAX_PART_BYTES = GPU_PART_BYTES
 
 _SPAN_TILES = SPAN_TILES.value
-_PART = 10  # the field of an item
+_FIRST_TILE, _END_TILE, _GAP_TILE, _GAP_END_TILE, _GAP, _GAP_END = range(4, 10)  # fields of `_QueryTiles`
+_NUM_FIELDS = 10
+_PART = _NUM_FIELDS  # the field of an item behind those of its tile
 _NO_PART = -1
 
 
@@ -38,7 +40,7 @@ class TileClass:
     """Query tiles of equal height. N items, M merges."""
 
     rows: int  # tokens times the heads of a group, and the rest of the last token's
-    items: torch.Tensor  # [N, ITEM_FIELDS] int32, as `_QueryTiles`, then the part or `_NO_PART`
+    items: torch.Tensor  # [N, ITEM_FIELDS] int32, as in `_QueryTiles`, then the part or `_NO_PART`
     merges: torch.Tensor  # [M, MERGE_FIELDS] int32: first token, tokens, first part, parts
     part_sums: torch.Tensor  # [parts, kv_heads, rows, padded head_dim] float32
     part_statistics: torch.Tensor  # [parts, kv_heads, 2, rows] float32
@@ -54,26 +56,43 @@ class AttentionPlan:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class _QueryTiles:
-    """Tiles of consecutive tokens of one sequence each, all heads of a group; arrays are [N]."""
+    """N tiles of consecutive tokens of one sequence each, all heads of a group.
 
-    sequence: Int64Array
-    first_token: Int64Array  # of the batch
-    num_tokens: Int64Array
-    first_place: Int64Array  # in the sequence's cache
-    first_tile: Int64Array  # of the keys that are seen
-    end_tile: Int64Array
-    gap_tile: Int64Array  # from here to `gap_end_tile` no tile is seen; both within the tiles above
-    gap_end_tile: Int64Array
-    gap: Int64Array  # keys from here to `gap_end` are not seen
-    gap_end: Int64Array
+    Attributes:
+        fields: [_NUM_FIELDS, N] the sequence; the first token, of the batch; tokens; the first one's place in
+            the sequence's cache; the first tile of the keys that are seen, and the end of the last; the first
+            tile and the end of a gap within, of which no tile is seen; the first key and the end of the gap.
+    """
 
-    def pick(self, which: npt.NDArray[np.intp]) -> _QueryTiles:
-        return _QueryTiles(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
+    fields: Int64Array
+
+    def __len__(self) -> int:
+        return int(self.fields.shape[1])
+
+    def pick(self, which: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> _QueryTiles:
+        return _QueryTiles(self.fields[:, which])
+
+    @property
+    def first_tile(self) -> Int64Array:
+        tiles: Int64Array = self.fields[_FIRST_TILE]
+        return tiles
+
+    @property
+    def end_tile(self) -> Int64Array:
+        tiles: Int64Array = self.fields[_END_TILE]
+        return tiles
 
     @property
     def num_tiles(self) -> Int64Array:
         """Key tiles that are seen."""
-        return self.end_tile - self.first_tile - (self.gap_end_tile - self.gap_tile)
+        fields = self.fields
+        num_tiles: Int64Array = fields[_END_TILE] - fields[_FIRST_TILE]
+        num_tiles -= fields[_GAP_END_TILE] - fields[_GAP_TILE]
+        return num_tiles
+
+    @property
+    def has_gaps(self) -> bool:
+        return bool((self.fields[_GAP] < self.fields[_GAP_END]).any())
 
 
 def attention_plan(
@@ -109,16 +128,13 @@ def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: Atten
     Items, merges and parts are rounded up to sizes that steps have again and again; those that are added do
     nothing, but for the items of rows that are nobody's.
     """
-    num_rows = batch.num_tokens * heads.group
-    cut = []
-    lower = 0
-    for rows in classes:
-        in_class = (num_rows > lower) & ((num_rows <= rows) | (rows == classes[-1]))
-        lower = rows
-        cut.append(_query_tiles(batch, np.flatnonzero(in_class), rows // heads.group, window))
-    num_spans = sum(int((-(-tiles.num_tiles // _SPAN_TILES)).sum()) for tiles in cut)
+    which_class = np.searchsorted(classes[:-1], batch.num_tokens * heads.group)
+    cut = [
+        _query_tiles(batch, np.flatnonzero(which_class == number), rows // heads.group, window)
+        for number, rows in enumerate(classes)
+    ]
+    num_spans = sum(int((-(-tiles.num_tiles // _SPAN_TILES)).sum()) for tiles in cut if len(tiles))
     most_spans = max(1, 2 * num_spans * heads.num_kv_heads // PROGRAMS)  # of one program
-    has_gaps = any(bool((tiles.gap < tiles.gap_end).any()) for tiles in cut)
     arrays: list[Int32Array] = []
     numbers: list[int] = []
     for rows, tiles in zip(classes, cut, strict=True):
@@ -127,7 +143,7 @@ def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: Atten
             items = np.concatenate([items, _rows_of_nobody(batch)])
         arrays += [_rounded_up(items), _rounded_up(merges)]
         numbers.append(size_class(num_parts))
-    return HostArrays(tuple(arrays), (*numbers, int(has_gaps)))
+    return HostArrays(tuple(arrays), (*numbers, int(any(tiles.has_gaps for tiles in cut))))
 
 
 def _rows_of_nobody(batch: AttentionBatch) -> Int32Array:
@@ -161,33 +177,30 @@ def _row_classes(heads: HeadLayout, is_float32: bool) -> tuple[int, ...]:
 def _query_tiles(
     batch: AttentionBatch, sequences: Int64Array, tokens_per_tile: int, window: int
 ) -> _QueryTiles:
-    num_tokens, num_cached = batch.num_tokens[sequences], batch.num_cached_tokens[sequences]
+    if not sequences.size:
+        return _NO_TILES
+    num_tokens = batch.num_tokens[sequences]
     counts = -(-num_tokens // tokens_per_tile)
+    ends = np.cumsum(counts)
     which = np.repeat(np.arange(len(sequences)), counts)
-    first = (np.arange(len(which)) - (np.cumsum(counts) - counts)[which]) * tokens_per_tile
-    count = np.minimum(num_tokens[which] - first, tokens_per_tile)
-    first_place = num_cached[which] + first
-    oldest = np.maximum(first_place - window + 1, 0) if window else np.zeros_like(first_place)
-    first_tile, end_tile = oldest // TILE, (first_place + count - 1) // TILE + 1
-    gap = gap_end = np.zeros_like(first_place)
+    first = (np.arange(len(which)) - (ends - counts)[which]) * tokens_per_tile
+    row_start = (np.cumsum(batch.num_tokens) - batch.num_tokens)[sequences]
+    fields = np.zeros((_NUM_FIELDS, len(which)), dtype=np.int64)
+    sequence, first_token, count, place, first_tile, end_tile, gap_tile, gap_end_tile, gap, gap_end = fields
+    sequence[:] = sequences[which]
+    first_token[:] = row_start[which] + first
+    count[:] = np.minimum(num_tokens[which] - first, tokens_per_tile)
+    place[:] = batch.num_cached_tokens[sequence] + first
+    if window:
+        first_tile[:] = np.maximum(place - window + 1, 0) // TILE
+    end_tile[:] = (place + count - 1) // TILE + 1
     skipped = None if window else batch.skipped_keys
     if skipped is not None:
-        gap, gap_end = skipped.start[sequences][which], skipped.end[sequences][which]
-        gap_end = np.maximum(gap, gap_end)
-    gap_tile = np.clip(-(-gap // TILE), first_tile, end_tile)
-    row_start = (np.cumsum(batch.num_tokens) - batch.num_tokens)[sequences][which]
-    return _QueryTiles(
-        sequence=sequences[which],
-        first_token=row_start + first,
-        num_tokens=count,
-        first_place=first_place,
-        first_tile=first_tile,
-        end_tile=end_tile,
-        gap_tile=gap_tile,
-        gap_end_tile=np.clip(gap_end // TILE, gap_tile, end_tile),
-        gap=gap,
-        gap_end=gap_end,
-    )
+        gap[:] = skipped.start[sequence]
+        gap_end[:] = np.maximum(gap, skipped.end[sequence])
+    gap_tile[:] = np.clip(-(-gap // TILE), first_tile, end_tile)
+    gap_end_tile[:] = np.clip(gap_end // TILE, gap_tile, end_tile)
+    return _QueryTiles(fields)
 
 
 def _tile_class(
@@ -207,21 +220,25 @@ def _divided(
     rows: int, tiles: _QueryTiles, heads: HeadLayout, most_spans: int
 ) -> tuple[Int32Array, Int32Array, int]:
     """Return items, merges and the number of parts of tiles of one height."""
+    if not len(tiles):
+        return _NO_ITEMS, _NO_MERGES, 0
+    num_tiles = tiles.num_tiles
+    is_divided = -(-num_tiles // _SPAN_TILES) > most_spans
+    if not is_divided.any():
+        return _items(tiles, num_tiles), _NO_MERGES, 0
     part_bytes = heads.num_kv_heads * rows * (padded_features(heads.head_dim) + 2) * 4
-    is_divided = -(-tiles.num_tiles // _SPAN_TILES) > most_spans
     num_spans = -(-tiles.end_tile // _SPAN_TILES) - tiles.first_tile // _SPAN_TILES
     # Room for a quarter more, to which parts may be rounded up.
     most_parts = MAX_PART_BYTES // part_bytes * 4 // 5
     is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= most_parts
-    whole, divided = tiles.pick(np.flatnonzero(~is_divided)), tiles.pick(np.flatnonzero(is_divided))
+    whole, divided = tiles.pick(~is_divided), tiles.pick(is_divided)
     parts, num_parts = _spans(divided)
-    items = np.concatenate([_fields(whole, None), _fields(parts, np.arange(len(parts.sequence)))])
     merges = np.empty((len(num_parts), MERGE_FIELDS.value), dtype=np.int32)
-    merges[:, 0], merges[:, 1] = divided.first_token, divided.num_tokens
+    _, merges[:, 0], merges[:, 1], *_ = divided.fields
     merges[:, 2], merges[:, 3] = np.cumsum(num_parts) - num_parts, num_parts
-    work = np.concatenate([whole.num_tiles, parts.num_tiles])
-    # The longest first, so that all end at about one time.
-    return items[np.argsort(-work, kind="stable")], merges, len(parts.sequence)
+    both = _QueryTiles(np.concatenate([whole.fields, parts.fields], axis=1))
+    part = np.concatenate([np.full(len(whole), _NO_PART), np.arange(len(parts))])
+    return _items(both, both.num_tiles, part), merges, len(parts)
 
 
 def _spans(tiles: _QueryTiles) -> tuple[_QueryTiles, Int64Array]:
@@ -230,26 +247,31 @@ def _spans(tiles: _QueryTiles) -> tuple[_QueryTiles, Int64Array]:
     counts = -(-tiles.end_tile // _SPAN_TILES) - first
     which = np.repeat(np.arange(len(counts)), counts)
     span = np.arange(len(which)) - (np.cumsum(counts) - counts - first)[which]
-    start = np.maximum(span * _SPAN_TILES, tiles.first_tile[which])
-    end = np.minimum((span + 1) * _SPAN_TILES, tiles.end_tile[which])
-    gap_tile = np.clip(tiles.gap_tile[which], start, end)
-    gap_end_tile = np.clip(tiles.gap_end_tile[which], gap_tile, end)
-    parts = dataclasses.replace(
-        tiles.pick(which), first_tile=start, end_tile=end, gap_tile=gap_tile, gap_end_tile=gap_end_tile
-    )
+    fields = tiles.fields[:, which]
+    start = np.maximum(span * _SPAN_TILES, fields[_FIRST_TILE])
+    end = np.minimum((span + 1) * _SPAN_TILES, fields[_END_TILE])
+    fields[_FIRST_TILE], fields[_END_TILE] = start, end
+    fields[_GAP_TILE] = np.clip(fields[_GAP_TILE], start, end)
+    fields[_GAP_END_TILE] = np.clip(fields[_GAP_END_TILE], fields[_GAP_TILE], end)
+    parts = _QueryTiles(fields)
     is_seen = parts.num_tiles > 0
-    return parts.pick(np.flatnonzero(is_seen)), np.bincount(which[is_seen], minlength=len(counts))
+    return parts.pick(is_seen), np.bincount(which[is_seen], minlength=len(counts))
 
 
-def _fields(tiles: _QueryTiles, part: Int64Array | None) -> Int32Array:
-    fields = np.full((len(tiles.sequence), ITEM_FIELDS.value), _NO_PART, dtype=np.int32)
-    for number, field in enumerate(dataclasses.fields(tiles)):
-        fields[:, number] = getattr(tiles, field.name)
+def _items(tiles: _QueryTiles, num_tiles: Int64Array, part: Int64Array | None = None) -> Int32Array:
+    """Return items, the longest first, so that all end at about one time."""
+    items = np.full((len(tiles), ITEM_FIELDS.value), _NO_PART, dtype=np.int32)
+    items[:, :_NUM_FIELDS] = tiles.fields.T
     if part is not None:
-        fields[:, _PART] = part
-    return fields
+        items[:, _PART] = part
+    return items[np.argsort(-num_tiles, kind="stable")]
 
 
 def power_of_two(number: int) -> int:
     """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
+
+
+_NO_TILES = _QueryTiles(np.zeros((_NUM_FIELDS, 0), dtype=np.int64))
+_NO_ITEMS = np.zeros((0, ITEM_FIELDS.value), dtype=np.int32)
+_NO_MERGES = np.zeros((0, MERGE_FIELDS.value), dtype=np.int32)
