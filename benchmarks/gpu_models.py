@@ -56,14 +56,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def config(name: str, *, is_tiny: bool) -> dict[str, Any]:
+def config(name: str, *, is_tiny: bool, **changes: Any) -> dict[str, Any]:
     """Return config.json of a model; a tiny one keeps the kind of its layers and its vocabulary is small."""
     chosen = CONFIGS[name]
     if not is_tiny:
-        return chosen
+        return {**chosen, **changes}
     sizes = {**_TINY, "intermediate_size": 128, "head_dim": 32, "vocab_size": 2_000}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return {**chosen, **sizes, **(experts if "num_experts" in chosen else {})}
+    return {**chosen, **sizes, **(experts if "num_experts" in chosen else {}), **changes}
 
 
 class RandomWeights:
@@ -107,11 +107,11 @@ class RandomWeights:
 
 
 @contextlib.contextmanager
-def model_without_files(name: str, *, is_tiny: bool) -> Iterator[str]:
+def model_without_files(name: str, *, is_tiny: bool, **changes: Any) -> Iterator[str]:
     """Yield a directory without weights; engines of this process find them all the same meanwhile."""
     with tempfile.TemporaryDirectory() as directory:
         write_tokenizer(Path(directory))
-        content = json.dumps(config(name, is_tiny=is_tiny), indent=1)
+        content = json.dumps(config(name, is_tiny=is_tiny, **changes), indent=1)
         Path(directory, "config.json").write_text(content, encoding="utf-8")
         with mock.patch.object(loading, "Checkpoint", RandomWeights):
             yield directory

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from gpu_models import model_without_files
 from gpu_roofline import decode_bytes, prefill_operations
 
 import gpu
+import subprocesses
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
 
@@ -58,3 +61,10 @@ def test_without_a_gpu_nothing_is_measured(
     monkeypatch.setattr(gpu, "cuda_obstacle", lambda: "torch sees no GPU")
     assert gpu.main() == 2
     assert capsys.readouterr().err == "nothing was measured: torch sees no GPU\n"
+
+
+def test_the_host_s_part_of_a_step_needs_no_gpu() -> None:
+    script = Path(gpu.__file__).with_name("gpu_host.py")
+    done = subprocesses.run([sys.executable, str(script), "--num-requests", "1", "--num-steps", "4"])
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"decode, 1 requests: \d+\.\d{3} ms of the host\n", done.stdout)
