@@ -54,6 +54,9 @@ class LockstepCommunicator(Communicator):
     def broadcast(self, tensor: torch.Tensor) -> None:
         tensor.copy_(self.all_gather(tensor)[0])
 
+    def note_replay(self) -> None:
+        raise AssertionError("there are no messages between these ranks, and so no decode steps")
+
 
 class LockstepRanks:
     """Runs a function on every rank, each in its thread."""

@@ -41,8 +41,12 @@ class NcclStandIn:
         def call(*args: Any) -> None:
             *tensors, options = args
             assert not options.asyncOp  # in the current stream
-            if self.is_aborted.is_set():
-                raise RuntimeError("NCCL communicator was aborted")
-            getattr(self._gloo, name)(*tensors, options).wait()
+            self.do(lambda: getattr(self._gloo, name)(*tensors, options).wait())
 
         return call
+
+    def do(self, exchange: Callable[[], None]) -> None:
+        """Do an exchange that was asked for."""
+        if self.is_aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+        exchange()

@@ -7,7 +7,7 @@ it was, and nothing of Python runs again. Unlike there, the computation takes pl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -26,6 +26,8 @@ _FROM_DEVICE = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torc
 
 class OperationTape(TorchDispatchMode):
     """Notes down operations while it is entered; `replay` does them again."""
+
+    current: ClassVar[OperationTape | None] = None  # the one that is entered
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +52,18 @@ class OperationTape(TorchDispatchMode):
             tape._operations.append(lambda: tape._call(executor, *args, **kwargs))
 
         interpreter.GridExecutor.__call__ = noted
+        OperationTape.current = self
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        OperationTape.current = None
         interpreter.GridExecutor.__call__ = self._call
+
+    def note(self, operation: Callable[[], None]) -> None:
+        """Note down what is no operation of torch."""
+        self._operations.append(operation)
 
     def replay(self) -> None:
         """Do all operations again, in order, on the same tensors."""

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,9 +23,11 @@ from quire.engine.ranks import nccl, starting, watch
 from quire.engine.ranks.connecting import communicator_on
 from quire.engine.ranks.gloo import GlooCommunicator
 from quire.engine.ranks.group import RankGroup, with_gpu
+from quire.engine.ranks.leading import LeadingDecoder
 from quire.engine.ranks.nccl import NcclCommunicator
 from quire.engine.ranks.process_group import GroupCommunicator
 from quire.errors import EngineDeadError, ExchangeError
+from quire.kernels.batch import AttentionBatch
 from quire.models.shard import Shard
 
 SIZE = 3
@@ -102,6 +106,41 @@ def test_exchanges_on_a_device_are_timed_on_rank_0(
     monkeypatch.setattr(nccl, "is_recording", lambda: True)
     on_all(communicators, lambda rank, each: each.all_gather(torch.zeros(3)))
     assert len(LatePoint.made) == 2  # what is only recorded does not take place
+
+
+def test_a_call_that_does_not_return_is_timed(
+    stand_in: type[NcclStandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While steps are recorded, ranks may wait for each other on the host."""
+    [leader] = connected(NcclCommunicator, 1)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    found = []
+
+    def wait(group: NcclStandIn, exchange: Callable[[], None]) -> None:
+        now[0] += 7
+        found.append(leader.seconds_waiting())
+        raise RuntimeError("NCCL communicator was aborted")
+
+    monkeypatch.setattr(NcclStandIn, "do", wait)
+    monkeypatch.setattr(nccl, "is_recording", lambda: True)
+    with pytest.raises(ExchangeError, match="was aborted"):
+        leader.broadcast(torch.zeros(3))
+    assert [*found, leader.seconds_waiting()] == [7.0, 0.0]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_exchanges_of_replayed_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    [communicator] = connected(NcclCommunicator, 1)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    model = LeadingDecoder(Mock(), communicator, Mock(size=2))
+    with model.decode_step(AttentionBatch.build(np.zeros(1), np.ones(1), np.zeros((1, 1)), 16)):
+        assert not LatePoint.made
+    now[0] += 5
+    assert communicator.seconds_waiting() == 5.0
+    LatePoint.made[0].is_reached = True
+    assert communicator.seconds_waiting() == 0.0
 
 
 def test_exchanges_that_are_aborted_raise(stand_in: type[NcclStandIn]) -> None:

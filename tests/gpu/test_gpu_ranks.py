@@ -46,6 +46,22 @@ def test_two_gpus_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
     assert one_by_one == together
 
 
+@pytest.mark.skipif(is_interpreted, reason="records CUDA graphs; tests/e2e/test_recorded_ranks.py has tapes")
+def test_steps_that_two_gpus_replay_have_the_bits_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = str(make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128))
+    settings = {**SETTINGS, "tensor_parallel_size": 2}
+    with LLM(checkpoint, cuda_graphs=False, **settings) as llm:
+        expected = results(llm, [0, 1, 2])
+    with LLM(checkpoint, **settings) as llm:
+        assert [results(llm, [0, 1, 2]) for _ in range(2)] == [expected] * 2
+        graphs = core_of(llm).runner._graphs
+        assert graphs is not None
+        assert any(graph.replay is not None for graph in graphs._graphs.values())
+    assert "as a graph" not in caplog.text
+
+
 def test_an_engine_ends_with_a_rank(tmp_path: Path) -> None:
     checkpoint = str(make_checkpoint("qwen3", tmp_path))
     with LLM(checkpoint, tensor_parallel_size=2, **SETTINGS) as llm:

@@ -125,7 +125,7 @@ class EngineConfig:
     cuda_graphs: bool = knob(
         default=True,
         help="On a GPU, record decode steps as CUDA graphs and replay them, which asks less of the host. "
-        "Each size of step is recorded when it comes up for the second time. Off with several ranks.",
+        "Each size of step is recorded when it comes up for the second time.",
     )
     scheduler_cls: Annotated[str | Any, BuiltIn()] = knob(
         default="quire.scheduling.Scheduler",

@@ -104,7 +104,7 @@ def _kv_cache(models: LoadedModels, plan: MemoryPlan) -> PagedAttentionCache:
 
 def _record(config: EngineConfig, model: Model) -> Record | None:
     """Return what records decode steps on a GPU, and have the model stay where it is from now on."""
-    if config.device != "cuda" or not config.cuda_graphs or config.tensor_parallel_size > 1:
+    if config.device != "cuda" or not config.cuda_graphs:
         return None
     from quire.kernels.cuda_graphs import CudaGraphs
     from quire.kernels.size_classes import size_class

@@ -14,6 +14,21 @@ from quire.models.config import ModelConfig
 from quire.models.decoder import LayerHook
 
 
+class StepModel(Protocol):
+    """Computes one decode step, on each of the ranks that do so together."""
+
+    def forward(
+        self, token_ids: torch.Tensor, kv_cache: PagedAttentionCache, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """See `Decoder.forward`."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.logits`."""
+
+    def agree(self, *, is_recorded: bool) -> bool:
+        """Return whether all ranks have recorded the step; each says whether it has, and waits for others."""
+
+
 class Model(Protocol):
     """A `Decoder`, or what several ranks compute together as one."""
 
@@ -38,8 +53,15 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`."""
 
+    def decode_step(self, batch: AttentionBatch) -> AbstractContextManager[StepModel]:
+        """Return what computes a step of `batch`, whose rows are one token each, and the logits of all rows.
+
+        Other ranks are told of the step as a whole, so that it can be recorded and replayed: each of them has
+        `StepGraphs` of its own, which do the same with the same batches.
+        """
+
     def reserve(self, num_tokens: int) -> None:
-        """See `Decoder.reserve`."""
+        """See `Decoder.reserve`; of all ranks."""
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`; of all ranks."""

@@ -99,7 +99,7 @@ class ModelRunner:
         self._in_flight: list[StepInFlight] = []  # whose tokens the batch lacks
         self._graphs: StepGraphs | None = None
         if record is not None:
-            self._graphs = StepGraphs(model, kv_cache, record, self._sampler.input_ids)
+            self._graphs = StepGraphs(model.decode_step, kv_cache, record, self._sampler.input_ids)
         self._sparse = None if sparse_attention is None else SparsePrefill(sparse_attention, block_size)
         self._evictor = None
         if eviction is not None:

@@ -5,6 +5,10 @@ one graph (a CUDA graph), they are asked for at once. What is replayed reads the
 same sizes: so what changes from step to step is copied to places of its own before (`StaticArrays`), sizes
 are rounded up to some that steps have again and again (`size_class`), and each combination of sizes is
 recorded when it comes up for the second time. The first time compiles its kernels.
+
+Ranks that compute a model together do this each for its part. What is recorded and replayed, and which
+recordings are kept, follows from the batches alone, and so it is the same on all of them; only whether a
+recording succeeds has to be agreed.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +31,7 @@ from quire.kv.paged_cache import PagedAttentionCache
 
 if TYPE_CHECKING:
     from quire.execution.arrays import Int64Array
-    from quire.execution.model import Model
+    from quire.execution.model import StepModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +49,7 @@ class StepGraphs:
     """Computes decode steps, each of whose rows is one token.
 
     Args:
-        model: whose forward pass and logits are recorded.
+        step_of: returns what computes a step, whose forward pass and logits are recorded.
         kv_cache: where keys and values live.
         record: of the device.
         token_ids: makes token ids of what is copied for them, [T] int64 both, on the device.
@@ -52,12 +57,12 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: Model,
+        step_of: Callable[[AttentionBatch], AbstractContextManager[StepModel]],
         kv_cache: PagedAttentionCache,
         record: Record,
         token_ids: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self._model = model
+        self._step_of = step_of
         self._kv_cache = kv_cache
         self._record = record
         self._token_ids = token_ids
@@ -80,6 +85,10 @@ class StepGraphs:
         Returns:
             [T, vocab] float32 on the device; the next step overwrites them.
         """
+        with self._step_of(batch) as model:
+            return self._logits(model, token_ids, batch)
+
+    def _logits(self, model: StepModel, token_ids: Int64Array, batch: AttentionBatch) -> torch.Tensor:
         num_tokens = batch.num_rows
         padded = batch.padded(size_class(num_tokens))
         made = {name: make(padded) for name, make in self._makers.items()}
@@ -88,11 +97,11 @@ class StepGraphs:
         graph.arrays.fill(made)
         padded.step_arrays = graph.arrays
         if graph.replay is None and graph.was_computed and self._can_record:
-            graph.replay = self._recorded(graph, padded)
+            graph.replay = self._recorded(model, graph, padded)
         if graph.replay is not None:
             graph.replay()
         else:
-            self._compute(graph, padded)
+            self._compute(model, graph, padded)
             self._learn(graph)
         assert graph.logits is not None
         return graph.logits[:num_tokens]
@@ -104,24 +113,30 @@ class StepGraphs:
         )
         graph = self._graphs.get(sizes)
         if graph is None:
-            graph = self._graphs[sizes] = _StepGraph(StaticArrays(made, self._model.kernels.device))
+            graph = self._graphs[sizes] = _StepGraph(StaticArrays(made, self._kv_cache.tensor.device))
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(sizes)
         return graph
 
-    def _recorded(self, graph: _StepGraph, batch: AttentionBatch) -> Callable[[], None] | None:
+    def _recorded(
+        self, model: StepModel, graph: _StepGraph, batch: AttentionBatch
+    ) -> Callable[[], None] | None:
+        """Return what replays a step; None, and nothing is recorded any more, if one rank has nothing."""
+        replay = None
         try:
-            return self._record(lambda: self._compute(graph, batch))
+            replay = self._record(lambda: self._compute(model, graph, batch))
         except Exception:
             logger.exception("a decode step cannot be recorded as a graph; steps are slower without")
-            self._can_record = False
-            return None
+        self._can_record = model.agree(is_recorded=replay is not None)
+        if replay is not None and not self._can_record:
+            logger.warning("another rank cannot record a decode step as a graph; steps are slower without")
+        return replay if self._can_record else None
 
-    def _compute(self, graph: _StepGraph, batch: AttentionBatch) -> None:
+    def _compute(self, model: StepModel, graph: _StepGraph, batch: AttentionBatch) -> None:
         token_ids = self._token_ids(graph.arrays.token_ids)
-        hidden = self._model.forward(token_ids, self._kv_cache, batch)
-        graph.logits = self._model.logits(hidden)
+        hidden = model.forward(token_ids, self._kv_cache, batch)
+        graph.logits = model.logits(hidden)
 
     def _learn(self, graph: _StepGraph) -> None:
         """Take note of what the step has read; if it is more than was known, the graph is another's."""

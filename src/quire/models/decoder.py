@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, Self
 
 import torch
 
@@ -102,6 +102,14 @@ class Decoder:
         nowhere = torch.zeros(0, dtype=torch.int64, device=self.kernels.device)
         for table in self._rotary:
             table.rows(nowhere, last=self.config.max_model_len)
+
+    def decode_step(self, batch: AttentionBatch) -> AbstractContextManager[Self]:
+        """Return what computes a step of one token for each row: this decoder, alone."""
+        return nullcontext(self)
+
+    def agree(self, *, is_recorded: bool) -> bool:
+        """Return whether all ranks have recorded a step: there is one."""
+        return is_recorded
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`."""

@@ -41,6 +41,10 @@ class Communicator(ABC):
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a contiguous tensor with rank 0's."""
 
+    @abstractmethod
+    def note_replay(self) -> None:
+        """Note that the device has been asked for recorded exchanges again."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorParallel:

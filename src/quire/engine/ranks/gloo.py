@@ -22,6 +22,10 @@ class GlooCommunicator(GroupCommunicator):
         super().__init__(shard, rendezvous, timeout=timeout)
 
     @override
+    def note_replay(self) -> None:
+        """Do nothing: who asks gloo for an exchange waits for it."""
+
+    @override
     def _connect(self, store: FileStore, shard: Shard, limit: datetime.timedelta) -> Any:
         group: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
         options = group._Options()

@@ -15,7 +15,16 @@ import torch
 from typing_extensions import override
 
 from quire.engine.ranks.group import RankGroup
-from quire.engine.ranks.messages import AllocateCache, CompileOnly, CopyBlocks, Forward, Logits
+from quire.engine.ranks.messages import (
+    AllocateCache,
+    CompileOnly,
+    CopyBlocks,
+    Decode,
+    Forward,
+    Logits,
+    Reserve,
+)
+from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
@@ -24,6 +33,7 @@ from quire.kv.shard_memory import ShardMemory
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, LayerHook
 from quire.models.parallel import Communicator
+from quire.models.shard import Shard
 
 
 class LeadingDecoder:
@@ -41,6 +51,7 @@ class LeadingDecoder:
         self._decoder = decoder
         self._communicator = communicator
         self._ranks = ranks
+        self._own = RankDecoder(decoder, communicator, Shard(0, ranks.size))
 
     @property
     def config(self) -> ModelConfig:
@@ -61,26 +72,21 @@ class LeadingDecoder:
         hook: LayerHook | None = None,
     ) -> torch.Tensor:
         """See `Decoder.forward`."""
-        assert batch.key_scores is None, "each rank has the scores of its own heads only"
-        self._ranks.send(
-            Forward(
-                positions=batch.positions.numpy(),
-                block_size=batch.block_size,
-                slot_blocks=batch.slot_blocks.numpy(),
-                slot_offsets=batch.slot_offsets.numpy(),
-                num_cached_tokens=batch.num_cached_tokens,
-                num_tokens=batch.num_tokens,
-                block_tables=batch.block_tables,
-                skipped_keys=batch.skipped_keys,
-                key_selection=batch.key_selection,
-            )
-        )
+        self._ranks.send(_forward(batch))
         with self._failing_together():
-            self._communicator.broadcast(token_ids)
-            return self._decoder.forward(token_ids, kv_cache, batch, hook=hook)
+            return self._own.forward(token_ids, kv_cache, batch, hook=hook)
+
+    @contextlib.contextmanager
+    def decode_step(self, batch: AttentionBatch) -> Iterator[RankDecoder]:
+        """See `quire.execution.model.Model.decode_step`."""
+        self._ranks.send(Decode(_forward(batch)))
+        with self._failing_together():
+            yield self._own
+            self._communicator.note_replay()
 
     def reserve(self, num_tokens: int) -> None:
-        """See `Decoder.reserve`; of this rank."""
+        """See `Decoder.reserve`; of all ranks."""
+        self._ranks.send(Reserve(num_tokens))
         self._decoder.reserve(num_tokens)
 
     def compile_only(self) -> contextlib.AbstractContextManager[None] | None:
@@ -100,8 +106,7 @@ class LeadingDecoder:
         hidden = hidden.contiguous()
         self._ranks.send(Logits(len(hidden)))
         with self._failing_together():
-            self._communicator.broadcast(hidden)
-            return self._decoder.logits(hidden)
+            return self._own.logits(hidden)
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -109,6 +114,21 @@ class LeadingDecoder:
             yield
         except Exception as error:
             raise self._ranks.failure(error) from error
+
+
+def _forward(batch: AttentionBatch) -> Forward:
+    assert batch.key_scores is None, "each rank has the scores of its own heads only"
+    return Forward(
+        positions=batch.positions.numpy(),
+        block_size=batch.block_size,
+        slot_blocks=batch.slot_blocks.numpy(),
+        slot_offsets=batch.slot_offsets.numpy(),
+        num_cached_tokens=batch.num_cached_tokens,
+        num_tokens=batch.num_tokens,
+        block_tables=batch.block_tables,
+        skipped_keys=batch.skipped_keys,
+        key_selection=batch.key_selection,
+    )
 
 
 class LeadingCache(PagedAttentionCache):

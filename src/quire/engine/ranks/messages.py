@@ -49,6 +49,13 @@ class AllocateCache:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Reserve:
+    """Take memory for what steps of so many tokens need, so that it stays where it is."""
+
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CompileOnly:
     """Compile kernels and compute nothing from now on (`KernelSet.compile_only`), or do both again."""
 
@@ -81,13 +88,20 @@ class Logits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Decode:
+    """Compute a step of one token for each row, and its logits, by `StepGraphs`, as rank 0 does."""
+
+    step: Forward
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CopyBlocks:
     """Copy KV blocks [N, 2] (from, to)."""
 
     copies: npt.NDArray[np.int32]
 
 
-ToRank = RankStart | AllocateCache | CompileOnly | Forward | Logits | CopyBlocks
+ToRank = RankStart | AllocateCache | Reserve | CompileOnly | Forward | Logits | Decode | CopyBlocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

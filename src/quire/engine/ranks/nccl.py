@@ -36,6 +36,7 @@ class NcclCommunicator(GroupCommunicator):
 
     def __init__(self, shard: Shard, rendezvous: int, *, timeout: float) -> None:
         self._pending: deque[tuple[float, DevicePoint]] | None = None if shard.rank else deque()
+        self._asking_since: float | None = None  # of a call into NCCL that has not returned
         self._aborting: threading.Thread | None = None
         super().__init__(shard, rendezvous, timeout=timeout)
 
@@ -51,18 +52,35 @@ class NcclCommunicator(GroupCommunicator):
     def seconds_waiting(self) -> float:
         """Return how long ago the oldest exchange was asked for that has not ended; 0: all have ended.
 
-        To be called on rank 0, by one thread.
+        To be called on rank 0, by one thread, and beside calls that do not return: where steps are recorded,
+        NCCL may have ranks wait for each other on the host.
         """
         assert self._pending is not None
+        asking_since = self._asking_since
         while self._pending and self._pending[0][1].is_reached:
             self._pending.popleft()
-        return time.monotonic() - self._pending[0][0] if self._pending else 0.0
+        since = self._pending[0][0] if self._pending else asking_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def abort(self) -> None:
         """End all exchanges, on this rank; nobody waits for that. Later ones raise `ExchangeError`."""
         if self._aborting is None:
             self._aborting = threading.Thread(target=_abort, args=(self._group,), daemon=True)
             _run(self._aborting)
+
+    @override
+    def note_replay(self) -> None:
+        self._note_point()
+
+    @contextlib.contextmanager
+    @override
+    def _exchange(self) -> Iterator[None]:
+        self._asking_since = time.monotonic()
+        try:
+            with super()._exchange():
+                yield
+        finally:
+            self._asking_since = None
 
     @override
     def _connect(self, store: FileStore, shard: Shard, limit: datetime.timedelta) -> Any:
@@ -80,7 +98,11 @@ class NcclCommunicator(GroupCommunicator):
 
     @override
     def _finish(self, work: Any) -> None:
-        if self._pending is not None and not is_recording():
+        if not is_recording():
+            self._note_point()
+
+    def _note_point(self) -> None:
+        if self._pending is not None:
             self._pending.append((time.monotonic(), DevicePoint()))
 
 

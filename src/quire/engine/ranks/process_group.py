@@ -43,7 +43,7 @@ class GroupCommunicator(Communicator):
         limit = datetime.timedelta(seconds=timeout)
         try:
             store.set_timeout(limit)
-            with _exchange():
+            with self._exchange():
                 self._group = self._connect(store, shard, limit)
         finally:
             del store  # else the traceback would keep it
@@ -56,7 +56,7 @@ class GroupCommunicator(Communicator):
     @override
     def all_gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         received = self._received(part)
-        with _exchange():
+        with self._exchange():
             self._finish(self._group._allgather_base(received, _bytes(part), self._to_all))
         return received.view(part.dtype).view(self._shard.size, *part.shape).unbind()
 
@@ -64,14 +64,22 @@ class GroupCommunicator(Communicator):
     def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         is_target = self._shard.rank == 0
         received = [list(self._received(part).chunk(self._shard.size))] if is_target else []
-        with _exchange():
+        with self._exchange():
             self._finish(self._group.gather(received, [_bytes(part)], self._to_rank_0))
         return [each.view(part.dtype).view(part.shape) for each in received[0]] if is_target else []
 
     @override
     def broadcast(self, tensor: torch.Tensor) -> None:
-        with _exchange():
+        with self._exchange():
             self._finish(self._group.broadcast([tensor.view(-1).view(torch.uint8)], self._from_rank_0))
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Raise `ExchangeError` where what is done within fails."""
+        try:
+            yield
+        except RuntimeError as error:  # torch has one class for all
+            raise ExchangeError(str(error)) from error
 
     @abstractmethod
     def _connect(self, store: FileStore, shard: Shard, limit: datetime.timedelta) -> Any:
@@ -90,14 +98,6 @@ def _in_order(options: Any) -> Any:
     """Have an exchange take place in the order of what else the device is asked for; the root is rank 0."""
     options.asyncOp = False
     return options
-
-
-@contextlib.contextmanager
-def _exchange() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch has one class for all
-        raise ExchangeError(str(error)) from error
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:

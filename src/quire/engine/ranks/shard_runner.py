@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from quire.engine.byte_sizes import format_bytes
@@ -15,13 +16,18 @@ from quire.engine.ranks.messages import (
     AllocateCache,
     CompileOnly,
     CopyBlocks,
+    Decode,
     Forward,
     Logits,
     RankStart,
+    Reserve,
     ToRank,
 )
+from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.errors import ConfigError
+from quire.execution.step_graphs import StepGraphs
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.cuda_graphs import CudaGraphs
 from quire.kernels.devices import HOST, OutOfMemoryError
 from quire.kernels.dispatch import kernel_set
 from quire.kv.paged_cache import PagedAttentionCache
@@ -50,15 +56,15 @@ class ShardRunner:
         self._shard = Shard(start.rank, start.size)
         self._device = kernels.device
         self._compiling = contextlib.ExitStack()
-        self._communicator = communicator_on(
-            kernels.device, self._shard, start.rendezvous, timeout=start.timeout
-        )
+        communicator = communicator_on(kernels.device, self._shard, start.rendezvous, timeout=start.timeout)
         self._decoder = load_decoder(
             Path(start.model_path),
             start.model,
             options=start.weights,
-            parallel=TensorParallel(self._shard, self._communicator),
+            parallel=TensorParallel(self._shard, communicator),
         )
+        self._own = RankDecoder(self._decoder, communicator, self._shard)
+        self._graphs: StepGraphs | None = None  # over the cache
         self._kv_cache = PagedAttentionCache([])
 
     @torch.inference_mode()
@@ -72,19 +78,32 @@ class ShardRunner:
         match message:
             case AllocateCache():
                 self._allocate(message)
+            case Reserve(num_tokens):
+                self._decoder.reserve(num_tokens)
             case CompileOnly(begins):
                 self._compile_only(begins=begins)
             case Forward():
                 token_ids = torch.empty(len(message.positions), dtype=torch.int64, device=self._device)
-                self._communicator.broadcast(token_ids)
-                self._decoder.forward(token_ids, self._kv_cache, _batch(message))
+                self._own.forward(token_ids, self._kv_cache, _batch(message))
             case Logits(num_rows):
                 shape = num_rows, self._decoder.config.hidden_size
-                hidden = torch.empty(shape, dtype=self._decoder.dtype, device=self._device)
-                self._communicator.broadcast(hidden)
-                self._decoder.output(hidden)
+                self._own.logits(torch.empty(shape, dtype=self._decoder.dtype, device=self._device))
+            case Decode(step):
+                unknown = np.zeros(len(step.positions), dtype=np.int64)
+                self._step_graphs().logits(unknown, _batch(step))
             case CopyBlocks(copies):
                 self._kv_cache.copy_blocks(copies)
+
+    def _step_graphs(self) -> StepGraphs:
+        """Return what does the same with the same steps as rank 0's, from one cache to the next."""
+        if self._graphs is None:
+            self._graphs = StepGraphs(
+                lambda _: contextlib.nullcontext(self._own),
+                self._kv_cache,
+                CudaGraphs().record,
+                lambda unknown: unknown,
+            )
+        return self._graphs
 
     def _compile_only(self, *, begins: bool) -> None:
         compiling = self._decoder.compile_only() if begins else None
@@ -94,6 +113,7 @@ class ShardRunner:
 
     def _allocate(self, message: AllocateCache) -> None:
         metadata = message.metadata
+        self._graphs = None
         self._kv_cache = PagedAttentionCache([])  # the memory of the one before is free now
         if message.file is not None:
             shards = ShardMemory(message.file, metadata)

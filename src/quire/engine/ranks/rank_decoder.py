@@ -1,0 +1,58 @@
+"""What a rank computes of a step, beside the others: the same calls on all of them, in the same order."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.batch import AttentionBatch
+from quire.kv.paged_cache import PagedAttentionCache
+from quire.models.decoder import Decoder, LayerHook
+from quire.models.parallel import Communicator
+from quire.models.shard import Shard
+
+
+class RankDecoder:
+    """See `quire.execution.model.StepModel`. Token ids and hidden states are rank 0's.
+
+    The ranks compute what they are given, and tell each other nothing: see `LeadingDecoder`.
+
+    Args:
+        decoder: of this rank.
+        communicator: likewise.
+        shard: this rank.
+    """
+
+    def __init__(self, decoder: Decoder, communicator: Communicator, shard: Shard) -> None:
+        self._decoder = decoder
+        self._communicator = communicator
+        self._is_first = shard.rank == 0
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        kv_cache: PagedAttentionCache,
+        batch: AttentionBatch,
+        *,
+        hook: LayerHook | None = None,
+    ) -> torch.Tensor:
+        """See `Decoder.forward`; `token_ids` [T] are overwritten with rank 0's."""
+        self._communicator.broadcast(token_ids)
+        return self._decoder.forward(token_ids, kv_cache, batch, hook=hook)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.logits` on rank 0; others return what they give to it.
+
+        Args:
+            hidden: [R, hidden], contiguous; overwritten with rank 0's.
+        """
+        self._communicator.broadcast(hidden)
+        return self._decoder.logits(hidden) if self._is_first else self._decoder.output(hidden)
+
+    def agree(self, *, is_recorded: bool) -> bool:
+        """Return whether all ranks have recorded a step; the host waits for them.
+
+        NCCL requires that an exchange is part of a recording on all ranks or on none ("Using NCCL with CUDA
+        Graphs" in its guide).
+        """
+        own = torch.tensor([is_recorded], dtype=torch.uint8, device=self._decoder.kernels.device)
+        return all(bool(part.item()) for part in self._communicator.all_gather(own))

@@ -1,0 +1,114 @@
+"""Two ranks that record decode steps and replay them: the bits of others, and the same recordings on both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from checkpoints import make_checkpoint
+from quire import LLM, EngineConfig, SamplingParams
+from quire.engine import core, memory_measurement
+from quire.engine.memory_plan import MemoryPlan
+from quire.engine.runner_building import LoadedModels
+from quire.errors import EngineDeadError
+from quire.kernels.triton.device import is_interpreted
+from taped_ranks import MAX_GRAPHS, RESERVED, TapedRanks
+
+pytestmark = pytest.mark.skipif(not is_interpreted, reason="on a GPU, tests/gpu has this")
+PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12]]
+LENGTHS = (12, 5, 8)  # of what follows: three rows, then two, then one
+SETTINGS: dict[str, Any] = {
+    "kernels": "triton",
+    "tensor_parallel_size": 2,
+    "num_kv_blocks": 16,
+    "max_num_seqs": 3,
+    "block_size": 16,
+    "overlap_steps": True,
+}
+BEGINNING = [f"reserves {RESERVED}", "records 0"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("qwen3")
+    return str(make_checkpoint("qwen3", path, dtype="float32", num_hidden_layers=1))
+
+
+def results(checkpoint: str, **options: Any) -> list[Any]:
+    """Return tokens, some greedy and some drawn, and the bits of their log-probabilities."""
+    params = [
+        SamplingParams(max_tokens=length, temperature=0.8 * (number % 2), seed=3, ignore_eos=True, logprobs=1)
+        for number, length in enumerate(LENGTHS)
+    ]
+    with LLM(checkpoint, **SETTINGS, **options) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    return [(output.token_ids, output.cumulative_logprob.hex()) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: str) -> list[Any]:
+    return results(checkpoint)
+
+
+def test_replayed_steps_have_the_bits_of_others(
+    checkpoint: str, expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = TapedRanks(monkeypatch, tmp_path)
+    assert results(checkpoint) == expected
+    first, second = ranks.events
+    assert first == second
+    assert first[:2] == BEGINNING
+    num_recordings = sum(event.startswith("records") for event in first)
+    assert MAX_GRAPHS < num_recordings < sum(event.startswith("replays") for event in first)
+
+
+def test_steps_are_recorded_anew_after_those_that_measure_memory(
+    checkpoint: str, expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = TapedRanks(monkeypatch, tmp_path)
+    build_runner = core.build_runner
+    measured: list[list[list[str]]] = []
+
+    def measure_and_build(config: EngineConfig, models: LoadedModels, plan: MemoryPlan, **parts: Any) -> Any:
+        memory_measurement._peak_of_steps(config, plan, models, Mock(peak=0))
+        measured.append(ranks.events)
+        return build_runner(config, models, plan, **parts)
+
+    monkeypatch.setattr(core, "build_runner", measure_and_build)
+    options = {"max_num_batched_tokens": 16, "max_model_len": 32}
+    assert results(checkpoint, **options) == expected
+    first, second = ranks.events
+    assert first == second
+    [[before, _]] = measured
+    assert before[:2] == first[len(before) :][:2] == BEGINNING
+    assert "replays 0" in before
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_step_that_one_rank_cannot_record_is_recorded_on_none(
+    failing: int,
+    checkpoint: str,
+    expected: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    failures = ("refuses", "") if failing == 0 else ("", "refuses")
+    ranks = TapedRanks(monkeypatch, tmp_path, failures)
+    assert results(checkpoint) == expected
+    assert ranks.events == [BEGINNING, BEGINNING]
+    logs = caplog.text, capfd.readouterr().err
+    assert logs[failing].count("a decode step cannot be recorded as a graph") == 1
+    assert logs[1 - failing].count("another rank cannot record a decode step as a graph") == 1
+
+
+def test_a_rank_that_does_not_end_its_recording_ends_the_engine(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TapedRanks(monkeypatch, tmp_path, ("", "hangs"))
+    with pytest.raises(EngineDeadError, match="tensor_parallel_timeout, 2 seconds"):
+        results(checkpoint, tensor_parallel_timeout=2.0)
