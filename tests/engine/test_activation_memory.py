@@ -130,12 +130,15 @@ def scored(evictor: CacheEvictor, batch: SimpleNamespace, num_computed, num_toke
         evictions=evictions,
     )
     first = evictor.first_scoring_token(plan)
-    scores = KeyScores.build(num_tokens, num_computed + num_tokens, first, evictor.is_in_prompt(plan))
+    scores = KeyScores.build(
+        num_tokens, num_computed + num_tokens, first, evictor.is_in_prompt(plan), num_layers=NUM_LAYERS
+    )
+    scores.layer_rows.zero_(), scores.layer_sums.zero_()
     evictor.begin(scores)
     for layer in range(NUM_LAYERS):
         evictor.after_attention(layer)
     evictor.end(plan)
-    of_torch = scores.rows.numel() * 4 + scores.sums.numel() * 8
+    of_torch = scores.layer_rows.nbytes + scores.layer_sums.nbytes
     return tracemalloc.get_traced_memory()[1] + of_torch
 
 
@@ -150,7 +153,8 @@ def test_the_scores_of_sequences_stay_within_their_bound(
     )
     config = scheduler(cache_eviction_config=eviction, max_num_batched_tokens=512, max_num_seqs=4)
     batch = SimpleNamespace()
-    evictor = CacheEvictor(eviction, shape, batch, batch, 16)
+    cache = SimpleNamespace(tensor=torch.empty(0))
+    evictor = CacheEvictor(eviction, shape, cache, batch, 16)
     tracemalloc.start()
     try:
         for slot in range(4):
@@ -163,7 +167,7 @@ def test_the_scores_of_sequences_stay_within_their_bound(
     kernel = dataclasses.replace(shape, num_layers=0)
     bound = eviction_bytes(config, shape, 1024) - eviction_bytes(config, kernel, 1024)
     bound += score_bytes_per_token(config, shape) * tokens
-    assert 0.5 * bound < max(in_prompt, rows) < bound
+    assert 0.45 * bound < max(in_prompt, rows) < bound  # places out of order would take as much again
 
 
 def test_comparing_keys_stays_within_its_bound(model: ModelConfig):

@@ -261,10 +261,10 @@ def check_key_scores(kernel: Any, *, block_size: int, window: int) -> None:
         weights, _ = naive_weights_and_values(scored.sequences, index, **options, first=scoring)
         expected = weights.sum(0)
         if summed[index]:
-            sums = scores.sums_of(index).double() * SCORE_UNIT
+            sums = scores.sums_of(index)[0].double() * SCORE_UNIT
             torch.testing.assert_close(sums, expected.sum(0), atol=2e-5, rtol=0)
         else:
-            rows = scores.rows_of(index)
+            rows = scores.rows_of(index)[0]
             assert rows.shape == (count - first[index], length)
             torch.testing.assert_close(rows.double(), expected, atol=2e-5, rtol=0)
 
@@ -280,20 +280,20 @@ def check_bits_of_key_scores(kernel: Any, **options: Any) -> None:
     silent = kernel_without_scores(scored, kernel, **options)
     assert torch.equal(attended, silent)
     for s, count in enumerate(scored.COUNTS):
-        alone = scored.scores(kernel, first=first, summed=rows, which=[s], **options)[1].rows_of(0)
-        assert torch.equal(alone, scores.rows_of(s))
-        total = torch.zeros_like(all_sums.sums_of(s))
+        alone = scored.scores(kernel, first=first, summed=rows, which=[s], **options)[1].rows_of(0)[0]
+        assert torch.equal(alone, scores.rows_of(s)[0])
+        total = torch.zeros_like(all_sums.sums_of(s)[0])
         for end in range(count, 0, -7):  # in chunks of 7, the last chunk first
             chunk, ends = [min(end, 7)] * 5, [length - count + end for length in scored.LENGTHS]
             part, row_part = (
                 scored.scores(kernel, chunk, first=first, summed=kind, which=[s], ends=ends, **options)[1]
                 for kind in (sums, rows)
             )
-            total[: len(part.sums_of(0))] += part.sums_of(0)
-            expected = scores.rows_of(s)[end - chunk[0] : end]
-            assert torch.equal(row_part.rows_of(0), expected[:, : ends[s]])
+            total[: len(part.sums_of(0)[0])] += part.sums_of(0)[0]
+            expected = scores.rows_of(s)[0][end - chunk[0] : end]
+            assert torch.equal(row_part.rows_of(0)[0], expected[:, : ends[s]])
             assert not expected[:, ends[s] :].any()
-        assert torch.equal(total, all_sums.sums_of(s))
+        assert torch.equal(total, all_sums.sums_of(s)[0])
 
 
 def kernel_without_scores(scored: ScoredStep, kernel: Any, **options: Any) -> torch.Tensor:

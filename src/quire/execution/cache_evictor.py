@@ -8,22 +8,26 @@ L layers.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
 from quire.config import CacheEvictionConfig
-from quire.execution.evicted_keys import KeyRotation, cached_keys, copy_blocks
+from quire.execution.evicted_keys import KeyRotation, by_layer, cached_keys, copy_blocks
 from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.sequence_scores import SequenceScores
-from quire.kernels.bounds import TILE
+from quire.kernels.devices import HostCopy
 from quire.kernels.key_scores import Int64Array, KeyScores
+from quire.kernels.sparse_prefill import SkippedKeys
 from quire.kv.eviction.diversity import diversity
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.eviction.places import Moves
 from quire.kv.eviction.rotation import positions_to_move_back
-from quire.kv.eviction.scores import FloatArray, WeightArray
+from quire.kv.eviction.scores import FloatArray
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import ModelConfig
-from quire.step import BoolArray, SchedulerOutput
+from quire.step import BoolArray, EvictionData, SchedulerOutput
 
 
 class CacheEvictor:
@@ -50,16 +54,11 @@ class CacheEvictor:
         self._batch = batch
         self._lengths = EvictionLengths(config, block_size)
         self._num_layers = model.num_layers
-        self._rotation = KeyRotation(model) if config.apply_rotation else None
+        self._device = kv_cache.tensor.device
+        self._rotation = KeyRotation(model, self._device) if config.apply_rotation else None
         self._sequences: dict[int, SequenceScores] = {}  # by slot
         self._step_scores: KeyScores | None = None
-        self._rows = np.empty((self._num_layers, 0), dtype=np.float32)
-        self._sums = np.empty((self._num_layers, 0), dtype=np.int64)
-
-    @property
-    def keeps_positions_contiguous(self) -> bool:
-        """Whether a token's rotary position is its place in the cache, and not its position."""
-        return self._rotation is not None
+        self._on_host: list[HostCopy] = []  # of its rows and sums
 
     def positions_in_text(self, positions: Int64Array, output: SchedulerOutput) -> Int64Array:
         """Return the positions in their sequences of tokens [T] whose rotary positions are `positions`."""
@@ -79,6 +78,28 @@ class CacheEvictor:
 
     # -- scores of a step ----------------------------------------------------------------------------------
 
+    def batch_options(
+        self, output: SchedulerOutput, evictions: EvictionData, skipped_keys: SkippedKeys | None
+    ) -> dict[str, Any]:
+        """Return what `AttentionBatch.build` is to know of the rows' tokens, cached ones and scores.
+
+        With rotation, a token's rotary position is its place in the cache.
+        """
+        num_computed, num_evicted = output.num_computed_tokens, evictions.num_evicted_tokens
+        if self._rotation is not None:  # as if what was evicted had never been there
+            num_computed, num_evicted = num_computed - num_evicted, np.zeros_like(num_evicted)
+        first_scoring = self.first_scoring_token(output)
+        if skipped_keys is not None:
+            first_scoring = np.where(skipped_keys.is_any, output.num_tokens, first_scoring)
+        return {
+            "num_computed_tokens": num_computed,
+            "num_evicted_tokens": num_evicted,
+            "first_scoring_token": first_scoring,
+            "sums_scores": self.is_in_prompt(output),
+            "num_scored_layers": self._num_layers,
+            "scores_on": self._device,
+        }
+
     def first_scoring_token(self, output: SchedulerOutput) -> Int64Array:
         """Return which token of the step is the first whose attention scores, for each row: [R]."""
         firsts = [self._sequences[slot].first_scoring_query for slot in output.slots.tolist()]
@@ -92,56 +113,44 @@ class CacheEvictor:
         return in_prompt
 
     def begin(self, scores: KeyScores | None) -> None:
-        """Prepare for the scores of a step."""
+        """Prepare for the scores of a step, which are those of all layers."""
         self._step_scores = scores
-        if scores is not None:
-            self._rows = np.empty((self._num_layers, scores.rows.numel()), dtype=np.float32)
-            self._sums = np.empty((self._num_layers, scores.sums.numel()), dtype=np.int64)
 
     def before_layer(self, layer: int) -> None:
-        """Nothing is to be done before a layer."""
+        """Say where the scores of a layer go."""
+        if self._step_scores is not None:
+            self._step_scores.layer = layer
 
     def after_attention(self, layer: int) -> None:
-        """Take the scores of one layer."""
-        if self._step_scores is not None:
-            self._rows[layer] = self._step_scores.rows.numpy()
-            self._sums[layer] = self._step_scores.sums.numpy()
+        """Have the scores come to the host after the last layer; nobody waits for them here."""
+        scores = self._step_scores
+        if scores is not None and layer == self._num_layers - 1:
+            self._on_host = [HostCopy(part) for part in (scores.layer_rows, scores.layer_sums)]
 
     def end(self, output: SchedulerOutput) -> None:
-        """Register the scores of a step, and evict what its plan says."""
+        """Wait for the scores of a step, register them, and evict what its plan says."""
+        scores, self._step_scores = self._step_scores, None
+        if scores is not None:
+            rows, sums = (copy.wait() for copy in self._on_host)
+            scores = dataclasses.replace(scores, layer_rows=rows, layer_sums=sums)
+        self._on_host = []
         if output.evictions is None:
             return
         num_computed = output.num_computed_tokens + output.num_tokens
         num_held = num_computed - output.evictions.num_evicted_tokens
         in_prompt = self.is_in_prompt(output)
-        scores = self._step_scores
         for row, slot in enumerate(output.slots.tolist()):
             sequence = self._sequences[slot]
             if in_prompt[row]:
                 if scores is not None and scores.num_scoring_tokens[row]:
-                    sequence.add_prompt_sums(self._sums_of(row))
+                    sequence.add_prompt_sums(scores.sums_of(row).numpy())
                 if num_computed[row] == sequence.num_prompt_tokens:
                     sequence.end_prompt()
             else:
-                sequence.register_rows(self._rows_of(row))
+                assert scores is not None
+                sequence.register_rows(scores.rows_of(row).numpy())
             if output.evictions.num_blocks[row]:
                 self._evict(slot, sequence, int(num_held[row]))
-
-    def _sums_of(self, row: int) -> Int64Array:
-        """Return the scores of a row of the plan, summed over its tokens: [L, keys] in `SCORE_UNIT`."""
-        assert self._step_scores is not None
-        start = int(self._step_scores.first_sum[row])
-        return self._sums[:, start : start + int(self._step_scores.num_keys[row])]
-
-    def _rows_of(self, row: int) -> WeightArray:
-        """Return the scores by each token of a row of the plan: [L, tokens, keys]."""
-        scores = self._step_scores
-        assert scores is not None
-        count, num_keys = int(scores.num_rows[row]), int(scores.num_keys[row])
-        stride = -(-num_keys // TILE) * TILE
-        start = int(scores.first_row[row])
-        rows = self._rows[:, start : start + count * stride].reshape(self._num_layers, count, stride)
-        return rows[:, :, :num_keys]
 
     # -- eviction ------------------------------------------------------------------------------------------
 
@@ -161,14 +170,18 @@ class CacheEvictor:
         if self._rotation is not None:
             table = self._batch.block_table(slot).astype(np.int64)
             distances = positions_to_move_back(evicted, len(table) + count, self._lengths.block_size)
-            blocks = table[sequence.places.of(len(table))]
-            for layer in range(self._num_layers):
-                self._rotation.turn_back(self._kv_cache.views[layer], blocks[layer], distances[layer])
+            self._turn_back(self._rotation, table[sequence.places.of(len(table))], distances)
 
     def _move(self, moves: Moves, table: Int64Array) -> None:
         """Copy layers' parts of blocks; all of a sequence's blocks behind its start area are its own."""
-        for layer in np.unique(moves.layers).tolist():
-            of_layer = moves.layers == layer
-            copy_blocks(
-                self._kv_cache.views[layer], table[moves.sources[of_layer]], table[moves.targets[of_layer]]
-            )
+        blocks = table[np.stack((moves.sources, moves.targets))]
+        for layer, (sources, targets) in by_layer(moves.layers, blocks, self._device):
+            copy_blocks(self._kv_cache.views[layer], sources, targets)
+
+    def _turn_back(self, rotation: KeyRotation, blocks: Int64Array, distances: Int64Array) -> None:
+        """Turn keys in each layer's blocks [L, N] back by distances [L, N], most of which are the same."""
+        layers, numbers = np.nonzero(distances)
+        columns = np.stack((blocks[layers, numbers], distances[layers, numbers]))
+        farthest = int(distances.max())
+        for layer, (turned, back) in by_layer(layers, columns, self._device):
+            rotation.turn_back(self._kv_cache.views[layer], turned, back, farthest=farthest)

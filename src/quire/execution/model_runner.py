@@ -241,13 +241,14 @@ class ModelRunner:
         """Compute any step; return the logits of its P sampling positions, [P, vocab], None without any."""
         hidden = self._forward(output)
         self._batch.note_computed(output)
-        if self._evictor is not None:
-            self._evictor.end(output)
         self._prompt_logprobs.report(output, hidden, result)
-        if not sampling.rows.size:
-            return None
-        rows = array_to_device(sampling.tokens, hidden.device)
-        return self._model.logits(hidden[rows])
+        logits = None
+        if sampling.rows.size:
+            rows = array_to_device(sampling.tokens, hidden.device)
+            logits = self._model.logits(hidden[rows])
+        if self._evictor is not None:  # while a device computes the logits
+            self._evictor.end(output)
+        return logits
 
     def _forward(self, output: SchedulerOutput) -> torch.Tensor:
         """Return the last hidden state of every scheduled token, [T, hidden], and write its KV."""
@@ -276,25 +277,13 @@ class ModelRunner:
 
     def _attention_batch(self, output: SchedulerOutput) -> AttentionBatch:
         skipped_keys, key_selection = self._left_out_keys(output)
-        options: dict[str, Any] = {}
-        num_computed = output.num_computed_tokens
+        options: dict[str, Any] = {"num_computed_tokens": output.num_computed_tokens}
         if self._evictor is not None and output.evictions is not None:
-            num_evicted = output.evictions.num_evicted_tokens
-            if self._evictor.keeps_positions_contiguous:  # as if what was evicted had never been there
-                num_computed, num_evicted = num_computed - num_evicted, np.zeros_like(num_evicted)
-            first_scoring = self._evictor.first_scoring_token(output)
-            if skipped_keys is not None:
-                first_scoring = np.where(skipped_keys.is_any, output.num_tokens, first_scoring)
-            options = {
-                "num_evicted_tokens": num_evicted,
-                "first_scoring_token": first_scoring,
-                "sums_scores": self._evictor.is_in_prompt(output),
-            }
+            options = self._evictor.batch_options(output, output.evictions, skipped_keys)
         return AttentionBatch.build(
-            num_computed,
-            output.num_tokens,
-            self._batch.block_tables(output.slots),
-            self._block_size,
+            num_tokens=output.num_tokens,
+            block_tables=self._batch.block_tables(output.slots),
+            block_size=self._block_size,
             skipped_keys=skipped_keys,
             key_selection=key_selection,
             **options,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.kernels.devices import HOST
 from quire.kernels.key_scores import KeyScores
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
@@ -40,7 +41,7 @@ class AttentionBatch:
     num_cached_tokens: Int64Array  # [S], before this step
     num_tokens: Int64Array  # [S], in this step, each at least 1
     block_tables: npt.NDArray[np.int32]  # [S, max_blocks]
-    key_scores: KeyScores | None = None  # what attention reports of each layer; None: nothing
+    key_scores: KeyScores | None = None  # what attention reports; None: nothing
     skipped_keys: SkippedKeys | None = None  # in layers without a window; None: none
     key_selection: KeySelection | None = None  # likewise; None: all tokens see all keys
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
@@ -57,6 +58,8 @@ class AttentionBatch:
         num_evicted_tokens: npt.NDArray[Any] | None = None,
         first_scoring_token: npt.NDArray[Any] | None = None,
         sums_scores: npt.NDArray[np.bool_] | None = None,
+        num_scored_layers: int = 1,
+        scores_on: torch.device = HOST,
         skipped_keys: SkippedKeys | None = None,
         key_selection: KeySelection | None = None,
     ) -> Self:
@@ -72,6 +75,7 @@ class AttentionBatch:
                 places.
             first_scoring_token: [S] as for `KeyScores.build`; None: no token scores.
             sums_scores: [S] whether the scores of a sequence are summed over its tokens; None: none is.
+            num_scored_layers, scores_on: `num_layers` and `device` of `KeyScores.build`.
             skipped_keys: cached keys that the step's tokens do not see; a sequence that skips any must not
                 score.
             key_selection: which tokens see only selected keys.
@@ -91,7 +95,14 @@ class AttentionBatch:
             cached, places = computed - evicted, positions - evicted[sequence]
         key_scores = None
         if first_scoring_token is not None:
-            key_scores = KeyScores.build(counts, cached + counts, first_scoring_token, sums_scores)
+            key_scores = KeyScores.build(
+                counts,
+                cached + counts,
+                first_scoring_token,
+                sums_scores,
+                num_layers=num_scored_layers,
+                device=scores_on,
+            )
             if skipped_keys is not None:
                 _refuse_scores(skipped_keys, np.asarray(first_scoring_token) < counts)
         entries, offsets = np.divmod(places, block_size)

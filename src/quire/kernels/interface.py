@@ -186,7 +186,7 @@ class KernelSet(ABC):
         Args:
             query: [T, heads, head_dim]; the numbers of a token are adjacent, tokens may be further apart.
             kv: the layer's cache; the step's own keys and values are already written.
-            batch: the step; its `key_scores` are overwritten with this layer's. Without a window, its
+            batch: the step; the `layer` of its `key_scores` is overwritten. Without a window, its
                 `skipped_keys` and `key_selection` say which keys are left out.
             scale: multiplies the scores.
             window: a token sees itself and the `window - 1` tokens before it; 0: all.

@@ -38,8 +38,17 @@ def pages_of(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
 
 def keys_of(layer: KVLayer, page_ids: torch.Tensor) -> torch.Tensor:
     """Return the keys in some pages, one after the other, [kv_heads, N * page_size, head_dim] float32."""
-    keys = pages_of(layer.key_pages, page_ids)
-    if layer.quantizer is not None:
-        scales = None if layer.key_scales is None else pages_of(layer.key_scales, page_ids)
-        keys = layer.quantizer.dequantize(keys, scales)
-    return keys.float().flatten(1, 2)
+    scales = None if layer.key_scales is None else pages_of(layer.key_scales, page_ids)
+    return vectors_in(pages_of(layer.key_pages, page_ids), scales, layer.quantizer)
+
+
+def vectors_in(
+    pages: torch.Tensor, scales: torch.Tensor | None, quantizer: PageQuantizer | None
+) -> torch.Tensor:
+    """Return the vectors in pages [kv_heads, N, page_size, n], with scales of them if the quantizer has any.
+
+    Returns:
+        [kv_heads, N * page_size, head_dim] float32, one page after the other.
+    """
+    vectors = pages if quantizer is None else quantizer.dequantize(pages, scales)
+    return vectors.float().flatten(1, 2)

@@ -354,10 +354,31 @@ def test_key_scores_are_sums_of_weights(sums: bool, window: int) -> None:
     for index, first in enumerate((147, 70)):
         expected = naive_weights_and_values(sequences, index, **options, first=first)[0].sum(0)
         if sums:
-            actual, expected = scores.sums_of(index).double() * SCORE_UNIT, expected.sum(0)
+            actual, expected = scores.sums_of(index)[0].double() * SCORE_UNIT, expected.sum(0)
         else:
-            actual = scores.rows_of(index).double()
+            actual = scores.rows_of(index)[0].double()
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+
+
+def test_key_scores_are_where_the_kernels_are() -> None:
+    kv, query = _layer_and_query(1)
+    batch = AttentionBatch.build([0], [1], [[7]], 16, first_scoring_token=[0], scores_on=torch.device("meta"))
+    with pytest.raises(ValueError, match="key scores are on meta, and the query on cpu"):
+        paged_attention(query, kv, batch, scale=1.0)
+
+
+def test_key_scores_of_layers_are_kept_apart() -> None:
+    kv, query = _layer_and_query(1)
+    batch = AttentionBatch.build([2], [1], [[7]], 16, first_scoring_token=[0], num_scored_layers=3)
+    scores = batch.key_scores
+    for layer in (2, 0, 1):
+        scores.layer = layer
+        paged_attention(query * layer, kv, batch, scale=1.0)
+    rows = scores.rows_of(0)[:, 0]
+    assert torch.allclose(rows[0], torch.tensor(2 / 3))  # two heads, and no preference
+    for layer in (1, 2):
+        weights = (layer * query[0] @ kv.key_pages[0, 7, :3].T).softmax(-1).sum(0)
+        assert torch.allclose(rows[layer], weights, atol=1e-5)
 
 
 @pytest.mark.usefixtures("tall_float32_tiles")
@@ -367,15 +388,15 @@ def test_bits_of_key_scores_do_not_depend_on_company_and_chunks() -> None:
         _scored(sequences, first_chunks=[88, 130], first_scoring=[0, 0], sums=sums) for sums in (False, True)
     ]
     for index, first in enumerate((88, 130)):
-        rows, sums = together[0].rows_of(index), together[1].sums_of(index)
+        rows, sums = together[0].rows_of(index)[0], together[1].sums_of(index)[0]
         total = torch.zeros_like(sums)
         length = sequences.lengths[index]
         for start, end in ((first, first + 4), (first + 4, length)):
             alone = Sequences(*([part[index][:end]] for part in _parts(sequences)))
             part = _scored(alone, first_chunks=[start], first_scoring=[0], sums=True)
-            total[:end] += part.sums_of(0)
+            total[:end] += part.sums_of(0)[0]
             part = _scored(alone, first_chunks=[start], first_scoring=[0], sums=False)
-            assert torch.equal(part.rows_of(0), rows[start - first : end - first, :end])
+            assert torch.equal(part.rows_of(0)[0], rows[start - first : end - first, :end])
         assert torch.equal(total, sums)
 
 
@@ -441,6 +462,8 @@ def _scored(
     captured = []
 
     def noting(query: torch.Tensor, kv: Any, batch: AttentionBatch, **options: Any) -> torch.Tensor:
+        batch.key_scores.rows.fill_(float("nan"))
+        batch.key_scores.sums.fill_(-1)
         attended = after_prompts(query, kv, batch, **options)
         captured.append(batch.key_scores)
         return attended

@@ -15,7 +15,6 @@ from quire.kernels.page_quantizers import Int8PageQuantizer
 
 _NAME = "cpu"  # among a layer's handles
 _PLAN = "cpu attention"  # among a batch's plans
-_KEY_SCORES = "cpu key scores"  # likewise
 CACHE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
@@ -161,18 +160,16 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
 
 
 def native_key_scores(batch: AttentionBatch) -> _native.KeyScores | None:
-    """Return the native form of where the step's key scores go, made once; None: it has none."""
+    """Return the native form of where a layer's key scores go; None: the step has none."""
     scores = batch.key_scores
     if scores is None:
         return None
-    native: _native.KeyScores | None = batch.plans.get(_KEY_SCORES)
-    if native is None:
-        native = batch.plans[_KEY_SCORES] = _native.KeyScores(
-            scores.row_starts.ctypes.data,
-            scores.sum_starts.ctypes.data,
-            scores.rows.data_ptr(),
-            scores.sums.data_ptr(),
-            scores.rows.numel(),
-            scores.sums.numel(),
-        )
-    return native
+    rows, sums = scores.rows, scores.sums
+    return _native.KeyScores(
+        scores.row_starts.ctypes.data,
+        scores.sum_starts.ctypes.data,
+        rows.data_ptr(),
+        sums.data_ptr(),
+        rows.numel(),
+        sums.numel(),
+    )

@@ -107,17 +107,19 @@ def _num_tokens(batch: AttentionBatch) -> int:
 
 def _check_scores(scores: KeyScores, batch: AttentionBatch, num_tokens: int) -> None:
     """Raise unless every row and every sum lies within its tensor."""
-    for name, tensor, dtype in (("rows", scores.rows, torch.float32), ("sums", scores.sums, torch.int64)):
-        if tensor.dtype != dtype or not tensor.is_contiguous() or not tensor.is_cpu or tensor.numel() % TILE:
+    tensors = ("rows", scores.layer_rows, torch.float32), ("sums", scores.layer_sums, torch.int64)
+    for name, tensor, dtype in tensors:
+        is_for_layers = tensor.dim() == 2 and not tensor.shape[1] % TILE
+        if tensor.dtype != dtype or not tensor.is_contiguous() or not tensor.is_cpu or not is_for_layers:
             raise ValueError(
                 f"the key scores' {name} are {tensor.dtype} {list(tensor.shape)}; they must be {dtype}, "
-                f"contiguous, and a multiple of {TILE}"
+                f"contiguous, and a multiple of {TILE} for each layer"
             )
     num_keys = batch.num_cached_tokens + batch.num_tokens
     lengths = np.repeat(-(-num_keys // TILE) * TILE, batch.num_tokens)
     for name, starts, size in (
-        ("row_starts", scores.row_starts, scores.rows.numel()),
-        ("sum_starts", scores.sum_starts, scores.sums.numel()),
+        ("row_starts", scores.row_starts, scores.layer_rows.shape[1]),
+        ("sum_starts", scores.sum_starts, scores.layer_sums.shape[1]),
     ):
         _check_array(name, starts, _INT64, (num_tokens,))
         is_outside = (starts != NOWHERE) & ((starts < 0) | (starts > size - lengths))

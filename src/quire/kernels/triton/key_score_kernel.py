@@ -31,16 +31,21 @@ _NAME = "triton key scores"  # among a batch's plans
 
 
 def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: torch.Tensor) -> None:
-    """Overwrite the step's key scores with those of a layer.
+    """Overwrite the step's key scores of a layer.
 
     Args:
         call: what attention was asked for.
-        batch: the step, with key scores. If they are on another device, the host waits for the copy to it.
+        batch: the step, with key scores where the query is.
         statistics: [T, heads, 2] float32: of each row's scores the largest, over the logarithm of 2, and the
             sum of weights.
+
+    Raises:
+        ValueError: the key scores are on another device.
     """
     scores, device = batch.key_scores, call.query.device
     assert scores is not None
+    if scores.layer_rows.device != device:
+        raise ValueError(f"the key scores are on {scores.layer_rows.device}, and the query on {device}")
     group = power_of_two(call.heads.group)
     tokens = max(1, (_FLOAT32_ROWS if call.is_float32 else _ROWS) // group)
     key = _NAME, tokens, call.window
@@ -49,7 +54,7 @@ def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: tor
         most_tiles = int((blocks[:, 5] - blocks[:, 4]).max())
         batch.plans[key] = array_to_device(blocks, device), most_tiles
     blocks, most_tiles = batch.plans[key]
-    rows, sums = (torch.zeros_like(part, device=device) for part in (scores.rows, scores.sums))
+    scores.clear()
     score_keys[len(blocks), most_tiles](
         call.query,
         *call.query.stride()[:2],
@@ -60,8 +65,8 @@ def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: tor
         call.tables.stride(0),
         *call.seen_blocks,
         statistics,
-        rows,
-        sums,
+        scores.rows,
+        scores.sums,
         call.how.scale,
         call.how.softcap,
         call.window,
@@ -75,8 +80,6 @@ def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: tor
         num_warps=8 if call.is_float32 else 4,
         num_stages=1,
     )
-    scores.rows.copy_(rows)
-    scores.sums.copy_(sums)
 
 
 def _score_blocks(batch: AttentionBatch, scores: KeyScores, tokens: int, window: int) -> Int64Array:
