@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from caches import make_cache
+from counted_memory import CountedMemory
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
 from quire.engine.activation_memory import key_selection_bytes, native_attention_bytes
 from quire.engine.byte_sizes import GB
 from quire.engine.eviction_memory import eviction_bytes, score_bytes_per_token
 from quire.engine.memory_plan import plan_memory
+from quire.execution import evicted_keys
 from quire.execution.cache_evictor import CacheEvictor
+from quire.execution.evicted_keys import KeyRotation, cached_keys, copy_blocks
 from quire.kernels import bounds
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu.layers import native_layer, native_plan
 from quire.kernels.key_scores import KeyScores
+from quire.kernels.triton.attention import paged_attention
 from quire.kv.eviction.diversity import diversity
-from quire.models.config import ModelConfig
+from quire.models.config import ModelConfig, RopeConfig
 from subprocesses import python_output
 
 KERNEL_CALL = """
@@ -110,7 +116,8 @@ def test_the_rows_of_attention_stay_within_their_bound(model: ModelConfig):
         max_num_batched_tokens=600,
         max_num_seqs=1,
     )
-    bound = eviction_bytes(config, shape, 4096)
+    written = 600 * 2048 * 4  # the rows of one layer
+    bound = eviction_bytes(config, shape, 4096) + written
     measured = int(python_output(KERNEL_CALL, "rows", preload=True))
     assert 0.8 * bound < measured < bound
 
@@ -188,6 +195,64 @@ def test_comparing_keys_stays_within_its_bound(model: ModelConfig):
     assert 0.8 * bound < measured < bound
 
 
+def peak_of(compute: Callable[[], Any]) -> int:
+    """Return the most bytes of tensors that there are at once while something is computed."""
+    with CountedMemory(10**9) as memory:
+        compute()
+    return memory.peak
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_the_scores_of_a_step_stay_within_their_bound_on_a_gpu(model: ModelConfig, sums: bool):
+    """In Triton's interpreter; of what attention takes, only what it takes for scores counts."""
+    shape = dataclasses.replace(model, num_heads=2, num_kv_heads=1, head_dim=16, num_layers=6)
+    sizes = CacheEvictionConfig(max_cache_size=240, start_size=16, recent_size=16)
+    config = scheduler(cache_eviction_config=sizes, max_num_batched_tokens=192, max_num_seqs=2, block_size=16)
+    cache = make_cache(64, 1, 1, 16, 16, torch.float32)
+    cache.tensor.fill_(1.0)
+    query = torch.ones(192, 2, 16)
+    computed, counts = np.array([160, 160]), np.array([96, 96])
+    tables = np.arange(32).reshape(2, 16)
+
+    def attend(**options: Any) -> None:
+        batch = AttentionBatch.build(computed, counts, tables, 16, **options)
+        paged_attention(query, cache.views[0], batch, scale=0.25)
+
+    scored = {"first_scoring_token": [0, 0], "sums_scores": np.array([sums] * 2), "num_scored_layers": 6}
+    peak = peak_of(lambda: attend(**scored)) - peak_of(attend)
+    bound = eviction_bytes(config, shape, 1000, on_gpu=True)
+    if sums:  # of tokens in the cache
+        bound = score_bytes_per_token(config, shape, on_gpu=True) * 512
+    assert 0.8 * bound < peak < bound + sums * eviction_bytes(config, shape, 1000, on_gpu=True)
+
+
+@pytest.mark.parametrize("aggregation_mode", ["sum", "adaptive_rkv"])
+@pytest.mark.parametrize("apply_rotation", [False, True])
+def test_evictions_stay_within_their_bound_on_a_gpu(
+    model: ModelConfig, aggregation_mode: str, apply_rotation: bool, monkeypatch: pytest.MonkeyPatch
+):
+    rope = RopeConfig(theta=10_000.0, rotary_dim=64)
+    fields = {"ropes": (rope,), "layer_ropes": (0,), "num_layers": 1, "max_model_len": 4096}
+    shape = dataclasses.replace(model, num_kv_heads=16, head_dim=64, **fields)
+    eviction = CacheEvictionConfig(
+        max_cache_size=2032, aggregation_mode=aggregation_mode, apply_rotation=apply_rotation
+    )
+    config = scheduler(cache_eviction_config=eviction, max_num_batched_tokens=1, max_num_seqs=1)
+    bound = eviction_bytes(config, shape, 4096, on_gpu=True)
+    monkeypatch.setattr(evicted_keys, "vectors_in", lambda pages, *_: pages)  # which the host does
+    sources, targets, back = torch.arange(127), torch.arange(127, 254), torch.full((127,), 4000)
+    with CountedMemory(10**9) as memory:
+        layer = make_cache(256, 1, 16, 16, 64, torch.float32).views[0]
+        layer.key_pages.add_(0.0), layer.value_pages.add_(0.0)
+        before = memory.num_taken
+        copy_blocks(layer, sources, targets)
+        if apply_rotation:
+            KeyRotation(shape, torch.device("cpu")).turn_back(layer, sources, back, farthest=4000)
+        if aggregation_mode == "adaptive_rkv":
+            cached_keys(layer, np.arange(256))
+    assert 0.75 * bound < memory.peak - before < bound
+
+
 def test_the_plan_leaves_room_for_scores(model: ModelConfig):
     def plan(**options):
         config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=100_000, **options))
@@ -199,3 +264,16 @@ def test_the_plan_leaves_room_for_scores(model: ModelConfig):
     assert with_scores.score_bytes == with_scores.num_kv_tokens * per_token > 0
     assert with_scores.total_bytes <= 4 * GB
     assert with_scores.num_blocks < without.num_blocks
+
+
+def test_on_a_gpu_only_the_scores_of_a_step_are_planned_for(model: ModelConfig):
+    def plan(device: str, **measured):
+        scheduler = SchedulerConfig(max_num_seqs=100_000, use_cache_eviction=True)
+        config = EngineConfig(scheduler=scheduler, device=device, kernels="triton")
+        return plan_memory(config, model, available_bytes=4 * GB, **measured)
+
+    on_gpu = plan("cuda")
+    assert on_gpu.score_bytes == on_gpu.num_kv_tokens * model.num_layers * 8
+    assert 0 < on_gpu.score_bytes < plan("cpu").score_bytes / 2
+    assert on_gpu.total_bytes <= 4 * GB
+    assert plan("cuda", measured_bytes=on_gpu.activation_bytes).num_blocks == on_gpu.num_blocks

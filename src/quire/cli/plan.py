@@ -134,7 +134,7 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) ->
         ("KV cache", plan.kv_bytes, f"{plan.num_blocks:,} blocks, {plan.num_kv_tokens:,} tokens"),
     ]
     if plan.score_bytes:
-        rows.append(("Scores", plan.score_bytes, "kept by cache eviction, at most"))
+        rows.append(("Scores", plan.score_bytes, "of cache eviction, at most"))
     if plan.staged_bytes:
         rows.append(("KV tier", plan.staged_bytes, "blocks on their way to it; the host pins as much"))
     for label, size, explanation in rows:

@@ -58,7 +58,7 @@ def activation_bytes(
         scheduler, model, max_model_len, is_native=is_native, on_gpu=on_gpu, num_threads=num_threads
     )
     attention += key_selection_bytes(scheduler, model, max_model_len, num_threads)
-    kept += eviction_bytes(scheduler, model, max_model_len)
+    kept += eviction_bytes(scheduler, model, max_model_len, on_gpu=on_gpu)
     if on_gpu:
         count_bytes = 2 if max_model_len < bounds.SHORT_COUNTS_END else 4
         kept += scheduler.max_num_seqs * model.vocab_size * count_bytes  # of tokens, for penalties

@@ -1,6 +1,8 @@
 """Memory for the scores by which cache eviction decides, bounded from the configuration.
 
-What the scores of cached tokens take grows with the cache; what those of a step take, with its tokens.
+What the scores of cached tokens take grows with the cache; what those of a step take, with its tokens. An
+engine on a GPU has those of a step there until its forward pass has ended, and all others in the host's
+memory.
 """
 
 from __future__ import annotations
@@ -21,14 +23,21 @@ if TYPE_CHECKING:
 FLOAT32_BYTES = 4
 SCORE_BYTES = 8  # sums of a prompt's scores, and of scores after it
 PADDING = 128  # tokens: sums end with a tile, and kept scores have room for more
+PLACE_BYTES = 9 * 8  # of a GPU: where the keys and scores of a scoring token are
+ANGLE_POSITIONS = 2048  # whose angles are computed at once
 
 
-def score_bytes_per_token(scheduler: SchedulerConfig, model: ModelConfig) -> int:
-    """Return the most bytes that the scores of one token in the cache take, those of a step included."""
+def score_bytes_per_token(scheduler: SchedulerConfig, model: ModelConfig, *, on_gpu: bool = False) -> int:
+    """Return the most bytes that the scores of one token in the cache take, those of a step included.
+
+    With `on_gpu`, only what is in the GPU's memory counts.
+    """
     if not scheduler.use_cache_eviction:
         return 0
-    kept = max(SCORE_BYTES, _kept_bytes(scheduler.cache_eviction_config))
-    return model.num_layers * kept + (model.num_layers + 1) * SCORE_BYTES
+    of_step = model.num_layers * SCORE_BYTES
+    if on_gpu:
+        return of_step
+    return of_step + model.num_layers * max(SCORE_BYTES, _kept_bytes(scheduler.cache_eviction_config))
 
 
 def _kept_bytes(config: CacheEvictionConfig) -> int:
@@ -42,32 +51,55 @@ def _kept_bytes(config: CacheEvictionConfig) -> int:
             return FLOAT32_BYTES * (config.adaptive_rkv_config or AdaptiveRKVConfig()).window_size
 
 
-def eviction_bytes(scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int) -> int:
-    """Return the most bytes that scores take besides `score_bytes_per_token`.
+def eviction_bytes(
+    scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int, *, on_gpu: bool = False
+) -> int:
+    """Return the most bytes that scores and evictions take besides `score_bytes_per_token`.
 
     The most comes about when all tokens of a step follow prompts: each has a row, of all keys that its
-    sequence holds, in each layer, and in each head while attention runs. When a sequence's scores are
-    registered, its rows or the sums of its prompt are there more than once.
+    sequence holds, in each layer, and on a CPU in each head while attention runs. When a sequence's scores
+    are registered, its rows or the sums of its prompt are there more than once.
     """
     lengths = eviction_lengths(scheduler)
     if lengths is None:
         return 0
     num_layers, tokens = model.num_layers, scheduler.max_num_batched_tokens
-    num_keys = int(lengths.most_held(np.array(1), np.array(max_model_len)))
+    num_keys = min(max_model_len, int(lengths.most_held_after_prompt(np.array(max_model_len))))
     numbers = _padded(num_keys) * min(tokens, scheduler.max_num_seqs * num_keys)
-    of_one = _padded(num_keys) * min(tokens, num_keys)
-    rows = numbers * (1 + num_layers + model.num_heads) + of_one * num_layers
-    rows += numbers // bounds.TILE * model.num_heads  # the largest weight of each tile
     normalizers = 2 * tokens * model.num_heads
-    registered = 2 * SCORE_BYTES * num_layers * max_model_len
     # The start of a sequence may be shared, and is counted only once as a part of the cache.
     unshared = scheduler.max_num_seqs * (lengths.start_size + PADDING)
+    unshared_bytes = unshared * score_bytes_per_token(scheduler, model, on_gpu=on_gpu)
+    if on_gpu:
+        scores = (numbers * num_layers + normalizers) * FLOAT32_BYTES + tokens * PLACE_BYTES
+        keys = _gpu_key_bytes(scheduler.cache_eviction_config, model, num_keys, max_model_len)
+        return scores + unshared_bytes + keys
+    of_one = _padded(num_keys) * min(tokens, num_keys)
+    rows = numbers * (num_layers + model.num_heads) + of_one * num_layers
+    rows += numbers // bounds.TILE * model.num_heads  # the largest weight of each tile
+    registered = 2 * SCORE_BYTES * num_layers * max_model_len
     return (
         (rows + normalizers) * FLOAT32_BYTES
         + registered
-        + unshared * score_bytes_per_token(scheduler, model)
+        + unshared_bytes
         + _diversity_bytes(scheduler.cache_eviction_config, model, max_model_len)
     )
+
+
+def _gpu_key_bytes(config: CacheEvictionConfig, model: ModelConfig, num_kept: int, max_model_len: int) -> int:
+    """Return the most bytes of a GPU that an eviction takes, which reads and writes keys layer by layer.
+
+    Keys that stay are moved, those of a whole prompt fetched as they are stored, and those that are rotated
+    in float32 in between, by angles of all positions, in tables that double when they grow.
+    """
+    of_token = model.num_kv_heads * model.head_dim * FLOAT32_BYTES
+    changed = num_kept * of_token
+    if config.apply_rotation:
+        changed = 3 * changed + 3 * (max_model_len + ANGLE_POSITIONS) * model.head_dim * FLOAT32_BYTES
+    compared = 0
+    if config.aggregation_mode == AggregationMode.ADAPTIVE_RKV:
+        compared = max_model_len * of_token
+    return max(changed, compared)
 
 
 def _diversity_bytes(config: CacheEvictionConfig, model: ModelConfig, max_model_len: int) -> int:

@@ -54,7 +54,7 @@ class MemoryPlan:
     activation_bytes: int
     available_bytes: int
     kv_caches: tuple[PagedAttentionCacheMetaData, ...]  # the target model's first
-    score_bytes_per_block: int  # that cache eviction keeps of the tokens of a KV block, at most
+    score_bytes_per_block: int  # that cache eviction has of the tokens of a KV block, at most
     max_num_seqs: int
     max_model_len: int
     model_max_len: int
@@ -104,7 +104,7 @@ class MemoryPlan:
 
     @property
     def score_bytes(self) -> int:
-        """Bytes of the scores that cache eviction keeps, if the whole KV cache is in use."""
+        """Bytes of the scores that cache eviction has, if the whole KV cache is in use."""
         return self.score_bytes_per_block * self.num_blocks
 
     @property
@@ -262,7 +262,8 @@ def _plan_at(
         activation_bytes=activations,
         available_bytes=available_bytes,
         kv_caches=_kv_caches(scheduler, models, length, num_blocks=0),
-        score_bytes_per_block=score_bytes_per_token(scheduler, models[0].model) * scheduler.block_size,
+        score_bytes_per_block=scheduler.block_size
+        * score_bytes_per_token(scheduler, models[0].model, on_gpu=config.device == "cuda"),
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=length,
         model_max_len=models[0].model.max_model_len,
