@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ import torch
 from checkpoints import make_checkpoint
 from engine_checks import core_of
 from operation_tape import OperationTape
-from quire import LLM, SamplingParams
+from quire import LLM, CacheEvictionConfig, SamplingParams, SchedulerConfig
 from quire.engine import runner_building
 from quire.engine.core import EngineCore
 from quire.engine.ranks.messages import CompileOnly, Forward, ToRank
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.triton.device import is_interpreted
+from quire.kv.eviction.selection import BlockSelection
 
 PROMPTS = ["What is 27 + 58?", "What is"]
 
@@ -46,6 +48,46 @@ def test_tokens_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> N
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert found[1].cumulative_logprob == pytest.approx(expected[1].cumulative_logprob, abs=1e-3)
     assert len(replayed) > 1
+
+
+def test_what_is_evicted_is_what_the_reference_s_scores_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With preemptions, rotated keys, and steps that are in flight while what they evict is decided."""
+    if not is_interpreted:
+        pytest.skip("on a GPU, tests/gpu has this")
+    evicted: list[list[list[int]]] = []
+    choose = BlockSelection.choose
+
+    def watch(selection: BlockSelection, *args: Any) -> Any:
+        chosen = choose(selection, *args)
+        evicted.append(chosen.tolist())
+        return chosen
+
+    monkeypatch.setattr(BlockSelection, "choose", watch)
+    checkpoint = str(make_checkpoint("qwen3", tmp_path, dtype="float32", num_hidden_layers=2))
+    prompts = [[7 + (11 * place) % 300 for place in range(length)] for length in (75, 40)]
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    scheduler = SchedulerConfig(
+        num_kv_blocks=6,
+        max_num_seqs=2,
+        block_size=16,
+        watermark=0.0,
+        reserve_full_prompt=False,
+        use_cache_eviction=True,
+        cache_eviction_config=CacheEvictionConfig(
+            start_size=16, recent_size=16, max_cache_size=48, apply_rotation=True
+        ),
+    )
+    found = []
+    for kernels in ("reference", "triton"):
+        with LLM(checkpoint, kernels=kernels, scheduler=scheduler, overlap_steps=True) as llm:
+            tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+            assert llm.stats().num_preemptions > 0
+        found.append((tokens, evicted[:]))
+        evicted.clear()
+    assert found[1] == found[0]
+    assert any(first != second for first, second in found[0][1])
 
 
 def compile_together(core: EngineCore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import logging
@@ -115,6 +116,23 @@ def test_the_plan_has_what_was_measured(
     assert engine.info.num_blocks != plan.num_blocks
     assert engine.info.max_model_len == min(50_000, engine.info.num_blocks * 16)
     assert f"measured ({format_bytes(plan.activation_bytes)} computed)" in caplog.text
+
+
+def test_the_plan_has_what_cache_eviction_takes_beside_what_was_measured(
+    gpu: CountedMemory, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = dataclasses.replace(SCHEDULER, max_num_seqs=4000, use_cache_eviction=True)
+    config = config_of(checkpoint, max_model_len=50_000, scheduler=scheduler)
+    plan = computed(config)
+    monkeypatch.setattr(profile_run, "profile_run", lambda *_: None)
+    told = ToldMemory(SIZE, plan.weight_bytes + 10**7 + 16 * plan.kv_bytes_per_block)
+    monkeypatch.setattr(devices, "CudaMemory", lambda: told)
+    keeping = dataclasses.replace(scheduler, use_cache_eviction=False)
+    eviction = (
+        plan.activation_bytes - computed(dataclasses.replace(config, scheduler=keeping)).activation_bytes
+    )
+    left = SIZE * 9 // 10 - plan.weight_bytes - 10**7 - eviction
+    assert started(config).info.num_blocks == left // (plan.kv_bytes_per_block + plan.score_bytes_per_block)
 
 
 def test_steps_are_counted_and_leave_nothing(

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
-from quire import LLM, SamplingParams
+from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
 from quire.kernels.triton.device import is_interpreted
 
 PROMPTS = [[7 + (11 * number + 3 * place) % 300 for place in range(length)] for number, length in enumerate(
@@ -36,16 +36,19 @@ def params(number: int) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, **how, **penalties)
 
 
-def generate(checkpoint: Path, *, one_by_one: bool = False, **options: Any) -> list[Any]:
+def generate(
+    checkpoint: Path, prompts: list[list[int]] = PROMPTS, *, one_by_one: bool = False, **options: Any
+) -> list[Any]:
     """Return token ids and the bits of their log-probabilities of each prompt."""
     with LLM(str(checkpoint), **{**SETTINGS, **options}) as llm:
         if not is_interpreted:
             assert llm.info.device.startswith("cuda")
-        wanted = [params(number) for number in range(len(PROMPTS))]
+        wanted = [params(number) for number in range(len(prompts))]
         if one_by_one:
-            outputs = [llm.generate([prompt], [how])[0] for prompt, how in zip(PROMPTS, wanted, strict=True)]
+            outputs = [llm.generate([prompt], [how])[0] for prompt, how in zip(prompts, wanted, strict=True)]
         else:
-            outputs = llm.generate(PROMPTS, wanted)
+            outputs = llm.generate(prompts, wanted)
+        assert (llm.stats().num_evicted_blocks > 0) == options.get("use_cache_eviction", False)
     return [(output.outputs[0].token_ids, output.outputs[0].cumulative_logprob.hex()) for output in outputs]
 
 
@@ -77,3 +80,34 @@ def test_bits_do_not_depend_on_company(options: dict[str, Any], tmp_path: Path) 
     ]
     for way in ways[: 2 if is_interpreted else None]:
         assert generate(checkpoint, **{**options, **way}) == alone, way
+
+
+EVICTIONS: dict[str, dict[str, Any]] = {
+    "rotation": {"apply_rotation": True},
+    "norm_sum": {},
+    "adaptive_rkv": {
+        "aggregation_mode": "adaptive_rkv",
+        "adaptive_rkv_config": AdaptiveRKVConfig(attention_mass=0.3),
+    },
+}
+
+
+@pytest.mark.parametrize("way", list(EVICTIONS)[: 1 if is_interpreted else None])
+def test_what_is_evicted_does_not_depend_on_company(way: str, tmp_path: Path) -> None:
+    """Steps are in flight while what they evict is decided."""
+    checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
+    prompts = [[5 + 3 * place % 300 for place in range(75)], *PROMPTS]
+    options = {
+        "use_cache_eviction": True,
+        "cache_eviction_config": CacheEvictionConfig(
+            start_size=16, recent_size=16, max_cache_size=48, **EVICTIONS[way]
+        ),
+    }
+    alone = generate(checkpoint, prompts, one_by_one=True, enable_prefix_caching=False, **options)
+    ways: list[dict[str, Any]] = [
+        {"max_num_batched_tokens": 32, "max_num_seqs": 8},
+        {"num_kv_blocks": 12, "max_num_seqs": 4},  # with preemptions
+        {},
+    ]
+    for how in ways[: 1 if is_interpreted else None]:
+        assert generate(checkpoint, prompts, **{**options, **how}) == alone, how

@@ -145,11 +145,6 @@ def _refuse_kernels_elsewhere(obstacle: str) -> None:
 
 def _refuse_beside_cuda(config: EngineConfig) -> None:
     """Raise `ConfigError` for what an engine on a GPU cannot do yet."""
-    if config.scheduler.use_cache_eviction:
-        raise ConfigError(
-            "SchedulerConfig.use_cache_eviction is True, which an engine on a GPU cannot do yet; leave it at "
-            "its default, or set EngineConfig.device to 'cpu'"
-        )
     if config.shares_kv and config.tensor_parallel_size > 1:
         [shares_by] = config.moves_kv_by
         raise ConfigError(

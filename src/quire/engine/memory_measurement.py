@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.engine.byte_sizes import format_bytes
+from quire.engine.eviction_memory import eviction_bytes
 from quire.engine.runner_building import build_runner
 from quire.errors import ConfigError
 
@@ -48,7 +49,9 @@ def measured_plan(
     """
     peak = _peak_of_steps(config, plan, models, memory)
     gc.collect()
-    measured_bytes = max(0, peak - plan.weight_bytes)
+    # The largest of these steps do not score.
+    of_eviction = eviction_bytes(config.scheduler, models.target.config, plan.max_model_len, on_gpu=True)
+    measured_bytes = max(0, peak - plan.weight_bytes) + of_eviction
     measured = plan_again(available_bytes=memory.num_available, measured_bytes=measured_bytes)
     logger.info(
         "activations take %s, measured (%s computed); the KV cache gets %d blocks of %s (%d computed)",
