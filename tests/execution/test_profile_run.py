@@ -15,6 +15,8 @@ from triton.runtime.interpreter import GridExecutor
 from checkpoints import make_checkpoint
 from host_choice import HostChoice
 from operation_tape import OperationTape
+from quire.config import CacheEvictionConfig
+from quire.execution.cache_evictor import CacheEvictor
 from quire.execution.draft_model_proposer import DraftModelProposer
 from quire.execution.model_runner import ModelRunner
 from quire.execution.profile_run import (
@@ -33,6 +35,7 @@ from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 
 VOCAB_SIZE = 384
+EVICTION = CacheEvictionConfig(start_size=4, recent_size=8, max_cache_size=32)
 
 
 class Watched:
@@ -160,20 +163,46 @@ class Littered(TorchDispatchMode):
         return result
 
 
+def test_steps_of_each_length_are_scored_if_keys_are_evicted(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+    after_attention = CacheEvictor.after_attention
+
+    def watch(evictor: CacheEvictor, layer: int) -> None:
+        after_attention(evictor, layer)
+        scores = evictor._step_scores
+        if scores is not None and layer == 0:
+            scored.append(int(scores.num_keys.max()))
+
+    monkeypatch.setattr(CacheEvictor, "after_attention", watch)
+    limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=60, draft_length=0)
+    profile_run(runner_of(model, limits, eviction=EVICTION), VOCAB_SIZE, limits)
+    assert scored == sorted({*LENGTHS[:2], 60})
+
+
 @pytest.mark.parametrize("litter", [float("nan"), float("inf"), -1e30])
 @pytest.mark.parametrize(
     ("family", "options"),
     [("qwen3", {}), ("gemma2", {}), ("qwen3_moe", {}), ("qwen3", {"quantization": "int4", "group_size": 32})],
     ids=["qwen3", "gemma2", "experts", "int4"],
 )
+@pytest.mark.parametrize("eviction", [None, EVICTION], ids=["keeps", "evicts"])
 def test_kernels_are_compiled_before_whatever_is_in_memory(
-    family: str, options: dict[str, Any], litter: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    options: dict[str, Any],
+    eviction: Any,
+    litter: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No number that a kernel would have written is an index, nor ends the run."""
     path = make_checkpoint(family, tmp_path, num_key_value_heads=1, num_hidden_layers=1)
     model = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton", **options))
     limits = StepLimits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=20, draft_length=0)
-    runner = runner_of(model, limits, record=lambda compute: compute)
+    if eviction is not None and model.config.sliding_windows:
+        pytest.skip("windows count positions")
+    runner = runner_of(model, limits, eviction=eviction, record=lambda compute: compute)
     launches: list[Any] = []
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **options: launches.append(args))
 

@@ -15,6 +15,7 @@ from quire.step import (
     NO_TOKEN,
     CachedRequestData,
     ChosenTokens,
+    EvictionData,
     GrammarOutput,
     IntArray,
     NewRequestData,
@@ -82,7 +83,7 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
     """Compute all steps, each decode step `times` times."""
     longest, most = limits.max_model_len, limits.max_num_batched_tokens
     for length in sorted({min(length, longest, most) for length in LENGTHS}):
-        steps.compute([_Row(0, length)], _PLAIN)
+        steps.compute([_Row(0, length)], _PLAIN, scores=True)
     num_drafts = min(limits.draft_length, longest - 1, most - 1)
     steps.compute(_most_tokens(limits, num_drafts), _ALL_THERE_IS, num_drafts=num_drafts)
     for rows in _chunks(limits):
@@ -140,17 +141,21 @@ class _MadeUpSteps:
         self._numbers = itertools.count()
         self._running: list[str] = []
 
-    def compute(self, rows: list[_Row], params: SamplingParams, *, num_drafts: int = 0) -> None:
+    def compute(
+        self, rows: list[_Row], params: SamplingParams, *, num_drafts: int = 0, scores: bool = False
+    ) -> None:
         """Compute a step, every row of which samples, and wait for it.
 
         Args:
             rows: of requests whose prompts end there.
             params: of all; if they are not plain, there is a grammar that allows everything, too.
             num_drafts: of each row; as many are proposed after it.
+            scores: whether the keys of the cache are scored, if any are evicted.
         """
         new = [self._request(slot, row, params, num_drafts) for slot, row in enumerate(rows)]
         request_ids = [request.request_id for request in new]
         num_tokens = _array([row.num_tokens + num_drafts for row in rows])
+        none = np.zeros_like(num_tokens)
         output = SchedulerOutput(
             step=0,
             request_ids=request_ids,
@@ -167,6 +172,7 @@ class _MadeUpSteps:
             chosen_tokens=ChosenTokens(_array([]), _array([])),
             block_copies=np.empty((0, 2), dtype=np.int32),
             num_drafts_wanted=num_drafts,
+            evictions=EvictionData(none, none) if scores else None,
         )
         self._running = request_ids
         grammar = None if params is _PLAIN else self._grammar(request_ids, 1 + num_drafts)
