@@ -74,12 +74,12 @@ def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, **parts
     return StepDriver(runner, cache, max_num_seqs=max_num_seqs)
 
 
-def outputs(driver: StepDriver, lengths: list[int], num_output: int) -> dict[str, Any]:
+def outputs(driver: StepDriver, lengths: list[int], num_output: int, draft: Any = None) -> dict[str, Any]:
     """Return the tokens of requests and their log-probabilities, to the last bit."""
     for number, length in enumerate(lengths):
         prompt = [5 + (7 * number + 3 * place) % 90 for place in range(length)]
         driver.add(str(number), prompt, GREEDY)
-    driver.run(num_output)
+    driver.run(num_output, draft=draft)
     return {name: (request.output, request.logprobs) for name, request in driver.requests.items()}
 
 
@@ -106,6 +106,33 @@ def test_replayed_steps_have_the_bits_of_others(
     recorder = Recorder()
     assert outputs(driver_of(model, recorder.record), lengths, 5) == expected
     assert (recorder.num_recordings, recorder.num_replays) == (1, 2)
+
+
+def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "size_class", lambda count: 8)
+    model = load("qwen3", tmp_path)
+    expected = outputs(driver_of(model), [4, 9], 12)
+
+    def draft(name: str, request: Any) -> list[int]:
+        """Draft two tokens, the second of which is wrong every other time."""
+        done = len(request.output)
+        drafts = [token ^ (place == done + 1 and done % 2) for place, token in enumerate(expected[name][0])]
+        return drafts[done : done + 2] if done else []
+
+    recorder, logits, replayed = Recorder(), StepGraphs.logits, []
+
+    def watched(self: StepGraphs, token_ids: Any, batch: AttentionBatch) -> torch.Tensor:
+        before = recorder.num_replays
+        computed = logits(self, token_ids, batch)
+        replayed.append((len(token_ids), recorder.num_replays > before))
+        return computed
+
+    monkeypatch.setattr(StepGraphs, "logits", watched)
+    found = outputs(driver_of(model, recorder.record), [4, 9], 12, draft=draft)
+    for name, (tokens, logprobs) in expected.items():
+        assert (found[name][0][:12], found[name][1][:12]) == (tokens, logprobs)
+    assert len(replayed) < 11, "drafts were right, and all steps but the first are of this kind"
+    assert any(is_replayed and num_tokens > 2 for num_tokens, is_replayed in replayed)
 
 
 def test_a_step_that_cannot_be_recorded_is_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

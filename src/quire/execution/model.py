@@ -54,7 +54,7 @@ class Model(Protocol):
         """See `Decoder.logits`."""
 
     def decode_step(self, batch: AttentionBatch) -> AbstractContextManager[StepModel]:
-        """Return what computes a step of `batch`, whose rows are one token each, and the logits of all rows.
+        """Return what computes a step of `batch`, and the logits of all of its tokens.
 
         Other ranks are told of the step as a whole, so that it can be recorded and replayed: each of them has
         `StepGraphs` of its own, which do the same with the same batches.

@@ -153,8 +153,8 @@ class ModelRunner:
             if self._proposer is not None:
                 self._proposer.begin_step(output.total_num_scheduled_tokens, is_alone=not self._in_flight)
             sampling = SamplingPositions.of(output)
-            is_plain = self._is_plain_decode(output)
-            logits = self._decode(output) if is_plain else self._compute(output, sampling, result)
+            can_replay = self._can_replay(output, sampling)
+            logits = self._replay(output) if can_replay else self._compute(output, sampling, result)
             if logits is not None:
                 in_flight = self._sample(output, sampling, grammar, logits, result)
                 if in_flight is not None:
@@ -216,22 +216,23 @@ class ModelRunner:
             eos_token_ids=request.eos_token_ids,
         )
 
-    def _is_plain_decode(self, output: SchedulerOutput) -> bool:
-        """Return whether a step computes and samples one token of each request, and nothing else."""
+    def _can_replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
+        """Return whether a step samples after each of its tokens, drafts included, and does nothing else."""
         others = self._layer_hook, self._evictor, self._sparse
         return (
             self._graphs is not None
             and not any(other is not None for other in others)
             and (self._proposer is None or not self._proposer.follows_tokens)
-            and bool((output.num_tokens == 1).all() and output.samples.all())
+            and len(sampling.tokens) == output.total_num_scheduled_tokens
             and not self._batch.prompt_logprobs_end[output.slots].any()
         )
 
-    def _decode(self, output: SchedulerOutput) -> torch.Tensor:
-        """Compute a plain decode step; return its logits, [S, vocab]."""
+    def _replay(self, output: SchedulerOutput) -> torch.Tensor:
+        """Compute a step as its recording does, or will do; return the logits of its tokens, [T, vocab]."""
         assert self._graphs is not None
         batch = self._attention_batch(output)
-        logits = self._graphs.logits(self._encoded_ids(output.slots, batch.positions.numpy()), batch)
+        rows = np.repeat(output.slots, output.num_tokens)
+        logits = self._graphs.logits(self._encoded_ids(rows, batch.positions.numpy()), batch)
         self._batch.note_computed(output)
         return logits
 

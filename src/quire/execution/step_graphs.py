@@ -46,7 +46,7 @@ _ALIGNMENT = 16  # bytes, of arrays that are copied together
 
 
 class StepGraphs:
-    """Computes decode steps, each of whose rows is one token.
+    """Computes decode steps: all of their tokens, drafts included, have their logits computed.
 
     Args:
         step_of: returns what computes a step, whose forward pass and logits are recorded.
@@ -76,7 +76,7 @@ class StepGraphs:
         return MAX_GRAPHS * max((graph.arrays.num_bytes for graph in self._graphs.values()), default=0)
 
     def logits(self, token_ids: Int64Array, batch: AttentionBatch) -> torch.Tensor:
-        """Compute a step whose T rows are one token each.
+        """Compute a step of T tokens.
 
         Args:
             token_ids: [T] what token ids are made of.

@@ -104,7 +104,7 @@ class Decoder:
             table.rows(nowhere, last=self.config.max_model_len)
 
     def decode_step(self, batch: AttentionBatch) -> AbstractContextManager[Self]:
-        """Return what computes a step of one token for each row: this decoder, alone."""
+        """Return what computes a step and the logits of all of its tokens: this decoder, alone."""
         return nullcontext(self)
 
     def agree(self, *, is_recorded: bool) -> bool:

@@ -89,7 +89,7 @@ class Logits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decode:
-    """Compute a step of one token for each row, and its logits, by `StepGraphs`, as rank 0 does."""
+    """Compute a step, and the logits of all of its tokens, by `StepGraphs`, as rank 0 does."""
 
     step: Forward
 
