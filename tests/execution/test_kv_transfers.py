@@ -5,7 +5,7 @@ import pytest
 import torch
 from step_driver import int_array, make_driver, plan
 
-from late_tokens import choose_on_device
+from late_tokens import LateCopy, choose_on_device
 from quire.execution.step_in_flight import StepInFlight
 from quire.kv.connector import KVConnector
 from quire.sampling_params import SamplingParams
@@ -107,6 +107,7 @@ def test_a_step_without_tokens_moves_kv_all_the_same(models, connector):
 @pytest.fixture
 def model_on_device(models, monkeypatch):
     choose_on_device(monkeypatch)
+    monkeypatch.setattr(LateCopy, "has_arrived", property(lambda self: self._is_waited_for))
     return models["float32"]
 
 
