@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.engine.connector_classes import CONNECTORS
 from quire.engine.kv_peers import build_peers
 from quire.engine.kv_tier import build_tier, gpu_copier
 from quire.kv.connector import KVConnector
 from quire.kv.tiers.connector import TierConnector
-from quire.registry import Registry
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.memory_plan import MemoryPlan
     from quire.models.config import ModelConfig
-
-CONNECTORS: Registry[KVConnector] = Registry("EngineConfig.kv_connector", KVConnector, {})
 
 
 def build_connector(
@@ -31,19 +29,6 @@ def build_connector(
     if config.device == "cuda" and isinstance(connector, TierConnector) and connector.copier_of is None:
         connector.copier_of = gpu_copier
     return connector
-
-
-def stages_kv(config: EngineConfig) -> bool:
-    """Return whether blocks pass through a buffer of a GPU on their way to a tier.
-
-    Raises:
-        ConfigError: the class of the connector cannot be used.
-    """
-    if config.device != "cuda":
-        return False
-    if not config.kv_connector:
-        return bool(config.kv_tier)
-    return issubclass(CONNECTORS.class_of(config.kv_connector), TierConnector)
 
 
 def _build(

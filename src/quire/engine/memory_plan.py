@@ -13,8 +13,8 @@ import numpy as np
 from quire.engine import devices
 from quire.engine.activation_memory import activation_bytes
 from quire.engine.byte_sizes import GB
+from quire.engine.connector_classes import stages_kv
 from quire.engine.eviction_memory import score_bytes_per_token
-from quire.engine.kv_connectors import stages_kv
 from quire.engine.memory_checks import check_fits
 from quire.engine.model_sizes import ModelSizes, has_float8, has_native, model_sizes
 from quire.errors import ConfigError
