@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from quire.execution.profile_run import (
     _MadeUpSteps,
     profile_run,
 )
+from quire.execution.step_graphs import StepGraphs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.triton.kernel import compile_only
 from quire.models.checkpoints.config_reading import read_model_config
@@ -63,6 +65,38 @@ class Watched:
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
         self.recorded.append(compute)
         return compute
+
+
+def test_nothing_is_recorded_whose_kernels_were_never_launched(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton loads a kernel when it is launched for the first time, which CUDA forbids in a recording."""
+    is_compiling, launched, num_recorded = [False], [], [0]
+    compute, recorded = StepGraphs._compute, StepGraphs._recorded
+
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        is_compiling[0] = True
+        yield
+        is_compiling[0] = False
+
+    def watched(self: StepGraphs, model: Any, graph: Any, batch: AttentionBatch) -> None:
+        if not is_compiling[0]:
+            launched.append(graph)
+        compute(self, model, graph, batch)
+
+    def checked(self: StepGraphs, model: Any, graph: Any, batch: AttentionBatch) -> Any:
+        assert not is_compiling[0]
+        assert any(one is graph for one in launched)
+        num_recorded[0] += 1
+        return recorded(self, model, graph, batch)
+
+    monkeypatch.setattr(Decoder, "compile_only", lambda self: compiling())
+    monkeypatch.setattr(StepGraphs, "_compute", watched)
+    monkeypatch.setattr(StepGraphs, "_recorded", checked)
+    limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40, draft_length=0)
+    profile_run(runner_of(model, limits, record=lambda compute: compute), VOCAB_SIZE, limits)
+    assert num_recorded[0] > 1
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -107,7 +109,20 @@ class ModelRunner:
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`; of all ranks."""
-        return self._model.compile_only()
+        compiling = self._model.compile_only()
+        return None if compiling is None else self._compiling(compiling)
+
+    @contextlib.contextmanager
+    def _compiling(self, compiling: AbstractContextManager[None]) -> Iterator[None]:
+        with compiling:
+            if self._graphs is None:
+                yield
+                return
+            self._graphs.launches = False
+            try:
+                yield
+            finally:
+                self._graphs.launches = True
 
     @property
     def kv_cache(self) -> PagedAttentionCache:

@@ -53,6 +53,10 @@ class StepGraphs:
         kv_cache: where keys and values live.
         record: of the device.
         token_ids: makes token ids of what is copied for them, [T] int64 both, on the device.
+
+    Attributes:
+        launches: whether kernels are launched, and not just compiled. What was not launched is not recorded:
+            a kernel is loaded at its first launch, which CUDA forbids in a recording.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class StepGraphs:
         self._makers: dict[Hashable, MakeArrays] = {}
         self._graphs: OrderedDict[Hashable, _StepGraph] = OrderedDict()
         self._can_record = True
+        self.launches = True
 
     @property
     def most_array_bytes(self) -> int:
@@ -140,7 +145,7 @@ class StepGraphs:
 
     def _learn(self, graph: _StepGraph) -> None:
         """Take note of what the step has read; if it is more than was known, the graph is another's."""
-        graph.was_computed = not graph.arrays.makers_of_others
+        graph.was_computed = self.launches and not graph.arrays.makers_of_others
         self._makers.update(graph.arrays.makers_of_others)
 
 

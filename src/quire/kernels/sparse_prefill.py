@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.kernels.devices import array_to_device
 from quire.kernels.kv_layer import KVLayer, keys_of
 
 Int64Array = npt.NDArray[np.int64]
@@ -113,8 +114,8 @@ def _query_blocks(
 def _keys(kv: KVLayer, table: npt.NDArray[np.int32], num_keys: int) -> torch.Tensor:
     """Return the first keys of a sequence, [keys, kv_heads, head_dim] float32."""
     page_size = kv.key_pages.shape[2]
-    pages = torch.from_numpy(table[: -(-num_keys // page_size)].astype(np.int64))
-    return keys_of(kv, pages.to(kv.key_pages.device, non_blocking=True))[:, :num_keys].transpose(0, 1)
+    pages = array_to_device(table[: -(-num_keys // page_size)].astype(np.int64), kv.key_pages.device)
+    return keys_of(kv, pages)[:, :num_keys].transpose(0, 1)
 
 
 def _mean_scores(
