@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_engine import decode_seconds, prefill_seconds, step_profile
+from gpu_engine import busy_share, decode_seconds, prefill_seconds, step_profile
 from gpu_machine import copy_bandwidth, product_rate
 from gpu_models import CONFIGS, model_without_files
 from gpu_roofline import decode_bytes, prefill_operations
@@ -45,7 +45,9 @@ PREFILL_AIM = 0.75
 FP8_AIM = 1.5
 TRANSFORMERS_AIM = 3.0
 SERVED_AIM = 0.95
+BUSY_AIM = 0.95
 READY_AIM = 10.0  # seconds
+MAX_NUM_BATCHED_TOKENS = 8_192  # the default is for CPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,7 @@ def _decode_rows(llm: LLM, name: str, config: Any, sizes: Sizes, bandwidth: floa
 
 
 def _engine(directory: str, sizes: Sizes, **options: Any) -> LLM:
-    tokens = max(8_192, sizes.prefill[0] * sizes.prefill[1])
+    tokens = max(MAX_NUM_BATCHED_TOKENS, sizes.prefill[0] * sizes.prefill[1])
     scheduler = {"max_num_seqs": max(sizes.num_requests), "max_num_batched_tokens": tokens}
     return LLM(directory, dtype="bfloat16", **{**scheduler, **sizes.engine, **options})
 
@@ -132,10 +134,13 @@ def of_requests(sizes: Sizes) -> Iterator[Row]:
     """Yield the rows of requests of all lengths, of streams, and of a server's start."""
     with _written_model(sizes) as model:
         flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.engine.items()]
-        options = [part for flag in flags for part in flag]
+        options = ["--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)]
+        options += [part for flag in flags for part in flag]
         with _engine(model, sizes, max_num_seqs=sizes.offline[0]) as llm:
             requests = requests_of(*sizes.offline, llm.info.vocab_size)
             ours = quire_rate(llm, requests)
+            busy = busy_share(llm, sizes.served[0], sizes.context)
+        yield Row(f"decode, {sizes.served[0]} requests: the GPU is busy", f"{busy:.1%}", busy, BUSY_AIM)
         if sizes is not TINY:
             theirs = transformers_rate(model, requests, sizes.engine["device"])
             rates = f"{ours:.0f} and {theirs:.0f} tokens/s"

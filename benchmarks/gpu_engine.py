@@ -66,6 +66,24 @@ def prefill_seconds(llm: LLM, num_prompts: int, length: int, rounds: int = 5) ->
     return statistics.median(taken[1:])
 
 
+def busy_share(llm: LLM, num_requests: int, context: int, num_steps: int = 32) -> float:
+    """Return the share of decode steps' time in which the GPU has something to do; on a CPU, 0.
+
+    What the profiler costs the host counts as time without.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.cuda.is_available()
+    params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
+    asked = prompts(num_requests, context, llm.info.vocab_size)
+    llm.generate(asked, params)  # and a second time from the prefix cache: decode steps only
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+        started = time.perf_counter()
+        llm.generate(asked, params)
+        seconds = time.perf_counter() - started
+    return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6 / seconds
+
+
 def step_profile(llm: LLM, num_requests: int, context: int, num_steps: int = 8) -> str:
     """Return a table of the time that each kernel takes over some decode steps."""
     from torch.profiler import ProfilerActivity, profile

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -116,10 +119,36 @@ def test_attention_over_the_cache(kernels: TritonKernels, shape: Shape, kv_dtype
         assert torch.equal(alone, together[index])
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_attention_has_the_same_bits_however_a_prompt_is_cut(
+    kernels: TritonKernels, shape: Shape, kv_dtype: str, length: int
+) -> None:
+    """Chunks of one token, of a few and of more have query tiles of other heights, and other instructions."""
+    heads = HeadLayout(shape.heads, shape.kv_heads, shape.head_dim)
+    lengths = np.array(LENGTHS)
+    states = [
+        random(length, shape.heads + 2 * shape.kv_heads, shape.head_dim, seed=length) for length in LENGTHS
+    ]
+    last = np.maximum(lengths - 40, 0)
+    ends = [last, *(np.minimum(last + end, lengths) for end in range(length, 41, length))]
+    together = _attended(kernels, states, lengths, heads, kv_dtype)
+    for index, cut in enumerate(_attended(kernels, states, lengths, heads, kv_dtype, ends)):
+        assert torch.equal(cut, together[index])
+
+
 def _attended(
-    kernels: TritonKernels, states: list[torch.Tensor], lengths: np.ndarray, heads: HeadLayout, kv_dtype: str
+    kernels: TritonKernels,
+    states: list[torch.Tensor],
+    lengths: np.ndarray,
+    heads: HeadLayout,
+    kv_dtype: str,
+    ends: Sequence[np.ndarray] | None = None,
 ) -> list[torch.Tensor]:
-    """Return what each sequence's tokens attend to, [length, heads, head_dim] on the host."""
+    """Return what each sequence's tokens attend to, [length, heads, head_dim] on the host.
+
+    Steps compute up to `ends`; without, all but the last token, and then that.
+    """
     needed = -(-lengths // BLOCK_SIZE)
     layer = KVLayerSpec(heads.num_kv_heads, heads.head_dim, heads.head_dim)
     metadata = PagedAttentionCacheMetaData.for_layers(
@@ -131,7 +160,7 @@ def _attended(
     for row, (start, count) in enumerate(zip(np.cumsum(needed) - needed, needed, strict=True)):
         tables[row, :count] = blocks[start : start + count]
     parts: list[list[torch.Tensor]] = [[] for _ in lengths]
-    for first, end in ((np.zeros_like(lengths), lengths - 1), (lengths - 1, lengths)):
+    for first, end in itertools.pairwise([np.zeros_like(lengths), *(ends or (lengths - 1, lengths))]):
         running = np.flatnonzero(end > first)
         if not len(running):
             continue
