@@ -137,6 +137,8 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s engine[%(process)d] %(levelname)s %(message)s")
     logging.getLogger("quire.engine").setLevel(logging.INFO)
     front = os.getppid()
+    if _has_ended(int(sys.argv[1])):  # the parent is another by now, whose end says nothing
+        os._exit(0)
     if SPARE_OPTION in sys.argv:
         wait_as_spare(front, output, FRONT_CHECK_INTERVAL)
     path = sys.stdin.buffer.readline()
@@ -160,6 +162,20 @@ def main() -> None:
     connection.close()
     sys.stderr.flush()
     os._exit(exit_code)  # skips the teardown of torch, which takes time
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a process has ended; False where that cannot be told."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # not every sandbox has it
+        return False
+    try:
+        return bool(select.select([descriptor], [], [], 0)[0])
+    finally:
+        os.close(descriptor)
 
 
 def _redirect_standard_output() -> int:

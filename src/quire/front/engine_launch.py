@@ -20,7 +20,7 @@ def start_process(*, is_spare: bool = False) -> subprocess.Popen[bytes]:
     """
     options = [SPARE_OPTION] if is_spare else []
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "quire.engine.process", *options],
+        [sys.executable, "-P", "-m", "quire.engine.process", str(os.getpid()), *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         process_group=0,  # so that it can be killed together with what it has started
