@@ -108,6 +108,18 @@ def test_rows_in_int8(dtype: torch.dtype) -> None:
     assert torch.equal(triton_linear.quantize_rows(rows[4:5])[0], values[4:5])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, in the interpreter
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+def test_what_is_no_number_stays_none_and_in_its_row(quantization: str) -> None:
+    rows = random(5, 128, dtype=torch.bfloat16)
+    linear = make_linear([random(40, 128, seed=1).cpu()], dtype=torch.bfloat16, quantization=quantization)
+    expected = linear(rows)
+    rows[1, 7], rows[3, 100] = float("nan"), float("inf")
+    found = linear(rows)
+    assert not found[[1, 3]].isfinite().any()
+    assert torch.equal(found[[0, 2, 4]], expected[[0, 2, 4]])
+
+
 @pairwise(indirect=["tile"], tile=TILES, dtype=DTYPES, shape=[(72, 100), (200, 70), (40, 6)])
 def test_int8(tile: None, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     inputs, outputs = shape

@@ -61,6 +61,22 @@ def nearest_float8(values):
 
 
 @triton.jit
+def largest_magnitude(values, axis: tl.constexpr, keep_dims: tl.constexpr = False):
+    """Return the largest magnitudes of float32 numbers along an axis, NaN where one of them is.
+
+    A maximum of floats leaves NaN out. The bits of magnitudes are in their order, with those of NaN above.
+    """
+    bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=axis, keep_dims=keep_dims)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def larger(first, second):
+    """Return the larger ones of two, NaN where one of them is."""
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def nearest_int(values):
     """Return float32 numbers of less than 2^22 rounded to whole ones, ties to even."""
     return (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: what follows has no fraction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device import nearest_float8, rounded
+from quire.kernels.triton.device import larger, largest_magnitude, nearest_float8, rounded
 from quire.kernels.triton.kernel import kernel
 
 LARGEST = tl.constexpr(448.0)  # number of float8
@@ -26,15 +26,16 @@ def quantize_float8_kernel(
 ):
     """Make rows [T, n] float8, and a scale for each GROUP of their features, [groups, T] float32.
 
-    The largest magnitude of a group becomes 448. GROUPS groups have all features.
+    The largest magnitude of a group becomes 448; the scale of one with NaN is NaN. GROUPS groups have all
+    features.
     """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
     group = tl.arange(0, GROUPS)[None, :, None]
     feature = group * GROUP + tl.arange(0, GROUP)[None, None, :]
     is_number = (row < num_rows) & (feature < num_features)
     wide = tl.load(rows + row * row_stride + feature, mask=is_number, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(wide), axis=2, keep_dims=True)
-    scale = tl.maximum(tl.math.div_rn(largest, LARGEST), LEAST_SCALE)
+    largest = largest_magnitude(wide, axis=2, keep_dims=True)
+    scale = larger(tl.math.div_rn(largest, LARGEST), LEAST_SCALE)
     narrow = nearest_float8(wide * tl.math.div_rn(1.0, scale))
     tl.store(values + row * num_features + feature, narrow, mask=is_number)
     has_scale = (row < num_rows) & (group * GROUP < num_features)

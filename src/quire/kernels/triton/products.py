@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device import nearest_int, rounded
+from quire.kernels.triton.device import largest_magnitude, nearest_int, rounded
 from quire.kernels.triton.kernel import kernel
 
 
@@ -18,14 +18,17 @@ from quire.kernels.triton.kernel import kernel
 def quantize_rows_kernel(
     rows, values, scales, num_rows, num_features, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Make rows [T, n] int8 and a scale for each, [T] float32: the largest magnitude becomes 127."""
+    """Make rows [T, n] int8 and a scale for each, [T] float32: the largest magnitude becomes 127.
+
+    The scale of a row with NaN is NaN.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     feature = tl.arange(0, BLOCK)
     is_row = row < num_rows
     is_number = is_row[:, None] & (feature < num_features)[None, :]
     at = row[:, None] * row_stride + feature[None, :]
     wide = tl.load(rows + at, mask=is_number, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(wide), axis=1)
+    largest = largest_magnitude(wide, axis=1)
     inverse = tl.where(largest > 0.0, 127.0 / tl.where(largest > 0.0, largest, 1.0), 0.0)
     narrow = nearest_int(wide * inverse[:, None]).to(tl.int8)
     tl.store(values + row[:, None] * num_features + feature[None, :], narrow, mask=is_number)
