@@ -1,7 +1,8 @@
 """Compiles the attention of some steps for a GPU of compute capability 9.0, which need not be there.
 
 A process of its own, as Triton decides once whether it interprets. Prints how many programs there are after
-each step, what shared memory the largest takes in bytes, and whether products are the tensor cores'.
+each of three steps of one layer; and, with those of layers and caches of other kinds, what shared memory the
+largest takes in bytes, and the names of those without the tensor cores' instructions.
 """
 
 from __future__ import annotations
@@ -19,31 +20,54 @@ from quire.kernels.triton import attention_kernels, key_score_kernel
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.kernel import compile_only
 
+KERNELS = attention_kernels.attend, attention_kernels.merge_parts, key_score_kernel.score_keys
+STEPS = ([700, 400], [1, 120], 64), ([15, 90, 0], [1, 1, 57], 23), ([1023, 33], [1, 301], 129)
+BFLOAT16, FLOAT16, FLOAT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+OTHERS: list[tuple[int, int, torch.dtype, torch.dtype, dict[str, Any]]] = [
+    # heads of a group, features, types of queries and pages, options
+    (2, 128, BFLOAT16, BFLOAT16, {}),  # Qwen3-0.6B
+    (4, 128, BFLOAT16, FLOAT8, {}),  # Llama-3-8B
+    (8, 80, FLOAT16, FLOAT8, {"window": 100}),
+    (1, 256, FLOAT16, FLOAT16, {"softcap": 50.0, "window": 512}),
+    (3, 96, BFLOAT16, torch.int8, {"sinks": torch.zeros(6)}),
+    (2, 64, torch.float32, torch.float32, {}),
+]
 
-def attend(computed: list[int], counts: list[int], table_width: int, dtype: torch.dtype) -> None:
-    sequences = len(counts)
-    batch = AttentionBatch.build(
-        np.array(computed),
-        np.array(counts),
-        np.zeros((sequences, table_width), dtype=np.int32),
-        16,
-        first_scoring_token=np.array(counts) - 1,
-    )
-    kv = make_cache(1, 1, 2, 16, 64, dtype).views[0]
-    query = torch.empty(sum(counts), 8, 64, dtype=torch.bfloat16)
-    paged_attention(query, kv, batch, scale=0.125, softcap=30.0, sinks=torch.zeros(8))
+
+def attend(
+    step: tuple[list[int], list[int], int],
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    page_dtype: torch.dtype,
+    options: dict[str, Any],
+    **batch_options: Any,
+) -> None:
+    computed, counts, table_width = step
+    tables = np.zeros((len(counts), table_width), dtype=np.int32)
+    batch = AttentionBatch.build(np.array(computed), np.array(counts), tables, 16, **batch_options)
+    kv = make_cache(1, 1, 2, 16, head_dim, page_dtype).views[0]
+    query = torch.empty(sum(counts), 2 * group, head_dim, dtype=dtype)
+    paged_attention(query, kv, batch, scale=0.125, **options)
+
+
+def all_programs() -> list[Any]:
+    return [program for kernel in KERNELS for program in kernel.device_caches[0][0].values()]
 
 
 hopper.compile_only()
-kernels = attention_kernels.attend, attention_kernels.merge_parts, key_score_kernel.score_keys
 report: dict[str, Any] = {"programs": []}
-for step in (([700, 400], [1, 120], 64), ([15, 90, 0], [1, 1, 57], 23), ([1023, 33], [1, 301], 129)):
+for step in STEPS:
     with compile_only(2):
-        attend(*step, torch.int8)
-    report["programs"].append(sum(len(kernel.device_caches[0][0]) for kernel in kernels))
-compiled = [program for kernel in kernels for program in kernel.device_caches[0][0].values()]
+        first_scoring_token = np.array(step[1]) - 1
+        options = {"softcap": 30.0, "sinks": torch.zeros(8)}
+        attend(step, 4, 64, BFLOAT16, torch.int8, options, first_scoring_token=first_scoring_token)
+    report["programs"].append(len(all_programs()))
+with compile_only(2):
+    for layer in OTHERS:
+        attend(STEPS[0], *layer)
+compiled = all_programs()
 report["shared"] = max(program.metadata.shared for program in compiled)
-report["tensor_cores"] = all(
-    "mma" in program.asm["ptx"] for program in compiled if program.metadata.name != "merge_parts"
-)
+names = [program.metadata.name for program in compiled if "mma" not in program.asm["ptx"]]
+report["no_tensor_cores"] = [name for name in names if name != "merge_parts"]
 print(json.dumps(report))

@@ -28,4 +28,4 @@ def test_attention_compiles_for_hopper_once(tmp_path: Path) -> None:
     assert first == 5  # attention and merging, of decodes and of prompts; key scores
     assert later == [first, first]
     assert report["shared"] <= SHARED_BYTES
-    assert report["tensor_cores"]
+    assert report["no_tensor_cores"] == ["attend"]  # that of float32
