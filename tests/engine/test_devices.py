@@ -143,7 +143,26 @@ def test_float8_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
             ConfigError, match=r"quantization is 'fp8', .*kernels for GPUs .*, but .*; set .* to 'int8'"
         ):
             chosen(quantization="fp8", **fields)
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8', .*; set kv_cache_dtype to 'int8'"):
+            chosen(kv_cache_dtype="fp8", **fields)
     assert chosen(quantization="fp8", kernels="triton") == ("cpu", "triton")  # in the interpreter
+    assert chosen(kv_cache_dtype="fp8", kernels="triton") == ("cpu", "triton")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_cache_in_float8_is_for_gpus_that_have_it(
+    mini: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "cuda_capability", lambda: (8, 6))
+    with pytest.raises(ConfigError, match=r"from compute capability 8\.9 on, and this one's is 8\.6"):
+        chosen(kv_cache_dtype="fp8")
+    assert chosen(quantization="fp8") == ("cuda", "triton")
+    monkeypatch.setattr(devices, "cuda_capability", lambda: (9, 0))
+    config = on_one_device(EngineConfig(kv_cache_dtype="fp8", dtype="bfloat16"))
+    plans = [plan_memory(each, mini) for each in (config, dataclasses.replace(config, kv_cache_dtype="auto"))]
+    assert [plan.kv_dtype for plan in plans] == ["float8_e4m3fn", "bfloat16"]
+    narrow, wide = (plan.kv_caches[0].bytes_per_block for plan in plans)
+    assert wide == 2 * narrow
 
 
 @pytest.mark.usefixtures("gpu")

@@ -27,6 +27,7 @@ NUMBERS: list[dict[str, Any]] = [
     {"quantization": "int4"},
     {"quantization": "fp8"},
     {"kv_cache_dtype": "int8"},
+    {"kv_cache_dtype": "fp8"},
 ]
 
 

@@ -97,7 +97,7 @@ def test_norms_and_activations(kernels: TritonKernels, shape: Shape) -> None:
         assert torch.equal(kernels.rms_norm(rows[:count], weight, eps=1e-6)[:1], alone), count
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_attention_over_the_cache(kernels: TritonKernels, shape: Shape, kv_dtype: str) -> None:
     """Prompts but for their last token in one step, and then a decode step."""
     heads = HeadLayout(shape.heads, shape.kv_heads, shape.head_dim)
@@ -119,7 +119,7 @@ def test_attention_over_the_cache(kernels: TritonKernels, shape: Shape, kv_dtype
         assert torch.equal(alone, together[index])
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("length", [1, 5, 40])
 def test_attention_has_the_same_bits_however_a_prompt_is_cut(
     kernels: TritonKernels, shape: Shape, kv_dtype: str, length: int

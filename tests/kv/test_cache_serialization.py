@@ -49,7 +49,7 @@ def content(cache: PagedAttentionCache) -> bytes:
     return cache.tensor.view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("layers", LAYERS)
 def test_a_cache_comes_back_with_its_tensors(layers: str, dtype: str, tmp_path: Path):
     cache = make(layers, dtype)

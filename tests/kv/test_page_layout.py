@@ -38,7 +38,7 @@ def owners(cache: PagedAttentionCache) -> np.ndarray:
 @given(
     layers=st.lists(st.none() | SPECS, min_size=1, max_size=4).filter(any),
     page_size=st.integers(1, 5),
-    dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "int8", "float8_e4m3fn"]),
 )
 def test_every_byte_belongs_to_one_part_of_one_layer(layers, page_size, dtype):
     metadata = PagedAttentionCacheMetaData.for_layers(layers, page_size=page_size, dtype=dtype, num_pages=3)

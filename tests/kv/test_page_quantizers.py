@@ -10,7 +10,13 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.dispatch import kernel_set
 from quire.kernels.reference import ReferenceKernels, write_kv
 from quire.kernels.tiles import HeadLayout
-from quire.kv import Int8PageQuantizer, KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
+from quire.kv import (
+    Float8PageQuantizer,
+    Int8PageQuantizer,
+    KVLayerSpec,
+    PagedAttentionCache,
+    PagedAttentionCacheMetaData,
+)
 
 HEADS = HeadLayout(4, 2, 16)
 LENGTH, PAGE = 90, 8
@@ -55,7 +61,13 @@ def as_read(states: torch.Tensor, quantizer: object) -> torch.Tensor:
     return quantizer.dequantize(*quantizer.quantize(states)).float()
 
 
-QUANTIZERS = {"int8": Int8PageQuantizer(), "affine": Affine(), "packed": Packed(), "function": to_float16}
+QUANTIZERS = {
+    "int8": Int8PageQuantizer(),
+    "float8": Float8PageQuantizer(),
+    "affine": Affine(),
+    "packed": Packed(),
+    "function": to_float16,
+}
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
@@ -81,8 +93,19 @@ def test_attention_reads_what_the_quantizer_makes(name: str, kernels: str):
         torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_built_in_one_halves_the_bytes_of_a_bfloat16_cache():
+def test_float8_is_the_nearest_number_that_there_is():
+    states = torch.tensor([[0.0, 1.0, -1.0625, 1.1875, 500.0, -torch.inf, torch.nan, 2.0**-10]])
+    numbers, scales = Float8PageQuantizer().quantize(states)
+    expected = torch.tensor([[0.0, 1.0, -1.0, 1.25, 448.0, -448.0, torch.nan, 0.0]])
+    assert scales is None
+    torch.testing.assert_close(numbers.float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_built_in_ones_halve_the_bytes_of_a_bfloat16_cache():
     plain, int8, chosen = make("bfloat16"), make("int8"), make("bfloat16", Int8PageQuantizer())
+    float8 = make("float8_e4m3fn")
+    assert plain.bytes_per_block == 2 * float8.bytes_per_block
+    assert float8.tensor.shape == plain.tensor.shape
     assert plain.bytes_per_block == 2 * 2 * 2 * PAGE * 16 * 2
     assert int8.bytes_per_block == chosen.bytes_per_block == 2 * 2 * 2 * PAGE * (16 + 4)
     assert int8.tensor.shape == chosen.tensor.shape == (15, 2, 2, 2, PAGE * 20)

@@ -13,7 +13,7 @@ from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.kv.host_blocks import TensorBlocks
 from quire.models.config import ModelConfig
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
 SHAPE = {"num_blocks": 5, "num_layers": 3, "num_kv_heads": 2, "block_size": 4, "head_dim": 8}
 
 

@@ -109,7 +109,8 @@ class CacheEvictionConfig:
     apply_rotation: bool = knob(
         default=False,
         help="Rotate the keys behind an evicted block to the positions that they then have, so that "
-        "positions stay contiguous. Needs one plain rotary embedding over whole heads, and no int8 KV cache.",
+        "positions stay contiguous. Needs one plain rotary embedding over whole heads, and no KV cache in "
+        "int8 or fp8.",
     )
     snapkv_window_size: NonNegativeInt = knob(
         default=8,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.kernels.devices import CudaMemory
 
+_FLOAT8_CAPABILITY = 8, 9  # from which on GPUs convert float8_e4m3fn
+
 
 def on_one_device(config: EngineConfig) -> EngineConfig:
     """Return `config` with the device that `auto` stands for here, and kernels that compute on it.
@@ -27,16 +29,14 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
     obstacle = "EngineConfig.device is 'cpu'" if wanted == "cpu" else _cuda_obstacle(config)
     if not obstacle:
         _check_gpus(config)
+        _refuse_float8_pages(config)
         return on_cuda(config)
     if wanted == "cuda":
         raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
     if config.kernels == "triton":
         _refuse_kernels_elsewhere(obstacle)
-    elif config.quantization == "fp8":
-        raise ConfigError(
-            "EngineConfig.quantization is 'fp8', with which only the kernels for GPUs compute, but "
-            f"{obstacle}; set quantization to 'int8'"
-        )
+    else:
+        _refuse_float8(config, obstacle)
     return dataclasses.replace(config, device="cpu")
 
 
@@ -140,6 +140,31 @@ def _refuse_kernels_elsewhere(obstacle: str) -> None:
     if kernel_set("triton").device != HOST:
         raise ConfigError(
             f"EngineConfig.kernels is 'triton', which compute on a GPU, but {obstacle}; set kernels to 'auto'"
+        )
+
+
+def _refuse_float8(config: EngineConfig, obstacle: str) -> None:
+    """Raise `ConfigError` for what only the kernels for GPUs compute with."""
+    for name in ("quantization", "kv_cache_dtype"):
+        if getattr(config, name) == "fp8":
+            raise ConfigError(
+                f"EngineConfig.{name} is 'fp8', with which only the kernels for GPUs compute, but "
+                f"{obstacle}; set {name} to 'int8'"
+            )
+
+
+def _refuse_float8_pages(config: EngineConfig) -> None:
+    """Raise `ConfigError` if the KV cache is to be float8 on a GPU that has no such numbers."""
+    if config.kv_cache_dtype != "fp8":
+        return
+    from quire.kernels.devices import cuda_capability
+
+    capability = cuda_capability()
+    if capability < _FLOAT8_CAPABILITY:
+        raise ConfigError(
+            "EngineConfig.kv_cache_dtype is 'fp8', which GPUs have from compute capability "
+            f"{'.'.join(map(str, _FLOAT8_CAPABILITY))} on, and this one's is "
+            f"{'.'.join(map(str, capability))}; set it to 'int8'"
         )
 
 

@@ -22,7 +22,7 @@ def dtype_of(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
-    """Return the dtype of a model's KV cache.
+    """Return the dtype of a model's KV cache, as `PagedAttentionCacheMetaData` names it.
 
     Raises:
         ConfigError: it is int8, which the head size of the model does not allow.
@@ -34,7 +34,7 @@ def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
             f"EngineConfig.kv_cache_dtype is 'int8', which needs a head size that is a multiple of "
             f"{SCALE_BYTES}; this model's is {model.head_dim}: set it to 'auto'"
         )
-    return config.kv_cache_dtype
+    return "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

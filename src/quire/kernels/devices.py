@@ -128,6 +128,11 @@ class CudaMemory:
         return max(0, torch.cuda.max_memory_reserved() - self._before)
 
 
+def cuda_capability() -> tuple[int, int]:
+    """Return the compute capability of the GPU that torch computes on."""
+    return torch.cuda.get_device_capability()
+
+
 def cuda_name() -> str:
     """Return what the GPU that torch computes on is called."""
     return torch.cuda.get_device_name()

@@ -10,7 +10,7 @@ from quire.lazy_attributes import lazy_attributes
 TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 
 if TYPE_CHECKING:
-    from quire.kernels.page_quantizers import Int8PageQuantizer, PageQuantizer
+    from quire.kernels.page_quantizers import Float8PageQuantizer, Int8PageQuantizer, PageQuantizer
     from quire.kv.cache_metadata import PagedAttentionCacheMetaData
     from quire.kv.cache_view import PagedAttentionCacheView
     from quire.kv.head_sharding import PartitionAxis
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.kv.step_metadata import PagedAttentionMetadata
 
 __all__ = [
+    "Float8PageQuantizer",
     "Int8PageQuantizer",
     "KVLayerSpec",
     "PageQuantizer",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Float8PageQuantizer": "quire.kernels.page_quantizers",
     "Int8PageQuantizer": "quire.kernels.page_quantizers",
     "KVLayerSpec": "quire.kv.page_layout",
     "PageQuantizer": "quire.kernels.page_quantizers",

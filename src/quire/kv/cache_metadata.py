@@ -31,8 +31,8 @@ class PagedAttentionCacheMetaData(PlainData):
 
     Args:
         partition_axis: which mesh axis KV heads are divided over.
-        dtype: of keys and values: float32, bfloat16, float16, or int8 with a float32 scale for each token
-            and head.
+        dtype: of keys and values: float32, bfloat16, float16, float8_e4m3fn, or int8 with a float32 scale
+            for each token and head.
         batch_size: sequences that are served at once.
         num_hidden_layers: layers, those without KV included.
         num_pages_per_layer: pages of the cache; each has room for every layer.

@@ -22,7 +22,7 @@ NUMBER_BYTES = {
 }
 """Bytes of a number, by the name of its type."""
 
-CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
+CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 """Types that keys and values can be held as without a quantizer of one's own."""
 
 SCALE_BYTES = 4  # an int8 cache has a float32 for each token and head

@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.devices import HOST
 from quire.kernels.memory import map_large_pages
-from quire.kernels.page_quantizers import ConvertingQuantizer, Int8PageQuantizer, PageQuantizer
+from quire.kernels.page_quantizers import BUILT_IN_QUANTIZERS, ConvertingQuantizer, PageQuantizer
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.page_layout import NUMBER_BYTES, HeadsLayout, PageLayout, VectorFormat
 
@@ -37,7 +37,7 @@ class PageMemory:
         *,
         device: torch.device = HOST,
     ) -> None:
-        has_own_format = quantizer is not None and type(quantizer) is not Int8PageQuantizer
+        has_own_format = quantizer is not None and type(quantizer) not in BUILT_IN_QUANTIZERS.values()
         self.layout = layout_of(metadata, quantizer)
         self._num_pages = metadata.num_pages_per_layer
         num_bytes = self._num_pages * self.layout.bytes_per_page
@@ -98,7 +98,7 @@ def page_quantizer(dtype: str, quantizer: object | None) -> PageQuantizer | None
     """Return what makes the numbers of a cache's pages.
 
     Args:
-        dtype: the cache's type; int8 has a quantizer of its own.
+        dtype: the cache's type; int8 and float8_e4m3fn have quantizers of their own.
         quantizer: an object with `quantize` and `dequantize` (see `PageQuantizer`), or a function that
             returns states [..., head_dim] as numbers [..., n] that need only be converted back; None: what
             `dtype` asks for.
@@ -107,7 +107,8 @@ def page_quantizer(dtype: str, quantizer: object | None) -> PageQuantizer | None
         ValueError: it is none of these.
     """
     if quantizer is None:
-        return Int8PageQuantizer() if dtype == "int8" else None
+        built_in = BUILT_IN_QUANTIZERS.get(dtype)
+        return None if built_in is None else built_in()
     if isinstance(quantizer, PageQuantizer):
         return quantizer
     if callable(quantizer):
@@ -119,11 +120,12 @@ def page_quantizer(dtype: str, quantizer: object | None) -> PageQuantizer | None
 
 
 def quantizer_name(quantizer: PageQuantizer | None) -> str | None:
-    """Return what a quantizer is called where a cache is written down: int8, or its class."""
+    """Return what a quantizer is called where a cache is written down: its cache's type, or its class."""
     if quantizer is None:
         return None
     kind = type(quantizer)
-    return "int8" if kind is Int8PageQuantizer else f"{kind.__module__}.{kind.__qualname__}"
+    names = {built_in: name for name, built_in in BUILT_IN_QUANTIZERS.items()}
+    return names.get(kind) or f"{kind.__module__}.{kind.__qualname__}"
 
 
 def quantizer_of_name(name: str | None, quantizer: object | None) -> PageQuantizer | None:
@@ -132,8 +134,8 @@ def quantizer_of_name(name: str | None, quantizer: object | None) -> PageQuantiz
     Raises:
         ValueError: it is another, or it is none of Quire's and was not given.
     """
-    if quantizer is None and name in (None, "int8"):
-        return None if name is None else Int8PageQuantizer()
+    if quantizer is None and name in (None, *BUILT_IN_QUANTIZERS):
+        return page_quantizer(name or "", None)
     given = page_quantizer("", quantizer)
     if quantizer_name(given) != name:
         raise ValueError(

@@ -68,7 +68,7 @@ class PagedAttentionCache(TensorData):
             metadata: what the cache is.
             quantizer: an object with `quantize` and `dequantize` (`quire.kernels.page_quantizers`), or a
                 function that returns keys or values [..., head_dim] as numbers that need only be converted
-                back; each vector by itself. None: int8 if that is the cache's type, else none.
+                back; each vector by itself. None: that of the cache's type, int8 or float8_e4m3fn, else none.
             kv_pages_sharding: for each dimension of a layer's pages the mesh axis that divides it: only that
                 of KV heads can be. None: as `metadata` says.
 

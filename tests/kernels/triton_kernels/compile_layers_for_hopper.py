@@ -85,11 +85,11 @@ def check_float8() -> None:
 
 
 def rotate(kernels: TritonKernels) -> None:
-    """Write a prompt to a cache in int8 and to one in bfloat16."""
+    """Write a prompt to caches in int8, float8 and bfloat16."""
     heads = HeadLayout(8, 2, 128)
     batch = AttentionBatch.build(np.array([3]), np.array([5]), np.array([[0]]), 16)
     angles = torch.zeros(5, 64)
-    for cache_dtype in (torch.int8, BFLOAT16):
+    for cache_dtype in (torch.int8, torch.float8_e4m3fn, BFLOAT16):
         kv = make_cache(1, 1, 2, 16, 128, cache_dtype).views[0]
         kernels.rotary_and_write_kv(
             torch.zeros(5, 12 * 128, dtype=BFLOAT16), kv, batch, heads=heads, cos=angles, sin=angles,

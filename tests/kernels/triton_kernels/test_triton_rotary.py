@@ -98,10 +98,16 @@ def test_rotary_and_write_kv(heads: HeadLayout, dtype: torch.dtype, norm: str, t
     assert torch.equal(kv.value_pages.nan_to_num(), expected_kv.value_pages.nan_to_num())
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, in the interpreter
 @pairwise(
     heads=LAYOUTS,
     dtype=DTYPES,
-    cache_dtype={"int8_cache": torch.int8, "float32_cache": torch.float32, "bfloat16_cache": torch.bfloat16},
+    cache_dtype={
+        "int8_cache": torch.int8,
+        "float8_cache": torch.float8_e4m3fn,
+        "float32_cache": torch.float32,
+        "bfloat16_cache": torch.bfloat16,
+    },
 )
 def test_caches_of_other_types_hold_the_same_bits(
     heads: HeadLayout, dtype: torch.dtype, cache_dtype: torch.dtype
@@ -110,6 +116,8 @@ def test_caches_of_other_types_hold_the_same_bits(
     step.qkv[3] = 0.0
     # Halves of the unit that a head's int8 numbers have: ties, which go to the even one.
     step.qkv[4] = (torch.arange(step.qkv.shape[1]).remainder(255).sub(127) / 2).to(DEVICE, dtype)
+    step.qkv[5] *= 300.0  # some are larger than float8 has
+    step.qkv[6, ::3] = float("nan")
     _, kv = step.run(kernels)
     _, expected = step.run(reference)
     for part, expected_part in zip(kv.parts, expected.parts, strict=True):
@@ -136,7 +144,13 @@ def test_other_quantizers_make_the_pages_themselves() -> None:
     torch.testing.assert_close(kv.key_pages, expected.key_pages, rtol=2**-10, atol=1e-6, equal_nan=True)
 
 
-@pairwise(cache_dtype={"bfloat16_cache": torch.bfloat16, "int8_cache": torch.int8})
+@pairwise(
+    cache_dtype={
+        "bfloat16_cache": torch.bfloat16,
+        "int8_cache": torch.int8,
+        "float8_cache": torch.float8_e4m3fn,
+    }
+)
 def test_tokens_keep_their_bits_in_any_company(cache_dtype: torch.dtype) -> None:
     step = Step(LAYOUTS["4x2x64"], torch.bfloat16, cache_dtype, [6, 1, 1], 32, "head")
     query, kv = step.run(kernels)

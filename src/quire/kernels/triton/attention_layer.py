@@ -9,7 +9,7 @@ import triton.language as tl
 
 from quire.errors import ConfigError
 from quire.kernels.kv_layer import KVLayer
-from quire.kernels.page_quantizers import ConvertingQuantizer, Int8PageQuantizer
+from quire.kernels.page_quantizers import ConvertingQuantizer, Float8PageQuantizer, Int8PageQuantizer
 from quire.kernels.triton.tensors import FLOAT_TYPES
 
 _NAME = "triton"  # among a layer's handles
@@ -104,7 +104,7 @@ def _strided(part: torch.Tensor | None) -> Strided:
 def _check_quantizer(kv: KVLayer) -> None:
     kind = type(kv.quantizer)
     has_scales = kind is Int8PageQuantizer
-    if kv.quantizer is not None and not has_scales and kind is not ConvertingQuantizer:
+    if kv.quantizer is not None and not has_scales and kind not in (ConvertingQuantizer, Float8PageQuantizer):
         raise ConfigError(
             f"the KV cache's quantizer is {kind.__module__}.{kind.__qualname__}, and its dequantize is no "
             "Triton kernel; give a function that makes numbers which only have to be converted (such as "

@@ -13,11 +13,18 @@ import triton.language as tl
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.kv_layer import KVLayer
-from quire.kernels.page_quantizers import Int8PageQuantizer
+from quire.kernels.page_quantizers import BUILT_IN_QUANTIZERS, Int8PageQuantizer
 from quire.kernels.reference import write_kv
 from quire.kernels.step_arrays import HostArrays
 from quire.kernels.tiles import HeadLayout
-from quire.kernels.triton.device import is_interpreted, nearest_int, rounded
+from quire.kernels.triton.device import (
+    is_interpreted,
+    larger,
+    largest_magnitude,
+    nearest_float8,
+    nearest_int,
+    rounded,
+)
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.rows import rms_norm
 from quire.kernels.triton.tensors import check_norm_weight, check_rows
@@ -49,10 +56,12 @@ def _normed(
 
 
 @triton.jit
-def _write(states, pages, at, mask, QUANTIZES: tl.constexpr):
+def _write(states, pages, at, mask):
     """Write a part of all heads to its place in each head's page."""
-    if QUANTIZES:
+    if pages.dtype.element_ty == tl.int8:
         tl.store(pages + at, nearest_int(states).to(tl.int8), mask=mask)
+    elif pages.dtype.element_ty == tl.float8e4nv:
+        tl.store(pages + at, nearest_float8(states), mask=mask)
     else:
         tl.store(pages + at, rounded(states, pages.dtype.element_ty), mask=mask)
 
@@ -96,7 +105,7 @@ def _rotary_and_write_kv_kernel(
     NORMS_K: tl.constexpr,
     ROTATES: tl.constexpr,
     WRITES: tl.constexpr,
-    QUANTIZES: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     vector = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of all heads of all tokens
     token = (vector // (NUM_HEADS + 2 * NUM_KV_HEADS)).to(tl.int64)
@@ -162,9 +171,9 @@ def _rotary_and_write_kv_kernel(
         offset = tl.load(slot_offsets + token, mask=is_head, other=0)
         key_head = head - NUM_HEADS
         value_head = head - NUM_HEADS - NUM_KV_HEADS
-        if QUANTIZES:
-            limit = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
-            limit = tl.maximum(limit, tl.max(tl.abs(rest), axis=1))
+        if HAS_SCALES:
+            limit = larger(largest_magnitude(first, axis=1), largest_magnitude(second, axis=1))
+            limit = larger(limit, largest_magnitude(rest, axis=1))
             inverse = tl.where(limit > 0.0, 127.0 / tl.where(limit > 0.0, limit, 1.0), 0.0)[:, None]
             first *= inverse
             second *= inverse
@@ -187,12 +196,12 @@ def _rotary_and_write_kv_kernel(
         ]
         half_feature = in_half[None, :]
         rest_feature = in_rest[None, :]
-        _write(first, key_pages, key_at + half_feature, half_mask & is_key[:, None], QUANTIZES)
-        _write(second, key_pages, key_at + HALF + half_feature, half_mask & is_key[:, None], QUANTIZES)
-        _write(rest, key_pages, key_at + rest_feature, rest_mask & is_key[:, None], QUANTIZES)
-        _write(first, value_pages, value_at + half_feature, half_mask & is_value[:, None], QUANTIZES)
-        _write(second, value_pages, value_at + HALF + half_feature, half_mask & is_value[:, None], QUANTIZES)
-        _write(rest, value_pages, value_at + rest_feature, rest_mask & is_value[:, None], QUANTIZES)
+        _write(first, key_pages, key_at + half_feature, half_mask & is_key[:, None])
+        _write(second, key_pages, key_at + HALF + half_feature, half_mask & is_key[:, None])
+        _write(rest, key_pages, key_at + rest_feature, rest_mask & is_key[:, None])
+        _write(first, value_pages, value_at + half_feature, half_mask & is_value[:, None])
+        _write(second, value_pages, value_at + HALF + half_feature, half_mask & is_value[:, None])
+        _write(rest, value_pages, value_at + rest_feature, rest_mask & is_value[:, None])
 
 
 def rotary_and_write_kv(
@@ -209,7 +218,7 @@ def rotary_and_write_kv(
 ) -> torch.Tensor:
     """Do what `KernelSet.rotary_and_write_kv` says.
 
-    What another quantizer than int8's makes of keys and values is written by torch.
+    What a quantizer that is not built in makes of keys and values is written by torch.
 
     Raises:
         TypeError: a type is not as it must be.
@@ -227,8 +236,8 @@ def rotary_and_write_kv(
     query, key = qkv[:, :query_width], qkv[:, query_width : query_width + key_width]
     q_norm = _norm_of_heads(query, q_norm, heads.head_dim, eps)
     k_norm = _norm_of_heads(key, k_norm, heads.head_dim, eps)
-    quantizes = type(kv.quantizer) is Int8PageQuantizer
-    writes = kv.quantizer is None or quantizes
+    kind = type(kv.quantizer)
+    writes = kv.quantizer is None or kind in BUILT_IN_QUANTIZERS.values()
     slot_blocks, slot_offsets = _places(batch, kv, qkv.device)
     num_vectors = num_tokens * (heads.num_heads + 2 * heads.num_kv_heads)
     if num_tokens:
@@ -262,7 +271,7 @@ def rotary_and_write_kv(
             NORMS_K=k_norm is not None,
             ROTATES=cos is not None,
             WRITES=writes,
-            QUANTIZES=quantizes,
+            HAS_SCALES=kind is Int8PageQuantizer,
             num_warps=2,
         )
     if not writes:
