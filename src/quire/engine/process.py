@@ -137,15 +137,14 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s engine[%(process)d] %(levelname)s %(message)s")
     logging.getLogger("quire.engine").setLevel(logging.INFO)
     front = os.getppid()
-    if _has_ended(int(sys.argv[1])):  # the parent is another by now, whose end says nothing
-        os._exit(0)
-    if SPARE_OPTION in sys.argv:
-        wait_as_spare(front, output, FRONT_CHECK_INTERVAL)
-    path = sys.stdin.buffer.readline()
+    has_front = not _has_ended(int(sys.argv[1]))  # else the parent is another by now, whose end says nothing
+    if has_front and SPARE_OPTION in sys.argv:
+        has_front = wait_as_spare(front, output, FRONT_CHECK_INTERVAL)
+    path = sys.stdin.buffer.readline() if has_front or _has_input() else b""
     if not path:  # the front has ended in the meantime
         os._exit(0)
     directory = Path(os.fsdecode(path.removesuffix(b"\n")))
-    start_line = sys.stdin.buffer.readline()
+    start_line = sys.stdin.buffer.readline() if has_front else b""
     if not start_line:
         _remove_and_exit(directory)
     lifeline = threading.Thread(target=_exit_with_front, args=(directory, front), daemon=True)
@@ -176,6 +175,11 @@ def _has_ended(pid: int) -> bool:
         return bool(select.select([descriptor], [], [], 0)[0])
     finally:
         os.close(descriptor)
+
+
+def _has_input() -> bool:
+    """Return whether the front has written anything or closed the pipe, which forks of it may keep open."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 def _redirect_standard_output() -> int:

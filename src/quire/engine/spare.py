@@ -14,24 +14,26 @@ from quire.engine.messages import SPARE_IMPORTED
 logger = logging.getLogger(__name__)
 
 
-def wait_as_spare(front: int, output: int, check_interval: float) -> None:
+def wait_as_spare(front: int, output: int, check_interval: float) -> bool:
     """Import what an engine imports, and return when the front has written to standard input, or closed it.
 
-    If the front ends while a fork of it keeps the pipe open, or if something cannot be imported, the process
-    exits.
+    If something cannot be imported, the process exits.
 
     Args:
         front: process id of the parent.
         output: descriptor of the original standard output.
         check_interval: seconds between checks that the front is still the parent.
+
+    Returns:
+        False: the front has ended, while a fork of it keeps the pipe open.
     """
     # In a thread: who has taken the idle priority may not be allowed to leave it.
     threading.Thread(target=_import_when_idle, args=(output,), daemon=True).start()
     while os.getppid() == front:
         readable, _, _ = select.select([sys.stdin], [], [], check_interval)
         if readable:
-            return
-    os._exit(0)
+            return True
+    return False
 
 
 def _import_when_idle(output: int) -> None:
