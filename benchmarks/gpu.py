@@ -47,7 +47,6 @@ TRANSFORMERS_AIM = 3.0
 SERVED_AIM = 0.95
 BUSY_AIM = 0.95
 READY_AIM = 10.0  # seconds
-MAX_NUM_BATCHED_TOKENS = 8_192  # the default is for CPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,17 +124,15 @@ def _decode_rows(llm: LLM, name: str, config: Any, sizes: Sizes, bandwidth: floa
 
 
 def _engine(directory: str, sizes: Sizes, **options: Any) -> LLM:
-    tokens = max(MAX_NUM_BATCHED_TOKENS, sizes.prefill[0] * sizes.prefill[1])
-    scheduler = {"max_num_seqs": max(sizes.num_requests), "max_num_batched_tokens": tokens}
-    return LLM(directory, dtype="bfloat16", **{**scheduler, **sizes.engine, **options})
+    engine = {"max_num_seqs": max(sizes.num_requests), **sizes.engine, **options}
+    return LLM(directory, dtype="bfloat16", **engine)
 
 
 def of_requests(sizes: Sizes) -> Iterator[Row]:
     """Yield the rows of requests of all lengths, of streams, and of a server's start."""
     with _written_model(sizes) as model:
         flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.engine.items()]
-        options = ["--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)]
-        options += [part for flag in flags for part in flag]
+        options = [part for flag in flags for part in flag]
         with _engine(model, sizes, max_num_seqs=sizes.offline[0]) as llm:
             requests = requests_of(*sizes.offline, llm.info.vocab_size)
             ours = quire_rate(llm, requests)

@@ -19,7 +19,7 @@ from quire.models.config import ModelConfig
 from quire.status import FinishReason
 
 DEFAULTS = {
-    "max_num_batched_tokens": 512,  # 256 in OpenVINO GenAI; one figure for every device, see docs
+    "max_num_batched_tokens": 0,  # by the device; 256 in OpenVINO GenAI
     "max_num_seqs": 256,
     "block_size": 16,
     "num_kv_blocks": 0,

@@ -61,6 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs of 80 GB, half of which is taken."""
     monkeypatch.setattr(devices, "cuda_obstacle", lambda: "")
     monkeypatch.setattr(devices, "free_cuda_memory", lambda: 40 * GB)
+    monkeypatch.setattr(devices, "cuda_memory", lambda: 80 * GB)
     monkeypatch.setattr(devices, "cuda_name", lambda: "A GPU")
     monkeypatch.setattr(devices, "num_gpus", lambda: 2)
     monkeypatch.setattr(devices, "has_nccl", lambda: True)
@@ -112,6 +113,21 @@ def test_the_device_and_its_kernels_where_there_is_none(
 ) -> None:
     monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
     assert chosen(**fields) == expected
+
+
+@pytest.mark.usefixtures("gpu")
+def test_how_many_tokens_a_step_has_depends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens(wanted: int = 0, device: str = "auto") -> int:
+        scheduler = SchedulerConfig(max_num_batched_tokens=wanted)
+        return on_one_device(
+            EngineConfig(device=device, scheduler=scheduler)
+        ).scheduler.max_num_batched_tokens
+
+    assert tokens() == 8192
+    assert tokens(device="cpu") == 512
+    assert tokens(700) == tokens(700, "cpu") == 700
+    monkeypatch.setattr(devices, "cuda_memory", lambda: 24 * GB)
+    assert tokens() == 2048
 
 
 @pytest.mark.usefixtures("gpu")
@@ -184,12 +200,12 @@ def test_weights_in_float8_are_planned_where_they_are_held(mini: ModelConfig) ->
 
 def test_a_gpu_is_planned_for_where_there_is_none(mini: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
-    config = on_cuda(EngineConfig(device="cuda"))
+    config = on_cuda(EngineConfig(device="cuda"), gpu_bytes=80 * GB)
     assert (config.device, config.kernels) == ("cuda", "triton")
     in_float8 = dataclasses.replace(mini, stored_quantization="fp8")
     assert plan_memory(config, in_float8, available_bytes=80 * GB).weight_type == "fp8"
     with pytest.raises(ConfigError, match=r"Config\.kernels is "):
-        on_cuda(EngineConfig(device="cuda", kernels="native"))
+        on_cuda(EngineConfig(device="cuda", kernels="native"), gpu_bytes=80 * GB)
 
 
 def test_what_torch_keeps_of_tensors_that_are_gone_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedMemory]:
     """The host's memory as that of a GPU, whose kernels are the reference's."""
-    monkeypatch.setattr(core, "on_one_device", on_cuda)
+    monkeypatch.setattr(core, "on_one_device", functools.partial(on_cuda, gpu_bytes=SIZE))
     for module in (dispatch, loading):
         monkeypatch.setattr(module, "kernel_set", lambda name: KernelsOfGpu())
     monkeypatch.setattr(devices, "cuda_name", lambda: "A GPU")
@@ -77,7 +77,7 @@ def config_of(checkpoint: Path, **fields: Any) -> EngineConfig:
 
 def computed(config: EngineConfig, available_bytes: int = SIZE) -> Any:
     model = read_model_config(Path(config.model))
-    return plan_memory(on_cuda(config), model, available_bytes=available_bytes)
+    return plan_memory(on_cuda(config, gpu_bytes=SIZE), model, available_bytes=available_bytes)
 
 
 def started(config: EngineConfig) -> EngineCore:

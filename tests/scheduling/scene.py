@@ -55,7 +55,7 @@ class Scene:
     ) -> None:
         pins = {"max_pinned_share": 1.0, "max_pinned_share_per_tenant": 1.0}
         config = SchedulerConfig(**{"block_size": BLOCK_SIZE, "watermark": 0.0, **pins, **config}).validate()
-        self.config = config
+        self.config = config = config.with_step_tokens()
         self.clock = Clock()
         context = {"clock": clock or self.clock, "connector": connector, "grammars": grammars}
         context |= {"commit_blocks": commit_blocks, "kv_events": kv_events}

@@ -43,7 +43,7 @@ def plan(
       quire plan Qwen/Qwen3-0.6B --memory 16 --dtype bfloat16 --json
     """
     from quire.engine.byte_sizes import GB
-    from quire.engine.devices import on_cuda, on_one_device
+    from quire.engine.devices import on_cpu, on_cuda, on_one_device
     from quire.engine.drafting import find_draft_model
     from quire.engine.memory_plan import plan_memory
     from quire.models.checkpoints.config_reading import read_model_config
@@ -51,12 +51,12 @@ def plan(
 
     if memory is not None and not 0 < memory < math.inf:
         raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")
-    if memory is None or engine.device == "auto":  # else what there is here does not matter
-        engine = on_one_device(engine)
-    elif engine.device == "cuda":
-        engine = on_cuda(engine)
-    model = read_model_config(resolve_model(engine.model, weights=False, revision=engine.revision))
     available = None if memory is None else int(memory * GB)
+    if available is None or engine.device == "auto":  # else what there is here does not matter
+        engine = on_one_device(engine)
+    else:
+        engine = on_cpu(engine) if engine.device == "cpu" else on_cuda(engine, gpu_bytes=available)
+    model = read_model_config(resolve_model(engine.model, weights=False, revision=engine.revision))
     draft = find_draft_model(engine, model, weights=False)
     result = plan_memory(
         engine, model, draft_model=None if draft is None else draft.config, available_bytes=available

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le, Lt
@@ -13,6 +14,9 @@ from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 Share = Annotated[float, Ge(0), Le(1)]
 
+_CPU_STEP_TOKENS, _GPU_STEP_TOKENS, _LARGE_GPU_STEP_TOKENS = 512, 2_048, 8_192
+_LARGE_GPU_BYTES = 64 * 10**9
+
 
 @settable_config
 class SchedulerConfig:
@@ -23,8 +27,11 @@ class SchedulerConfig:
     the original have no effect.
     """
 
-    max_num_batched_tokens: PositiveInt = knob(
-        default=512, unit="tokens", help="Maximum number of tokens computed per step, over all sequences."
+    max_num_batched_tokens: NonNegativeInt = knob(
+        default=0,
+        unit="tokens",
+        help="Maximum number of tokens computed per step, over all sequences. 0: 512 on a CPU, 8192 on a GPU "
+        "with at least 64 GB of memory, 2048 on others.",
     )
     max_num_seqs: PositiveInt = knob(
         default=256, unit="sequences", help="Maximum number of sequences per step."
@@ -194,3 +201,10 @@ class SchedulerConfig:
         if self.use_sparse_attention:
             self.sparse_attention_config.refuse_block_size(self.block_size)
         return self
+
+    def with_step_tokens(self, gpu_bytes: int = 0) -> Self:
+        """Return it with the tokens per step that 0 stands for on a GPU of so many bytes; 0: on a CPU."""
+        by_default = _CPU_STEP_TOKENS
+        if gpu_bytes:
+            by_default = _GPU_STEP_TOKENS if gpu_bytes < _LARGE_GPU_BYTES else _LARGE_GPU_STEP_TOKENS
+        return dataclasses.replace(self, max_num_batched_tokens=self.max_num_batched_tokens or by_default)

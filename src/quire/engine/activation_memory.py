@@ -39,6 +39,7 @@ def activation_bytes(
     that of one of `num_ranks` ranks, which also hold what they exchange; each computes on `num_threads`. With
     `on_gpu`, only what is in the GPU's memory counts, with the angles of all positions.
     """
+    scheduler = scheduler.with_step_tokens()  # an engine's are decided already
     tokens = scheduler.max_num_batched_tokens
     if on_gpu:
         tokens = size_class(tokens)  # recorded steps are rounded up

@@ -28,20 +28,27 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
     wanted = config.device
     obstacle = "EngineConfig.device is 'cpu'" if wanted == "cpu" else _cuda_obstacle(config)
     if not obstacle:
+        from quire.kernels.devices import cuda_memory
+
         _check_gpus(config)
         _refuse_float8_pages(config)
-        return on_cuda(config)
+        return on_cuda(config, gpu_bytes=cuda_memory())
     if wanted == "cuda":
         raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
     if config.kernels == "triton":
         _refuse_kernels_elsewhere(obstacle)
     else:
         _refuse_float8(config, obstacle)
-    return dataclasses.replace(config, device="cpu")
+    return on_cpu(config)
 
 
-def on_cuda(config: EngineConfig) -> EngineConfig:
-    """Return `config` on a GPU, whether or not there is one here.
+def on_cpu(config: EngineConfig) -> EngineConfig:
+    """Return `config` on the CPU."""
+    return dataclasses.replace(config, device="cpu", scheduler=config.scheduler.with_step_tokens())
+
+
+def on_cuda(config: EngineConfig, *, gpu_bytes: int) -> EngineConfig:
+    """Return `config` on a GPU with `gpu_bytes` of memory, whether or not there is one here.
 
     Raises:
         ConfigError: the kernels compute elsewhere, or the engine is to do what it cannot do on a GPU.
@@ -50,7 +57,7 @@ def on_cuda(config: EngineConfig) -> EngineConfig:
     if obstacle:
         raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
     _refuse_beside_cuda(config)
-    scheduler = dataclasses.replace(config.scheduler, overlap_steps=True)
+    scheduler = dataclasses.replace(config.scheduler.with_step_tokens(gpu_bytes), overlap_steps=True)
     return dataclasses.replace(config, device="cuda", kernels="triton", scheduler=scheduler)
 
 

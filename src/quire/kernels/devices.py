@@ -93,6 +93,11 @@ def has_nccl() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
+def cuda_memory() -> int:
+    """Return the bytes of memory of the GPU that torch computes on."""
+    return torch.cuda.mem_get_info()[1]
+
+
 def free_cuda_memory() -> int:
     """Return the bytes that nobody has taken of the memory of the GPU that torch computes on."""
     torch.cuda.empty_cache()  # torch keeps the memory of tensors that are gone, such as an earlier engine's

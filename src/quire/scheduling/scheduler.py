@@ -40,6 +40,7 @@ class Scheduler(SchedulerInterface):
         max_model_len: int,
         context: SchedulerContext | None = None,
     ) -> None:
+        config = config.with_step_tokens()
         context = context or SchedulerContext()
         parts = SchedulerParts(config, num_blocks=num_blocks, max_model_len=max_model_len, context=context)
         self._config = config
