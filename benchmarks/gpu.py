@@ -5,8 +5,9 @@
 Weights are random. Copies and products are measured first, and steps are compared with these: a decode step
 with the time to copy its weights and KV, prompts with the time of their products. Then come requests of all
 lengths beside the continuous batching of `transformers`, 64 streams over HTTP beside the same requests
-offline, the time until a server is ready, and the kernels of a decode step. There is one way to compute a
-batch, and it is batch-invariant: what that costs is in all rows, and has none of its own.
+offline, the time until a server is ready, and the kernels of decode steps beside what they read, write and
+compute. There is one way to compute a batch, and it is batch-invariant: what that costs is in all rows, and
+has none of its own.
 
 `--tiny` goes through the same code on a CPU, but for `transformers`, with models of no use; its figures say
 nothing.
@@ -26,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_engine import busy_share, decode_seconds, prefill_seconds, step_profile
+from gpu_engine import busy_share, decode_seconds, prefill_seconds
 from gpu_machine import copy_bandwidth, product_rate
 from gpu_models import CONFIGS, model_without_files
-from gpu_roofline import decode_bytes, prefill_operations
+from gpu_profile import kernel_times, profile_table
+from gpu_roofline import decode_bytes, decode_work, prefill_operations
 from gpu_serving import bench, quire_rate, requests_of, server, transformers_rate
 from peers_model import config_of, random_tensors, write_tokenizer
 from peers_workload import ModelShape
@@ -177,11 +179,16 @@ def _written_model(sizes: Sizes) -> Iterator[str]:
         yield directory
 
 
-def profile_of(sizes: Sizes) -> str:
-    """Return the kernels of decode steps of Qwen3-0.6B's shape."""
-    name = "Qwen3-0.6B"
-    with model_without_files(name, is_tiny=sizes is TINY) as directory, _engine(directory, sizes) as llm:
-        return step_profile(llm, sizes.num_requests[1], sizes.context)
+def profiles_of(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -> Iterator[str]:
+    """Yield the lines of a table for each model: the kernels of its decode steps."""
+    count, context = sizes.num_requests[1], sizes.context
+    for name in names:
+        with model_without_files(name, is_tiny=sizes is TINY) as directory:
+            work = decode_work(read_model_config(Path(directory)), count, context)
+            with _engine(directory, sizes) as llm:
+                times = kernel_times(llm, count, context)
+        yield f"{name}, a decode step of {count} requests of {context} tokens"
+        yield from profile_table(times, work, bandwidth, rate)
 
 
 def main() -> int:
@@ -217,7 +224,8 @@ def main() -> int:
     if options.json:
         print(json.dumps({"bandwidth": bandwidth, "rate": rate, "rows": [*map(dataclasses.asdict, rows)]}))
     else:
-        print(profile_of(sizes))
+        for line in profiles_of(options.models, sizes, bandwidth, rate):
+            print(line, flush=True)
     return int(not all(row.is_met for row in rows))
 
 

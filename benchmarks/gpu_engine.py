@@ -1,4 +1,4 @@
-"""An engine in this process: how long its decode steps and prompts take, and what a step consists of."""
+"""An engine in this process: how long its decode steps and prompts take, and how busy its GPU is."""
 
 from __future__ import annotations
 
@@ -82,17 +82,3 @@ def busy_share(llm: LLM, num_requests: int, context: int, num_steps: int = 32) -
         llm.generate(asked, params)
         seconds = time.perf_counter() - started
     return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6 / seconds
-
-
-def step_profile(llm: LLM, num_requests: int, context: int, num_steps: int = 8) -> str:
-    """Return a table of the time that each kernel takes over some decode steps."""
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu = torch.cuda.is_available()
-    params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
-    asked = prompts(num_requests, context, llm.info.vocab_size)
-    llm.generate(asked, params)  # and a second time from the prefix cache: decode steps only
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
-        llm.generate(asked, params)
-    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-    return str(profiled.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60))

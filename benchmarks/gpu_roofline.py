@@ -2,11 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.config import ModelConfig
 from quire.models.weights import weight_specs
+
+FLOAT32_BYTES = 4
+BFLOAT16_BYTES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a kernel has to do at least."""
+
+    bytes: float  # that it reads and writes
+    operations: float = 0.0  # multiplications and additions
+
+    def seconds(self, bandwidth: float, rate: float) -> float:
+        """Return how long it takes with so many bytes and operations per second."""
+        return max(self.bytes / bandwidth, self.operations / rate)
+
+
+def decode_work(config: ModelConfig, num_requests: int, context: int) -> dict[str, Work]:
+    """Return what each kernel of a decode step in bfloat16 does, by name, in all layers together.
+
+    What is small beside these is left out. Requests have `context` tokens, and tokens are the likeliest ones.
+    """
+    matrices = expert_matrices = 0.0
+    features = expert_features = 0.0  # of rows, that products read and write
+    for spec in weight_specs(config):
+        shapes = [source.shape for source in spec.sources]
+        if len(shapes[0]) != 2 or (spec.field == "embedding" and not config.tie_word_embeddings):
+            continue
+        size, both = sum(map(math.prod, shapes)), shapes[0][1] + sum(shape[0] for shape in shapes)
+        if spec.field.startswith("expert_"):
+            expert_matrices, expert_features = expert_matrices + size, expert_features + both
+        else:
+            matrices, features = matrices + size, features + both
+    rows, layers, hidden = num_requests, config.num_layers, config.hidden_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    kv = cache_bytes_per_token(config)
+    work = {
+        "linear_kernel": Work((matrices + rows * features) * BFLOAT16_BYTES, 2 * rows * matrices),
+        "attend": Work(
+            kv * context * rows + 2 * layers * rows * heads * BFLOAT16_BYTES,
+            4 * rows * context * heads * layers,
+        ),
+        "_rotary_and_write_kv_kernel": Work(layers * rows * (2 * heads + 4 * kv_heads) * BFLOAT16_BYTES),
+        "_rms_norm_kernel": Work((8 * layers + 2) * rows * hidden * BFLOAT16_BYTES),
+        "_largest_kernel": Work(rows * config.vocab_size * FLOAT32_BYTES),
+    }
+    if not config.num_experts:
+        inner = 3 * config.intermediate_size
+        return {**work, "_gated_activation_kernel": Work(layers * rows * inner * BFLOAT16_BYTES)}
+    chosen = config.num_experts_per_token
+    pairs = rows * chosen / config.num_experts  # of each expert
+    read = _read_share(config, rows)
+    return {
+        **work,
+        "expert_product_kernel": Work(
+            (expert_matrices * read + pairs * expert_features) * BFLOAT16_BYTES, 2 * pairs * expert_matrices
+        ),
+        "add_results_kernel": Work(layers * rows * (chosen + 1) * hidden * BFLOAT16_BYTES),
+    }
 
 
 def decode_bytes(config: ModelConfig, num_requests: int, context: int) -> float:
@@ -15,19 +75,28 @@ def decode_bytes(config: ModelConfig, num_requests: int, context: int) -> float:
     A request has `context` tokens. Of a mixture it reads the experts that any token has chosen: all are as
     likely, and tokens choose independently. Of the embedding it reads a row a request, which is nothing.
     """
-    read_share = 1.0
-    if config.num_experts:
-        read_share -= (1 - config.num_experts_per_token / config.num_experts) ** num_requests
+    read_share = _read_share(config, num_requests)
     weights = 0.0
     for spec in weight_specs(config):
         size = sum(math.prod(source.shape) for source in spec.sources)
         if spec.field == "embedding" and not config.tie_word_embeddings:
             continue
         weights += size * (read_share if spec.field.startswith("expert_") else 1.0)
-    cache = PagedAttentionCacheMetaData.for_layers(
+    return weights * BFLOAT16_BYTES + cache_bytes_per_token(config) * context * num_requests
+
+
+def cache_bytes_per_token(config: ModelConfig) -> int:
+    """Return the bytes of a token's keys and values in bfloat16, of all layers."""
+    return PagedAttentionCacheMetaData.for_layers(
         config.kv_layers, page_size=1, dtype="bfloat16", num_pages=1
-    )
-    return weights * 2 + cache.bytes_per_token * context * num_requests
+    ).bytes_per_token
+
+
+def _read_share(config: ModelConfig, num_requests: int) -> float:
+    """Return the share of experts that any of the requests' tokens have chosen."""
+    if not config.num_experts:
+        return 1.0
+    return 1.0 - (1 - config.num_experts_per_token / config.num_experts) ** num_requests
 
 
 def prefill_operations(config: ModelConfig, num_prompts: int, length: int) -> float:

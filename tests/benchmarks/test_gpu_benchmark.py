@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
+import pkgutil
 import re
 import sys
 from pathlib import Path
 
 import pytest
 from gpu_models import model_without_files
-from gpu_roofline import decode_bytes, prefill_operations
+from gpu_profile import KernelTime, profile_table
+from gpu_roofline import Work, decode_bytes, decode_work, prefill_operations
 
 import gpu
+import quire.kernels.triton
 import subprocesses
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
@@ -38,6 +42,55 @@ def test_bytes_of_the_experts_that_are_read() -> None:
     assert decode_bytes(config, 10**6, 0) == pytest.approx(total)
     assert decode_bytes(config, 1, 0) == pytest.approx(total - experts * (1 - 8 / 128))
     assert decode_bytes(config, 2, 0) == pytest.approx(total - experts * (1 - 8 / 128) ** 2)
+
+
+def test_what_the_kernels_of_a_decode_step_do() -> None:
+    config = config_of("Llama-3-8B")
+    work = decode_work(config, 64, 1_000)
+    read = sum(each.bytes for each in work.values())
+    rows_in_layers = 64 * 32 * (
+        (4_096 + 6_144 + 4_096 + 4_096 + 4_096 + 28_672 + 14_336 + 4_096)  # of products
+        + 2 * 4_096  # queries, and what they attend to
+        + 2 * 4_096 + 4 * 1_024  # queries and keys are turned, and keys and values written
+        + 8 * 4_096  # two norms, each of a sum that is kept, too
+        + 3 * 14_336
+    )  # fmt: skip
+    of_ends = 64 * (4_096 + 128_256 + 2 * 4_096 + 2 * 128_256)  # the last product, the first norm, the choice
+    # Norms have weights of float32 in place of the bfloat16 that are counted there, both next to nothing.
+    assert read == pytest.approx(decode_bytes(config, 64, 1_000) + 2 * (rows_in_layers + of_ends), rel=1e-4)
+    matrices = 8_030_261_248 - 128_256 * 4_096
+    assert work["linear_kernel"].operations == pytest.approx(2 * 64 * matrices, rel=1e-4)
+    assert work["attend"].operations == 4 * 64 * 1_000 * 4_096 * 32
+
+
+def test_what_the_experts_of_a_decode_step_do() -> None:
+    config = config_of("Qwen3-30B-A3B")
+    one, all_of_them = (decode_work(config, count, 0)["expert_product_kernel"] for count in (1, 10**6))
+    experts = 48 * 128 * 3 * 2_048 * 768
+    assert one.operations == 2 * experts * 8 / 128
+    assert one.bytes == pytest.approx(2 * experts * 8 / 128, rel=1e-2)
+    assert all_of_them.bytes > 2 * experts
+    assert "_gated_activation_kernel" not in decode_work(config, 1, 0)
+
+
+def test_work_is_of_kernels_that_there_are() -> None:
+    modules = pkgutil.iter_modules(quire.kernels.triton.__path__, "quire.kernels.triton.")
+    launched = {
+        name
+        for module in modules
+        for name, item in vars(importlib.import_module(module.name)).items()
+        if hasattr(item, "run")
+    }
+    for name in ("Llama-3-8B", "Qwen3-30B-A3B"):
+        assert launched.issuperset(decode_work(config_of(name), 1, 1))
+
+
+def test_kernels_stand_beside_their_limits() -> None:
+    times = [KernelTime("product", 2e-3, 4.0), KernelTime("other", 1e-3, 0.5)]
+    _, product, other, together = profile_table(times, {"product": Work(3e6, 8e9)}, 3e9, 5e12)
+    assert product.split() == ["product", "2.0000", "4.0", "3.00", "2", "8.00", "0.80"]
+    assert other.split() == ["other", "1.0000", "0.5"]
+    assert together.split() == ["all", "3.0000", "4.5"]
 
 
 def test_operations_of_prompts() -> None:
