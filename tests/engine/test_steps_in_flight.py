@@ -13,7 +13,7 @@ import torch
 from host_choice import HostChoice
 from late_tokens import LateCopy, choose_on_device
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.execution.adaptive_proposer import DraftedRequest
+from quire.execution.adaptive_proposer import AdaptiveProposer, DraftedRequest
 from quire.execution.device_sampling import DeviceSampler
 from quire.execution.persistent_batch import PersistentBatch
 
@@ -201,8 +201,9 @@ def test_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
 def test_steps_that_are_followed_by_no_drafts(
     serial: dict[int, Any], unknown_tokens: list[int], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Whether or not drafts pay, which is measured.
+    # Whether or not drafts pay, and what waiting for them costs, which is measured.
     monkeypatch.setattr(DraftedRequest, "num_wanted", lambda self, num_tokens, cost: 3)
+    monkeypatch.setattr(AdaptiveProposer, "_pays", lambda *_: True)
     options = {"speculative_method": method, "num_speculative_tokens": 3, "max_num_draft_tokens": 3}
     assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]
     assert sum(unknown_tokens) > 10

@@ -25,19 +25,25 @@ class Always(Proposer):
 
 
 class Engine:
-    """A step of n rows takes 1 + n * `row` seconds; drafts of slot s are right with chance `right[s]`."""
+    """A step of n rows takes 1 + n * `row` seconds; drafts of slot s are right with chance `right[s]`.
 
-    def __init__(self, right, row):
-        self.right, self.row = right, row
+    Steps overlap if a `wait` is given, in seconds: between a step that drafts may follow and the next one.
+    """
+
+    def __init__(self, right, row, wait=None):
+        self.right, self.row, self.wait = right, row, wait
         self.rng = np.random.default_rng(7)
         self.now = 0.0
         self.inner = Always()
-        self.proposer = AdaptiveProposer(self.inner, len(right), clock=lambda: self.now)
+        self.proposer = AdaptiveProposer(
+            self.inner, len(right), overlaps=wait is not None, clock=lambda: self.now
+        )
         self.slots = np.arange(len(right))
         self.num_tokens = np.full(len(right), 10)
         self.drafts = np.zeros(len(right), np.int64)
         self.num_drafted = 0
         self.num_idle_left = self.num_idle_steps = 0
+        self.is_idle = False
         for slot in self.slots:
             self.proposer.open(slot, 10, SCOPE)
 
@@ -59,19 +65,21 @@ class Engine:
             max_drafts=np.full(size, NUM_DRAFTS),
         )
         drafts = None
-        if self.num_idle_left:
+        self.is_idle = bool(self.num_idle_left)
+        if self.is_idle:
             self.num_idle_left -= 1
             self.num_idle_steps += 1
         else:
             drafts = self.proposer.propose(to_continue, NUM_DRAFTS)
             self.num_idle_left = self.proposer.num_idle_steps() if drafts is None else 0
+            self.now += self.wait or 0.0
         self.drafts = np.zeros(size, np.int64) if drafts is None else (drafts != NO_TOKEN).sum(axis=1)
 
     def gain(self, num_steps=400):
         """Run, and return tokens per second, relative to those without drafts."""
         tokens, began = self.num_tokens.sum(), self.now
         for _ in range(num_steps):
-            self.step()
+            self.step(is_alone=self.wait is None or not self.is_idle)
         speed = (self.num_tokens.sum() - tokens) / (self.now - began)
         return speed * (1 + self.row * len(self.slots)) / len(self.slots)
 
@@ -87,6 +95,34 @@ def test_drafts_that_are_always_wrong_cost_at_most_three_percent(row, num_reques
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_drafts_that_are_sometimes_right_cost_at_most_three_percent(row, right, num_requests):
     assert Engine([right] * num_requests, row).gain() >= 0.97
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.05, 0.2, 1.0])
+@pytest.mark.parametrize("row", [0.02, 0.1])
+@pytest.mark.parametrize("num_right", [0, 1, 4, 16])
+@pytest.mark.parametrize("right", [0.5, 0.95])
+def test_where_steps_overlap_waiting_for_drafts_costs_at_most_three_percent(wait, row, num_right, right):
+    engine = Engine([right] * num_right + [0.0] * (16 - num_right), row, wait)
+    engine.gain(50)
+    assert engine.gain() >= 0.97
+
+
+@pytest.mark.parametrize(("num_requests", "waits"), [(16, False), (2, True)])
+def test_all_wait_for_the_drafts_of_one_only_if_that_pays(num_requests, waits):
+    engine = Engine([0.95] + [0.0] * (num_requests - 1), 0.02, wait=0.3)
+    engine.gain(100)
+    idle_before = engine.num_idle_steps
+    gain = engine.gain()
+    assert (engine.num_idle_steps - idle_before < 40) == waits
+    assert (gain > 1.3) == waits
+
+
+def test_what_one_s_drafts_are_worth_is_noticed_when_others_have_ended():
+    engine = Engine([0.95] + [0.0] * 15, 0.02, wait=0.3)
+    engine.gain()
+    engine.slots, engine.num_tokens, engine.drafts = np.arange(1), engine.num_tokens[:1], engine.drafts[:1]
+    engine.gain(150)
+    assert engine.gain(100) > 2
 
 
 def test_drafts_that_are_mostly_right_pay_nearly_as_if_all_had_been_made():

@@ -70,7 +70,8 @@ def build_proposer(config: EngineConfig, draft_model: Decoder | None, plan: Memo
         from quire.execution.adaptive_proposer import AdaptiveProposer
 
         max_num_seqs = config.scheduler.max_num_seqs
-        return AdaptiveProposer(_copying_proposer(speculation, max_num_seqs), max_num_seqs)
+        proposer = _copying_proposer(speculation, max_num_seqs)
+        return AdaptiveProposer(proposer, max_num_seqs, overlaps=config.scheduler.overlap_steps)
     if draft_model is None:
         return None
     from quire.execution.draft_model_proposer import DraftModelProposer

@@ -20,7 +20,9 @@ _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.98  # what an estimate of acceptance keeps 
 _HIGHEST_ACCEPTANCE = 0.98  # that is believed, so that many accepted drafts are soon forgotten
 _MARGIN = 1.1  # by which a draft's worth must exceed its cost, because both are estimates
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
-_MOST_IDLE_STEPS = 8  # in a row, so that the cost of rows is measured in the others
+_MOST_IDLE_STEPS = (
+    8  # in a row, so that the cost of rows is measured in the others, unless waiting costs more
+)
 
 
 class AdaptiveProposer(Proposer):
@@ -32,21 +34,34 @@ class AdaptiveProposer(Proposer):
     that it costs 1 % of the time, to see whether the text has begun to repeat itself. A new request starts
     with the acceptance that others have had.
 
+    Where steps overlap, drafts cost something else: all requests wait until the tokens that they follow are
+    known, also those that get none. So they are made only if all of them together save more than that; else
+    they are tried as rarely as drafts that are not expected to pay, and steps overlap meanwhile.
+
     Its own time counts, too, where a step takes a millisecond, so it works on numbers and not on arrays, and
     is idle while no draft is due.
 
     Args:
         proposer: makes the drafts; is not asked for rows that are to have none.
         max_num_seqs: number of slots.
+        overlaps: whether a step that no drafts follow is in flight while the next one is begun.
         clock: tells seconds.
     """
 
     def __init__(
-        self, proposer: Proposer, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        proposer: Proposer,
+        max_num_seqs: int,
+        *,
+        overlaps: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.follows_tokens = proposer.follows_tokens
         self._proposer = proposer
         self._clock = clock
+        self._wait = WaitShare() if overlaps else None
+        self._asked_at = 0.0  # 0: not after the last step
+        self._step_seconds = 0.0
         self._cost = RowCost()
         self._step_began = 0.0
         self._num_step_rows = 0
@@ -73,6 +88,9 @@ class AdaptiveProposer(Proposer):
         self._proposer.begin_step(num_tokens, is_alone=is_alone)
         self._num_step_rows, self._is_alone = num_tokens, is_alone
         self._step_began = self._clock()
+        if self._wait is not None and self._asked_at and is_alone:
+            self._wait.note(self._step_began - self._asked_at, self._step_seconds)
+        self._asked_at = 0.0
 
     @override
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
@@ -80,14 +98,17 @@ class AdaptiveProposer(Proposer):
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
-        step_seconds = self._clock() - self._step_began
+        self._asked_at = self._clock()
+        step_seconds = self._step_seconds = self._asked_at - self._step_began
         requests = [self._by_slot[slot] for slot in rows.slots.tolist()]
         num_tokens = rows.num_tokens.tolist()
         has_prompt = self._num_step_rows != len(requests) + sum(request.num_drafts for request in requests)
         if self._is_alone and not has_prompt:
             self._cost.note(self._num_step_rows, step_seconds)
+        follows_drafts = False
         for request, known in zip(requests, num_tokens, strict=True):
             if request.num_drafts:
+                follows_drafts = True
                 self._shared.note(*request.outcome(known))
         cost = self._cost.of_draft(len(requests))
         lengths = [
@@ -95,12 +116,13 @@ class AdaptiveProposer(Proposer):
             for request, known, most in zip(requests, num_tokens, rows.max_drafts.tolist(), strict=True)
         ]
         chosen = [row for row, length in enumerate(lengths) if length]
-        if not chosen:
+        if not chosen or (follows_drafts and not self._pays(requests, lengths, cost)):
             until_trial = (
                 request.steps_until_trial(known, cost)
                 for request, known in zip(requests, num_tokens, strict=True)
             )
-            self._num_idle_steps = min(until_trial, default=0)
+            of_wait = 0 if self._wait is None else self._wait.steps_until_trial
+            self._num_idle_steps = max(min(until_trial, default=0), of_wait)
             return None
         self._num_idle_steps = 0
         proposed = self._proposer.propose(_selected(rows, chosen, lengths), num_drafts)
@@ -115,6 +137,15 @@ class AdaptiveProposer(Proposer):
     @override
     def num_idle_steps(self) -> int:
         return self._num_idle_steps
+
+    def _pays(self, requests: list[DraftedRequest], lengths: list[int], cost: float) -> bool:
+        """Return whether drafts of these lengths save more than it costs all requests to wait for them."""
+        if self._wait is None:
+            return True
+        saved = sum(
+            request.tokens_saved(length, cost) for request, length in zip(requests, lengths, strict=True)
+        )
+        return saved > _MARGIN * len(requests) * self._wait.share
 
 
 class Acceptance:
@@ -168,10 +199,38 @@ class DraftedRequest:
             return int(math.log(threshold) / math.log(acceptance))
         return int(num_tokens - self._num_tokens >= cost / _PROBE_SHARE)
 
+    def tokens_saved(self, num_drafts: int, cost: float) -> float:
+        """Return how many tokens so many drafts are expected to save, less what they cost; 0 of a trial."""
+        acceptance = min(self._acceptance.estimate, _HIGHEST_ACCEPTANCE)
+        if acceptance <= _MARGIN * cost:
+            return 0.0
+        return acceptance * (1 - acceptance**num_drafts) / (1 - acceptance) - num_drafts * cost
+
     def steps_until_trial(self, num_tokens: int, cost: float) -> int:
         """Return the number of next steps after which no draft will be tried, if none pays; at most 8."""
         due = self._num_tokens + cost / _PROBE_SHARE
         return min(max(math.ceil(due - num_tokens) - 1, 0), _MOST_IDLE_STEPS)
+
+
+class WaitShare:
+    """What waiting for a step's tokens takes before the next step begins, as a share of the step."""
+
+    _MEMORY = 0.9
+
+    def __init__(self) -> None:
+        self._num_waits = 0
+        self.share = 0.0
+
+    def note(self, seconds: float, step_seconds: float) -> None:
+        """Take how long one wait was; it is longer than the step only where there was nothing to do."""
+        self._num_waits += 1
+        share = min(seconds / step_seconds, 1.0) if step_seconds > 0.0 else 1.0
+        self.share += max(1 - self._MEMORY, 1 / self._num_waits) * (share - self.share)
+
+    @property
+    def steps_until_trial(self) -> int:
+        """Steps that overlap between two trials, each of which waits twice: for drafts, and for their end."""
+        return math.ceil(2 * self.share / _PROBE_SHARE)
 
 
 class RowCost:
