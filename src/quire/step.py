@@ -149,6 +149,8 @@ class SchedulerOutput:
     chosen_tokens: ChosenTokens
     block_copies: IntArray  # [copies, 2] (from, to): copy on write, before any KV of this step is written
     evictions: EvictionData | None = None  # None: nothing is ever evicted
+    pending_structured_output_tokens: bool = False
+    """Whether a mask of the step depends on tokens of steps before it that have not been applied."""
     num_drafts_wanted: int = 0  # most tokens to propose for each request after this step
     kv_connector_metadata: object | None = None  # from the connector's scheduler side to its worker side
 

@@ -170,7 +170,7 @@ class StepDriver:
             num_drafts_wanted=num_drafts_wanted,
         )
         self._finished, self._preempted = [], []
-        result = self.runner.execute(output, grammar)
+        result = self.runner.execute(output, lambda: grammar)
         if isinstance(result, StepInFlight):
             result = result.result()
         self._apply(num_tokens, num_drafts, result)

@@ -139,9 +139,11 @@ class Scene:
             if not self.scheduler.has_requests():
                 break
             plan = self.plan()
-            in_flight.append((plan, self.compute(plan)))
-            if len(in_flight) == 2:
+            waits = plan.pending_structured_output_tokens
+            computed = None if waits else self.compute(plan)
+            if in_flight:
                 self.apply(*in_flight.popleft())
+            in_flight.append((plan, self.compute(plan) if waits else computed))
         while in_flight:
             self.apply(*in_flight.popleft())
         self.finish(max_steps=2)

@@ -108,13 +108,29 @@ def test_a_preemption_with_a_step_in_flight_voids_the_token_on_its_way():
     scene.check_naive()
 
 
-def test_a_grammar_sees_each_token_before_the_next_is_planned():
+def test_a_grammar_sees_each_token_before_the_next_is_chosen():
     scene = overlapped(grammars=GatedGrammars())
     scene.add("a", range(6), max_tokens=6, structured_outputs=CLASSES)
     scene.add("b", range(9), max_tokens=12)
     scene.finish_overlapped(max_steps=100_000)
     assert scene.outputs["a"] == scene.naive("a", allowed_by_class)
     scene.check_naive("b")
+
+
+def test_a_request_with_a_grammar_is_in_each_step():
+    scene = overlapped(grammars=GatedGrammars())
+    scene.add("a", range(6), max_tokens=6, structured_outputs=CLASSES)
+    plan = scene.plan()
+    while not plan.request_ids:  # its grammar is being compiled
+        scene.apply(plan)
+        plan = scene.plan()
+    assert not plan.pending_structured_output_tokens
+    for _ in range(4):
+        following = scene.plan()
+        assert following.request_ids == ["a"]
+        assert following.pending_structured_output_tokens
+        scene.apply(plan)
+        plan = following
 
 
 @pytest.mark.parametrize("accuracy", [0.3, 1.0])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
@@ -32,15 +34,20 @@ class StepInFlight(Protocol):
         """Wait for the step's tokens and return what it computed; may be called from any thread."""
 
 
+GrammarSource = Callable[[], GrammarOutput | None]
+"""Says which tokens grammars allow in a step."""
+
+
 class Runner(Protocol):
     """Computes steps."""
 
     def execute(
-        self, output: SchedulerOutput, grammar: GrammarOutput | None = None
+        self, output: SchedulerOutput, grammar: GrammarSource | None = None
     ) -> ModelRunnerOutput | StepInFlight:
         """Compute one step, or have a device begin to; steps come in the order in which they were planned.
 
-        The next step may come before the result of this one has been asked for.
+        The next step may come before the result of this one has been asked for. `grammar` is asked for masks
+        when nothing is left but to choose tokens: it may have to wait for the tokens of the step before.
         """
 
 
@@ -66,15 +73,8 @@ class Stepper(ABC):
     def close(self) -> None:
         """Wait for the step in flight; the stepper cannot be used afterwards."""
 
-    def _bitmask(self, scheduled: SchedulerOutput) -> GrammarOutput | Exception | None:
-        """Return the tokens that grammars allow in a step, or why that is not known."""
-        try:
-            return self._scheduler.get_grammar_bitmask(scheduled)
-        except Exception as error:
-            return error
-
     def _execute(
-        self, scheduled: SchedulerOutput, grammar: GrammarOutput | Exception | None
+        self, scheduled: SchedulerOutput, grammar: GrammarSource
     ) -> ModelRunnerOutput | StepInFlight:
         """Compute the step or begin to; if that fails, return the output of a failed step.
 
@@ -82,8 +82,6 @@ class Stepper(ABC):
             EngineDeadError: a rank has failed, and no further step can be computed.
         """
         try:
-            if isinstance(grammar, Exception):
-                raise grammar
             return self._runner.execute(scheduled, grammar)
         except EngineDeadError:
             raise
@@ -117,7 +115,8 @@ class SerialStepper(Stepper):
     @override
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
         scheduled = self._scheduler.schedule()
-        computed = self._result(scheduled, self._execute(scheduled, self._bitmask(scheduled)))
+        grammar = functools.partial(self._scheduler.get_grammar_bitmask, scheduled)
+        computed = self._result(scheduled, self._execute(scheduled, grammar))
         outputs = self._update(scheduled, computed)
         return outputs, bool(outputs) or _does_something(scheduled)
 
@@ -129,23 +128,27 @@ class SerialStepper(Stepper):
 class OverlappedStepper(Stepper):
     """Plans the next step while one is computed in another thread, before its tokens are known.
 
-    Where a device computes, it is given the next step before it has ended this one.
+    Where a device computes, it is given the next step before it has ended this one. Masks of grammars that
+    have to see these tokens first follow later, while the step is computed.
     """
 
     def __init__(self, scheduler: SchedulerInterface, runner: Runner) -> None:
         super().__init__(scheduler, runner)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model-runner")
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput | StepInFlight]]] = deque()
+        self._in_flight: deque[_LaunchedStep] = deque()
 
     @override
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
         if not self._in_flight:
             self._launch()
         self._launch()
-        does_something = any(_does_something(scheduled) for scheduled, _ in self._in_flight)
-        scheduled, future = self._in_flight.popleft()
-        computed = self._result(scheduled, future.result())
-        outputs = self._update(scheduled, computed)
+        does_something = any(_does_something(step.scheduled) for step in self._in_flight)
+        step = self._in_flight.popleft()
+        computed = self._result(step.scheduled, step.computed.result())
+        try:
+            outputs = self._update(step.scheduled, computed)
+        finally:
+            self._tell_masks()
         if not computed.is_applied:
             outputs += self._finish_in_flight()
         return outputs, bool(outputs) or does_something
@@ -158,22 +161,44 @@ class OverlappedStepper(Stepper):
         """
         outputs = []
         while self._in_flight:
-            scheduled, future = self._in_flight.popleft()
-            computed = self._result(scheduled, future.result())
+            step = self._in_flight.popleft()
+            computed = self._result(step.scheduled, step.computed.result())
             if not computed.is_applied:
                 computed = dataclasses.replace(computed, errors={}, failure="")
-            outputs += self._update(scheduled, computed)
+            outputs += self._update(step.scheduled, computed)
         return outputs
 
     @override
     def close(self) -> None:
+        for step in self._in_flight:
+            step.masks.cancel()
         self._thread.shutdown()
         self._in_flight.clear()
 
     def _launch(self) -> None:
         scheduled = self._scheduler.schedule()
-        future = self._thread.submit(self._execute, scheduled, self._bitmask(scheduled))
-        self._in_flight.append((scheduled, future))
+        masks: Future[GrammarOutput | None] = Future()
+        computed = self._thread.submit(self._execute, scheduled, masks.result)
+        has_to_wait = bool(self._in_flight) and scheduled.pending_structured_output_tokens
+        self._in_flight.append(_LaunchedStep(scheduled, masks, computed))
+        if not has_to_wait:
+            self._tell_masks()
+
+    def _tell_masks(self) -> None:
+        """Have steps in flight go on that wait for masks; where there are none, why there are none."""
+        for step in self._in_flight:
+            if not step.masks.done():
+                try:
+                    step.masks.set_result(self._scheduler.get_grammar_bitmask(step.scheduled))
+                except Exception as error:
+                    step.masks.set_exception(error)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _LaunchedStep:
+    scheduled: SchedulerOutput
+    masks: Future[GrammarOutput | None]
+    computed: Future[ModelRunnerOutput | StepInFlight]
 
 
 def describe_failure(error: Exception) -> str:

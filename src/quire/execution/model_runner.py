@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -141,7 +141,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(
-        self, output: SchedulerOutput, grammar: GrammarOutput | None = None
+        self, output: SchedulerOutput, grammar: Callable[[], GrammarOutput | None] | None = None
     ) -> ModelRunnerOutput | StepInFlight:
         """Run one step and return its tokens, or have the device choose them, which the next step may use.
 
@@ -150,7 +150,8 @@ class ModelRunner:
 
         Args:
             output: the plan.
-            grammar: the tokens that requests with a grammar may sample.
+            grammar: returns the tokens that requests with a grammar may sample; called behind everything
+                that does not depend on them, and may wait until they are known.
 
         Raises:
             InconsistentPlanError: the plan contradicts what the runner knows.
@@ -318,17 +319,18 @@ class ModelRunner:
         self,
         output: SchedulerOutput,
         sampling: SamplingPositions,
-        grammar: GrammarOutput | None,
+        grammar: Callable[[], GrammarOutput | None] | None,
         logits: torch.Tensor,
         result: ModelRunnerOutput,
     ) -> StepInFlight | None:
         """Sample, and put the tokens into `result`; return the step if nobody here has to wait for them."""
         slots = output.slots[sampling.rows].astype(np.int64)
+        allowed = None if grammar is None else grammar()
         begun = self._sampler.begin(
             logits,
             slots[sampling.request],
             sampling.positions,
-            None if grammar is None else TokenMasks.of(grammar, output, sampling),
+            None if allowed is None else TokenMasks.of(allowed, output, sampling),
             self._batch.known_tokens(slots[sampling.request]),
         )
         waits = self._needs_tokens(output) or begun.rows_of_host.size

@@ -175,8 +175,8 @@ class _MadeUpSteps:
             evictions=EvictionData(none, none) if scores else None,
         )
         self._running = request_ids
-        grammar = None if params is _PLAIN else self._grammar(request_ids, 1 + num_drafts)
-        result = self._runner.execute(output, grammar)
+        allowed = None if params is _PLAIN else self._grammar(request_ids, 1 + num_drafts)
+        result = self._runner.execute(output, lambda: allowed)
         if isinstance(result, StepInFlight):
             result.result()
 

@@ -136,7 +136,8 @@ class SchedulerInterface(ABC):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return the tokens that grammars allow in this step, or None if no request of it has a grammar.
 
-        May be asked while the step before it runs: a request with a grammar is in no two steps in flight.
+        With `pending_structured_output_tokens`, it is asked once the steps before have been applied, while
+        this one may be computed already; else it may be asked at once.
         """
 
     @abstractmethod

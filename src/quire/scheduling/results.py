@@ -224,7 +224,7 @@ class ResultsPhase:
         grammars, running = self.grammars, self.running
         if not grammars.num_live:
             return
-        structured = running.needs_sampled_tokens[results.slots] & (results.num_new > 0)
+        structured = running.has_grammar[results.slots] & (results.num_new > 0)
         for row in structured.nonzero()[0].tolist():
             slot = int(results.slots[row])
             request_id = running.request_at(slot).request_id
@@ -269,7 +269,7 @@ class ResultsPhase:
         running, grammars = self.running, self.grammars
         if self.eviction is not None:
             return  # what goes after a step cannot come back when a draft is rejected
-        for row in np.flatnonzero(running.needs_sampled_tokens[slots]).tolist():
+        for row in np.flatnonzero(running.has_grammar[slots] | running.is_beam[slots]).tolist():
             request_id = running.request_at(int(slots[row])).request_id
             proposed = draft_ids[row][draft_ids[row] != NO_TOKEN].tolist()
             valid = grammars.valid_drafts(request_id, proposed) if request_id in grammars else []

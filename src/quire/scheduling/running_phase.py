@@ -69,7 +69,7 @@ class RunningPhase:
         running = self.running
         is_pending = running.num_pending[slots] > 0
         is_last = known >= running.token_limit[slots]
-        needs_tokens = running.needs_sampled_tokens[slots] | is_last
+        needs_tokens = running.is_beam[slots] | is_last
         # Drafts follow a known token. Those who get none wait, too: split over two steps, each would take as
         # long as one with all of them.
         skips: BoolArray = is_pending & (needs_tokens | self.in_flight.awaits_drafts)

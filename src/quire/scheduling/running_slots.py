@@ -37,8 +37,7 @@ class RunningSlots:
         self.client_index = np.zeros(max_num_seqs, dtype=np.int32)
         self.awaits_first_token = np.zeros(max_num_seqs, dtype=np.bool_)  # its client has had no output yet
         self.is_beam = np.zeros(max_num_seqs, dtype=np.bool_)  # a beam search chooses its tokens
-        # Its next step cannot be planned before the tokens of its last one have been applied.
-        self.needs_sampled_tokens = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.has_grammar = np.zeros(max_num_seqs, dtype=np.bool_)
         # Zeroed memory is committed when first written: a long max_model_len costs address space only.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.draft_ids = np.full((max_num_seqs, 0), NO_TOKEN, dtype=np.int32)  # widened as needed
@@ -94,7 +93,7 @@ class RunningSlots:
         self.min_tokens[slot] = num_prompt + request.sampling_params.min_tokens
         self.client_index[slot] = request.client_index
         self.awaits_first_token[slot] = not request.output_token_ids
-        self.needs_sampled_tokens[slot] = self.is_beam[slot] = False
+        self.has_grammar[slot] = self.is_beam[slot] = False
         self._set_stop_ids(slot, request)
         bisect.insort(self._order, (key, slot))
         self._free.pop()

@@ -39,7 +39,7 @@ class SlotManager:
     def enter(self, request: Request) -> int:
         """Move a request, which has left the queue, into a free slot and return that."""
         slot = self.running.occupy(request, self.order.running_key(request))
-        self.running.needs_sampled_tokens[slot] = request.request_id in self.grammars
+        self.running.has_grammar[slot] = request.request_id in self.grammars
         self.order.admitted(request)
         request.status = RequestStatus.RUNNING
         return slot
@@ -63,7 +63,6 @@ class SlotManager:
             other.num_computed_tokens = other.num_tokens
             group.slots.append(self.running.occupy(other, (*self.running.key_of(slot), place)))
         self.running.is_beam[group.slots] = True
-        self.running.needs_sampled_tokens[group.slots] = True
         self.beams.add(group)
         return others
 
