@@ -311,7 +311,7 @@ async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engin
             threads = map(int, os.listdir(f"/proc/{pid}/task"))
             assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_OTHER}
     assert llm.recovery_stats.num_restarts == 2
-    assert num_descriptors[0] == num_descriptors[1]
+    assert num_descriptors[1] <= num_descriptors[0]  # those of earlier tests may have been collected
     await llm.shutdown()
     assert preloaded.other_children() == []
 
