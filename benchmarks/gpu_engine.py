@@ -1,4 +1,4 @@
-"""An engine in this process: how long its decode steps and prompts take, and how busy its GPU is."""
+"""An engine in this process: how long its decode steps and prompts take."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
-
-import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
@@ -64,21 +62,3 @@ def prefill_seconds(llm: LLM, num_prompts: int, length: int, rounds: int = 5) ->
         llm.generate(asked, params)
         taken.append(time.perf_counter() - started)
     return statistics.median(taken[1:])
-
-
-def busy_share(llm: LLM, num_requests: int, context: int, num_steps: int = 32) -> float:
-    """Return the share of decode steps' time in which the GPU has something to do; on a CPU, 0.
-
-    What the profiler costs the host counts as time without.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu = torch.cuda.is_available()
-    params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
-    asked = prompts(num_requests, context, llm.info.vocab_size)
-    llm.generate(asked, params)  # and a second time from the prefix cache: decode steps only
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
-        started = time.perf_counter()
-        llm.generate(asked, params)
-        seconds = time.perf_counter() - started
-    return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6 / seconds

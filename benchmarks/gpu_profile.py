@@ -1,9 +1,11 @@
-"""The kernels of decode steps: how long each takes, beside what it has to read, write and compute."""
+"""The kernels of decode steps: how long each takes, beside what it has to do, and how busy the GPU is."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from gpu_engine import prompts
@@ -31,18 +33,36 @@ def kernel_times(llm: LLM, num_requests: int, context: int, num_steps: int = 16)
     Requests have `context` tokens when they begin.
     """
     on_gpu = torch.cuda.is_available()
-    params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
-    asked = prompts(num_requests, context, llm.info.vocab_size)
-    for _ in range(2):  # from the prefix cache the second time, when steps of this size are recorded
-        llm.generate(asked, params)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
-        llm.generate(asked, params)
+    events, _ = _profiled(llm, num_requests, context, num_steps)
     times = []
-    for event in profiled.key_averages():
+    for event in events:
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if microseconds:
             times.append(KernelTime(event.key, microseconds / 1e6 / num_steps, event.count / num_steps))
     return sorted(times, key=lambda kernel: -kernel.seconds)
+
+
+def busy_share(llm: LLM, num_requests: int, context: int, num_steps: int = 32) -> float:
+    """Return the share of decode steps' time in which the GPU has something to do; on a CPU, 0.
+
+    What the profiler costs the host counts as time without.
+    """
+    events, seconds = _profiled(llm, num_requests, context, num_steps)
+    return sum(event.self_device_time_total for event in events) / 1e6 / seconds
+
+
+def _profiled(llm: LLM, num_requests: int, context: int, num_steps: int) -> tuple[Any, float]:
+    """Return what the profiler has of decode steps, by kernel, and how many seconds they took."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
+    asked = prompts(num_requests, context, llm.info.vocab_size)
+    for _ in range(2):  # from the prefix cache the second time, when steps of this size are recorded
+        llm.generate(asked, params)
+    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        started = time.perf_counter()
+        llm.generate(asked, params)
+        seconds = time.perf_counter() - started
+    return profiled.key_averages(), seconds
 
 
 def profile_table(
