@@ -7,7 +7,7 @@ held from admission to finish or preemption. Arrays are in one order, that of `S
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -149,8 +149,7 @@ class SchedulerOutput:
     chosen_tokens: ChosenTokens
     block_copies: IntArray  # [copies, 2] (from, to): copy on write, before any KV of this step is written
     evictions: EvictionData | None = None  # None: nothing is ever evicted
-    pending_structured_output_tokens: bool = False
-    """Whether a mask of the step depends on tokens of steps before it that have not been applied."""
+    pending_structured_output_tokens: bool = False  # whether a mask depends on tokens of steps in flight
     num_drafts_wanted: int = 0  # most tokens to propose for each request after this step
     kv_connector_metadata: object | None = None  # from the connector's scheduler side to its worker side
 
@@ -195,6 +194,10 @@ class GrammarOutput:
     request_ids: list[str]
     num_rows: IntArray  # [requests], d + 1 each
     bitmask: IntArray  # [sum of num_rows, ceil(vocabulary / 32)]
+
+
+GrammarSource = Callable[[], GrammarOutput | None]
+"""Says which tokens the grammars of a step allow; may wait until that is known."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -46,7 +46,7 @@ class Scheduler:
 
     def update_from_output(self, plan: Mock, computed: ModelRunnerOutput) -> dict[int, Any]:
         if plan.pending_structured_output_tokens is False:
-            self.runner.began[plan.step + 1].wait()  # before its masks can be known
+            assert self.runner.began[plan.step + 1].wait(20)  # before its masks can be known
         self.calls.append(("update", plan.step))
         if self.update_error is not None:
             raise self.update_error
@@ -91,9 +91,7 @@ def test_no_step_waits_for_masks_after_one_that_could_not_be_applied(
     assert runner.masks == ["of 0", "of 1", "of 2"]
 
 
-def test_a_stepper_that_is_closed_leaves_no_step_behind(
-    stepper: OverlappedStepper, runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stepper_that_is_closed_leaves_no_step_behind(stepper: OverlappedStepper, runner: Runner) -> None:
     stepper._launch()
     stepper._launch()
     assert runner.began[1].wait(20)

@@ -7,7 +7,6 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
@@ -17,7 +16,7 @@ from quire.engine.messages import ErrorInfo
 from quire.errors import EngineDeadError
 from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutput
-from quire.step import GrammarOutput, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from quire.step import GrammarOutput, GrammarSource, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +31,6 @@ class StepInFlight(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's tokens and return what it computed; may be called from any thread."""
-
-
-GrammarSource = Callable[[], GrammarOutput | None]
-"""Says which tokens grammars allow in a step."""
 
 
 class Runner(Protocol):

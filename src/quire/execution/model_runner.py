@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,7 +34,7 @@ from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.step import (
     NO_TOKEN,
-    GrammarOutput,
+    GrammarSource,
     IntArray,
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -141,7 +141,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(
-        self, output: SchedulerOutput, grammar: Callable[[], GrammarOutput | None] | None = None
+        self, output: SchedulerOutput, grammar: GrammarSource | None = None
     ) -> ModelRunnerOutput | StepInFlight:
         """Run one step and return its tokens, or have the device choose them, which the next step may use.
 
@@ -319,7 +319,7 @@ class ModelRunner:
         self,
         output: SchedulerOutput,
         sampling: SamplingPositions,
-        grammar: Callable[[], GrammarOutput | None] | None,
+        grammar: GrammarSource | None,
         logits: torch.Tensor,
         result: ModelRunnerOutput,
     ) -> StepInFlight | None:

@@ -32,20 +32,6 @@ class Int8PageQuantizer:
         return numbers.float().mul_(scales.unsqueeze(-1))
 
 
-class Float8PageQuantizer:
-    """float8_e4m3fn without scales: the nearest number of 4 significant bits, at most 448 in magnitude."""
-
-    def quantize(self, states: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return states [..., head_dim] as float8_e4m3fn [..., head_dim]; what is larger than 448 is 448."""
-        most = torch.finfo(torch.float8_e4m3fn).max
-        return states.float().clamp(-most, most).to(torch.float8_e4m3fn), None
-
-    def dequantize(self, numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        """Return the numbers as float32."""
-        assert scales is None
-        return numbers.float()
-
-
 class ConvertingQuantizer:
     """Calls a function on keys and values; what it makes only has to be converted to floats to be read.
 
@@ -66,11 +52,23 @@ class ConvertingQuantizer:
         return numbers.float()
 
 
+class Float8PageQuantizer(ConvertingQuantizer):
+    """float8_e4m3fn without scales: the nearest number of 4 significant bits, at most 448 in magnitude."""
+
+    def __init__(self) -> None:
+        super().__init__(_to_float8)
+
+
 BUILT_IN_QUANTIZERS: dict[str, type[PageQuantizer]] = {
     "int8": Int8PageQuantizer,
     "float8_e4m3fn": Float8PageQuantizer,
 }
 """Quantizers of caches, by their type; caches of other types are floats as they are."""
+
+
+def _to_float8(states: torch.Tensor) -> torch.Tensor:
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return states.float().clamp(-most, most).to(torch.float8_e4m3fn)
 
 
 def quantize_heads(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,9 +60,8 @@ class CommitPhase:
             chosen_tokens=ChosenTokens(*_pairs(plan.chosen).T),
             block_copies=_pairs(plan.block_copies),
             evictions=evictions,
-            pending_structured_output_tokens=bool(
-                (running.has_grammar[slots] & samples & (running.num_pending[slots] > 0)).any()
-            ),
+            pending_structured_output_tokens=bool(self.in_flight)
+            and bool((running.has_grammar[slots] & samples & (running.num_pending[slots] > 0)).any()),
             num_drafts_wanted=self.drafting.wanted(
                 self.in_flight.next_step,
                 len(running),
