@@ -14,6 +14,7 @@ from quire.engine import core, memory_measurement
 from quire.engine.memory_plan import MemoryPlan
 from quire.engine.runner_building import LoadedModels
 from quire.errors import EngineDeadError
+from quire.execution.model_runner import ModelRunner
 from quire.kernels.triton.device import is_interpreted
 from taped_ranks import MAX_GRAPHS, RESERVED, TapedRanks
 
@@ -37,14 +38,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_checkpoint("qwen3", path, dtype="float32", num_hidden_layers=1))
 
 
-def results(checkpoint: str, **options: Any) -> list[Any]:
+def results(checkpoint: str, *, prompts: Any = PROMPTS, **options: Any) -> list[Any]:
     """Return tokens, some greedy and some drawn, and the bits of their log-probabilities."""
     params = [
         SamplingParams(max_tokens=length, temperature=0.8 * (number % 2), seed=3, ignore_eos=True, logprobs=1)
         for number, length in enumerate(LENGTHS)
     ]
     with LLM(checkpoint, **SETTINGS, **options) as llm:
-        outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
     return [(output.token_ids, output.cumulative_logprob.hex()) for output in outputs]
 
 
@@ -65,6 +66,30 @@ def test_replayed_steps_have_the_bits_of_others(
     assert MAX_GRAPHS < num_recordings < sum(event.startswith("replays") for event in first)
 
 
+def test_chunks_of_prompts_are_replayed_beside_decodes(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 8 tokens, of which those that decode have logits, and the chunk has none."""
+    prompts = [[10], [11, 12], [5 + number % 90 for number in range(40)]]
+    options = {"prompts": prompts, "max_num_batched_tokens": 8}
+    expected = results(checkpoint, **options)
+    recorded: list[int] = []
+    ranks = TapedRanks(monkeypatch, tmp_path)
+    replay = ModelRunner._replay
+
+    def watched(runner: ModelRunner, output: Any, sampling: Any) -> Any:
+        recorded.append(output.total_num_scheduled_tokens)
+        return replay(runner, output, sampling)
+
+    monkeypatch.setattr(ModelRunner, "_is_small", lambda *_: True)
+    monkeypatch.setattr(ModelRunner, "_replay", watched)
+    assert results(checkpoint, **options) == expected
+    first, second = ranks.events
+    assert first == second
+    assert recorded.count(8) > 4
+    assert "replays 0" in first[: first.index("records 1")]  # it was of such a step: they come first
+
+
 def test_steps_are_recorded_anew_after_those_that_measure_memory(
     checkpoint: str, expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +98,7 @@ def test_steps_are_recorded_anew_after_those_that_measure_memory(
     measured: list[list[list[str]]] = []
 
     def measure_and_build(config: EngineConfig, models: LoadedModels, plan: MemoryPlan, **parts: Any) -> Any:
-        memory_measurement._peak_of_steps(config, plan, models, Mock(peak=0))
+        memory_measurement._computed_steps(config, plan, models, Mock(peak=0))
         measured.append(ranks.events)
         return build_runner(config, models, plan, **parts)
 
@@ -102,8 +127,8 @@ def test_a_step_that_one_rank_cannot_record_is_recorded_on_none(
     assert results(checkpoint) == expected
     assert ranks.events == [BEGINNING, BEGINNING]
     logs = caplog.text, capfd.readouterr().err
-    assert logs[failing].count("a decode step cannot be recorded as a graph") == 1
-    assert logs[1 - failing].count("another rank cannot record a decode step as a graph") == 1
+    assert logs[failing].count("a step cannot be recorded as a graph") == 1
+    assert logs[1 - failing].count("another rank cannot record a step as a graph") == 1
 
 
 def test_a_rank_that_does_not_end_its_recording_ends_the_engine(

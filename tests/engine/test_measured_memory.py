@@ -104,8 +104,7 @@ def test_the_plan_has_what_was_measured(
     many = SchedulerConfig(max_num_seqs=4000, max_num_batched_tokens=64)
     config = config_of(checkpoint, max_model_len=50_000, scheduler=many)
     plan = computed(config)
-    profile = profile_run.StepLimits(4, 64, 256, 0)
-    monkeypatch.setattr(profile_run, "profile_run", lambda runner, vocab_size, limits: profile)
+    monkeypatch.setattr(profile_run, "profile_run", lambda runner, vocab_size, limits: 512)
     activations = int(plan.activation_bytes * share)
     small_cache = 16 * plan.kv_bytes_per_block
     told = ToldMemory(available, plan.weight_bytes + activations + small_cache)
@@ -116,6 +115,8 @@ def test_the_plan_has_what_was_measured(
     assert engine.info.num_blocks != plan.num_blocks
     assert engine.info.max_model_len == min(50_000, engine.info.num_blocks * 16)
     assert f"measured ({format_bytes(plan.activation_bytes)} computed)" in caplog.text
+    assert engine.runner.most_recorded_tokens == 512
+    assert "recorded up to 512 tokens" in caplog.text
 
 
 def test_the_plan_has_what_cache_eviction_takes_beside_what_was_measured(
@@ -124,7 +125,7 @@ def test_the_plan_has_what_cache_eviction_takes_beside_what_was_measured(
     scheduler = dataclasses.replace(SCHEDULER, max_num_seqs=4000, use_cache_eviction=True)
     config = config_of(checkpoint, max_model_len=50_000, scheduler=scheduler)
     plan = computed(config)
-    monkeypatch.setattr(profile_run, "profile_run", lambda *_: None)
+    monkeypatch.setattr(profile_run, "profile_run", lambda *_: 0)
     told = ToldMemory(SIZE, plan.weight_bytes + 10**7 + 16 * plan.kv_bytes_per_block)
     monkeypatch.setattr(devices, "CudaMemory", lambda: told)
     keeping = dataclasses.replace(scheduler, use_cache_eviction=False)

@@ -135,7 +135,7 @@ def test_exchanges_of_replayed_steps_are_timed(monkeypatch: pytest.MonkeyPatch) 
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     model = LeadingDecoder(Mock(), communicator, Mock(size=2))
-    with model.decode_step(AttentionBatch.build(np.zeros(1), np.ones(1), np.zeros((1, 1)), 16)):
+    with model.whole_step(AttentionBatch.build(np.zeros(1), np.ones(1), np.zeros((1, 1)), 16), None):
         assert not LatePoint.made
     now[0] += 5
     assert communicator.seconds_waiting() == 5.0

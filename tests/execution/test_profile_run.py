@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,8 @@ from quire.execution.profile_run import (
     StepLimits,
     _compute_all,
     _MadeUpSteps,
+    _most_tokens_that_the_host_slows_down,
+    _Times,
     profile_run,
 )
 from quire.execution.step_graphs import StepGraphs
@@ -123,16 +125,53 @@ def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPat
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=60, draft_length=0)
     runner = runner_of(model, limits, record=watched.record)
     profile_run(runner, VOCAB_SIZE, limits)
-    plain, chunks, decodes = watched.steps[:3], watched.steps[4:7], watched.steps[7:]
+    plain, chunks = watched.steps[:3], watched.steps[4:7]
+    decodes, timed = watched.steps[7 : 7 + 3 * TIMES], watched.steps[7 + 3 * TIMES :]
     assert plain == [(length, 1, length) for length in sorted({*LENGTHS[:2], 60})]
     assert watched.steps[3] == (96, 4, 60)
     assert watched.num_logits[3] == 4
     assert chunks == [(24, 1, 60), (6, 1, 60), (9, 4, 60)]
     assert decodes == [(4, 4, 60)] * 3 * TIMES
+    assert timed == [(64, 4, 60)] * len(timed)
     assert set(watched.num_logits[7:]) == {4}
     assert runner.num_requests == 4
-    assert watched.recorded
-    assert runner.most_array_bytes == 64 * 4 * 16  # ids and positions of four rows, for each that is kept
+    assert len(watched.recorded) == (2 if runner.most_recorded_tokens else 1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "slow_from", "expected"),
+    [
+        (StepLimits(8, 2048, 500, 0), 1, 0),
+        (StepLimits(8, 2048, 500, 0), 65, 64),
+        (StepLimits(8, 2048, 500, 0), 1000, 512),
+        (StepLimits(8, 2048, 500, 0), 10**6, 2048),
+        (StepLimits(8, 63, 500, 0), 10**6, 0),
+        (StepLimits(2, 2048, 500, 0), 10**6, 512),  # no more fit into two requests
+        (StepLimits(1, 2048, 130, 0), 10**6, 128),
+    ],
+)
+def test_steps_are_recorded_that_the_device_computes_before_the_host_has_asked_for_them(
+    limits: StepLimits, slow_from: int, expected: int
+) -> None:
+    """One measurement in three is of a busy host, or of a busy device."""
+
+    class TimedSteps:
+        def __init__(self) -> None:
+            self.rows: list[Any] = []
+
+        def compute(self, rows: list[Any], _params: SamplingParams) -> _Times:
+            self.rows.append(rows)
+            until_asked = 0.02 if len(self.rows) % 3 == 0 else 0.01
+            num_tokens = sum(row.num_tokens for row in rows)
+            assert num_tokens > len(rows), "a decode step, which is recorded"
+            until_computed = 0.012 if num_tokens >= slow_from else until_asked + 0.0001
+            return _Times(until_asked, until_computed + (len(self.rows) % 3 == 1))
+
+    steps = TimedSteps()
+    assert _most_tokens_that_the_host_slows_down(cast(_MadeUpSteps, steps), limits) == expected
+    for rows in steps.rows:
+        assert len(rows) <= limits.max_num_seqs
+        assert all(row.num_computed + row.num_tokens <= limits.max_model_len for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Decode steps that are recorded and replayed, in Triton's interpreter: the tokens and bits of other steps.
+"""Steps that are recorded and replayed, in Triton's interpreter: the tokens and bits of other steps.
 
 `OperationTape` stands for the CUDA graphs of a GPU.
 """
@@ -52,6 +52,27 @@ class Recorder:
         return replay
 
 
+@dataclasses.dataclass
+class WatchedStep:
+    num_tokens: int
+    num_rows: int  # of logits
+    is_replayed: bool
+
+
+def watch_logits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[WatchedStep]:
+    """Return a list to which the steps go that `StepGraphs` computes."""
+    logits, steps = StepGraphs.logits, []
+
+    def watched(self: StepGraphs, token_ids: Any, batch: AttentionBatch, rows: Any = None) -> torch.Tensor:
+        before = recorder.num_replays
+        computed = logits(self, token_ids, batch, rows)
+        steps.append(WatchedStep(len(token_ids), len(computed), recorder.num_replays > before))
+        return computed
+
+    monkeypatch.setattr(StepGraphs, "logits", watched)
+    return steps
+
+
 def load(family: str, path: Path, **options: Any) -> Decoder:
     checkpoint = make_checkpoint(family, path, num_key_value_heads=1, num_hidden_layers=2)
     return load_decoder(
@@ -74,22 +95,25 @@ def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, **parts
     return StepDriver(runner, cache, max_num_seqs=max_num_seqs)
 
 
-def outputs(driver: StepDriver, lengths: list[int], num_output: int, draft: Any = None) -> dict[str, Any]:
-    """Return the tokens of requests and their log-probabilities, to the last bit."""
+def outputs(driver: StepDriver, lengths: list[int], num_output: int, **options: Any) -> dict[str, Any]:
+    """Return the tokens of requests and their log-probabilities, to the last bit.
+
+    `options` are those of `StepDriver.run`.
+    """
     for number, length in enumerate(lengths):
         prompt = [5 + (7 * number + 3 * place) % 90 for place in range(length)]
         driver.add(str(number), prompt, GREEDY)
-    driver.run(num_output, draft=draft)
+    driver.run(num_output, **options)
     return {name: (request.output, request.logprobs) for name, request in driver.requests.items()}
 
 
 @pytest.mark.parametrize(
     ("family", "lengths", "options"),
     [
-        ("qwen3", [4, 1, 1], {}),
-        ("gemma2", [12, 1], {}),  # windows, soft caps
-        ("qwen3_moe", [4, 1], {}),
-        ("qwen3", [12, 1], {"quantization": "int4", "group_size": 32}),
+        ("qwen3", [4, 1, 1, 19], {}),
+        ("gemma2", [12, 1, 19], {}),  # windows, soft caps
+        ("qwen3_moe", [4, 1, 19], {}),
+        ("qwen3", [12, 1, 19], {"quantization": "int4", "group_size": 32}),
     ],
     ids=["qwen3", "gemma2", "experts", "int4"],
 )
@@ -100,12 +124,35 @@ def test_replayed_steps_have_the_bits_of_others(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Decodes, and before the last prompt has been computed, chunks of it beside them, 7 tokens in all."""
     monkeypatch.setattr(step_graphs, "size_class", lambda count: 4)  # one row or two are nobody's
+    monkeypatch.setattr(step_graphs, "wide_size_class", lambda count: 8)
     model = load(family, tmp_path, **options)
-    expected = outputs(driver_of(model), lengths, 5)
+    expected = outputs(driver_of(model), lengths, 6, budget=7)
     recorder = Recorder()
-    assert outputs(driver_of(model, recorder.record), lengths, 5) == expected
-    assert (recorder.num_recordings, recorder.num_replays) == (1, 2)
+    driver = driver_of(model, recorder.record)
+    driver.runner.most_recorded_tokens = 7
+    watched = watch_logits(recorder, monkeypatch)
+    assert outputs(driver, lengths, 6, budget=7) == expected
+    replayed = [step for step in watched if step.is_replayed]
+    assert any(step.num_rows == step.num_tokens < 4 for step in replayed)
+    assert any(step.num_rows < step.num_tokens == 7 for step in replayed)
+
+
+@pytest.mark.parametrize(("most", "num_recorded"), [(6, 1), (7, 2)])
+def test_steps_with_chunks_are_recorded_if_they_have_few_tokens_and_some_logits(
+    most: int, num_recorded: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps: 1 + 6 tokens four times, 7 of the prompt alone, and decodes."""
+    recorder = Recorder()
+    driver = driver_of(load("qwen3", tmp_path), recorder.record)
+    driver.runner.most_recorded_tokens = most
+    watched = watch_logits(recorder, monkeypatch)
+    driver.add("0", [5], GREEDY)
+    driver.add("1", range(5, 55), GREEDY)
+    driver.run(4, budget=7)
+    assert recorder.num_recordings == num_recorded
+    assert sum(step.num_tokens == 7 for step in watched) == (4 if most == 7 else 0)
 
 
 def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,20 +166,13 @@ def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.Monk
         drafts = [token ^ (place == done + 1 and done % 2) for place, token in enumerate(expected[name][0])]
         return drafts[done : done + 2] if done else []
 
-    recorder, logits, replayed = Recorder(), StepGraphs.logits, []
-
-    def watched(self: StepGraphs, token_ids: Any, batch: AttentionBatch) -> torch.Tensor:
-        before = recorder.num_replays
-        computed = logits(self, token_ids, batch)
-        replayed.append((len(token_ids), recorder.num_replays > before))
-        return computed
-
-    monkeypatch.setattr(StepGraphs, "logits", watched)
+    recorder = Recorder()
+    watched = watch_logits(recorder, monkeypatch)
     found = outputs(driver_of(model, recorder.record), [4, 9], 12, draft=draft)
     for name, (tokens, logprobs) in expected.items():
         assert (found[name][0][:12], found[name][1][:12]) == (tokens, logprobs)
-    assert len(replayed) < 11, "drafts were right, and all steps but the first are of this kind"
-    assert any(is_replayed and num_tokens > 2 for num_tokens, is_replayed in replayed)
+    assert len(watched) < 11, "drafts were right, and all steps but the first are of this kind"
+    assert any(step.is_replayed and step.num_tokens > 2 for step in watched)
 
 
 def test_a_step_that_cannot_be_recorded_is_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.kv_identity import kv_identity
 from quire.engine.kv_peers import lending_address
-from quire.engine.memory_measurement import measured_plan
+from quire.engine.memory_measurement import measure
 from quire.engine.memory_plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.owned_requests import OwnedRequests
@@ -104,12 +104,15 @@ class EngineCore:
                 draft_model=draft_model,
                 on_progress=on_progress,
             )
+            most_recorded_tokens = 0
             if memory is not None:
-                plan = measured_plan(
+                measured = measure(
                     config, plan, models, memory, functools.partial(plan_again, model=model_config)
                 )
+                plan, most_recorded_tokens = measured.plan, measured.most_recorded_tokens
             self.scheduler = build_scheduler(config, plan, context)
             self.runner = build_runner(config, models, plan, connector=context.connector)
+            self.runner.most_recorded_tokens = most_recorded_tokens
         except BaseException:
             self._close_ranks()
             raise

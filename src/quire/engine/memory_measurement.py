@@ -1,4 +1,4 @@
-"""What the largest steps of an engine on a GPU take, measured by computing them."""
+"""What steps of an engine on a GPU take, of memory and of the host, measured by computing some."""
 
 from __future__ import annotations
 
@@ -25,14 +25,22 @@ PROFILE_BLOCKS = 16
 """KV blocks of the run that measures; all requests share them."""
 
 
-def measured_plan(
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measurement:
+    """What is known once steps have been computed."""
+
+    plan: MemoryPlan
+    most_recorded_tokens: int  # of steps with chunks of prompts, see `profile_run`
+
+
+def measure(
     config: EngineConfig,
     plan: MemoryPlan,
     models: LoadedModels,
     memory: CudaMemory,
     plan_again: Callable[..., MemoryPlan],
-) -> MemoryPlan:
-    """Return the plan by what the largest steps take, and by the memory that there is after them.
+) -> Measurement:
+    """Plan by what the largest steps take, and by the memory that there is after them.
 
     The steps are computed on a KV cache of a few blocks; nothing of that stays allocated but the models' own
     buffers.
@@ -47,7 +55,7 @@ def measured_plan(
     Raises:
         ConfigError: the steps do not fit, or with them what `plan_again` says does not.
     """
-    peak = _peak_of_steps(config, plan, models, memory)
+    peak, most_recorded_tokens = _computed_steps(config, plan, models, memory)
     gc.collect()
     # The largest of these steps do not score.
     of_eviction = eviction_bytes(config.scheduler, models.target.config, plan.max_model_len, on_gpu=True)
@@ -61,11 +69,19 @@ def measured_plan(
         format_bytes(measured.kv_bytes_per_block),
         plan.num_blocks,
     )
-    return measured
+    if most_recorded_tokens:
+        logger.info("steps with prompts are recorded up to %d tokens", most_recorded_tokens)
+    return Measurement(measured, most_recorded_tokens)
 
 
-def _peak_of_steps(config: EngineConfig, plan: MemoryPlan, models: LoadedModels, memory: CudaMemory) -> int:
-    """Return the bytes of weights and activations while the largest steps are computed."""
+def _computed_steps(
+    config: EngineConfig, plan: MemoryPlan, models: LoadedModels, memory: CudaMemory
+) -> tuple[int, int]:
+    """Compute the largest steps.
+
+    Returns:
+        The bytes of weights and activations meanwhile, and what `profile_run` returns.
+    """
     from quire.execution.profile_run import StepLimits, profile_run
     from quire.kernels.devices import OutOfMemoryError
 
@@ -82,7 +98,7 @@ def _peak_of_steps(config: EngineConfig, plan: MemoryPlan, models: LoadedModels,
     memory.begin_peak()
     try:
         runner = build_runner(config, models, small, connector=None)
-        profile_run(runner, models.target.config.vocab_size, limits)
+        most_recorded_tokens = profile_run(runner, models.target.config.vocab_size, limits)
     except OutOfMemoryError as error:
         raise ConfigError(
             f"a step of SchedulerConfig.max_num_batched_tokens {scheduler.max_num_batched_tokens} and "
@@ -91,4 +107,4 @@ def _peak_of_steps(config: EngineConfig, plan: MemoryPlan, models: LoadedModels,
             f"{format_bytes(plan.weight_bytes)}; lower either of the two, or use a smaller model, a narrower "
             "EngineConfig.dtype, or EngineConfig.quantization"
         ) from error
-    return memory.peak - small.kv_bytes + runner.most_array_bytes
+    return memory.peak - small.kv_bytes + runner.most_array_bytes, most_recorded_tokens

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from quire.execution.arrays import Int64Array
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kv.paged_cache import PagedAttentionCache
@@ -15,7 +16,7 @@ from quire.models.decoder import LayerHook
 
 
 class StepModel(Protocol):
-    """Computes one decode step, on each of the ranks that do so together."""
+    """Computes one step, on each of the ranks that do so together."""
 
     def forward(
         self, token_ids: torch.Tensor, kv_cache: PagedAttentionCache, batch: AttentionBatch
@@ -53,8 +54,10 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`."""
 
-    def decode_step(self, batch: AttentionBatch) -> AbstractContextManager[StepModel]:
-        """Return what computes a step of `batch`, and the logits of all of its tokens.
+    def whole_step(
+        self, batch: AttentionBatch, logit_rows: Int64Array | None
+    ) -> AbstractContextManager[StepModel]:
+        """Return what computes a step of `batch`, and the logits of some of its tokens; None: of all.
 
         Other ranks are told of the step as a whole, so that it can be recorded and replayed: each of them has
         `StepGraphs` of its own, which do the same with the same batches.

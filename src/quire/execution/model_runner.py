@@ -59,7 +59,11 @@ class ModelRunner:
         connector: moves KV in and out of `kv_cache`.
         sparse_attention: which keys the tokens of prompts leave out; None: none.
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector or a proposer.
-        record: records what the device is asked for, for decode steps; None: nothing is recorded.
+        record: records what the device is asked for, for decode steps and for others of up to
+            `most_recorded_tokens`; None: nothing is recorded.
+
+    Attributes:
+        most_recorded_tokens: of a step with chunks of prompts that is recorded; see `profile_run`.
     """
 
     def __init__(
@@ -99,9 +103,10 @@ class ModelRunner:
         )
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
         self._in_flight: list[StepInFlight] = []  # whose tokens the batch lacks
+        self.most_recorded_tokens = 0
         self._graphs: StepGraphs | None = None
         if record is not None:
-            self._graphs = StepGraphs(model.decode_step, kv_cache, record, self._sampler.input_ids)
+            self._graphs = StepGraphs(model.whole_step, kv_cache, record, self._sampler.input_ids)
         self._sparse = None if sparse_attention is None else SparsePrefill(sparse_attention, block_size)
         self._evictor = None
         if eviction is not None:
@@ -128,6 +133,11 @@ class ModelRunner:
     def kv_cache(self) -> PagedAttentionCache:
         """Where keys and values live."""
         return self._kv_cache
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded."""
+        return self._graphs is not None
 
     @property
     def most_array_bytes(self) -> int:
@@ -170,7 +180,10 @@ class ModelRunner:
                 self._proposer.begin_step(output.total_num_scheduled_tokens, is_alone=not self._in_flight)
             sampling = SamplingPositions.of(output)
             can_replay = self._can_replay(output, sampling)
-            logits = self._replay(output) if can_replay else self._compute(output, sampling, result)
+            if can_replay:
+                logits: torch.Tensor | None = self._replay(output, sampling)
+            else:
+                logits = self._compute(output, sampling, result)
             if logits is not None:
                 in_flight = self._sample(output, sampling, grammar, logits, result)
                 if in_flight is not None:
@@ -233,22 +246,27 @@ class ModelRunner:
         )
 
     def _can_replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
-        """Return whether a step samples after each of its tokens, drafts included, and does nothing else."""
+        """Return whether a step only computes tokens and the logits of some, and is worth a recording."""
         others = self._layer_hook, self._evictor, self._sparse
         return (
             self._graphs is not None
             and not any(other is not None for other in others)
             and (self._proposer is None or not self._proposer.follows_tokens)
-            and len(sampling.tokens) == output.total_num_scheduled_tokens
+            and (_is_decode(output, sampling) or self._is_small(output, sampling))
             and not self._batch.prompt_logprobs_end[output.slots].any()
         )
 
-    def _replay(self, output: SchedulerOutput) -> torch.Tensor:
-        """Compute a step as its recording does, or will do; return the logits of its tokens, [T, vocab]."""
+    def _is_small(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
+        return len(sampling.tokens) > 0 and output.total_num_scheduled_tokens <= self.most_recorded_tokens
+
+    def _replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> torch.Tensor:
+        """Compute a step as its recording does, or will do; return the logits as `_compute`."""
         assert self._graphs is not None
         batch = self._attention_batch(output)
         rows = np.repeat(output.slots, output.num_tokens)
-        logits = self._graphs.logits(self._encoded_ids(rows, batch.positions.numpy()), batch)
+        encoded = self._encoded_ids(rows, batch.positions.numpy())
+        logit_rows = None if _is_decode(output, sampling) else sampling.tokens
+        logits = self._graphs.logits(encoded, batch, logit_rows)
         self._batch.note_computed(output)
         return logits
 
@@ -381,3 +399,8 @@ class ModelRunner:
         drafts = np.full((len(output.slots), output.num_drafts_wanted), NO_TOKEN, dtype=np.int32)
         drafts[rows] = proposed
         return drafts, 0
+
+
+def _is_decode(output: SchedulerOutput, sampling: SamplingPositions) -> bool:
+    """Return whether a step samples after each of its tokens, drafts included."""
+    return len(sampling.tokens) == output.total_num_scheduled_tokens

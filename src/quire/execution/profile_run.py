@@ -1,9 +1,10 @@
-"""Made-up steps before the first request, which compile kernels and show what memory steps take."""
+"""Made-up steps before the first request: they compile kernels, and show what steps take."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,7 +33,13 @@ MOST_DECODES_BESIDE = 16
 """Rows beside a chunk, both so few that attention divides the keys of all of them."""
 
 TIMES = 3
-"""That a decode step is computed: what it reads is learnt, its kernels are loaded, it is recorded."""
+"""That a step is computed to be recorded: what it reads is learnt, its kernels are loaded, it is recorded."""
+
+FEWEST_TIMED_TOKENS = 64
+"""Of the smallest step that is timed; each further one has twice as many."""
+
+SHARE_OF_HOST = 0.9
+"""Of the time of a step that the host takes to ask for it, at least, if the device waits for the host."""
 
 _PLAIN = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 _ALL_THERE_IS = dataclasses.replace(
@@ -58,17 +65,23 @@ class _Row:
     num_tokens: int  # after these, without drafts
 
 
-def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> None:
+def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int:
     """Compute steps of all kinds that take much memory, and wait for each.
 
     They are: the most tokens, with a token sampled for the most requests in all ways that the device knows;
     chunks of prompts behind the longest context, one of them beside decodes; and decode steps of the most
-    requests, some of which have the longest context, recorded if the runner records any.
+    requests, some of which have the longest context, recorded if the runner records any. Then the largest
+    step with prompts is recorded that is worth it.
 
     Args:
         runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
         vocab_size: of the model.
         limits: of its steps.
+
+    Returns:
+        The most tokens of a step with chunks of prompts for which recording it is worth it
+        (`ModelRunner.most_recorded_tokens`): the host takes longer to ask for such a step than the device to
+        compute it. 0 if the runner records nothing.
     """
     runner.kv_cache.tensor.zero_()
     steps = _MadeUpSteps(runner, vocab_size)
@@ -77,6 +90,14 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> Non
         with compile_only:
             _compute_all(steps, limits, 1)
     _compute_all(steps, limits, TIMES)
+    if not runner.records:
+        return 0
+    most = _most_tokens_that_the_host_slows_down(steps, limits)
+    runner.most_recorded_tokens = most
+    if most:
+        for _ in range(TIMES):
+            steps.compute(_rows_of(most, limits), _PLAIN)
+    return most
 
 
 def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
@@ -91,6 +112,28 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
     for rows in _decodes(limits):
         for _ in range(times):
             steps.compute(rows, _PLAIN)
+
+
+def _most_tokens_that_the_host_slows_down(steps: _MadeUpSteps, limits: StepLimits) -> int:
+    """Return the tokens of the largest step, of those that are timed, for which the device waits; 0: none."""
+    most, num_tokens = 0, FEWEST_TIMED_TOKENS
+    while num_tokens <= limits.max_num_batched_tokens:
+        rows = _rows_of(num_tokens, limits)
+        if sum(row.num_tokens for row in rows) < num_tokens:
+            break
+        steps.compute(rows, _PLAIN)  # its kernels are loaded
+        timed = [steps.compute(rows, _PLAIN) for _ in range(TIMES)]
+        if min(one.until_computed for one in timed) * SHARE_OF_HOST > min(one.until_asked for one in timed):
+            break
+        most = num_tokens
+        num_tokens *= 2
+    return most
+
+
+def _rows_of(num_tokens: int, limits: StepLimits) -> list[_Row]:
+    """Return rows of `num_tokens` tokens, of as many requests as can be without being a decode step."""
+    num_rows = min(limits.max_num_seqs, num_tokens // 2)
+    return _most_tokens(StepLimits(num_rows, num_tokens, limits.max_model_len, 0), num_drafts=0)
 
 
 def _most_tokens(limits: StepLimits, num_drafts: int) -> list[_Row]:
@@ -132,6 +175,14 @@ def _decodes(limits: StepLimits) -> Iterator[list[_Row]]:
         num_long //= 2
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Times:
+    """Seconds from the beginning of a step."""
+
+    until_asked: float  # the host has asked the device for all of it
+    until_computed: float
+
+
 class _MadeUpSteps:
     """Has a runner compute steps whose requests last for one step each."""
 
@@ -143,7 +194,7 @@ class _MadeUpSteps:
 
     def compute(
         self, rows: list[_Row], params: SamplingParams, *, num_drafts: int = 0, scores: bool = False
-    ) -> None:
+    ) -> _Times:
         """Compute a step, every row of which samples, and wait for it.
 
         Args:
@@ -176,9 +227,12 @@ class _MadeUpSteps:
         )
         self._running = request_ids
         allowed = None if params is _PLAIN else self._grammar(request_ids, 1 + num_drafts)
+        started = time.perf_counter()
         result = self._runner.execute(output, lambda: allowed)
+        until_asked = time.perf_counter() - started
         if isinstance(result, StepInFlight):
             result.result()
+        return _Times(until_asked, time.perf_counter() - started)
 
     def _request(self, slot: int, row: _Row, params: SamplingParams, num_drafts: int) -> NewRequestData:
         length = row.num_computed + row.num_tokens

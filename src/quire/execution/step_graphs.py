@@ -1,10 +1,14 @@
-"""Decode steps that are recorded once for each size, and then replayed on new numbers.
+"""Steps that are recorded once for each size, and then replayed on new numbers.
 
-A GPU computes most operations of a decode step in less time than the host takes to ask for them. Recorded as
-one graph (a CUDA graph), they are asked for at once. What is replayed reads the same addresses and has the
-same sizes: so what changes from step to step is copied to places of its own before (`StaticArrays`), sizes
-are rounded up to some that steps have again and again (`size_class`), and each combination of sizes is
-recorded when it comes up for the second time. The first time compiles its kernels.
+A GPU computes most operations of a decode step, or of a few hundred tokens, in less time than the host takes
+to ask for them. Recorded as one graph (a CUDA graph), they are asked for at once. What is replayed reads the
+same addresses and has the same sizes: so what changes from step to step is copied to places of its own before
+(`StaticArrays`), sizes are rounded up to some that steps have again and again, and each combination of sizes
+is recorded when it comes up for the second time. The first time compiles its kernels.
+
+Steps with chunks of prompts differ in more sizes than decode steps do, and so these are rounded up further.
+Only such steps are recorded for which the GPU, with what is added, takes less time than the host does to ask
+for them.
 
 Ranks that compute a model together do this each for its part. What is recorded and replayed, and which
 recordings are kept, follows from the batches alone, and so it is the same on all of them; only whether a
@@ -25,7 +29,7 @@ from typing_extensions import override
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import copy_to_device
-from quire.kernels.size_classes import size_class
+from quire.kernels.size_classes import coarse_size_class, size_class, wide_size_class
 from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kv.paged_cache import PagedAttentionCache
 
@@ -38,18 +42,19 @@ logger = logging.getLogger(__name__)
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Records what a function asks its device for, without computing it; returns what replays it."""
 
-MAX_GRAPHS = 64
+MAX_GRAPHS = 128
 """Recordings that are kept; the least recently used goes first."""
 
 _TOKEN_IDS = "token ids"
+_LOGIT_ROWS = "rows of logits"
 _ALIGNMENT = 16  # bytes, of arrays that are copied together
 
 
 class StepGraphs:
-    """Computes decode steps: all of their tokens, drafts included, have their logits computed.
+    """Computes steps and the logits of some of their tokens, or of all.
 
     Args:
-        step_of: returns what computes a step, whose forward pass and logits are recorded.
+        step_of: returns what computes a step with such logits, which is recorded.
         kv_cache: where keys and values live.
         record: of the device.
         token_ids: makes token ids of what is copied for them, [T] int64 both, on the device.
@@ -61,7 +66,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        step_of: Callable[[AttentionBatch], AbstractContextManager[StepModel]],
+        step_of: Callable[[AttentionBatch, Int64Array | None], AbstractContextManager[StepModel]],
         kv_cache: PagedAttentionCache,
         record: Record,
         token_ids: Callable[[torch.Tensor], torch.Tensor],
@@ -80,24 +85,33 @@ class StepGraphs:
         """Bytes of the arrays of as many recordings as are kept, all as large as the largest so far."""
         return MAX_GRAPHS * max((graph.arrays.num_bytes for graph in self._graphs.values()), default=0)
 
-    def logits(self, token_ids: Int64Array, batch: AttentionBatch) -> torch.Tensor:
+    def logits(
+        self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None = None
+    ) -> torch.Tensor:
         """Compute a step of T tokens.
 
         Args:
             token_ids: [T] what token ids are made of.
             batch: which tokens these are; without key scores, skipped or selected keys.
+            rows: [R] the tokens whose logits are computed, at least one; None: all of them.
 
         Returns:
-            [T, vocab] float32 on the device; the next step overwrites them.
+            [R, vocab] float32 on the device; the next step overwrites them.
         """
-        with self._step_of(batch) as model:
-            return self._logits(model, token_ids, batch)
+        with self._step_of(batch, rows) as model:
+            return self._logits(model, token_ids, batch, rows)
 
-    def _logits(self, model: StepModel, token_ids: Int64Array, batch: AttentionBatch) -> torch.Tensor:
-        num_tokens = batch.num_rows
-        padded = batch.padded(size_class(num_tokens))
+    def _logits(
+        self, model: StepModel, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None
+    ) -> torch.Tensor:
+        if rows is None:
+            padded = batch.padded(size_class(batch.num_rows))
+        else:
+            padded = batch.padded(wide_size_class(batch.num_rows), plan_size=coarse_size_class)
         made = {name: make(padded) for name, make in self._makers.items()}
         made[_TOKEN_IDS] = HostArrays((lengthened(token_ids, padded.num_rows),))
+        if rows is not None:
+            made[_LOGIT_ROWS] = HostArrays((lengthened(rows, wide_size_class(len(rows))),))
         graph = self._graph_of(made)
         graph.arrays.fill(made)
         padded.step_arrays = graph.arrays
@@ -109,7 +123,7 @@ class StepGraphs:
             self._compute(model, graph, padded)
             self._learn(graph)
         assert graph.logits is not None
-        return graph.logits[:num_tokens]
+        return graph.logits[: len(token_ids) if rows is None else len(rows)]
 
     def _graph_of(self, made: Mapping[Hashable, HostArrays]) -> _StepGraph:
         sizes = tuple(
@@ -132,16 +146,17 @@ class StepGraphs:
         try:
             replay = self._record(lambda: self._compute(model, graph, batch))
         except Exception:
-            logger.exception("a decode step cannot be recorded as a graph; steps are slower without")
+            logger.exception("a step cannot be recorded as a graph; steps are slower without")
         self._can_record = model.agree(is_recorded=replay is not None)
         if replay is not None and not self._can_record:
-            logger.warning("another rank cannot record a decode step as a graph; steps are slower without")
+            logger.warning("another rank cannot record a step as a graph; steps are slower without")
         return replay if self._can_record else None
 
     def _compute(self, model: StepModel, graph: _StepGraph, batch: AttentionBatch) -> None:
         token_ids = self._token_ids(graph.arrays.token_ids)
         hidden = model.forward(token_ids, self._kv_cache, batch)
-        graph.logits = model.logits(hidden)
+        rows = graph.arrays.logit_rows
+        graph.logits = model.logits(hidden if rows is None else hidden[rows])
 
     def _learn(self, graph: _StepGraph) -> None:
         """Take note of what the step has read; if it is more than was known, the graph is another's."""
@@ -199,6 +214,12 @@ class StaticArrays(StepArrays):
     def token_ids(self) -> torch.Tensor:
         """What token ids are made of, [T] int64."""
         return self._on_device[_TOKEN_IDS].arrays[0]
+
+    @property
+    def logit_rows(self) -> torch.Tensor | None:
+        """The tokens whose logits are computed, [R] int64; None: all of them."""
+        found = self._on_device.get(_LOGIT_ROWS)
+        return None if found is None else found.arrays[0]
 
     def fill(self, made: Mapping[Hashable, HostArrays]) -> None:
         """Copy arrays of the same sizes to the device; nobody waits for it."""

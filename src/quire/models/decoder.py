@@ -13,7 +13,7 @@ from quire.kernels.experts import Experts
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
-from quire.kernels.tiles import HeadLayout
+from quire.kernels.tiles import HeadLayout, Int64Array
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import NO_ROPE, ModelConfig
 from quire.models.embedding import Embedding
@@ -103,8 +103,10 @@ class Decoder:
         for table in self._rotary:
             table.rows(nowhere, last=self.config.max_model_len)
 
-    def decode_step(self, batch: AttentionBatch) -> AbstractContextManager[Self]:
-        """Return what computes a step and the logits of all of its tokens: this decoder, alone."""
+    def whole_step(
+        self, batch: AttentionBatch, logit_rows: Int64Array | None
+    ) -> AbstractContextManager[Self]:
+        """Return what computes a step and the logits of some of its tokens: this decoder, alone."""
         return nullcontext(self)
 
     def agree(self, *, is_recorded: bool) -> bool:

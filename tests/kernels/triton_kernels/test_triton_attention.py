@@ -18,6 +18,7 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.key_scores import KeyScores
 from quire.kernels.reference import ReferenceKernels, write_kv
+from quire.kernels.size_classes import coarse_size_class
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.triton import attention_plan
 from quire.kernels.triton.kernel_set import TritonKernels
@@ -224,6 +225,37 @@ def test_bits_do_not_depend_on_who_merges(monkeypatch: pytest.MonkeyPatch) -> No
     assert divisions == [(0, 0), (1, 1), (0, 0)]
     for result in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(result, results[0], strict=True))
+
+
+def test_what_is_added_to_a_plan_does_nothing_and_its_memory_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sequences = halves([530, 600], 3, 1, 24)
+    how = {"first_chunks": [520, 599], "sinks": torch.tensor([-1.0, 0.0, 2.0])}
+    expected = run_paged(sequences, **how, kernel=after_prompts)
+    part_bytes = 16 * (32 + 2) * 4  # of one head and a tile of 16 rows, in float32
+    monkeypatch.setattr(attention_plan, "PROGRAMS", ALWAYS)
+    monkeypatch.setattr(attention_plan, "MAX_PART_BYTES", 12 * part_bytes)
+    planned: list[tuple[int, ...]] = []
+
+    def coarse(query: torch.Tensor, kv: Any, batch: AttentionBatch, **options: Any) -> torch.Tensor:
+        if not batch.num_cached_tokens.any():
+            return after_prompts(query, kv, batch, **options)
+        padded = batch.padded(batch.num_rows + 3, plan_size=coarse_size_class)
+        rows = torch.cat([query, query.new_zeros(3, *query.shape[1:])])
+        attended = paged_attention(rows, kv, padded, **options | {"out": None})
+        (plan,) = padded.plans.values()
+        planned.extend((len(one.items), len(one.merges), len(one.part_sums)) for one in plan.classes)
+        assert not attended[batch.num_rows :].any()
+        result: torch.Tensor = options["out"]
+        return result.copy_(attended[: batch.num_rows])
+
+    outputs = run_paged(sequences, **how, kernel=coarse)
+    assert all(
+        torch.equal(output[start:], before[start:])
+        for output, before, start in zip(outputs, expected, (520, 599), strict=True)
+    )
+    assert planned == [(16, 16, 12)]
 
 
 @pytest.mark.usefixtures("tall_float32_tiles")

@@ -19,10 +19,10 @@ from quire.engine.ranks.messages import (
     AllocateCache,
     CompileOnly,
     CopyBlocks,
-    Decode,
     Forward,
     Logits,
     Reserve,
+    WholeStep,
 )
 from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.kernels.batch import AttentionBatch
@@ -77,9 +77,11 @@ class LeadingDecoder:
             return self._own.forward(token_ids, kv_cache, batch, hook=hook)
 
     @contextlib.contextmanager
-    def decode_step(self, batch: AttentionBatch) -> Iterator[RankDecoder]:
-        """See `quire.execution.model.Model.decode_step`."""
-        self._ranks.send(Decode(_forward(batch)))
+    def whole_step(
+        self, batch: AttentionBatch, logit_rows: npt.NDArray[np.int64] | None
+    ) -> Iterator[RankDecoder]:
+        """See `quire.execution.model.Model.whole_step`."""
+        self._ranks.send(WholeStep(_forward(batch), logit_rows))
         with self._failing_together():
             yield self._own
             self._communicator.note_replay()

@@ -88,10 +88,11 @@ class Logits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decode:
-    """Compute a step, and the logits of all of its tokens, by `StepGraphs`, as rank 0 does."""
+class WholeStep:
+    """Compute a step, and the logits of some of its tokens, by `StepGraphs`, as rank 0 does."""
 
     step: Forward
+    logit_rows: npt.NDArray[np.int64] | None  # [R] of these tokens; None: of all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class CopyBlocks:
     copies: npt.NDArray[np.int32]
 
 
-ToRank = RankStart | AllocateCache | Reserve | CompileOnly | Forward | Logits | Decode | CopyBlocks
+ToRank = RankStart | AllocateCache | Reserve | CompileOnly | Forward | Logits | WholeStep | CopyBlocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from quire.engine.ranks.messages import (
     AllocateCache,
     CompileOnly,
     CopyBlocks,
-    Decode,
     Forward,
     Logits,
     RankStart,
     Reserve,
     ToRank,
+    WholeStep,
 )
 from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.errors import ConfigError
@@ -89,9 +89,9 @@ class ShardRunner:
             case Logits(num_rows):
                 shape = num_rows, self._decoder.config.hidden_size
                 self._own.logits(torch.empty(shape, dtype=self._decoder.dtype, device=self._device))
-            case Decode(step):
+            case WholeStep(step, logit_rows):
                 unknown = np.zeros(len(step.positions), dtype=np.int64)
-                self._step_graphs().logits(unknown, _batch(step))
+                self._step_graphs().logits(unknown, _batch(step), logit_rows)
             case CopyBlocks(copies):
                 self._kv_cache.copy_blocks(copies)
 
@@ -99,7 +99,7 @@ class ShardRunner:
         """Return what does the same with the same steps as rank 0's, from one cache to the next."""
         if self._graphs is None:
             self._graphs = StepGraphs(
-                lambda _: contextlib.nullcontext(self._own),
+                lambda *_: contextlib.nullcontext(self._own),
                 self._kv_cache,
                 CudaGraphs().record,
                 lambda unknown: unknown,

@@ -14,7 +14,6 @@ import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import GPU_PART_BYTES, TILE
-from quire.kernels.size_classes import size_class
 from quire.kernels.step_arrays import HostArrays
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.attention_kernels import ITEM_FIELDS, MERGE_FIELDS, SPAN_TILES
@@ -141,8 +140,8 @@ def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: Atten
         items, merges, num_parts = _divided(rows, tiles, heads, most_spans)
         if rows == classes[0]:
             items = np.concatenate([items, _rows_of_nobody(batch)])
-        arrays += [_rounded_up(items), _rounded_up(merges)]
-        numbers.append(size_class(num_parts))
+        arrays += [_lengthened(fields, batch.plan_size(len(fields))) for fields in (items, merges)]
+        numbers.append(min(batch.plan_size(num_parts), MAX_PART_BYTES // _part_bytes(rows, heads)))
     return HostArrays(tuple(arrays), (*numbers, int(any(tiles.has_gaps for tiles in cut))))
 
 
@@ -156,13 +155,13 @@ def _rows_of_nobody(batch: AttentionBatch) -> Int32Array:
     return items
 
 
-def _rounded_up(fields: Int32Array) -> Int32Array:
-    """Return items or merges [N, F] with some added that have no tokens."""
-    rounded = np.zeros((size_class(len(fields)), fields.shape[1]), dtype=np.int32)
+def _lengthened(fields: Int32Array, length: int) -> Int32Array:
+    """Return items or merges [N, F], and behind them some that have no tokens."""
+    longer = np.zeros((length, fields.shape[1]), dtype=np.int32)
     if fields.shape[1] == ITEM_FIELDS.value:
-        rounded[:, _PART] = _NO_PART
-    rounded[: len(fields)] = fields
-    return rounded
+        longer[:, _PART] = _NO_PART
+    longer[: len(fields)] = fields
+    return longer
 
 
 def _row_classes(heads: HeadLayout, is_float32: bool) -> tuple[int, ...]:
@@ -226,10 +225,9 @@ def _divided(
     is_divided = -(-num_tiles // _SPAN_TILES) > most_spans
     if not is_divided.any():
         return _items(tiles, num_tiles), _NO_MERGES, 0
-    part_bytes = heads.num_kv_heads * rows * (padded_features(heads.head_dim) + 2) * 4
     num_spans = -(-tiles.end_tile // _SPAN_TILES) - tiles.first_tile // _SPAN_TILES
     # Room for a quarter more, to which parts may be rounded up.
-    most_parts = MAX_PART_BYTES // part_bytes * 4 // 5
+    most_parts = MAX_PART_BYTES // _part_bytes(rows, heads) * 4 // 5
     is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= most_parts
     whole, divided = tiles.pick(~is_divided), tiles.pick(is_divided)
     parts, num_parts = _spans(divided)
@@ -239,6 +237,11 @@ def _divided(
     both = _QueryTiles(np.concatenate([whole.fields, parts.fields], axis=1))
     part = np.concatenate([np.full(len(whole), _NO_PART), np.arange(len(parts))])
     return _items(both, both.num_tiles, part), merges, len(parts)
+
+
+def _part_bytes(rows: int, heads: HeadLayout) -> int:
+    """Return the bytes of what is kept of a span: sums and statistics in float32."""
+    return heads.num_kv_heads * rows * (padded_features(heads.head_dim) + 2) * 4
 
 
 def _spans(tiles: _QueryTiles) -> tuple[_QueryTiles, Int64Array]:

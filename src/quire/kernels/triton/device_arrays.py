@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.size_classes import size_class
 from quire.kernels.step_arrays import HostArrays
 
 
@@ -25,8 +24,7 @@ def block_tables(batch: AttentionBatch, num_blocks: int, device: torch.device) -
 def _padded_tables(num_blocks: int, batch: AttentionBatch) -> HostArrays:
     _check_tables(batch, num_blocks)
     num_sequences, width = batch.block_tables.shape
-    shape = size_class(num_sequences), size_class(width)
-    tables = np.zeros(shape, dtype=np.int32)
+    tables = np.zeros((batch.plan_size(num_sequences), batch.plan_size(width)), dtype=np.int32)
     tables[:num_sequences, :width] = batch.block_tables
     return HostArrays((tables,))
 
