@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_engine import decode_seconds, prefill_seconds
@@ -39,6 +40,7 @@ from random_model import random_model
 from safetensors.torch import save_file
 
 from quire import LLM
+from quire.execution.model_runner import ModelRunner
 from quire.kernels.devices import cuda_obstacle
 from quire.models.checkpoints.config_reading import read_model_config
 
@@ -47,6 +49,7 @@ PREFILL_AIM = 0.75
 FP8_AIM = 1.5
 TRANSFORMERS_AIM = 3.0
 SERVED_AIM = 0.95
+RECORDED_AIM = 1.0
 BUSY_AIM = 0.95
 READY_AIM = 10.0  # seconds
 
@@ -142,6 +145,7 @@ def of_requests(sizes: Sizes) -> Iterator[Row]:
             theirs = transformers_rate(model, requests, sizes.engine["device"])
             rates = f"{ours:.0f} and {theirs:.0f} tokens/s"
             yield Row("offline, beside transformers", rates, ours / theirs, TRANSFORMERS_AIM)
+        yield _recorded_prompts_row(model, sizes)
         streams, length, output = sizes.served
         load = ["--num-prompts", str(4 * streams), "--input-len", str(length), "--output-len", str(output)]
         offline = bench("throughput", model, *load, *options, "--max-num-seqs", str(streams))
@@ -163,6 +167,22 @@ def of_requests(sizes: Sizes) -> Iterator[Row]:
         with _engine(model, sizes) as llm:
             busy = busy_share(llm, sizes.served[0], sizes.context)
         yield Row(f"decode, {sizes.served[0]} requests: the GPU is busy", f"{busy:.1%}", busy, BUSY_AIM)
+
+
+def _recorded_prompts_row(model: str, sizes: Sizes) -> Row:
+    """Return the row of requests that begin beside others: their steps recorded, and asked for one by one."""
+    rates = []
+    for is_recorded in (True, False):
+        with contextlib.ExitStack() as stack:
+            llm = stack.enter_context(_engine(model, sizes, max_num_seqs=sizes.served[0]))
+            if not is_recorded:
+                stack.enter_context(mock.patch.object(ModelRunner, "_is_small", return_value=False))
+            requests = requests_of(*sizes.offline, llm.info.vocab_size)
+            quire_rate(llm, requests)  # sizes are recorded when they come up for the second time
+            rates.append(quire_rate(llm, requests))
+    recorded, one_by_one = rates
+    name = f"{sizes.served[0]} at a time: steps with prompts recorded"
+    return Row(name, f"{recorded:.0f} and {one_by_one:.0f} tokens/s", recorded / one_by_one, RECORDED_AIM)
 
 
 @contextlib.contextmanager

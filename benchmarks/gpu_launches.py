@@ -1,0 +1,210 @@
+"""What steps with prompts cost the host of a GPU, recorded and not, and how many are, measured without a GPU.
+
+    python benchmarks/gpu_launches.py [--num-tokens 200] [--num-decodes 64] [--num-steps 2500]
+
+First a chunk of a prompt beside decodes: the host plans attention, and asks for each kernel, or for the
+recording of all. The models have as many layers as those that people run, and are tiny otherwise. Kernels are
+compiled for an H100, which needs none, and not launched: what calls of CUDA take is missing, in both figures.
+
+Then requests that begin one after the other, each when another has ended: how many of the steps in which one
+begins have sizes that were recorded before, and how many rows these add that are nobody's. Steps of more than
+4,096 tokens are taken not to be recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from gpu_models import CONFIGS, model_without_files
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from quire.execution.step_graphs import StepGraphs
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.cores import usable_cores
+from quire.kernels.size_classes import wide_size_class
+from quire.kernels.triton import device
+from quire.kernels.triton.kernel import compile_only
+from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
+from quire.models.checkpoints import loading
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.decoder import Decoder
+
+BLOCK_SIZE = 16
+CONTEXT = 600  # tokens of a decode
+REPEATS = 20
+MOST_TOKENS = 4_096
+
+
+class Hopper:
+    """What Triton asks of a GPU's driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what kernels are compiled for."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """Return the only one."""
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        """Return the only one."""
+        return 0
+
+
+def batch_of(num_decodes: int, num_tokens: int) -> AttentionBatch:
+    """Return the batch of a step."""
+    computed = np.array([CONTEXT] * num_decodes + [0])
+    tables = np.zeros((num_decodes + 1, 1 + max(CONTEXT, num_tokens) // BLOCK_SIZE), dtype=np.int32)
+    return AttentionBatch.build(computed, [1] * num_decodes + [num_tokens], tables, BLOCK_SIZE)
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    """Return how long the host takes, the shortest time of several."""
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def requests_of(kind: str) -> Iterator[tuple[int, int, int]]:
+    """Yield requests: tokens in the prefix cache, further tokens of the prompt, and of the output."""
+    numbers = random.Random(0)
+    while True:
+        if kind == "documents":
+            yield 0, numbers.randint(100, 1_024), numbers.randint(100, 1_024)
+        else:
+            yield BLOCK_SIZE * numbers.randint(0, 200), numbers.randint(20, 300), numbers.randint(50, 400)
+
+
+def steps_of(kind: str, num_running: int, num_steps: int) -> Iterator[AttentionBatch]:
+    """Yield the batches of steps that have as many requests; each prompt is one chunk."""
+    requests = requests_of(kind)
+    running = [list(next(requests)) for _ in range(num_running)]
+    for _ in range(num_steps):
+        computed, num_tokens, _ = np.array(running).T
+        width = -(-int((computed + num_tokens).max()) // BLOCK_SIZE)
+        yield AttentionBatch.build(
+            computed, num_tokens, np.zeros((num_running, width), dtype=np.int32), BLOCK_SIZE
+        )
+        for number, (length, chunk, left) in enumerate(running):
+            running[number] = [length + chunk, 1, left - 1] if left > 1 else list(next(requests))
+
+
+class Recordings:
+    """Counts them; they do nothing."""
+
+    num_recorded = 0
+    num_replayed = 0
+
+    def record(self, _compute: Callable[[], None]) -> Callable[[], None]:
+        """See `quire.execution.step_graphs.Record`."""
+        self.num_recorded += 1
+        return self._replay
+
+    def _replay(self) -> None:
+        self.num_replayed += 1
+
+
+def print_replays(kind: str, num_running: int, num_steps: int) -> None:
+    """Print how many steps with prompts are replayed, the first ones of each size included."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    model, cache = model_of("Qwen3-0.6B", **sizes)
+    recordings, num_prompts, num_tokens, num_rows = Recordings(), 0, 0, 0
+    graphs = StepGraphs(model.whole_step, cache, recordings.record, lambda ids: ids)
+    with compile_only(1):
+        for batch in steps_of(kind, num_running, num_steps):
+            if num_running < batch.num_rows <= MOST_TOKENS:
+                num_prompts += 1
+                num_tokens += batch.num_rows
+                num_rows += wide_size_class(batch.num_rows)
+                ids = np.zeros(batch.num_rows, dtype=np.int64)
+                graphs.logits(ids, batch, np.cumsum(batch.num_tokens) - 1)
+    print(
+        f"{kind}, {num_running} requests: {num_prompts} steps with prompts, "
+        f"{recordings.num_recorded} recorded, {recordings.num_replayed / num_prompts:.0%} replayed, "
+        f"{num_rows / num_tokens - 1:.0%} rows added",
+        flush=True,
+    )
+
+
+def model_of(name: str, **changes: Any) -> tuple[Decoder, PagedAttentionCache]:
+    """Return a tiny model and a cache of one block."""
+    from quire.kernels.triton.kernel_set import TritonKernels  # once the device is known
+
+    with (
+        model_without_files(name, is_tiny=True, **changes) as directory,
+        mock.patch.object(loading, "kernel_set", return_value=TritonKernels()),
+    ):
+        options = loading.WeightOptions(kernels="triton")
+        model = loading.load_decoder(Path(directory), read_model_config(Path(directory)), options=options)
+    model.reserve(MOST_TOKENS)
+    config = model.config
+    of_layer = KVLayerSpec(config.num_kv_heads, config.head_dim, config.head_dim)
+    metadata = PagedAttentionCacheMetaData.for_layers(
+        [of_layer] * config.num_layers, page_size=BLOCK_SIZE, dtype=model.dtype, num_pages=1
+    )
+    return model, PagedAttentionCache.init_cache(None, metadata)
+
+
+def measure(name: str, num_decodes: int, num_tokens: int) -> tuple[float, float]:
+    """Return the seconds of a step whose kernels are asked for one by one, and of a recorded one."""
+    model, cache = model_of(name, num_hidden_layers=CONFIGS[name]["num_hidden_layers"])
+    token_ids = np.zeros(num_decodes + num_tokens, dtype=np.int64)
+    rows = np.arange(num_decodes + 1)
+
+    def ask_one_by_one() -> None:
+        hidden = model.forward(torch.from_numpy(token_ids), cache, batch_of(num_decodes, num_tokens))
+        model.logits(hidden[torch.from_numpy(rows)])
+
+    graphs = StepGraphs(model.whole_step, cache, Recordings().record, lambda ids: ids)
+
+    def ask_for_recorded() -> None:
+        graphs.logits(token_ids, batch_of(num_decodes, num_tokens), rows)
+
+    both = ask_one_by_one, ask_for_recorded
+    with compile_only(usable_cores()):  # ends when all are compiled
+        for ask in both:
+            ask()
+    with compile_only(1):
+        one_by_one, recorded = map(seconds_of, both)
+    return one_by_one, recorded
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num-tokens", type=int, default=200, help="of the chunk; default: 200")
+    parser.add_argument("--num-decodes", type=int, default=64, help="beside it; default: 64")
+    parser.add_argument("--num-steps", type=int, default=2_500, help="with requests; default: 2500")
+    options = parser.parse_args()
+    driver.set_active(Hopper())
+    device.kernel_device = functools.partial(torch.device, "cpu")
+    for name in CONFIGS:
+        with torch.inference_mode():
+            one_by_one, recorded = measure(name, options.num_decodes, options.num_tokens)
+        print(
+            f"{name}: {one_by_one * 1e3:.2f} ms of the host one by one, {recorded * 1e3:.2f} ms recorded, "
+            f"{recorded / one_by_one:.2f}",
+            flush=True,
+        )
+    with torch.inference_mode():
+        print_replays("documents", 64, options.num_steps)
+        print_replays("dialogues", 16, options.num_steps)
+
+
+if __name__ == "__main__":
+    main()
