@@ -1,6 +1,6 @@
 """Ranks on the host that record decode steps, as ranks on GPUs do: on tapes, and with a stand-in for NCCL.
 
-`python tests/taped_ranks.py DESCRIPTOR EVENTS FAILURE` is a rank other than 0.
+`python tests/taped_ranks.py DESCRIPTOR PARENT EVENTS FAILURE` is a rank other than 0.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class TapedRanks:
         others = [str(self._files[1]), failures[1]]
 
         def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-            assert command[-2] == "quire.engine.ranks.process"
-            return subprocess.Popen([sys.executable, __file__, command[-1], *others], **options)
+            *_, module, number, parent = command
+            assert module == "quire.engine.ranks.process"
+            return subprocess.Popen([sys.executable, __file__, number, parent, *others], **options)
 
         patch.setattr(group, "subprocess", types.SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
 
@@ -142,5 +143,5 @@ def _stand_in(patch: pytest.MonkeyPatch, path: Path, failure: str) -> None:
 
 
 if __name__ == "__main__":
-    _stand_in(pytest.MonkeyPatch(), Path(sys.argv[2]), sys.argv[3])
+    _stand_in(pytest.MonkeyPatch(), Path(sys.argv[3]), sys.argv[4])
     process.main()

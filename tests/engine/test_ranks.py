@@ -114,6 +114,20 @@ def test_an_error_on_rank_0_within_a_step_ends_the_engine(monkeypatch):
     ranks.close()
 
 
+def test_a_rank_whose_parent_ended_before_it_looked_ends_though_a_fork_keeps_its_socket_open():
+    ours, theirs = socket.socketpair()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    command = [sys.executable, "-P", "-m", "quire.engine.ranks.process", str(theirs.fileno()), str(ended.pid)]
+    with ours, theirs:
+        rank = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        try:
+            assert rank.wait(60) == 0
+        finally:
+            rank.kill()
+            rank.wait()
+
+
 def test_other_ranks_are_told_all_of_a_step():
     sent = {field.name for field in dataclasses.fields(Forward)}
     assert {field.name for field in dataclasses.fields(AttentionBatch)} - sent == {

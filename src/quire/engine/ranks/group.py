@@ -127,7 +127,8 @@ class RankGroup:
         self._channels.append(channel)
         with theirs:
             number = theirs.fileno()
-            command = [sys.executable, "-P", "-m", "quire.engine.ranks.process", str(number)]
+            module = "quire.engine.ranks.process"
+            command = [sys.executable, "-P", "-m", module, str(number), str(os.getpid())]
             passed = [number, self.rendezvous]
             if self.kv_file is not None:
                 passed.append(self.kv_file)

@@ -1,8 +1,8 @@
-"""A rank other than 0: `python -m quire.engine.ranks.process DESCRIPTOR`, started by `RankGroup`.
+"""A rank other than 0: `python -m quire.engine.ranks.process DESCRIPTOR PARENT`, started by `RankGroup`.
 
-DESCRIPTOR is of a socket to rank 0. It carries what the rank is and what it computes, and is its *lifeline*:
-when it closes, rank 0's process has ended, and this one exits immediately, even within a step. SIGINT and
-SIGTERM are ignored: whoever gets them too decides.
+DESCRIPTOR is of a socket to rank 0, whose process id is PARENT. It carries what the rank is and what it
+computes, and is its *lifeline*: when it closes, rank 0's process has ended, and this one exits immediately,
+even within a step. SIGINT and SIGTERM are ignored: whoever gets them too decides.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     os.dup2(2, 1)  # what is printed goes to standard error
     logging.basicConfig(format="%(asctime)s rank[%(process)d] %(levelname)s %(message)s")
-    parent = os.getppid()
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    descriptor, parent = map(
+        int, sys.argv[1:3]
+    )  # told, since the parent may have ended before it is looked for
+    channel = Channel(socket.socket(fileno=descriptor))
     inbox: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(channel, inbox, parent), daemon=True).start()
     try:
