@@ -5,9 +5,9 @@
 Weights are random. Copies and products are measured first, and steps are compared with these: a decode step
 with the time to copy its weights and KV, prompts with the time of their products. Then come requests of all
 lengths beside the continuous batching of `transformers`, 64 streams over HTTP beside the same requests
-offline, the time until a server is ready, and the kernels of decode steps beside what they read, write and
-compute. There is one way to compute a batch, and it is batch-invariant: what that costs is in all rows, and
-has none of its own.
+offline, the time until a server is ready, attention by itself (beside FlashInfer's where that is installed),
+and the kernels of decode steps beside what they read, write and compute. There is one way to compute a batch,
+and it is batch-invariant: what that costs is in all rows, and has none of its own.
 
 `--tiny` goes through the same code on a CPU, but for `transformers`, with models of no use; its figures say
 nothing.
@@ -28,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gpu_attention import attention_lines
 from gpu_engine import decode_seconds, prefill_seconds
 from gpu_machine import copy_bandwidth, product_rate
 from gpu_models import CONFIGS, model_without_files
@@ -213,6 +214,20 @@ def profiles_of(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -
         yield from profile_table(times, work, bandwidth, rate)
 
 
+def attention_of(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -> Iterator[str]:
+    """Yield lines of attention by itself, of decode steps and of prompts, at each model's heads."""
+    count, context = sizes.num_requests[1], sizes.context
+    num_prompts, length = sizes.prefill
+    cases = {
+        f"{count} decodes of {context} tokens": (count, context - 1, 1),
+        f"{num_prompts} prompts of {length} tokens": (num_prompts, 0, length),
+    }
+    for name in names:
+        with model_without_files(name, is_tiny=sizes is TINY) as directory:
+            model = read_model_config(Path(directory))
+        yield from attention_lines(name, model, cases, bandwidth, rate)
+
+
 def main() -> int:
     """Measure and print; return 1 if an aim is missed."""
     parser = argparse.ArgumentParser(
@@ -246,7 +261,8 @@ def main() -> int:
     if options.json:
         print(json.dumps({"bandwidth": bandwidth, "rate": rate, "rows": [*map(dataclasses.asdict, rows)]}))
     else:
-        for line in profiles_of(options.models, sizes, bandwidth, rate):
+        measurements = options.models, sizes, bandwidth, rate
+        for line in itertools.chain(attention_of(*measurements), profiles_of(*measurements)):
             print(line, flush=True)
     return int(not all(row.is_met for row in rows))
 
