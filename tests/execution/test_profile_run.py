@@ -94,6 +94,7 @@ def test_nothing_is_recorded_whose_kernels_were_never_launched(
         return recorded(self, model, graph, batch)
 
     monkeypatch.setattr(Decoder, "compile_only", lambda self: compiling())
+    monkeypatch.setattr(type(model.kernels), "compiles_only", property(lambda self: is_compiling[0]))
     monkeypatch.setattr(StepGraphs, "_compute", watched)
     monkeypatch.setattr(StepGraphs, "_recorded", checked)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40, draft_length=0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -106,7 +104,9 @@ class ModelRunner:
         self.most_recorded_tokens = 0
         self._graphs: StepGraphs | None = None
         if record is not None:
-            self._graphs = StepGraphs(model.whole_step, kv_cache, record, self._sampler.input_ids)
+            self._graphs = StepGraphs(
+                model.whole_step, kv_cache, record, self._sampler.input_ids, model.kernels
+            )
         self._sparse = None if sparse_attention is None else SparsePrefill(sparse_attention, block_size)
         self._evictor = None
         if eviction is not None:
@@ -114,20 +114,7 @@ class ModelRunner:
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`; of all ranks."""
-        compiling = self._model.compile_only()
-        return None if compiling is None else self._compiling(compiling)
-
-    @contextlib.contextmanager
-    def _compiling(self, compiling: AbstractContextManager[None]) -> Iterator[None]:
-        with compiling:
-            if self._graphs is None:
-                yield
-                return
-            self._graphs.launches = False
-            try:
-                yield
-            finally:
-                self._graphs.launches = True
+        return self._model.compile_only()
 
     @property
     def kv_cache(self) -> PagedAttentionCache:

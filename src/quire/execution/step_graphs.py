@@ -36,6 +36,7 @@ from quire.kv.paged_cache import PagedAttentionCache
 if TYPE_CHECKING:
     from quire.execution.arrays import Int64Array
     from quire.execution.model import StepModel
+    from quire.kernels.interface import KernelSet
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,7 @@ class StepGraphs:
         kv_cache: where keys and values live.
         record: of the device.
         token_ids: makes token ids of what is copied for them, [T] int64 both, on the device.
-
-    Attributes:
-        launches: whether kernels are launched, and not just compiled. What was not launched is not recorded:
-            a kernel is loaded at its first launch, which CUDA forbids in a recording.
+        kernels: of the model.
     """
 
     def __init__(
@@ -70,6 +68,7 @@ class StepGraphs:
         kv_cache: PagedAttentionCache,
         record: Record,
         token_ids: Callable[[torch.Tensor], torch.Tensor],
+        kernels: KernelSet,
     ) -> None:
         self._step_of = step_of
         self._kv_cache = kv_cache
@@ -77,8 +76,8 @@ class StepGraphs:
         self._token_ids = token_ids
         self._makers: dict[Hashable, MakeArrays] = {}
         self._graphs: OrderedDict[Hashable, _StepGraph] = OrderedDict()
+        self._kernels = kernels
         self._can_record = True
-        self.launches = True
 
     @property
     def most_array_bytes(self) -> int:
@@ -159,8 +158,11 @@ class StepGraphs:
         graph.logits = model.logits(hidden if rows is None else hidden[rows])
 
     def _learn(self, graph: _StepGraph) -> None:
-        """Take note of what the step has read; if it is more than was known, the graph is another's."""
-        graph.was_computed = self.launches and not graph.arrays.makers_of_others
+        """Take note of what the step has read; if it is more than was known, the graph is another's.
+
+        A step that was only compiled is not recorded next: CUDA forbids that a kernel is loaded meanwhile.
+        """
+        graph.was_computed = not (self._kernels.compiles_only or graph.arrays.makers_of_others)
         self._makers.update(graph.arrays.makers_of_others)
 
 

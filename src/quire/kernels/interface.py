@@ -50,6 +50,11 @@ class KernelSet(ABC):
         """
         return None
 
+    @property
+    def compiles_only(self) -> bool:
+        """Whether what `compile_only` returns is entered."""
+        return False
+
     @abstractmethod
     def linear(
         self,

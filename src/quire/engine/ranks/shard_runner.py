@@ -56,7 +56,6 @@ class ShardRunner:
         self._shard = Shard(start.rank, start.size)
         self._device = kernels.device
         self._compiling = contextlib.ExitStack()
-        self._is_compiling = False
         communicator = communicator_on(kernels.device, self._shard, start.rendezvous, timeout=start.timeout)
         self._decoder = load_decoder(
             Path(start.model_path),
@@ -103,16 +102,13 @@ class ShardRunner:
                 self._kv_cache,
                 CudaGraphs().record,
                 lambda unknown: unknown,
+                self._decoder.kernels,
             )
-            self._graphs.launches = not self._is_compiling
         return self._graphs
 
     def _compile_only(self, *, begins: bool) -> None:
         compiling = self._decoder.compile_only() if begins else None
         self._compiling.close()
-        self._is_compiling = compiling is not None
-        if self._graphs is not None:
-            self._graphs.launches = not self._is_compiling
         if compiling is not None:
             self._compiling.enter_context(compiling)
 

@@ -56,3 +56,8 @@ def compile_only(num_threads: int) -> Iterator[None]:
             yield
     finally:
         _compiles_only.reset(token)
+
+
+def compiles_only() -> bool:
+    """Return whether `compile_only` is entered."""
+    return _compiles_only.get()

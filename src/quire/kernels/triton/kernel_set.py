@@ -24,7 +24,7 @@ from quire.kernels.triton import rows as row_kernels
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.device import kernel_device
 from quire.kernels.triton.experts import FusedExperts
-from quire.kernels.triton.kernel import compile_only
+from quire.kernels.triton.kernel import compile_only, compiles_only
 from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
 from quire.kernels.triton.sampling import TritonSampling
@@ -55,6 +55,11 @@ class TritonKernels(KernelSet):
     @override
     def compile_only(self) -> AbstractContextManager[None]:
         return compile_only(usable_cores())
+
+    @property
+    @override
+    def compiles_only(self) -> bool:
+        return compiles_only()
 
     @override
     def linear(
