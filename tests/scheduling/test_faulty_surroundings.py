@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scene import Clock, Scene
 
@@ -80,6 +80,7 @@ def test_a_clock_that_goes_back_goes_on_from_where_it_was():
 
 
 @settings(max_examples=30, backend=UNMUTATED)
+@example([-0.5] * 3)
 @given(st.lists(st.sampled_from([0.1, 1.0, 30.0, -0.5, -40.0, -1e7, 1e7, NAN, OSError("no clock")])))
 def test_whatever_the_clock_does_all_end_and_the_queue_has_an_answer(jumps):
     scene, faulty, clock = timed_scene(
@@ -97,8 +98,9 @@ def test_whatever_the_clock_does_all_end_and_the_queue_has_an_answer(jumps):
         scene.step()
     scene.finish_but_pins()
     assert set(scene.reasons) == set(scene.requests)
-    clock.advance(3)
-    scene.step()
+    for _ in range(2):  # a clock that has gone back counts for less when it comes to where it was
+        clock.advance(3)
+        scene.step()
     scene.check_nothing_is_held()
 
 
