@@ -206,9 +206,11 @@ from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 async def main():
     settings = {"num_threads": 1, "tensor_parallel_size": 2, "scheduler": SchedulerConfig(num_kv_blocks=64)}
     llm = AsyncLLM(EngineConfig(model=sys.argv[1], **settings))
-    async for output in llm.generate("the", SamplingParams(max_tokens=450, ignore_eos=True)):
-        if len(output.outputs[0].token_ids) == 1:
-            print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    outputs = llm.generate("the", SamplingParams(max_tokens=450, ignore_eos=True))
+    await anext(outputs)
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    async for _ in outputs:
+        pass
     await asyncio.sleep(100)
 asyncio.run(main())
 """
