@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver, model_cache
@@ -18,8 +19,10 @@ from checkpoints import make_checkpoint
 from operation_tape import OperationTape
 from quire.execution import step_graphs
 from quire.execution.adaptive_proposer import AdaptiveProposer
+from quire.execution.draft_model_proposer import DraftModelProposer
 from quire.execution.model_runner import ModelRunner
 from quire.execution.ngram_proposer import NgramProposer
+from quire.execution.proposer import RowsToContinue
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.size_classes import size_class
@@ -29,6 +32,7 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
+from quire.step import NO_TOKEN
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 
@@ -200,17 +204,60 @@ def test_steps_are_replayed_beside_a_connector_that_moves_whole_blocks(
 
 
 @pytest.mark.parametrize("follows_tokens", [False, True])
-def test_steps_are_replayed_beside_a_proposer_that_does_not_follow_tokens(
+def test_steps_are_replayed_beside_a_proposer(
     follows_tokens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    followed: list[int] = []
+    followed: list[tuple[list[int], bool]] = []
+
+    def follow(
+        _proposer: NgramProposer, token_ids: torch.Tensor, _batch: AttentionBatch, *, is_recorded: bool
+    ) -> None:
+        followed.append((token_ids.tolist(), is_recorded))
+
     monkeypatch.setattr(NgramProposer, "follows_tokens", follows_tokens)
-    monkeypatch.setattr(NgramProposer, "follow", lambda self, ids, batch: followed.append(len(ids)))
+    monkeypatch.setattr(NgramProposer, "follow", follow)
     recorder = Recorder()
     proposer = AdaptiveProposer(NgramProposer(1, 3), 4)
-    outputs(driver_of(load("qwen3", tmp_path), recorder.record, proposer=proposer), [3], 4)
-    assert recorder.num_replays == (0 if follows_tokens else 1)
-    assert followed == ([3, 1, 1, 1] if follows_tokens else [])
+    driver = driver_of(load("qwen3", tmp_path), recorder.record, proposer=proposer)
+    ((tokens, _),) = outputs(driver, [3], 4).values()
+    assert recorder.num_replays == 1
+    expected = [([5, 8, 11], False), *(([token], True) for token in tokens[:3])]
+    assert followed == (expected if follows_tokens else [])
+
+
+@torch.inference_mode()
+def test_a_draft_model_is_replayed(tmp_path: Path) -> None:
+    """It follows steps of two requests, and drafts several tokens of each, one after the other."""
+    model = load("qwen3", tmp_path)
+    model.reserve(64)
+    recorder = Recorder()
+    caches = [model_cache(model, num_blocks=20) for _ in range(2)]
+    proposers = [
+        DraftModelProposer(model, cache, record=record, max_num_batched_tokens=64)
+        for cache, record in zip(caches, (recorder.record, None), strict=True)
+    ]
+    tables = np.arange(20).reshape(2, 10)
+    token_ids = np.arange(5, 85, dtype=np.int32).reshape(2, 40)
+    computed = np.zeros(2, dtype=np.int64)
+    for number, counts in enumerate([[3, 9], *[[3, 2], [1, 4]] * 2]):
+        batch = AttentionBatch.build(computed, counts, tables, BLOCK_SIZE)
+        ids = [
+            row[start : start + count] for row, start, count in zip(token_ids, computed, counts, strict=True)
+        ]
+        computed = computed + counts
+        rows = RowsToContinue(
+            token_ids, np.arange(2), computed + 1, tables, np.array([10, 10]), np.array([3, 2 + number % 2])
+        )
+        found = []
+        for proposer in proposers:
+            followed = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+            proposer.follow(followed, batch, is_recorded=number > 0)
+            found.append(proposer.propose(rows, 3).tolist())
+        assert found[0] == found[1]
+        assert found[0][1][2:] == ([NO_TOKEN] if number % 2 == 0 else found[1][1][2:])
+        assert torch.equal(*(cache.tensor for cache in caches))
+    assert recorder.num_replays > recorder.num_recordings > 2
+    assert proposers[0].most_array_bytes > 0
 
 
 def test_recordings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from quire.config import SparseAttentionMode
 from quire.engine.eviction_memory import eviction_bytes
 from quire.kernels import bounds
-from quire.kernels.size_classes import size_class
+from quire.kernels.size_classes import wide_size_class
 from quire.models.config import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def activation_bytes(
     scheduler = scheduler.with_step_tokens()  # an engine's are decided already
     tokens = scheduler.max_num_batched_tokens
     if on_gpu:
-        tokens = size_class(tokens)  # recorded steps are rounded up
+        tokens = wide_size_class(tokens)  # recorded steps are rounded up
     places = min(scheduler.max_num_seqs + num_drafts, tokens)
     item = DTYPE_BYTES[dtype]
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim

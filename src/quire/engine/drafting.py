@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig, SpeculationConfig
     from quire.engine.memory_plan import MemoryPlan
     from quire.execution.proposer import Proposer
+    from quire.execution.step_graphs import Record
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.decoder import Decoder
 
@@ -63,8 +64,13 @@ def load_draft_model(config: EngineConfig, draft_model: DraftModel, plan: Memory
     return load_decoder(draft_model.path, shape, options=weight_options(config, shape))
 
 
-def build_proposer(config: EngineConfig, draft_model: Decoder | None, plan: MemoryPlan) -> Proposer | None:
-    """Return the proposer of drafts, or None without speculation; allocates the draft model's KV cache."""
+def build_proposer(
+    config: EngineConfig, draft_model: Decoder | None, plan: MemoryPlan, *, record: Record | None = None
+) -> Proposer | None:
+    """Return the proposer of drafts, or None without speculation; allocates the draft model's KV cache.
+
+    `record` records the draft model's steps.
+    """
     speculation = config.speculation
     if speculation.speculative_method in ("ngram", "suffix"):
         from quire.execution.adaptive_proposer import AdaptiveProposer
@@ -78,7 +84,12 @@ def build_proposer(config: EngineConfig, draft_model: Decoder | None, plan: Memo
     from quire.kv.paged_cache import PagedAttentionCache
 
     kv_cache = PagedAttentionCache.on_device(plan.kv_caches[1], draft_model.kernels.device)
-    return DraftModelProposer(draft_model, kv_cache)
+    return DraftModelProposer(
+        draft_model,
+        kv_cache,
+        record=record,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
 
 
 def _copying_proposer(speculation: SpeculationConfig, max_num_seqs: int) -> Proposer:

@@ -76,13 +76,14 @@ def build_runner(
     from quire.execution.model_runner import ModelRunner
 
     scheduler = config.scheduler
+    record_drafts = None if models.draft is None else _record(config, models.draft)
     return ModelRunner(
         models.target,
         _kv_cache(models, plan),
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
-        proposer=build_proposer(config, models.draft, plan),
+        proposer=build_proposer(config, models.draft, plan, record=record_drafts),
         connector=connector,
         eviction=scheduler.cache_eviction_config if scheduler.use_cache_eviction else None,
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
@@ -102,12 +103,12 @@ def _kv_cache(models: LoadedModels, plan: MemoryPlan) -> PagedAttentionCache:
     return leading_cache(metadata, device, models.ranks)
 
 
-def _record(config: EngineConfig, model: Model) -> Record | None:
-    """Return what records decode steps on a GPU, and have the model stay where it is from now on."""
+def _record(config: EngineConfig, model: Model | Decoder) -> Record | None:
+    """Return what records steps on a GPU, and have the model's buffers stay where they are from now on."""
     if config.device != "cuda" or not config.cuda_graphs:
         return None
     from quire.kernels.cuda_graphs import CudaGraphs
-    from quire.kernels.size_classes import size_class
+    from quire.kernels.size_classes import wide_size_class
 
-    model.reserve(size_class(config.scheduler.max_num_batched_tokens))
+    model.reserve(wide_size_class(config.scheduler.max_num_batched_tokens))
     return CudaGraphs().record

@@ -93,8 +93,8 @@ class AdaptiveProposer(Proposer):
         self._asked_at = 0.0
 
     @override
-    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
-        self._proposer.follow(token_ids, batch)
+    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool) -> None:
+        self._proposer.follow(token_ids, batch, is_recorded=is_recorded)
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from typing_extensions import override
 
-from quire.execution.arrays import BoolArray, Int64Array
+from quire.execution.arrays import Int64Array
 from quire.execution.proposer import Proposer, RowsToContinue
+from quire.execution.step_graphs import Record, StepGraphs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import array_to_device
+from quire.kernels.size_classes import wide_size_class
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.decoder import Decoder
 from quire.step import NO_TOKEN, IntArray
@@ -23,57 +26,114 @@ class DraftModelProposer(Proposer):
     into places of the request's own blocks that no valid KV is in; where a table has no more of them it
     proposes less.
 
+    A token that it has chosen stays on the device for the next one, and the host waits for all of them once.
+
     Args:
         model: of the target's vocabulary.
         kv_cache: its own, with as many blocks, of as many tokens, as the target's.
+        record: records what the device is asked for; None: nothing is recorded.
+        max_num_batched_tokens: of a step, which may be recorded.
     """
 
     follows_tokens = True
 
-    def __init__(self, model: Decoder, kv_cache: PagedAttentionCache) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: PagedAttentionCache,
+        *,
+        record: Record | None = None,
+        max_num_batched_tokens: int = 0,
+    ) -> None:
         self._model = model
         self._kv_cache = kv_cache
+        self._graphs: _DraftGraphs | None = None
+        if record is not None:
+            self._graphs = _DraftGraphs(model, kv_cache, record, max_num_batched_tokens)
 
+    @property
+    @override
+    def most_array_bytes(self) -> int:
+        return 0 if self._graphs is None else self._graphs.most_array_bytes
+
+    @override
     def copy_blocks(self, copies: IntArray) -> None:
-        """Take part in the KV cache's copies [N, 2] of blocks (from, to)."""
         self._kv_cache.copy_blocks(copies)
 
-    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
-        """Compute the tokens [T] of a step."""
-        self._model.forward(token_ids, self._kv_cache, batch)
+    @override
+    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool) -> None:
+        if self._graphs is not None and is_recorded:
+            self._graphs.forward(token_ids, batch)
+        else:
+            self._model.forward(token_ids, self._kv_cache, batch)
 
+    @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray:
         """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]."""
-        drafts = np.full((len(rows.slots), num_drafts), NO_TOKEN, dtype=np.int32)
         positions_left = rows.num_blocks[rows.slots] * self._kv_cache.block_size - (rows.num_tokens - 1)
         count = np.minimum(rows.max_drafts, positions_left)
-        token_ids = rows.token_ids[rows.slots, rows.num_tokens - 1].astype(np.int64)
-        live = np.arange(len(count))
-        for number in range(num_drafts):
-            live = live[number < count[live]]
-            if not live.size:
-                break
-            next_ids, is_finite = self._decode(rows, live, number, token_ids[live])
-            live = live[is_finite]
-            token_ids[live] = drafts[live, number] = next_ids[is_finite]
-        return drafts
+        last_known = rows.token_ids[rows.slots, rows.num_tokens - 1].astype(np.int64)
+        last = array_to_device(last_known, self._model.kernels.device)
+        drafts = last.new_full((num_drafts, len(count)), NO_TOKEN)
+        for number in range(min(num_drafts, int(count.max(initial=0)))):
+            live = np.flatnonzero(count > number)
+            places = array_to_device(live, last.device)
+            maxima, chosen = self._logits(last[places], self._batch(rows, live, number)).max(dim=1)
+            last[places] = chosen
+            drafts[number, places] = torch.where(maxima.isfinite(), chosen, NO_TOKEN)
+        return _until_missing(drafts.T.cpu().numpy().astype(np.int32))
 
-    def _decode(
-        self, rows: RowsToContinue, live: Int64Array, number: int, token_ids: Int64Array
-    ) -> tuple[Int64Array, BoolArray]:
-        """Compute one token [L] of each `live` row, `number` after its last known one.
-
-        Returns:
-            The most likely next token of each, and whether its logits were finite.
-        """
+    def _batch(self, rows: RowsToContinue, live: Int64Array, number: int) -> AttentionBatch:
+        """Return the step that computes one token of each `live` row, `number` after its last known one."""
         slots = rows.slots[live]
-        batch = AttentionBatch.build(
+        return AttentionBatch.build(
             rows.num_tokens[live] - 1 + number,
             np.ones(len(live), dtype=np.int64),
             rows.block_tables[slots, : rows.num_blocks[slots].max()],
             self._kv_cache.block_size,
         )
-        on_device = array_to_device(token_ids, self._model.kernels.device)
-        logits = self._model.logits(self._model.forward(on_device, self._kv_cache, batch))
-        maxima, next_ids = logits.max(dim=1)
-        return next_ids.cpu().numpy(), torch.isfinite(maxima).cpu().numpy()
+
+    def _logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        if self._graphs is not None:
+            return self._graphs.logits(token_ids, batch)
+        return self._model.logits(self._model.forward(token_ids, self._kv_cache, batch))
+
+
+class _DraftGraphs:
+    """`StepGraphs` whose token ids [T] come from the device."""
+
+    def __init__(
+        self, model: Decoder, kv_cache: PagedAttentionCache, record: Record, max_num_batched_tokens: int
+    ) -> None:
+        num_rows = wide_size_class(max_num_batched_tokens)
+        self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=model.kernels.device)
+        self._graphs = StepGraphs(
+            model.whole_step,
+            kv_cache,
+            record,
+            lambda unknown: self._token_ids[: len(unknown)],
+            model.kernels,
+        )
+
+    @property
+    def most_array_bytes(self) -> int:
+        """See `StepGraphs.most_array_bytes`."""
+        return self._graphs.most_array_bytes
+
+    def logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """See `StepGraphs.logits`."""
+        return self._graphs.logits(self._given(token_ids), batch)
+
+    def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
+        """See `StepGraphs.forward`."""
+        self._graphs.forward(self._given(token_ids), batch)
+
+    def _given(self, token_ids: torch.Tensor) -> Int64Array:
+        """Put token ids where the graphs find them; return what they are given in place of these."""
+        self._token_ids[: len(token_ids)].copy_(token_ids)
+        return np.zeros(len(token_ids), dtype=np.int64)
+
+
+def _until_missing(drafts: IntArray) -> IntArray:
+    """Return drafts [S, K] without those behind a NO_TOKEN."""
+    return np.where(np.logical_and.accumulate(drafts != NO_TOKEN, axis=1), drafts, NO_TOKEN)

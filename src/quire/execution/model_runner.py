@@ -129,7 +129,8 @@ class ModelRunner:
     @property
     def most_array_bytes(self) -> int:
         """See `StepGraphs.most_array_bytes`; 0 if nothing is recorded."""
-        return 0 if self._graphs is None else self._graphs.most_array_bytes
+        of_proposer = 0 if self._proposer is None else self._proposer.most_array_bytes
+        return of_proposer + (0 if self._graphs is None else self._graphs.most_array_bytes)
 
     @property
     def num_requests(self) -> int:
@@ -238,7 +239,6 @@ class ModelRunner:
         return (
             self._graphs is not None
             and not any(other is not None for other in others)
-            and (self._proposer is None or not self._proposer.follows_tokens)
             and (_is_decode(output, sampling) or self._is_small(output, sampling))
             and not self._batch.prompt_logprobs_end[output.slots].any()
         )
@@ -252,6 +252,8 @@ class ModelRunner:
         batch = self._attention_batch(output)
         rows = np.repeat(output.slots, output.num_tokens)
         encoded = self._encoded_ids(rows, batch.positions.numpy())
+        if self._proposer is not None and self._proposer.follows_tokens:
+            self._proposer.follow(self._input_ids(encoded), batch, is_recorded=True)
         logit_rows = None if _is_decode(output, sampling) else sampling.tokens
         logits = self._graphs.logits(encoded, batch, logit_rows)
         self._batch.note_computed(output)
@@ -279,15 +281,18 @@ class ModelRunner:
         positions = batch.positions.numpy()
         if self._evictor is not None:
             positions = self._evictor.positions_in_text(positions, output)
-        encoded = self._encoded_ids(rows, positions)
-        token_ids = self._sampler.input_ids(array_to_device(encoded, self._model.kernels.device))
+        token_ids = self._input_ids(self._encoded_ids(rows, positions))
         if self._proposer is not None and self._proposer.follows_tokens:
-            self._proposer.follow(token_ids, batch)
+            self._proposer.follow(token_ids, batch, is_recorded=False)
         hook = self._layer_hook
         if self._evictor is not None:
             self._evictor.begin(batch.key_scores)
             hook = self._evictor
         return self._model.forward(token_ids, self._kv_cache, batch, hook=hook)
+
+    def _input_ids(self, encoded: Int64Array) -> torch.Tensor:
+        """Return the token ids of a step on the device, [T] both."""
+        return self._sampler.input_ids(array_to_device(encoded, self._model.kernels.device))
 
     def _encoded_ids(self, rows: IntArray, positions: Int64Array) -> Int64Array:
         """Return what the sampler makes the token ids of a step of, [T]."""

@@ -70,8 +70,8 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
 
     They are: the most tokens, with a token sampled for the most requests in all ways that the device knows;
     chunks of prompts behind the longest context, one of them beside decodes; and decode steps of the most
-    requests, some of which have the longest context, recorded if the runner records any. Then the largest
-    step with prompts is recorded that is worth it.
+    requests, some of which have the longest context, and of requests with drafts, recorded if the runner
+    records any. Then the largest step with prompts is recorded that is worth it.
 
     Args:
         runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
@@ -112,6 +112,10 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
     for rows in _decodes(limits):
         for _ in range(times):
             steps.compute(rows, _PLAIN)
+    if num_drafts:
+        rows = [_Row(0, 1)] * min(limits.max_num_seqs, most // (1 + num_drafts))
+        for _ in range(times):
+            steps.compute(rows, _PLAIN, num_drafts=num_drafts)
 
 
 def _most_tokens_that_the_host_slows_down(steps: _MadeUpSteps, limits: StepLimits) -> int:

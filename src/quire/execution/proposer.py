@@ -38,7 +38,7 @@ class Proposer(ABC):
     """Proposes drafts. A bad one costs time only: see `quire.execution.sampling_positions`."""
 
     follows_tokens = False
-    """Whether `follow` is called in each step, which then cannot be replayed as a graph on a GPU."""
+    """Whether `follow` is called in each step."""
 
     def open(self, slot: int, num_tokens: int, scope: tuple[str, str]) -> None:  # noqa: B027
         """Expect a request in `slot`, new or resumed, with that many known tokens.
@@ -60,8 +60,18 @@ class Proposer(ABC):
             is_alone: whether the one before has been computed.
         """
 
-    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:  # noqa: B027
-        """Observe the tokens [T] that the model computes in a step, including drafts."""
+    def follow(  # noqa: B027
+        self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool
+    ) -> None:
+        """Observe the tokens [T] that the model computes in a step, including drafts.
+
+        `is_recorded` says whether the step is one of those that are recorded and replayed.
+        """
+
+    @property
+    def most_array_bytes(self) -> int:
+        """See `StepGraphs.most_array_bytes`, of the steps that the proposer records."""
+        return 0
 
     @abstractmethod
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
@@ -105,8 +115,13 @@ class GuardedProposer(Proposer):
         self._unless_failed(lambda proposer: proposer.begin_step(num_tokens, is_alone=is_alone))
 
     @override
-    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
-        self._unless_failed(lambda proposer: proposer.follow(token_ids, batch))
+    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool) -> None:
+        self._unless_failed(lambda proposer: proposer.follow(token_ids, batch, is_recorded=is_recorded))
+
+    @property
+    @override
+    def most_array_bytes(self) -> int:
+        return 0 if self._proposer is None else self._proposer.most_array_bytes
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:

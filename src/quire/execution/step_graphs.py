@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from quire.execution.arrays import Int64Array
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import copy_to_device
 from quire.kernels.size_classes import coarse_size_class, size_class, wide_size_class
@@ -34,7 +35,6 @@ from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, Step
 from quire.kv.paged_cache import PagedAttentionCache
 
 if TYPE_CHECKING:
-    from quire.execution.arrays import Int64Array
     from quire.execution.model import StepModel
     from quire.kernels.interface import KernelSet
 
@@ -49,6 +49,7 @@ MAX_GRAPHS = 128
 _TOKEN_IDS = "token ids"
 _LOGIT_ROWS = "rows of logits"
 _ALIGNMENT = 16  # bytes, of arrays that are copied together
+_NO_ROWS: Int64Array = np.zeros(0, dtype=np.int64)
 
 
 class StepGraphs:
@@ -97,12 +98,30 @@ class StepGraphs:
         Returns:
             [R, vocab] float32 on the device; the next step overwrites them.
         """
-        with self._step_of(batch, rows) as model:
-            return self._logits(model, token_ids, batch, rows)
+        logits = self._computed(token_ids, batch, rows).logits
+        assert logits is not None
+        return logits[: len(token_ids) if rows is None else len(rows)]
 
-    def _logits(
-        self, model: StepModel, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None
-    ) -> torch.Tensor:
+    def forward(self, token_ids: Int64Array, batch: AttentionBatch) -> None:
+        """Compute the keys and values of a step, and no logits; see `logits`."""
+        self._computed(token_ids, batch, _NO_ROWS)
+
+    def _computed(self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None) -> _StepGraph:
+        with self._step_of(batch, rows) as model:
+            graph, padded = self._filled(token_ids, batch, rows)
+            if graph.replay is None and graph.was_computed and self._can_record:
+                graph.replay = self._recorded(model, graph, padded)
+            if graph.replay is not None:
+                graph.replay()
+            else:
+                self._compute(model, graph, padded)
+                self._learn(graph)
+        return graph
+
+    def _filled(
+        self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None
+    ) -> tuple[_StepGraph, AttentionBatch]:
+        """Return the graph of the sizes that a step is rounded up to, with its arrays, and the step so."""
         if rows is None:
             padded = batch.padded(size_class(batch.num_rows))
         else:
@@ -114,15 +133,7 @@ class StepGraphs:
         graph = self._graph_of(made)
         graph.arrays.fill(made)
         padded.step_arrays = graph.arrays
-        if graph.replay is None and graph.was_computed and self._can_record:
-            graph.replay = self._recorded(model, graph, padded)
-        if graph.replay is not None:
-            graph.replay()
-        else:
-            self._compute(model, graph, padded)
-            self._learn(graph)
-        assert graph.logits is not None
-        return graph.logits[: len(token_ids) if rows is None else len(rows)]
+        return graph, padded
 
     def _graph_of(self, made: Mapping[Hashable, HostArrays]) -> _StepGraph:
         sizes = tuple(
@@ -155,7 +166,8 @@ class StepGraphs:
         token_ids = self._token_ids(graph.arrays.token_ids)
         hidden = model.forward(token_ids, self._kv_cache, batch)
         rows = graph.arrays.logit_rows
-        graph.logits = model.logits(hidden if rows is None else hidden[rows])
+        if rows is None or len(rows):
+            graph.logits = model.logits(hidden if rows is None else hidden[rows])
 
     def _learn(self, graph: _StepGraph) -> None:
         """Take note of what the step has read; if it is more than was known, the graph is another's.
