@@ -70,7 +70,7 @@ def test_chunks_of_prompts_are_replayed_beside_decodes(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of 8 tokens, of which those that decode have logits, and the chunk has none."""
-    prompts = [[10], [11, 12], [5 + number % 90 for number in range(40)]]
+    prompts = [[10], [11, 12], [5 + number % 90 for number in range(26)]]
     options = {"prompts": prompts, "max_num_batched_tokens": 8}
     expected = results(checkpoint, **options)
     recorded: list[int] = []
@@ -86,7 +86,7 @@ def test_chunks_of_prompts_are_replayed_beside_decodes(
     assert results(checkpoint, **options) == expected
     first, second = ranks.events
     assert first == second
-    assert recorded.count(8) > 4
+    assert recorded.count(8) > 3
     assert "replays 0" in first[: first.index("records 1")]  # it was of such a step: they come first
 
 
