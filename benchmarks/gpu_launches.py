@@ -7,8 +7,8 @@ recording of all. The models have as many layers as those that people run, and a
 compiled for an H100, which needs none, and not launched: what calls of CUDA take is missing, in both figures.
 
 Then requests that begin one after the other, each when another has ended: how many of the steps in which one
-begins have sizes that were recorded before, and how many rows these add that are nobody's. Steps of more than
-4,096 tokens are taken not to be recorded.
+begins are replayed from the recording of an earlier one, and how many rows these add that are nobody's. Steps
+of more than 4,096 tokens are taken not to be recorded.
 """
 
 from __future__ import annotations
@@ -104,18 +104,19 @@ def steps_of(kind: str, num_running: int, num_steps: int) -> Iterator[AttentionB
 
 
 class Recordings:
-    """Counts them; they do nothing."""
+    """Counts them, and how often one is replayed after the step that it was made in; they do nothing."""
 
     num_recorded = 0
-    num_replayed = 0
+    num_again = 0
 
     def record(self, _compute: Callable[[], None]) -> Callable[[], None]:
         """See `quire.execution.step_graphs.Record`."""
         self.num_recorded += 1
+        self.num_again -= 1
         return self._replay
 
     def _replay(self) -> None:
-        self.num_replayed += 1
+        self.num_again += 1
 
 
 def graphs_of(model: Decoder, cache: PagedAttentionCache, recordings: Recordings) -> StepGraphs:
@@ -133,7 +134,7 @@ def as_if_launched() -> Iterator[None]:
 
 
 def print_replays(kind: str, num_running: int, num_steps: int) -> None:
-    """Print how many steps with prompts are replayed, the first ones of each size included."""
+    """Print how many steps with prompts are replayed from a recording of an earlier one."""
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     model, cache = model_of("Qwen3-0.6B", **sizes)
     recordings, num_prompts, num_tokens, num_rows = Recordings(), 0, 0, 0
@@ -148,7 +149,7 @@ def print_replays(kind: str, num_running: int, num_steps: int) -> None:
                 graphs.logits(ids, batch, np.cumsum(batch.num_tokens) - 1)
     print(
         f"{kind}, {num_running} requests: {num_prompts} steps with prompts, "
-        f"{recordings.num_recorded} recorded, {recordings.num_replayed / num_prompts:.0%} replayed, "
+        f"{recordings.num_recorded} recorded, {recordings.num_again / num_prompts:.0%} like one before, "
         f"{num_rows / num_tokens - 1:.0%} rows added",
         flush=True,
     )

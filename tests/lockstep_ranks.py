@@ -55,7 +55,7 @@ class LockstepCommunicator(Communicator):
         tensor.copy_(self.all_gather(tensor)[0])
 
     def note_replay(self) -> None:
-        raise AssertionError("there are no messages between these ranks, and so no decode steps")
+        raise AssertionError("there are no messages between these ranks, and so no whole steps")
 
 
 class LockstepRanks:

@@ -1,4 +1,4 @@
-"""Ranks on the host that record decode steps, as ranks on GPUs do: on tapes, and with a stand-in for NCCL.
+"""Ranks on the host that record steps, as ranks on GPUs do: on tapes, and with a stand-in for NCCL.
 
 `python tests/taped_ranks.py DESCRIPTOR PARENT EVENTS FAILURE` is a rank other than 0.
 """

@@ -1,4 +1,4 @@
-"""Two ranks that record decode steps and replay them: the bits of others, and the same recordings on both."""
+"""Two ranks that record steps and replay them: the bits of others, and the same recordings on both."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_chunks_of_prompts_are_replayed_beside_decodes(
         recorded.append(output.total_num_scheduled_tokens)
         return replay(runner, output, sampling)
 
-    monkeypatch.setattr(ModelRunner, "_is_small", lambda *_: True)
+    monkeypatch.setattr(ModelRunner, "_is_small", lambda _self, _output, sampling: len(sampling.tokens) > 0)
     monkeypatch.setattr(ModelRunner, "_replay", watched)
     assert results(checkpoint, **options) == expected
     first, second = ranks.events

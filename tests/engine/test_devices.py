@@ -296,7 +296,7 @@ def test_each_rank_s_memory_is_that_of_its_gpu(mini: ModelConfig) -> None:
 )
 def test_blocks_on_their_way_to_a_tier_are_planned(tier: dict[str, str], mini: ModelConfig) -> None:
     without, beside = (
-        plan_memory(on_one_device(EngineConfig(**fields)), mini, available_bytes=2 * GB)
+        plan_memory(on_one_device(EngineConfig(**fields)), mini, available_bytes=3 * GB)
         for fields in ({"kv_connector": "memory_connector.MemoryConnector"}, tier)
     )
     block = beside.kv_bytes_per_block

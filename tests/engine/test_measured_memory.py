@@ -116,7 +116,6 @@ def test_the_plan_has_what_was_measured(
     assert engine.info.max_model_len == min(50_000, engine.info.num_blocks * 16)
     assert f"measured ({format_bytes(plan.activation_bytes)} computed)" in caplog.text
     assert engine.runner.most_recorded_tokens == 512
-    assert "recorded up to 512 tokens" in caplog.text
 
 
 def test_the_plan_has_what_cache_eviction_takes_beside_what_was_measured(

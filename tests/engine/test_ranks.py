@@ -132,8 +132,8 @@ def test_other_ranks_are_told_all_of_a_step():
     sent = {field.name for field in dataclasses.fields(Forward)}
     assert {field.name for field in dataclasses.fields(AttentionBatch)} - sent == {
         "key_scores",
-        "plan_size",
         "plans",
+        "sizes",
         "step_arrays",
     }
 

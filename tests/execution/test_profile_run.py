@@ -17,8 +17,9 @@ from checkpoints import make_checkpoint
 from host_choice import HostChoice
 from operation_tape import OperationTape
 from quire.config import CacheEvictionConfig
+from quire.execution import profile_run as profiling
 from quire.execution.cache_evictor import CacheEvictor
-from quire.execution.draft_model_proposer import DraftModelProposer
+from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
 from quire.execution.model_runner import ModelRunner
 from quire.execution.profile_run import (
     LENGTHS,
@@ -123,20 +124,46 @@ def runner_of(model: Decoder, limits: StepLimits, **parts: Any) -> ModelRunner:
 
 def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
-    limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=60, draft_length=0)
+    limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=61, draft_length=0)
     runner = runner_of(model, limits, record=watched.record)
-    profile_run(runner, VOCAB_SIZE, limits)
-    plain, chunks = watched.steps[:3], watched.steps[4:7]
-    decodes, timed = watched.steps[7 : 7 + 3 * TIMES], watched.steps[7 + 3 * TIMES :]
-    assert plain == [(length, 1, length) for length in sorted({*LENGTHS[:2], 60})]
-    assert watched.steps[3] == (96, 4, 60)
+    timed: list[int] = []
+
+    def say_64(*_: Any) -> int:
+        timed.append(len(watched.steps))
+        return 64
+
+    monkeypatch.setattr(profiling, "_most_tokens_that_the_host_slows_down", say_64)
+    assert profile_run(runner, VOCAB_SIZE, limits) == runner.most_recorded_tokens == 64
+    plain, chunks, decodes = watched.steps[:3], watched.steps[4:7], watched.steps[7 : timed[0]]
+    assert plain == [(length, 1, length) for length in sorted({*LENGTHS[:2], 61})]
+    assert watched.steps[3] == (96, 4, 61)
     assert watched.num_logits[3] == 4
-    assert chunks == [(24, 1, 60), (6, 1, 60), (9, 4, 60)]
-    assert decodes == [(4, 4, 60)] * 3 * TIMES
-    assert timed == [(64, 4, 60)] * len(timed)
+    assert chunks == [(24, 1, 61), (6, 1, 61), (9, 4, 61)]
+    assert decodes == [(4, 4, 61)] * 3 * TIMES
+    assert watched.steps[timed[0] :] == [(64, 4, 61)] * TIMES
     assert set(watched.num_logits[7:]) == {4}
     assert runner.num_requests == 4
-    assert len(watched.recorded) == (2 if runner.most_recorded_tokens else 1)
+    assert len(watched.recorded) == 2
+
+
+def test_steps_that_are_timed_are_not_replayed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=150, max_model_len=61, draft_length=0)
+    runner = runner_of(model, limits, record=watched.record)
+    monkeypatch.setattr(profiling, "SHARE_OF_HOST", 0.0)
+    most = _most_tokens_that_the_host_slows_down(_MadeUpSteps(runner, VOCAB_SIZE), limits)
+    assert most == 128
+    assert watched.steps == [(64, 4, 61)] * (1 + TIMES) + [(128, 4, 61)] * (1 + TIMES)
+    assert not watched.recorded
+
+
+def test_steps_that_are_not_recorded_are_not_timed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=61, draft_length=0)
+    runner = runner_of(model, limits, record=watched.record, eviction=EVICTION)
+    assert profile_run(runner, VOCAB_SIZE, limits) == 0
+    assert watched.steps[-1] == (4, 4, 61)
+    assert not watched.recorded
 
 
 @pytest.mark.parametrize(
@@ -203,6 +230,21 @@ def test_drafts_are_verified_and_proposed(model: Decoder, monkeypatch: pytest.Mo
     assert (40, 3, 32) in watched.steps
     assert 9 in watched.num_logits
     assert watched.num_logits.count(3) >= 2  # proposals
+
+
+def test_drafts_are_recorded_though_the_most_requests_have_none(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    limits = StepLimits(12, 40, 32, draft_length=0, longest_draft=3, max_drafts=7)
+    cache = model_cache(model, num_blocks=3)
+    graphs = DraftGraphs(model, cache, watched.record, 40)
+    proposer = DraftModelProposer(model, cache, graphs)
+    runner = runner_of(model, limits, proposer=proposer, record=watched.record)
+    profile_run(runner, VOCAB_SIZE, limits)
+    assert watched.steps.count((8, 2, 4)) >= 2 * TIMES  # two requests with three drafts: both models
+    assert sum(step[:2] == (2, 2) for step in watched.steps) >= TIMES  # drafts of both
+    assert len(watched.recorded) > 3
 
 
 def test_requests_after_it_are_what_they_would_be(model: Decoder) -> None:

@@ -19,13 +19,13 @@ from checkpoints import make_checkpoint
 from operation_tape import OperationTape
 from quire.execution import step_graphs
 from quire.execution.adaptive_proposer import AdaptiveProposer
-from quire.execution.draft_model_proposer import DraftModelProposer
+from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
 from quire.execution.model_runner import ModelRunner
 from quire.execution.ngram_proposer import NgramProposer
 from quire.execution.proposer import RowsToContinue
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.size_classes import size_class
+from quire.kernels.size_classes import SizeClasses, coarse_size_class, size_class
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.memory_tier import MemoryTier
 from quire.models.checkpoints.config_reading import read_model_config
@@ -75,6 +75,10 @@ def watch_logits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Wa
 
     monkeypatch.setattr(StepGraphs, "logits", watched)
     return steps
+
+
+def in_eights(count: int) -> int:
+    return -(-count // 8) * 8
 
 
 def load(family: str, path: Path, **options: Any) -> Decoder:
@@ -128,9 +132,12 @@ def test_replayed_steps_have_the_bits_of_others(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decodes, and before the last prompt has been computed, chunks of it beside them, 7 tokens in all."""
-    monkeypatch.setattr(step_graphs, "size_class", lambda count: 4)  # one row or two are nobody's
-    monkeypatch.setattr(step_graphs, "wide_size_class", lambda count: 8)
+    """Decodes, and before the last prompt has been computed, chunks of it beside them, 7 tokens in all.
+
+    Rows and block tables are rounded up, so that some are nobody's.
+    """
+    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class))
+    monkeypatch.setattr(step_graphs, "CHUNK_SIZES", SizeClasses(in_eights, coarse_size_class))
     model = load(family, tmp_path, **options)
     expected = outputs(driver_of(model), lengths, 6, budget=7)
     recorder = Recorder()
@@ -159,8 +166,23 @@ def test_steps_with_chunks_are_recorded_if_they_have_few_tokens_and_some_logits(
     assert sum(step.num_tokens == 7 for step in watched) == (4 if most == 7 else 0)
 
 
+def test_steps_that_report_prompt_logprobs_are_not_recorded(tmp_path: Path) -> None:
+    """Request 1 decodes, and then chunks of the other's prompt are computed, 1 + 6 tokens at a time."""
+    model, recorder = load("qwen3", tmp_path), Recorder()
+    found = []
+    for record in (None, recorder.record):
+        driver = driver_of(model, record)
+        driver.runner.most_recorded_tokens = 7
+        driver.add("0", [5], GREEDY)
+        driver.add("1", range(5, 29), dataclasses.replace(GREEDY, prompt_logprobs=1))
+        driver.run(5, budget=7)
+        found.append(driver.requests["1"].prompt_logprobs)
+    assert found[0] == found[1]
+    assert len(found[1]) == 24 - 1
+
+
 def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "size_class", lambda count: 8)
+    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class))
     model = load("qwen3", tmp_path)
     expected = outputs(driver_of(model), [4, 9], 12)
 
@@ -232,10 +254,8 @@ def test_a_draft_model_is_replayed(tmp_path: Path) -> None:
     model.reserve(64)
     recorder = Recorder()
     caches = [model_cache(model, num_blocks=20) for _ in range(2)]
-    proposers = [
-        DraftModelProposer(model, cache, record=record, max_num_batched_tokens=64)
-        for cache, record in zip(caches, (recorder.record, None), strict=True)
-    ]
+    graphs = DraftGraphs(model, caches[0], recorder.record, max_num_batched_tokens=64)
+    proposers = [DraftModelProposer(model, caches[0], graphs), DraftModelProposer(model, caches[1])]
     tables = np.arange(20).reshape(2, 10)
     token_ids = np.arange(5, 85, dtype=np.int32).reshape(2, 40)
     computed = np.zeros(2, dtype=np.int64)
@@ -254,7 +274,7 @@ def test_a_draft_model_is_replayed(tmp_path: Path) -> None:
             proposer.follow(followed, batch, is_recorded=number > 0)
             found.append(proposer.propose(rows, 3).tolist())
         assert found[0] == found[1]
-        assert found[0][1][2:] == ([NO_TOKEN] if number % 2 == 0 else found[1][1][2:])
+        assert (found[0][1][2] == NO_TOKEN) == (number % 2 == 0)
         assert torch.equal(*(cache.tensor for cache in caches))
     assert recorder.num_replays > recorder.num_recordings > 2
     assert proposers[0].most_array_bytes > 0

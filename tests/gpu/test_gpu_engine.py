@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
+from quire.execution.model_runner import ModelRunner
+from quire.execution.step_graphs import StepGraphs
 from quire.kernels.triton.device import is_interpreted
 
 PROMPTS = [[7 + (11 * number + 3 * place) % 300 for place in range(length)] for number, length in enumerate(
@@ -81,6 +83,36 @@ def test_bits_do_not_depend_on_company(options: dict[str, Any], tmp_path: Path) 
     ]
     for way in ways[: 2 if is_interpreted else None]:
         assert generate(checkpoint, **{**options, **way}) == alone, way
+
+
+@pytest.mark.skipif(is_interpreted, reason="tests/execution/test_step_graphs.py has this")
+@pytest.mark.parametrize("has_draft_model", [False, True])
+def test_chunks_of_prompts_are_replayed(
+    has_draft_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same requests three times: steps of the same sizes are recorded, and then replayed."""
+    checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
+    options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_batched_tokens": 64}
+    alone = generate(checkpoint, one_by_one=True, **options)
+    if has_draft_model:
+        options |= {"speculative_method": "draft-model", "draft_model": str(checkpoint)}
+    graphs: set[StepGraphs] = set()
+    filled = StepGraphs._filled
+
+    def watched(self: StepGraphs, *step: Any) -> Any:
+        graphs.add(self)
+        return filled(self, *step)
+
+    monkeypatch.setattr(StepGraphs, "_filled", watched)
+    monkeypatch.setattr(ModelRunner, "_is_small", lambda _self, _output, sampling: len(sampling.tokens) > 0)
+    wanted = [params(number) for number in range(len(PROMPTS))]
+    with LLM(str(checkpoint), **{**SETTINGS, **options}) as llm:
+        for _ in range(3):
+            outputs = [output.outputs[0] for output in llm.generate(PROMPTS, wanted)]
+            assert [(one.token_ids, one.cumulative_logprob.hex()) for one in outputs] == alone
+    replayed = [graph for one in graphs for graph in one._graphs.values() if graph.replay is not None]
+    assert any(graph.arrays.logit_rows is not None and graph.logits is not None for graph in replayed)
+    assert any(graph.logits is None for graph in replayed) == has_draft_model
 
 
 EVICTIONS: dict[str, dict[str, Any]] = {

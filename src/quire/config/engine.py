@@ -125,8 +125,8 @@ class EngineConfig:
     )
     cuda_graphs: bool = knob(
         default=True,
-        help="On a GPU, record decode steps as CUDA graphs and replay them, which asks less of the host, and "
-        "steps with prompts so small that the GPU would wait for the host. Each size of step is recorded "
+        help="On a GPU, record decode steps, and steps with prompts so small that the GPU would wait for the "
+        "host, as CUDA graphs and replay them, which asks less of the host. Each size of step is recorded "
         "when it comes up for the second time.",
     )
     scheduler_cls: Annotated[str | Any, BuiltIn()] = knob(

@@ -105,7 +105,7 @@ def _attention_bytes(
 ) -> int:
     """Return the maximum scratch memory of attention in bytes."""
     if on_gpu:  # those of recorded steps have memory of their own
-        return (bounds.GPU_TILE_HEIGHTS + 1) * bounds.GPU_PART_BYTES
+        return 2 * bounds.GPU_TILE_HEIGHTS * bounds.GPU_PART_BYTES
     if is_native and not model.head_dim % bounds.HEAD_DIM_MULTIPLE and model.head_dim <= bounds.MAX_HEAD_DIM:
         return native_attention_bytes(model, max_model_len, num_threads)
     rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)

@@ -111,8 +111,13 @@ class EngineCore:
                 )
                 plan, most_recorded_tokens = measured.plan, measured.most_recorded_tokens
             self.scheduler = build_scheduler(config, plan, context)
-            self.runner = build_runner(config, models, plan, connector=context.connector)
-            self.runner.most_recorded_tokens = most_recorded_tokens
+            self.runner = build_runner(
+                config,
+                models,
+                plan,
+                connector=context.connector,
+                most_recorded_tokens=most_recorded_tokens,
+            )
         except BaseException:
             self._close_ranks()
             raise

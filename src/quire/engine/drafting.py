@@ -80,16 +80,14 @@ def build_proposer(
         return AdaptiveProposer(proposer, max_num_seqs, overlaps=config.scheduler.overlap_steps)
     if draft_model is None:
         return None
-    from quire.execution.draft_model_proposer import DraftModelProposer
+    from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
     from quire.kv.paged_cache import PagedAttentionCache
 
     kv_cache = PagedAttentionCache.on_device(plan.kv_caches[1], draft_model.kernels.device)
-    return DraftModelProposer(
-        draft_model,
-        kv_cache,
-        record=record,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-    )
+    graphs = None
+    if record is not None:
+        graphs = DraftGraphs(draft_model, kv_cache, record, config.scheduler.max_num_batched_tokens)
+    return DraftModelProposer(draft_model, kv_cache, graphs)
 
 
 def _copying_proposer(speculation: SpeculationConfig, max_num_seqs: int) -> Proposer:

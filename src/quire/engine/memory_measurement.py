@@ -69,8 +69,6 @@ def measure(
         format_bytes(measured.kv_bytes_per_block),
         plan.num_blocks,
     )
-    if most_recorded_tokens:
-        logger.info("steps with prompts are recorded up to %d tokens", most_recorded_tokens)
     return Measurement(measured, most_recorded_tokens)
 
 
@@ -85,12 +83,14 @@ def _computed_steps(
     from quire.execution.profile_run import StepLimits, profile_run
     from quire.kernels.devices import OutOfMemoryError
 
-    scheduler = config.scheduler
+    scheduler, speculation = config.scheduler, config.speculation
     limits = StepLimits(
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
         plan.max_model_len,
-        config.speculation.draft_length(scheduler.max_num_seqs),
+        speculation.draft_length(scheduler.max_num_seqs),
+        speculation.draft_length(1),
+        speculation.max_drafts(scheduler.max_num_seqs),
     )
     small = dataclasses.replace(
         plan, kv_caches=tuple(cache.replace(num_pages_per_layer=PROFILE_BLOCKS) for cache in plan.kv_caches)

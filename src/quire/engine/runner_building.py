@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from quire.kv.paged_cache import PagedAttentionCache
     from quire.models.config import ModelConfig
     from quire.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (bytes read, total bytes) while the weights load."""
@@ -70,14 +73,22 @@ def load_models(
 
 
 def build_runner(
-    config: EngineConfig, models: LoadedModels, plan: MemoryPlan, *, connector: KVConnector | None
+    config: EngineConfig,
+    models: LoadedModels,
+    plan: MemoryPlan,
+    *,
+    connector: KVConnector | None,
+    most_recorded_tokens: int = 0,
 ) -> ModelRunner:
-    """Allocate the KV caches, and return the runner over them."""
+    """Allocate the KV caches, and return the runner over them.
+
+    `most_recorded_tokens` is what `profile_run` returns.
+    """
     from quire.execution.model_runner import ModelRunner
 
     scheduler = config.scheduler
     record_drafts = None if models.draft is None else _record(config, models.draft)
-    return ModelRunner(
+    runner = ModelRunner(
         models.target,
         _kv_cache(models, plan),
         max_num_seqs=scheduler.max_num_seqs,
@@ -89,6 +100,10 @@ def build_runner(
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
         record=_record(config, models.target),
     )
+    runner.most_recorded_tokens = most_recorded_tokens
+    if runner.records:
+        logger.info("steps with prompts are recorded up to %d tokens", most_recorded_tokens)
+    return runner
 
 
 def _kv_cache(models: LoadedModels, plan: MemoryPlan) -> PagedAttentionCache:

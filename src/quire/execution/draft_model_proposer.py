@@ -17,6 +17,48 @@ from quire.models.decoder import Decoder
 from quire.step import NO_TOKEN, IntArray
 
 
+class DraftGraphs:
+    """`StepGraphs` whose token ids [T] come from the device.
+
+    Args:
+        model: the draft model.
+        kv_cache: its own.
+        record: of the device.
+        max_num_batched_tokens: maximum number of tokens of a step.
+    """
+
+    def __init__(
+        self, model: Decoder, kv_cache: PagedAttentionCache, record: Record, max_num_batched_tokens: int
+    ) -> None:
+        num_rows = wide_size_class(max_num_batched_tokens)
+        self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=model.kernels.device)
+        self._graphs = StepGraphs(
+            model.whole_step,
+            kv_cache,
+            record,
+            lambda unknown: self._token_ids[: len(unknown)],
+            model.kernels,
+        )
+
+    @property
+    def most_array_bytes(self) -> int:
+        """See `StepGraphs.most_array_bytes`."""
+        return self._graphs.most_array_bytes
+
+    def logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """See `StepGraphs.logits`."""
+        return self._graphs.logits(self._given(token_ids), batch)
+
+    def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
+        """See `StepGraphs.forward`."""
+        self._graphs.forward(self._given(token_ids), batch)
+
+    def _given(self, token_ids: torch.Tensor) -> Int64Array:
+        """Put token ids where the graphs find them; return what they are given in place of these."""
+        self._token_ids[: len(token_ids)].copy_(token_ids)
+        return np.zeros(len(token_ids), dtype=np.int64)
+
+
 class DraftModelProposer(Proposer):
     """Computes every token that the target model computes, and then decodes a few more greedily.
 
@@ -31,25 +73,17 @@ class DraftModelProposer(Proposer):
     Args:
         model: of the target's vocabulary.
         kv_cache: its own, with as many blocks, of as many tokens, as the target's.
-        record: records what the device is asked for; None: nothing is recorded.
-        max_num_batched_tokens: of a step, which may be recorded.
+        graphs: of the model and the cache; None: nothing is recorded.
     """
 
     follows_tokens = True
 
     def __init__(
-        self,
-        model: Decoder,
-        kv_cache: PagedAttentionCache,
-        *,
-        record: Record | None = None,
-        max_num_batched_tokens: int = 0,
+        self, model: Decoder, kv_cache: PagedAttentionCache, graphs: DraftGraphs | None = None
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._graphs: _DraftGraphs | None = None
-        if record is not None:
-            self._graphs = _DraftGraphs(model, kv_cache, record, max_num_batched_tokens)
+        self._graphs = graphs
 
     @property
     @override
@@ -97,41 +131,6 @@ class DraftModelProposer(Proposer):
         if self._graphs is not None:
             return self._graphs.logits(token_ids, batch)
         return self._model.logits(self._model.forward(token_ids, self._kv_cache, batch))
-
-
-class _DraftGraphs:
-    """`StepGraphs` whose token ids [T] come from the device."""
-
-    def __init__(
-        self, model: Decoder, kv_cache: PagedAttentionCache, record: Record, max_num_batched_tokens: int
-    ) -> None:
-        num_rows = wide_size_class(max_num_batched_tokens)
-        self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=model.kernels.device)
-        self._graphs = StepGraphs(
-            model.whole_step,
-            kv_cache,
-            record,
-            lambda unknown: self._token_ids[: len(unknown)],
-            model.kernels,
-        )
-
-    @property
-    def most_array_bytes(self) -> int:
-        """See `StepGraphs.most_array_bytes`."""
-        return self._graphs.most_array_bytes
-
-    def logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """See `StepGraphs.logits`."""
-        return self._graphs.logits(self._given(token_ids), batch)
-
-    def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
-        """See `StepGraphs.forward`."""
-        self._graphs.forward(self._given(token_ids), batch)
-
-    def _given(self, token_ids: torch.Tensor) -> Int64Array:
-        """Put token ids where the graphs find them; return what they are given in place of these."""
-        self._token_ids[: len(token_ids)].copy_(token_ids)
-        return np.zeros(len(token_ids), dtype=np.int64)
 
 
 def _until_missing(drafts: IntArray) -> IntArray:

@@ -58,7 +58,8 @@ class ModelRunner:
         sparse_attention: which keys the tokens of prompts leave out; None: none.
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector or a proposer.
         record: records what the device is asked for, for decode steps and for others of up to
-            `most_recorded_tokens`; None: nothing is recorded.
+            `most_recorded_tokens`; None: nothing is recorded, nor is it beside eviction, sparse attention and
+            a connector that works layer by layer.
 
     Attributes:
         most_recorded_tokens: of a step with chunks of prompts that is recorded; see `profile_run`.
@@ -103,7 +104,8 @@ class ModelRunner:
         self._in_flight: list[StepInFlight] = []  # whose tokens the batch lacks
         self.most_recorded_tokens = 0
         self._graphs: StepGraphs | None = None
-        if record is not None:
+        is_plain = eviction is None and sparse_attention is None and self._layer_hook is None
+        if record is not None and is_plain:
             self._graphs = StepGraphs(
                 model.whole_step, kv_cache, record, self._sampler.input_ids, model.kernels
             )
@@ -235,10 +237,8 @@ class ModelRunner:
 
     def _can_replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
         """Return whether a step only computes tokens and the logits of some, and is worth a recording."""
-        others = self._layer_hook, self._evictor, self._sparse
         return (
             self._graphs is not None
-            and not any(other is not None for other in others)
             and (_is_decode(output, sampling) or self._is_small(output, sampling))
             and not self._batch.prompt_logprobs_end[output.slots].any()
         )

@@ -55,6 +55,8 @@ class StepLimits:
     max_num_batched_tokens: int
     max_model_len: int  # tokens of a request
     draft_length: int  # tokens, of each of `max_num_seqs` requests
+    longest_draft: int = 0  # tokens, of a request while few run
+    max_drafts: int = 0  # tokens, of all requests together
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -96,7 +98,7 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
     runner.most_recorded_tokens = most
     if most:
         for _ in range(TIMES):
-            steps.compute(_rows_of(most, limits), _PLAIN)
+            steps.compute(_recorded_chunk(most, limits), _PLAIN)
     return most
 
 
@@ -112,10 +114,11 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
     for rows in _decodes(limits):
         for _ in range(times):
             steps.compute(rows, _PLAIN)
-    if num_drafts:
-        rows = [_Row(0, 1)] * min(limits.max_num_seqs, most // (1 + num_drafts))
+    longest_draft = min(limits.longest_draft, longest - 1, most - 1)
+    if longest_draft:
+        num_rows = min(limits.max_num_seqs, limits.max_drafts // longest_draft, most // (1 + longest_draft))
         for _ in range(times):
-            steps.compute(rows, _PLAIN, num_drafts=num_drafts)
+            steps.compute([_Row(0, 1)] * num_rows, _PLAIN, num_drafts=longest_draft)
 
 
 def _most_tokens_that_the_host_slows_down(steps: _MadeUpSteps, limits: StepLimits) -> int:
@@ -138,6 +141,16 @@ def _rows_of(num_tokens: int, limits: StepLimits) -> list[_Row]:
     """Return rows of `num_tokens` tokens, of as many requests as can be without being a decode step."""
     num_rows = min(limits.max_num_seqs, num_tokens // 2)
     return _most_tokens(StepLimits(num_rows, num_tokens, limits.max_model_len, 0), num_drafts=0)
+
+
+def _recorded_chunk(num_tokens: int, limits: StepLimits) -> list[_Row]:
+    """Return a chunk beside as many decodes as can be, `num_tokens` in all, behind the longest contexts."""
+    longest = limits.max_model_len
+    num_decodes = min(limits.max_num_seqs, num_tokens // 2) - 1
+    num_long = min(num_decodes, MOST_ATTENDED_TOKENS // longest)
+    chunk = min(num_tokens - num_decodes, longest)
+    decodes = [_Row(longest - 1, 1)] * num_long + [_Row(0, 1)] * (num_decodes - num_long)
+    return [_Row(longest - chunk, chunk), *decodes]
 
 
 def _most_tokens(limits: StepLimits, num_drafts: int) -> list[_Row]:

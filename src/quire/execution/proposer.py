@@ -121,7 +121,12 @@ class GuardedProposer(Proposer):
     @property
     @override
     def most_array_bytes(self) -> int:
-        return 0 if self._proposer is None else self._proposer.most_array_bytes
+        if self._proposer is not None:
+            try:
+                return max(0, operator.index(self._proposer.most_array_bytes))
+            except Exception:
+                self._give_up()
+        return 0
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:

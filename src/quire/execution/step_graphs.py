@@ -30,7 +30,7 @@ from typing_extensions import override
 from quire.execution.arrays import Int64Array
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import copy_to_device
-from quire.kernels.size_classes import coarse_size_class, size_class, wide_size_class
+from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES
 from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kv.paged_cache import PagedAttentionCache
 
@@ -122,14 +122,12 @@ class StepGraphs:
         self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None
     ) -> tuple[_StepGraph, AttentionBatch]:
         """Return the graph of the sizes that a step is rounded up to, with its arrays, and the step so."""
-        if rows is None:
-            padded = batch.padded(size_class(batch.num_rows))
-        else:
-            padded = batch.padded(wide_size_class(batch.num_rows), plan_size=coarse_size_class)
+        sizes = DECODE_SIZES if rows is None else CHUNK_SIZES
+        padded = batch.padded(sizes)
         made = {name: make(padded) for name, make in self._makers.items()}
         made[_TOKEN_IDS] = HostArrays((lengthened(token_ids, padded.num_rows),))
         if rows is not None:
-            made[_LOGIT_ROWS] = HostArrays((lengthened(rows, wide_size_class(len(rows))),))
+            made[_LOGIT_ROWS] = HostArrays((lengthened(rows, sizes.rows(len(rows))),))
         graph = self._graph_of(made)
         graph.arrays.fill(made)
         padded.step_arrays = graph.arrays

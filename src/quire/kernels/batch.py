@@ -6,7 +6,7 @@ Everything that depends on the step but not on the layer is computed once here a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, Self
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from quire.kernels.devices import HOST
 from quire.kernels.key_scores import KeyScores
-from quire.kernels.size_classes import size_class
+from quire.kernels.size_classes import DECODE_SIZES, SizeClasses
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kernels.tiles import AttentionPlan, HeadLayout, Int64Array, plan_attention
@@ -45,7 +45,7 @@ class AttentionBatch:
     key_scores: KeyScores | None = None  # what attention reports; None: nothing
     skipped_keys: SkippedKeys | None = None  # in layers without a window; None: none
     key_selection: KeySelection | None = None  # likewise; None: all tokens see all keys
-    plan_size: Callable[[int], int] = size_class  # that kernels round up what they plan to
+    sizes: SizeClasses = DECODE_SIZES  # to which kernels round up the sizes of their plans
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
     step_arrays: StepArrays = dataclasses.field(default_factory=StepArrays)
 
@@ -127,18 +127,19 @@ class AttentionBatch:
         """Rows of the step's tensors: T, or more, see `padded`."""
         return len(self.positions)
 
-    def padded(self, num_rows: int, *, plan_size: Callable[[int], int] = size_class) -> Self:
-        """Return this step with `num_rows` rows, at least T; those after the tokens are nobody's.
+    def padded(self, sizes: SizeClasses) -> Self:
+        """Return this step with T rounded up; the rows after the tokens are nobody's.
 
         What they hold is of no account, but finite; nothing is written to the cache for them. Kernels need
         not support that unless they run in recorded steps.
         """
+        num_rows = sizes.rows(self.num_rows)
         return dataclasses.replace(
             self,
             positions=torch.from_numpy(lengthened(self.positions.numpy(), num_rows)),
             slot_blocks=torch.from_numpy(lengthened(self.slot_blocks.numpy(), num_rows, NO_BLOCK)),
             slot_offsets=torch.from_numpy(lengthened(self.slot_offsets.numpy(), num_rows)),
-            plan_size=plan_size,
+            sizes=sizes,
             plans={},
             step_arrays=StepArrays(),
         )

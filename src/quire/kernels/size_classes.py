@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 
 def size_class(count: int) -> int:
     """Return `count` rounded up to one of four sizes between two powers of two: at most a quarter more."""
@@ -14,8 +17,19 @@ def wide_size_class(count: int) -> int:
 
 
 def coarse_size_class(count: int) -> int:
-    """Return `count` rounded up to 16, 64, 256 and so on, for what costs next to nothing; 0 stays."""
+    """Return `count` rounded up to 16, 64, 256 and so on; 0 stays."""
     return 1 << max(4, -(-(count - 1).bit_length() // 2) * 2) if count else 0
+
+
+class SizeClasses(NamedTuple):
+    """How the sizes of a step are rounded up."""
+
+    rows: Callable[[int], int]  # of the step's tensors, and both sides of its block tables
+    plans: Callable[[int], int]  # pieces that attention is cut into; those that are added do nothing
+
+
+DECODE_SIZES = SizeClasses(size_class, size_class)
+CHUNK_SIZES = SizeClasses(wide_size_class, coarse_size_class)  # of steps with chunks of prompts
 
 
 def _rounded_up(count: int, sizes_per_octave: int) -> int:

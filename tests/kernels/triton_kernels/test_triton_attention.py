@@ -18,7 +18,7 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.key_scores import KeyScores
 from quire.kernels.reference import ReferenceKernels, write_kv
-from quire.kernels.size_classes import coarse_size_class
+from quire.kernels.size_classes import SizeClasses, coarse_size_class
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.triton import attention_plan
 from quire.kernels.triton.kernel_set import TritonKernels
@@ -235,13 +235,13 @@ def test_what_is_added_to_a_plan_does_nothing_and_its_memory_is_bounded(
     expected = run_paged(sequences, **how, kernel=after_prompts)
     part_bytes = 16 * (32 + 2) * 4  # of one head and a tile of 16 rows, in float32
     monkeypatch.setattr(attention_plan, "PROGRAMS", ALWAYS)
-    monkeypatch.setattr(attention_plan, "MAX_PART_BYTES", 12 * part_bytes)
+    monkeypatch.setattr(attention_plan, "MAX_PART_BYTES", 8 * part_bytes)
     planned: list[tuple[int, ...]] = []
 
     def coarse(query: torch.Tensor, kv: Any, batch: AttentionBatch, **options: Any) -> torch.Tensor:
         if not batch.num_cached_tokens.any():
             return after_prompts(query, kv, batch, **options)
-        padded = batch.padded(batch.num_rows + 3, plan_size=coarse_size_class)
+        padded = batch.padded(SizeClasses(lambda count: count + 3, coarse_size_class))
         rows = torch.cat([query, query.new_zeros(3, *query.shape[1:])])
         attended = paged_attention(rows, kv, padded, **options | {"out": None})
         (plan,) = padded.plans.values()
@@ -255,7 +255,7 @@ def test_what_is_added_to_a_plan_does_nothing_and_its_memory_is_bounded(
         torch.equal(output[start:], before[start:])
         for output, before, start in zip(outputs, expected, (520, 599), strict=True)
     )
-    assert planned == [(16, 16, 12)]
+    assert planned == [(16, 16, 8)]
 
 
 @pytest.mark.usefixtures("tall_float32_tiles")

@@ -42,9 +42,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     os.dup2(2, 1)  # what is printed goes to standard error
     logging.basicConfig(format="%(asctime)s rank[%(process)d] %(levelname)s %(message)s")
-    descriptor, parent = map(
-        int, sys.argv[1:3]
-    )  # told, since the parent may have ended before it is looked for
+    # Told of the parent: it may have ended before this process looks for it.
+    descriptor, parent = map(int, sys.argv[1:3])
     channel = Channel(socket.socket(fileno=descriptor))
     inbox: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(channel, inbox, parent), daemon=True).start()

@@ -40,13 +40,16 @@ class RankDecoder:
         return self._decoder.forward(token_ids, kv_cache, batch, hook=hook)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.logits` on rank 0; others return what they give to it.
+        """See `Decoder.logits` on rank 0; others return nothing, and keep nothing of what they give to it.
 
         Args:
             hidden: [R, hidden], contiguous; overwritten with rank 0's.
         """
         self._communicator.broadcast(hidden)
-        return self._decoder.logits(hidden) if self._is_first else self._decoder.output(hidden)
+        if self._is_first:
+            return self._decoder.logits(hidden)
+        self._decoder.output(hidden)
+        return hidden.new_empty(0)
 
     def agree(self, *, is_recorded: bool) -> bool:
         """Return whether all ranks have recorded a step; the host waits for them.

@@ -140,8 +140,8 @@ def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: Atten
         items, merges, num_parts = _divided(rows, tiles, heads, most_spans)
         if rows == classes[0]:
             items = np.concatenate([items, _rows_of_nobody(batch)])
-        arrays += [_lengthened(fields, batch.plan_size(len(fields))) for fields in (items, merges)]
-        numbers.append(min(batch.plan_size(num_parts), MAX_PART_BYTES // _part_bytes(rows, heads)))
+        arrays += [_lengthened(fields, batch.sizes.plans(len(fields))) for fields in (items, merges)]
+        numbers.append(min(batch.sizes.plans(num_parts), MAX_PART_BYTES // _part_bytes(rows, heads)))
     return HostArrays(tuple(arrays), (*numbers, int(any(tiles.has_gaps for tiles in cut))))
 
 
@@ -226,8 +226,7 @@ def _divided(
     if not is_divided.any():
         return _items(tiles, num_tiles), _NO_MERGES, 0
     num_spans = -(-tiles.end_tile // _SPAN_TILES) - tiles.first_tile // _SPAN_TILES
-    # Room for a quarter more, to which parts may be rounded up.
-    most_parts = MAX_PART_BYTES // _part_bytes(rows, heads) * 4 // 5
+    most_parts = MAX_PART_BYTES // _part_bytes(rows, heads)
     is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= most_parts
     whole, divided = tiles.pick(~is_divided), tiles.pick(is_divided)
     parts, num_parts = _spans(divided)

@@ -24,7 +24,8 @@ def block_tables(batch: AttentionBatch, num_blocks: int, device: torch.device) -
 def _padded_tables(num_blocks: int, batch: AttentionBatch) -> HostArrays:
     _check_tables(batch, num_blocks)
     num_sequences, width = batch.block_tables.shape
-    tables = np.zeros((batch.plan_size(num_sequences), batch.plan_size(width)), dtype=np.int32)
+    shape = batch.sizes.rows(num_sequences), batch.sizes.rows(width)
+    tables = np.zeros(shape, dtype=np.int32)
     tables[:num_sequences, :width] = batch.block_tables
     return HostArrays((tables,))
 
