@@ -27,6 +27,7 @@ from quire.engine.ranks.gloo import GlooCommunicator
 from quire.engine.ranks.group import RankGroup
 from quire.engine.ranks.leading import LeadingDecoder
 from quire.engine.ranks.messages import CopyBlocks, Forward
+from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.errors import ConfigError, EngineDeadError
 from quire.kernels.batch import AttentionBatch
 from quire.models.shard import Shard
@@ -126,6 +127,28 @@ def test_a_rank_whose_parent_ended_before_it_looked_ends_though_a_fork_keeps_its
         finally:
             rank.kill()
             rank.wait()
+
+
+def test_only_rank_0_has_logits_so_that_recordings_keep_none_of_the_others():
+    class Halves:
+        def logits(self, hidden):
+            return hidden @ torch.ones(4, 10)
+
+        def output(self, hidden):
+            asked.append(len(hidden))
+            return hidden @ torch.ones(4, 5)
+
+    class Alone:
+        def broadcast(self, tensor):
+            pass
+
+    asked: list[int] = []
+    first, second = (
+        RankDecoder(Halves(), Alone(), Shard(rank, 2)).logits(torch.ones(3, 4)) for rank in range(2)
+    )
+    assert first.shape == (3, 10)
+    assert second.nbytes == second.untyped_storage().nbytes() == 0
+    assert asked == [3]
 
 
 def test_other_ranks_are_told_all_of_a_step():
