@@ -107,4 +107,6 @@ def _computed_steps(
             f"{format_bytes(plan.weight_bytes)}; lower either of the two, or use a smaller model, a narrower "
             "EngineConfig.dtype, or EngineConfig.quantization"
         ) from error
+    if runner.records:
+        logger.info("recording steps with prompts pays up to %d tokens", most_recorded_tokens)
     return memory.peak - small.kv_bytes + runner.most_array_bytes, most_recorded_tokens

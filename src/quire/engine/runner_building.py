@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from quire.kv.paged_cache import PagedAttentionCache
     from quire.models.config import ModelConfig
     from quire.models.decoder import Decoder
-
-logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (bytes read, total bytes) while the weights load."""
@@ -101,8 +98,6 @@ def build_runner(
         record=_record(config, models.target),
     )
     runner.most_recorded_tokens = most_recorded_tokens
-    if runner.records:
-        logger.info("steps with prompts are recorded up to %d tokens", most_recorded_tokens)
     return runner
 
 
