@@ -7,6 +7,7 @@ import logging
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from quire.kernels.batch import AttentionBatch
 from quire.step import NO_TOKEN, IntArray
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 FOREVER = 1 << 62
 """Steps for which a proposer that has failed is idle."""
@@ -100,61 +103,55 @@ class GuardedProposer(Proposer):
 
     @override
     def open(self, slot: int, num_tokens: int, scope: tuple[str, str]) -> None:
-        self._unless_failed(lambda proposer: proposer.open(slot, num_tokens, scope))
+        self._unless_failed(lambda proposer: proposer.open(slot, num_tokens, scope), None)
 
     @override
     def finish(self, slot: int, output: IntArray) -> None:
-        self._unless_failed(lambda proposer: proposer.finish(slot, output))
+        self._unless_failed(lambda proposer: proposer.finish(slot, output), None)
 
     @override
     def copy_blocks(self, copies: IntArray) -> None:
-        self._unless_failed(lambda proposer: proposer.copy_blocks(copies))
+        self._unless_failed(lambda proposer: proposer.copy_blocks(copies), None)
 
     @override
     def begin_step(self, num_tokens: int, *, is_alone: bool) -> None:
-        self._unless_failed(lambda proposer: proposer.begin_step(num_tokens, is_alone=is_alone))
+        self._unless_failed(lambda proposer: proposer.begin_step(num_tokens, is_alone=is_alone), None)
 
     @override
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool) -> None:
-        self._unless_failed(lambda proposer: proposer.follow(token_ids, batch, is_recorded=is_recorded))
+        self._unless_failed(lambda proposer: proposer.follow(token_ids, batch, is_recorded=is_recorded), None)
 
     @property
     @override
     def most_array_bytes(self) -> int:
-        if self._proposer is not None:
-            try:
-                return max(0, operator.index(self._proposer.most_array_bytes))
-            except Exception:
-                self._give_up()
-        return 0
+        return self._unless_failed(lambda proposer: max(0, operator.index(proposer.most_array_bytes)), 0)
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
-        if self._proposer is not None:
-            try:
-                drafts = self._proposer.propose(rows, num_drafts)
-                return None if drafts is None else self._checked(drafts, (len(rows.slots), num_drafts))
-            except Exception:
-                self._give_up()
-        return None
+        shape = len(rows.slots), num_drafts
+        return self._unless_failed(
+            lambda proposer: self._checked(proposer.propose(rows, num_drafts), shape), None
+        )
 
     @override
     def num_idle_steps(self) -> int:
+        return self._unless_failed(
+            lambda proposer: max(0, operator.index(proposer.num_idle_steps())), FOREVER
+        )
+
+    def _unless_failed(self, call: Callable[[Proposer], Result], otherwise: Result) -> Result:
+        """Return what `call` does; `otherwise` if it fails, or something has failed before."""
         if self._proposer is not None:
             try:
-                return max(0, operator.index(self._proposer.num_idle_steps()))
+                return call(self._proposer)
             except Exception:
-                self._give_up()
-        return FOREVER
+                self._proposer = None
+                logger.exception("the proposer of drafts failed; until the engine ends, nothing is proposed")
+        return otherwise
 
-    def _unless_failed(self, call: Callable[[Proposer], None]) -> None:
-        if self._proposer is not None:
-            try:
-                call(self._proposer)
-            except Exception:
-                self._give_up()
-
-    def _checked(self, drafts: object, shape: tuple[int, int]) -> IntArray:
+    def _checked(self, drafts: object, shape: tuple[int, int]) -> IntArray | None:
+        if drafts is None:
+            return None
         if not (isinstance(drafts, np.ndarray) and drafts.dtype.kind == "i" and drafts.shape == shape):
             raise TypeError(f"the drafts are not an array {list(shape)} of integers: {drafts!r:.100}")
         if drafts.size and not (drafts.min() >= NO_TOKEN and drafts.max() < self._vocab_size):
@@ -163,7 +160,3 @@ class GuardedProposer(Proposer):
                 f"{self._vocab_size - 1}"
             )
         return drafts
-
-    def _give_up(self) -> None:
-        self._proposer = None
-        logger.exception("the proposer of drafts failed; until the engine ends, nothing is proposed")
