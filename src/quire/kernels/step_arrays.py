@@ -32,11 +32,11 @@ class DeviceArrays(NamedTuple):
     numbers: tuple[int, ...] = ()
 
 
-def lengthened(numbers: npt.NDArray[Number], length: int, value: int = 0) -> npt.NDArray[Number]:
-    """Return numbers [N] with `value` behind them up to a length, at least N."""
+def lengthened(numbers: npt.NDArray[Number], length: int, value: npt.ArrayLike = 0) -> npt.NDArray[Number]:
+    """Return numbers [N, ...] with `value`, a number or a row, behind them up to a length, at least N."""
     if length == len(numbers):
         return numbers
-    longer = np.full(length, value, dtype=numbers.dtype)
+    longer = np.full((length, *numbers.shape[1:]), value, dtype=numbers.dtype)
     longer[: len(numbers)] = numbers
     return longer
 

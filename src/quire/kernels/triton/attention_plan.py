@@ -14,7 +14,7 @@ import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import GPU_PART_BYTES, TILE
-from quire.kernels.step_arrays import HostArrays
+from quire.kernels.step_arrays import HostArrays, lengthened
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.attention_kernels import ITEM_FIELDS, MERGE_FIELDS, SPAN_TILES
 
@@ -140,7 +140,8 @@ def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: Atten
         items, merges, num_parts = _divided(rows, tiles, heads, most_spans)
         if rows == classes[0]:
             items = np.concatenate([items, _rows_of_nobody(batch)])
-        arrays += [_lengthened(fields, batch.sizes.plans(len(fields))) for fields in (items, merges)]
+        arrays.append(lengthened(items, batch.sizes.plans(len(items)), _NO_ITEM))
+        arrays.append(lengthened(merges, batch.sizes.plans(len(merges))))
         numbers.append(min(batch.sizes.plans(num_parts), MAX_PART_BYTES // _part_bytes(rows, heads)))
     return HostArrays(tuple(arrays), (*numbers, int(any(tiles.has_gaps for tiles in cut))))
 
@@ -148,20 +149,10 @@ def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: Atten
 def _rows_of_nobody(batch: AttentionBatch) -> Int32Array:
     """Return an item without keys for each row after the step's tokens, whose attention is then 0."""
     num_tokens = int(batch.num_tokens.sum())
-    items = np.zeros((batch.num_rows - num_tokens, ITEM_FIELDS.value), dtype=np.int32)
+    items = lengthened(_NO_ITEMS, batch.num_rows - num_tokens, _NO_ITEM)
     items[:, 1] = np.arange(num_tokens, batch.num_rows)
     items[:, 2] = 1
-    items[:, _PART] = _NO_PART
     return items
-
-
-def _lengthened(fields: Int32Array, length: int) -> Int32Array:
-    """Return items or merges [N, F], and behind them some that have no tokens."""
-    longer = np.zeros((length, fields.shape[1]), dtype=np.int32)
-    if fields.shape[1] == ITEM_FIELDS.value:
-        longer[:, _PART] = _NO_PART
-    longer[: len(fields)] = fields
-    return longer
 
 
 def _row_classes(heads: HeadLayout, is_float32: bool) -> tuple[int, ...]:
@@ -275,5 +266,7 @@ def power_of_two(number: int) -> int:
 
 
 _NO_TILES = _QueryTiles(np.zeros((_NUM_FIELDS, 0), dtype=np.int64))
+_NO_ITEM = np.zeros(ITEM_FIELDS.value, dtype=np.int32)  # without tokens
+_NO_ITEM[_PART] = _NO_PART
 _NO_ITEMS = np.zeros((0, ITEM_FIELDS.value), dtype=np.int32)
 _NO_MERGES = np.zeros((0, MERGE_FIELDS.value), dtype=np.int32)
