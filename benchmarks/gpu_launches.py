@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import functools
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from unittest import mock
 import numpy as np
 import torch
 from gpu_models import CONFIGS, model_without_files
+from timing import least_seconds
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -67,16 +67,6 @@ def batch_of(num_decodes: int, num_tokens: int) -> AttentionBatch:
     computed = np.array([CONTEXT] * num_decodes + [0])
     tables = np.zeros((num_decodes + 1, 1 + max(CONTEXT, num_tokens) // BLOCK_SIZE), dtype=np.int32)
     return AttentionBatch.build(computed, [1] * num_decodes + [num_tokens], tables, BLOCK_SIZE)
-
-
-def seconds_of(step: Callable[[], object]) -> float:
-    """Return how long the host takes, the shortest time of several."""
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started)
-    return min(times)
 
 
 def requests_of(kind: str) -> Iterator[tuple[int, int, int]]:
@@ -194,7 +184,7 @@ def measure(name: str, num_decodes: int, num_tokens: int) -> tuple[float, float]
         for ask in both:
             ask()
     with as_if_launched():
-        one_by_one, recorded = map(seconds_of, both)
+        one_by_one, recorded = (least_seconds(ask, REPEATS) for ask in both)
     return one_by_one, recorded
 
 

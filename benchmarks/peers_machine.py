@@ -10,13 +10,13 @@ oneDNN has no products in bf16, those in float32 count.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from peers_workload import NUM_THREADS, SHAPES
+from timing import least_seconds
 
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.torch_internals import has_onednn_bfloat16
@@ -28,16 +28,6 @@ READ_REPEATS = 20
 ROWS = (128, 256, 512)
 GEMM_REPEATS = 40
 ONE_ROW_REPEATS = 20
-
-
-def least_seconds(work: Callable[[], object], repeats: int) -> float:
-    """Return the shortest of several runs."""
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
 
 
 DTYPE = torch.bfloat16 if has_onednn_bfloat16() else torch.float32
