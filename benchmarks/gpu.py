@@ -172,16 +172,11 @@ def of_requests(sizes: Sizes) -> Iterator[Row]:
 
 def _recorded_prompts_row(model: str, sizes: Sizes) -> Row:
     """Return the row of requests that begin beside others: their steps recorded, and asked for one by one."""
-    rates = []
-    for is_recorded in (True, False):
-        with contextlib.ExitStack() as stack:
-            llm = stack.enter_context(_engine(model, sizes, max_num_seqs=sizes.served[0]))
-            if not is_recorded:
-                stack.enter_context(mock.patch.object(ModelRunner, "_is_small", return_value=False))
-            requests = requests_of(*sizes.offline, llm.info.vocab_size)
-            quire_rate(llm, requests)  # sizes are recorded when they come up for the second time
-            rates.append(quire_rate(llm, requests))
-    recorded, one_by_one = rates
+    with _engine(model, sizes, max_num_seqs=sizes.served[0]) as llm:
+        requests = requests_of(*sizes.offline, llm.info.vocab_size)
+        recorded = quire_rate(llm, requests)
+        with mock.patch.object(ModelRunner, "_is_small", return_value=False):
+            one_by_one = quire_rate(llm, requests)
     name = f"{sizes.served[0]} at a time: steps with prompts recorded"
     return Row(name, f"{recorded:.0f} and {one_by_one:.0f} tokens/s", recorded / one_by_one, RECORDED_AIM)
 
