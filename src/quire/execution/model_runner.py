@@ -169,8 +169,7 @@ class ModelRunner:
             if self._proposer is not None:
                 self._proposer.begin_step(output.total_num_scheduled_tokens, is_alone=not self._in_flight)
             sampling = SamplingPositions.of(output)
-            can_replay = self._can_replay(output, sampling)
-            if can_replay:
+            if self._can_replay(output, sampling):
                 logits: torch.Tensor | None = self._replay(output, sampling)
             else:
                 logits = self._compute(output, sampling, result)
