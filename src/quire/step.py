@@ -150,7 +150,7 @@ class SchedulerOutput:
     block_copies: IntArray  # [copies, 2] (from, to): copy on write, before any KV of this step is written
     evictions: EvictionData | None = None  # None: nothing is ever evicted
     pending_structured_output_tokens: bool = False  # whether a mask depends on tokens of steps in flight
-    num_drafts_wanted: int = 0  # most tokens to propose for each request after this step
+    num_drafts_wanted: IntArray | None = None  # [R] most tokens to propose after each row; None: nothing
     kv_connector_metadata: object | None = None  # from the connector's scheduler side to its worker side
 
     @property
@@ -182,6 +182,12 @@ class SchedulerOutput:
         reaches: BoolArray = self.num_computed_tokens + self.num_tokens >= self.num_known_tokens
         return reaches
 
+    @property
+    def awaits_tokens(self) -> BoolArray:
+        """Which rows are in no further step until the tokens of this one are known, for drafts: [R]."""
+        awaits: BoolArray = self.num_drafts > 0
+        return awaits if self.num_drafts_wanted is None else awaits | (self.num_drafts_wanted > 0)
+
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class GrammarOutput:
@@ -211,10 +217,14 @@ class PositionLogprobs:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class DraftTokenIds:
-    """Proposed continuations, by request id; a request may be missing or have none."""
+    """Proposed continuations, by request id; a request may be missing or have none.
+
+    `num_steps_without_drafts` is as in `ModelRunnerOutput`; None changes nothing.
+    """
 
     request_ids: list[str]
     draft_token_ids: list[list[int]]
+    num_steps_without_drafts: list[int] | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -232,11 +242,12 @@ class ModelRunnerOutput:
 
     Row r of `sampled_token_ids` holds the tokens sampled for request r, padded with `NO_TOKEN`: accepted
     drafts and one more. A prefill chunk that does not reach the end of its prompt has none.
-    `draft_token_ids` proposes what may follow them, padded likewise; None proposes nothing, and nothing would
-    be proposed after the next `num_steps_without_drafts` steps that sample, unless a request begins. `errors`
-    names requests whose own data made their computation fail; they end, others continue. If the whole step
-    failed, `failure` says why: the scheduler tries its requests again, to find the one at fault. Then
-    `is_applied` is False: the runner may not have taken note of what the plan said of any request.
+    `draft_token_ids` proposes what may follow them, padded likewise; None proposes nothing. In the next
+    `num_steps_without_drafts` steps that a request samples in, nothing would be proposed for it; None changes
+    nothing in what was said before. `errors` names requests whose own data made their computation fail; they
+    end, others continue. If the whole step failed, `failure` says why: the scheduler tries its requests
+    again, to find the one at fault. Then `is_applied` is False: the runner may not have taken note of what
+    the plan said of any request.
     """
 
     request_ids: list[str]
@@ -245,7 +256,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
     draft_token_ids: IntArray | None = None  # [R, K]
-    num_steps_without_drafts: int = 0
+    num_steps_without_drafts: IntArray | None = None  # [R]
     kv_connector_output: KVConnectorOutput | None = None
     is_applied: bool = True
     failure: str = ""

@@ -202,8 +202,12 @@ NONSENSE = {
     "floats": lambda computed: {"sampled_token_ids": computed.sampled_token_ids.astype(np.float32)},
     "too few rows": lambda computed: {"sampled_token_ids": computed.sampled_token_ids[1:]},
     "too many drafts": lambda computed: {"draft_token_ids": np.zeros((9, 1), np.int32)},
-    "a pause without length": lambda computed: {"num_steps_without_drafts": None},
-    "a pause in the past": lambda computed: {"num_steps_without_drafts": -1},
+    "one pause for all": lambda computed: {"num_steps_without_drafts": 3},
+    "too many pauses": lambda computed: {"num_steps_without_drafts": np.ones(9, np.int32)},
+    "half a pause": lambda computed: {"num_steps_without_drafts": np.full(len(computed.request_ids), 0.5)},
+    "a pause in the past": lambda computed: {
+        "num_steps_without_drafts": np.full(len(computed.request_ids), -1, np.int32)
+    },
     "no errors": lambda computed: {"errors": None},
     "no logprobs": lambda computed: {"logprobs": []},
 }

@@ -7,13 +7,14 @@ import re
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from host_choice import HostChoice
 from late_tokens import LateCopy, choose_on_device
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.execution.adaptive_proposer import AdaptiveProposer, DraftedRequest
+from quire.execution.adaptive_proposer import DraftedRequest, Waiting
 from quire.execution.device_sampling import DeviceSampler
 from quire.execution.persistent_batch import PersistentBatch
 
@@ -197,13 +198,18 @@ def test_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
     assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]
 
 
+def always_three(self: DraftedRequest, num_tokens: int, cost: float, most: int) -> int:
+    """Choose a length, whether or not drafts pay, which depends on measured times."""
+    self.worth = 2.0
+    return min(3, most)
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_steps_that_are_followed_by_no_drafts(
     serial: dict[int, Any], unknown_tokens: list[int], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Whether or not drafts pay, and what waiting for them costs, which is measured.
-    monkeypatch.setattr(DraftedRequest, "num_wanted", lambda self, num_tokens, cost: 3)
-    monkeypatch.setattr(AdaptiveProposer, "_pays", lambda *_: True)
+    monkeypatch.setattr(DraftedRequest, "choose_length", always_three)
+    monkeypatch.setattr(Waiting, "_all_should_wait", lambda *_: True)
     options = {"speculative_method": method, "num_speculative_tokens": 3, "max_num_draft_tokens": 3}
     assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]
     assert sum(unknown_tokens) > 10
@@ -215,15 +221,105 @@ def test_steps_that_are_followed_by_no_drafts(
 def test_steps_while_no_draft_is_expected_to_pay(
     unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DraftedRequest, "num_wanted", lambda self, num_tokens, cost: num_tokens % 8 == 7)
-    monkeypatch.setattr(
-        DraftedRequest, "steps_until_trial", lambda self, num_tokens, cost: 6 - num_tokens % 8
-    )
+    def every_eighth(
+        self: Waiting, requests: list[DraftedRequest], others: list[DraftedRequest], step: int, now: float
+    ) -> None:
+        for request in requests:
+            request.idle_until = step + 7 if step % 8 else step
+
+    monkeypatch.setattr(DraftedRequest, "choose_length", always_three)
+    monkeypatch.setattr(Waiting, "choose", every_eighth)
     options = {"max_num_seqs": 1, "max_model_len": 100, "speculative_method": "ngram", "ngram_min": 1}
     params = [SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True, repetition_penalty=1.1)]
     found = tokens(params * len(PROMPTS), overlap_steps=True, **options)
     assert sum(unknown_tokens) > 100
     assert found == tokens(params * len(PROMPTS), **SETTINGS)
+
+
+@pytest.fixture
+def split_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Has requests wait for drafts at random; returns of each step in flight whether only some wait."""
+    rng = np.random.default_rng(11)
+    expect, splits = PersistentBatch.expect, []
+
+    def some_wait(
+        self: Waiting, requests: list[DraftedRequest], others: list[DraftedRequest], step: int, now: float
+    ) -> None:
+        for request in requests + (others if rng.random() < 0.2 else []):
+            request.idle_until = step + int(rng.choice([0, 3, 6]))
+
+    def watched(self: PersistentBatch, slots: Any, goes_on: Any) -> Any:
+        splits.append(len(set(goes_on.tolist())) == 2)
+        return expect(self, slots, goes_on)
+
+    monkeypatch.setattr(DraftedRequest, "choose_length", always_three)
+    monkeypatch.setattr(Waiting, "choose", some_wait)
+    monkeypatch.setattr(PersistentBatch, "expect", watched)
+    return splits
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("params", [PARAMS, CONSTRAINED], ids=["plain", "constrained"])
+def test_some_requests_wait_for_drafts_and_others_go_on(
+    serial: dict[int, Any],
+    unknown_tokens: list[int],
+    split_steps: list[bool],
+    params: list[SamplingParams],
+    method: str,
+) -> None:
+    options = {"speculative_method": method, "num_speculative_tokens": 3, "ngram_min": 1}
+    assert tokens(params, overlap_steps=True, **options) == serial[id(params)]
+    assert sum(split_steps) > 1
+    assert sum(unknown_tokens) > 3
+
+
+@pytest.mark.parametrize("params", [PENALIZED, OF_THE_HOST], ids=["penalized", "of the host"])
+def test_drafts_of_some_beside_rows_that_only_the_host_can_choose_for(
+    serial: dict[int, Any],
+    unknown_tokens: list[int],
+    split_steps: list[bool],
+    params: list[SamplingParams],
+) -> None:
+    options = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
+    assert tokens(params, overlap_steps=True, **options) == serial[id(params)]
+    assert split_steps
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_drafts_of_some_with_preemptions_and_steps_that_fail(
+    unknown_tokens: list[int], split_steps: list[bool], failing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, preempt = DeviceSampler.sample, PersistentBatch.preempt
+    calls: list[int] = []
+    preempted: list[str] = []
+
+    def faulty(self: DeviceSampler, logits: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found = sample(self, logits, *args, **options)
+        calls.append(1)
+        if failing and len(calls) % 9 == 3 and len(logits) > 4:  # one alone would be taken for the cause
+            monkeypatch.setattr(found, "_wait", fail)
+        return found
+
+    def fail() -> Any:
+        raise RuntimeError("the device has lost the step")
+
+    def watched(self: PersistentBatch, request_id: str) -> int | None:
+        preempted.append(request_id)
+        return preempt(self, request_id)
+
+    options = {"num_kv_blocks": 8, "block_size": 4, "enable_prefix_caching": False, "max_model_len": 32}
+    expected = tokens(PARAMS, **{**options, "num_kv_blocks": 60})
+    monkeypatch.setattr(DeviceSampler, "sample", faulty)
+    monkeypatch.setattr(PersistentBatch, "preempt", watched)
+    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
+    assert tokens(PARAMS, overlap_steps=True, **options, **drafts) == expected
+    assert len(preempted) > 3
+    assert sum(split_steps) > 1
+
+
+def test_a_draft_model_beside_steps_in_flight(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
+    options = {"speculative_method": "draft-model", "draft_model": "mini", "num_speculative_tokens": 3}
+    assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]
 
 
 def test_logits_that_are_no_numbers_end_their_request_only(

@@ -98,7 +98,7 @@ def plan(
         forks=list(forks),
         chosen_tokens=ChosenTokens(*int_array(chosen).reshape(-1, 2).T),
         block_copies=int_array(copies).reshape(-1, 2),
-        num_drafts_wanted=num_drafts_wanted,
+        num_drafts_wanted=int_array([num_drafts_wanted] * len(slots)) if num_drafts_wanted else None,
         kv_connector_metadata=metadata,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.execution.adaptive_proposer import AdaptiveProposer, RowCost
+from quire.execution.adaptive_proposer import AdaptiveProposer, DraftedRequest, RowCost, Waiting
 from quire.execution.proposer import Proposer, RowsToContinue
 from quire.step import NO_TOKEN
 
@@ -27,7 +27,8 @@ class Always(Proposer):
 class Engine:
     """A step of n rows takes 1 + n * `row` seconds; drafts of slot s are right with chance `right[s]`.
 
-    Steps overlap if a `wait` is given, in seconds: between a step that drafts may follow and the next one.
+    Steps overlap if a `wait` is given, in seconds: then a step is begun while requests wait for the tokens of
+    the one before, with the others; if there are none, nothing is computed for so long.
     """
 
     def __init__(self, right, row, wait=None):
@@ -41,45 +42,63 @@ class Engine:
         self.slots = np.arange(len(right))
         self.num_tokens = np.full(len(right), 10)
         self.drafts = np.zeros(len(right), np.int64)
-        self.num_drafted = 0
-        self.num_idle_left = self.num_idle_steps = 0
-        self.is_idle = False
+        self.idle = np.zeros(len(right), np.int64)
+        self.in_flight = np.zeros(0, np.int64)  # slots that wait for the tokens of the step before
+        self.num_drafted = self.num_waits = self.num_idle_steps = 0
+        self.has_waited = True
         for slot in self.slots:
             self.proposer.open(slot, 10, SCOPE)
 
     def step(self, *, is_alone=True):
-        rows = len(self.slots) + int(self.drafts.sum())
-        self.num_drafted += int(self.drafts.sum())
-        self.proposer.begin_step(rows, is_alone=is_alone)
+        """Compute a step with all requests that do not wait, and let others have their drafts meanwhile."""
+        slots = np.setdiff1d(self.slots, self.in_flight)
+        if self.in_flight.size:
+            slots = slots[self.idle[slots] > 0]  # who is about to wait does so together with the others
+        if not slots.size:
+            self.now += self.wait
+            self.num_waits += 1
+            self.in_flight, self.has_waited = self.in_flight[:0], True
+            return
+        rows = len(slots) + int(self.drafts[slots].sum())
+        self.num_drafted += int(self.drafts[slots].sum())
+        self.proposer.begin_step(rows, is_alone=is_alone and (self.wait is None or self.has_waited))
+        self.has_waited = False
         self.now += 1 + self.row * rows
-        for slot, count in enumerate(self.drafts):
-            hits = self.rng.random(count) < self.right[slot]
+        for slot in slots.tolist():
+            hits = self.rng.random(self.drafts[slot]) < self.right[slot]
             self.num_tokens[slot] += 1 + int(np.cumprod(hits).sum())
-        size = len(self.slots)
-        to_continue = RowsToContinue(
-            token_ids=np.ones((size, 1), np.int32),
-            slots=self.slots,
-            num_tokens=self.num_tokens.copy(),
-            block_tables=np.zeros((size, 1), np.int32),
-            num_blocks=np.ones(size, np.int64),
-            max_drafts=np.full(size, NUM_DRAFTS),
-        )
-        drafts = None
-        self.is_idle = bool(self.num_idle_left)
-        if self.is_idle:
-            self.num_idle_left -= 1
+        self.drafts[slots] = 0
+        asked = slots[self.idle[slots] == 0]
+        self.idle[slots] = np.maximum(self.idle[slots] - 1, 0)
+        self.in_flight = self.in_flight[:0]
+        if not asked.size:
             self.num_idle_steps += 1
-        else:
-            drafts = self.proposer.propose(to_continue, NUM_DRAFTS)
-            self.num_idle_left = self.proposer.num_idle_steps() if drafts is None else 0
-            self.now += self.wait or 0.0
-        self.drafts = np.zeros(size, np.int64) if drafts is None else (drafts != NO_TOKEN).sum(axis=1)
+            return
+        self._propose(asked, np.setdiff1d(slots, asked))
+        self.idle[slots] = self.proposer.num_idle_steps(slots)
+        if self.wait is not None:
+            self.in_flight = asked
+
+    def _propose(self, asked, others):
+        to_continue = RowsToContinue(
+            token_ids=np.ones((len(self.slots), 1), np.int32),
+            slots=asked,
+            num_tokens=self.num_tokens[asked],
+            block_tables=np.zeros((len(self.slots), 1), np.int32),
+            num_blocks=np.ones(len(self.slots), np.int64),
+            max_drafts=np.full(len(asked), NUM_DRAFTS),
+            other_slots=others,
+            is_newest=not others.size,
+        )
+        drafts = self.proposer.propose(to_continue, NUM_DRAFTS)
+        if drafts is not None:
+            self.drafts[asked] = (drafts != NO_TOKEN).sum(axis=1)
 
     def gain(self, num_steps=400):
         """Run, and return tokens per second, relative to those without drafts."""
         tokens, began = self.num_tokens.sum(), self.now
         for _ in range(num_steps):
-            self.step(is_alone=self.wait is None or not self.is_idle)
+            self.step()
         speed = (self.num_tokens.sum() - tokens) / (self.now - began)
         return speed * (1 + self.row * len(self.slots)) / len(self.slots)
 
@@ -117,6 +136,76 @@ def test_all_wait_for_the_drafts_of_one_only_if_that_pays(num_requests, waits):
     assert (gain > 1.3) == waits
 
 
+@pytest.mark.parametrize("wait", [0.3, 1.0])
+def test_one_has_drafts_alone_where_it_does_not_pay_that_all_wait(wait):
+    engine = Engine([0.95] + [0.0] * 15, 0.01, wait)
+    engine.gain(300)
+    waits_before, tokens_before = engine.num_waits, engine.num_tokens.copy()
+    gain = engine.gain(800)
+    own, *others = engine.num_tokens - tokens_before
+    assert gain > 1.0
+    assert own > 1.3 * max(others)
+    assert min(others) > 0.95 * (800 - engine.num_waits + waits_before), "they are in nearly all steps"
+
+
+@pytest.mark.parametrize(
+    ("worth", "share", "waits"),
+    [
+        ([3.0, 0.0, 0.0, 0.0], 0.2, [True] * 4),
+        ([3.0, 0.0, 0.0, 0.0], 0.5, [True, False, False, False]),  # all: 0.8 tokens, one: 1
+        ([1.0, 0.0, 0.0, 0.0], 0.5, [False] * 4),
+        ([1.0] * 4, 0.5, [True] * 4),
+        ([0.4] * 4, 0.5, [False] * 4),
+    ],
+)
+def test_whatever_saves_most_tokens_is_done(worth, share, waits):
+    waiting, requests = Waiting(), [DraftedRequest(0.5, 1.0, 10) for _ in worth]
+    waiting._share = share
+    for request, tokens in zip(requests, worth, strict=True):
+        request.worth = tokens
+    waiting.choose(requests[:2], requests[2:], step=7, now=1.0)
+    assert [request.idle_until == 7 for request in requests] == waits
+    assert {request.idle_until for request in requests} <= {7, 7 + 200 * share}
+
+
+def test_all_wait_where_the_drafts_of_most_are_right():
+    engine = Engine([0.95] * 12 + [0.0] * 4, 0.01, wait=0.3)
+    engine.gain(100)
+    waits_before = engine.num_waits
+    assert engine.gain() > 1.8
+    assert engine.num_waits - waits_before > 0.45 * 400, "half of what is counted are waits"
+
+
+@pytest.mark.parametrize(("num_requests", "wait"), [(16, 0.1), (1, 1.0)])
+def test_nobody_waits_where_no_drafts_are_found(num_requests, wait):
+    engine = Engine([0.9] * num_requests, 0.01, wait)
+    engine.gain(50)
+    engine.inner.propose = lambda rows, num_drafts: np.full(
+        (len(rows.slots), num_drafts), NO_TOKEN, dtype=np.int32
+    )
+    engine.gain(50)
+    assert engine.gain(800) > 0.97
+    del engine.inner.propose
+    engine.gain(800)
+    assert engine.gain(200) > 1.3, "and it is noticed when they are found again"
+
+
+def test_a_new_request_waits_for_drafts_at_most_once_where_they_do_not_pay():
+    engine = Engine([0.0] * 16, 0.01, wait=0.3)
+    engine.gain(100)
+    waits, idle = engine.num_waits, engine.idle.copy()
+    for slot in range(4):
+        engine.proposer.open(slot, int(engine.num_tokens[slot]), SCOPE)
+        engine.idle[slot] = 0
+    tokens = engine.num_tokens.copy()
+    while engine.idle[4] > 0:
+        engine.step()
+    lost = (engine.num_tokens - tokens).max() - (engine.num_tokens - tokens)
+    assert idle[4] > 4
+    assert lost.tolist() == [1] * 4 + [0] * 12
+    assert engine.num_waits == waits
+
+
 def test_what_one_s_drafts_are_worth_is_noticed_when_others_have_ended():
     engine = Engine([0.95] + [0.0] * 15, 0.02, wait=0.3)
     engine.gain()
@@ -142,11 +231,11 @@ def test_each_request_has_as_many_drafts_as_pay_for_it():
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_it_is_idle_while_no_draft_is_due_and_not_when_one_is(num_requests):
     engine, never_idle = Engine([0.0] * num_requests, 0.3), Engine([0.0] * num_requests, 0.3)
-    never_idle.proposer.num_idle_steps = lambda: 0
+    never_idle.proposer.num_idle_steps = lambda slots: np.zeros(len(slots), np.int32)
     engine.gain(), never_idle.gain()
     assert engine.num_idle_steps > 200
     assert engine.num_drafted == pytest.approx(never_idle.num_drafted, abs=num_requests)
-    assert engine.proposer.num_idle_steps() <= 8
+    assert engine.proposer.num_idle_steps(engine.slots).max() <= 8
 
 
 def test_a_text_that_begins_to_repeat_itself_is_noticed():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.execution.proposer import GuardedProposer, Proposer, RowsToContinue
+from quire.execution.proposer import FOREVER, GuardedProposer, Proposer, RowsToContinue
 from quire.step import NO_TOKEN
 
 VOCAB_SIZE = 10
@@ -17,14 +17,18 @@ ROWS = RowsToContinue(
     np.zeros((2, 1), np.int32),
     np.ones(2, np.int64),
     np.array([3, 3]),
+    other_slots=np.array([3]),
+    is_newest=True,
 )
+SLOTS = np.array([0, 1, 3])
 
 
 class Faulty(Proposer):
     """Raises in one call, or proposes what it is told to."""
 
-    def __init__(self, drafts: object = None, raises_in: str = "") -> None:
+    def __init__(self, drafts: object = None, raises_in: str = "", idle: object = None) -> None:
         self.drafts = drafts
+        self.idle = np.array([5, 0, 7]) if idle is None else idle
         self.raises_in = raises_in
         self.calls: list[str] = []
 
@@ -52,9 +56,10 @@ class Faulty(Proposer):
         self._note("propose")
         return self.drafts
 
-    def num_idle_steps(self):
+    def num_idle_steps(self, slots):
         self._note("num_idle_steps")
-        return 5
+        assert slots is SLOTS
+        return self.idle
 
 
 def run_step(proposer: Proposer) -> np.ndarray:
@@ -64,7 +69,7 @@ def run_step(proposer: Proposer) -> np.ndarray:
     proposer.begin_step(2, is_alone=True)
     proposer.follow(None, None, is_recorded=True)
     drafts = proposer.propose(ROWS, 3)
-    return drafts if proposer.num_idle_steps() == 5 else None
+    return drafts if proposer.num_idle_steps(SLOTS).tolist() == [5, 0, 7] else None
 
 
 @pytest.mark.parametrize(
@@ -116,3 +121,17 @@ def test_what_are_no_drafts_is_proposed_to_nobody(drafts, caplog):
     guarded = GuardedProposer(Faulty(drafts), VOCAB_SIZE)
     assert run_step(guarded) is None
     assert "failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "idle", [3, [1, 2, 3], np.ones(3), np.ones(2, np.int32), np.ones((3, 1), np.int32), "steps"]
+)
+def test_what_are_no_numbers_of_steps_ends_drafts(idle, caplog):
+    guarded = GuardedProposer(Faulty(None, idle=idle), VOCAB_SIZE)
+    assert guarded.num_idle_steps(SLOTS).tolist() == [FOREVER] * 3
+    assert "are not an array [3] of integers" in caplog.text
+
+
+def test_numbers_of_steps_that_make_no_sense_are_bounded():
+    guarded = GuardedProposer(Faulty(None, idle=np.array([-4, 1 << 60, 2])), VOCAB_SIZE)
+    assert guarded.num_idle_steps(SLOTS).tolist() == [0, FOREVER, 2]

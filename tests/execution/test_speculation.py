@@ -1,5 +1,7 @@
 """Tokens with drafts are those without, whatever the drafts are."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -337,6 +339,40 @@ def test_a_proposer_observes_outputs_that_are_known_and_steps_that_are_not_over(
     driver.runner.execute(plan(finished=["r"]))
     assert observed == [[first]]
     assert steps == [(17, True), (1, True), (3, False)]
+
+
+def test_drafts_of_a_step_in_flight_are_for_those_who_are_still_there(models, prompts, monkeypatch):
+    class Observer(NgramProposer):
+        def propose(self, rows, num_drafts):
+            observed.append((rows.slots.tolist(), rows.other_slots.tolist(), rows.is_newest))
+            return np.tile(rows.token_ids[rows.slots, rows.num_tokens - 1, None], num_drafts)
+
+        def num_idle_steps(self, slots):
+            return 10 + slots.astype(np.int32)
+
+    observed = []
+    choose_on_device(monkeypatch)
+    driver = make_driver(models["float32"], proposer=Observer(1, 3))
+    for name, prompt in zip("abcd", prompts[1:5], strict=True):
+        driver.add(name, prompt, GREEDY)
+    driver.step({name: len(request.prompt) for name, request in driver.requests.items()})
+    known = [request.num_known for request in driver.requests.values()]
+    slots = [request.slot for request in driver.requests.values()]
+    rows = slots, [1] * 4, [number - 1 for number in known], "abcd"
+    new_blocks = [
+        (request.slot, len(request.blocks), driver._free_blocks.pop()) for request in driver.requests.values()
+    ]
+    step = plan(*rows, known=known, blocks=new_blocks)
+    step = dataclasses.replace(step, num_drafts_wanted=int_array([2, 2, 0, 3]))
+    in_flight = driver.runner.execute(step)
+    driver.runner.execute(plan(preempted=["b"]))
+    driver.runner.execute(plan([slots[2]], [1], [known[2]], ["c"], known=[known[2] + 1]))
+    tokens = in_flight.result().sampled_token_ids[:, 0].tolist()
+    drafts = in_flight.drafts()
+    assert observed == [([slots[0], slots[3]], [slots[2]], False)]
+    assert drafts.request_ids == ["a", "c", "d"]
+    assert drafts.draft_token_ids == [[tokens[0]] * 3, [NO_TOKEN] * 3, [tokens[3]] * 3]
+    assert drafts.num_steps_without_drafts == [10 + slots[0], 10 + slots[2], 10 + slots[3]]
 
 
 def test_nothing_is_proposed_unless_asked(models, prompts):

@@ -213,7 +213,7 @@ def computed(scheduler, plan, rng: random.Random) -> ModelRunnerOutput:
         sampled,
         logprobs={name: [PositionLogprobs([1], [-0.5], [1])] for name in first},
         prompt_logprobs={name: [PositionLogprobs([1], [-0.5], [1])] * 3 for name in first},
-        num_steps_without_drafts=2 * (plan.step % 3 == 0),
+        num_steps_without_drafts=np.full(len(plan.request_ids), 2, np.int32) if plan.step % 3 == 0 else None,
         kv_connector_output=transferred(scheduler, plan),
     )
 

@@ -102,6 +102,7 @@ class FakeRunner:
         self.bad_blocks: set[int] = set()  # whose load has failed, and that were not written since
         self.draft_accuracy = 0.7
         self.share_of_pauses = 0.2
+        self.pauses: dict[str, int] = {}  # steps without drafts that are left of a request
         self.num_executed = 0
         self._random = np.random.default_rng(seed)
         self.connector = connector
@@ -308,20 +309,27 @@ class FakeRunner:
         }
 
     def _drafts(self, plan: SchedulerOutput, sampled: list[list[int]]) -> dict[str, Any]:
-        """Propose drafts, or none for some steps."""
-        width = plan.num_drafts_wanted
-        if not width:
+        """Propose drafts, and none for some rows, which are to have none for some steps."""
+        for row, request_id in enumerate(plan.request_ids):
+            if sampled[row] and self.pauses.get(request_id):
+                self.pauses[request_id] -= 1
+        if plan.num_drafts_wanted is None:
             return {}
-        if self._random.random() < self.share_of_pauses:
-            return {"num_steps_without_drafts": int(self._random.integers(4))}
+        width = int(plan.num_drafts_wanted.max())
         drafts = np.full((len(sampled), width), NO_TOKEN, np.int32)
-        for row, tokens in enumerate(sampled):
+        for row, (tokens, most) in enumerate(zip(sampled, plan.num_drafts_wanted.tolist(), strict=True)):
+            assert tokens or not most
+            if most and self._random.random() < self.share_of_pauses:
+                self.pauses[plan.request_ids[row]] = int(self._random.integers(4))
+            if self.pauses.get(plan.request_ids[row]):
+                continue
             history = list(self.tokens[plan.request_ids[row]])
-            for column in range(int(self._random.integers(width + 1)) if tokens else 0):
+            for column in range(int(self._random.integers(most + 1))):
                 is_right = self._random.random() < self.draft_accuracy
                 drafts[row, column] = next_token(history) if is_right else self._random.integers(VOCAB)
                 history.append(int(drafts[row, column]))
-        return {"draft_token_ids": drafts}
+        pauses = [self.pauses.get(request_id, 0) for request_id in plan.request_ids]
+        return {"draft_token_ids": drafts, "num_steps_without_drafts": np.array(pauses, np.int32)}
 
     # -- the worker side of a connector ---------------------------------------------------------------------
 

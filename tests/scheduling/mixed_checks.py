@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from mixed_requests import Expected
 
 from quire.request import Request
@@ -38,6 +39,17 @@ def check_plan(driver: MixedDriver, plan: SchedulerOutput, throttles: bool) -> N
     if not config.dynamic_split_fuse and admitted:
         assert set(plan.request_ids) <= set(admitted), "prompts and decoding share a step"
     _check_nobody_overdue(driver)
+    _check_who_waits(driver, plan)
+
+
+def _check_who_waits(driver: MixedDriver, plan: SchedulerOutput) -> None:
+    """Who waits for the tokens of a step is in no other, and all who wait do so in the same step."""
+    for step in driver.in_flight:
+        waiting = step.plan.slots[step.plan.awaits_tokens]
+        assert not np.isin(plan.slots, waiting).any()
+        if len(waiting):
+            assert plan.num_drafts_wanted is None
+            driver.counts["steps begun while some wait"] += bool(len(plan.slots))
 
 
 def check_tables(driver: MixedDriver) -> None:

@@ -311,7 +311,9 @@ class MixedDriver:
         """Drafts from outside: right, wrong, too long, for requests that do not run or that are unknown."""
         names = [*sorted(self.live), "unknown"]
         ids = list(dict.fromkeys(choose.among(names) for _ in range(choose.integer(1, 3))))
-        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [self._draw_drafts(choose, n) for n in ids]))
+        pauses = [choose.integer(0, 5) for _ in ids] if choose.chance(50) else None
+        drafts = [self._draw_drafts(choose, name) for name in ids]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts, pauses))
         self.counts["drafts proposed from outside"] += len(ids)
 
     def replace_drafts(self, choose: Chooser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import deque
 
@@ -16,7 +17,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduling import Scheduler
 from quire.scheduling.context import SchedulerContext
 from quire.status import FinishReason
-from quire.step import SchedulerOutput
+from quire.step import NO_TOKEN, DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from quire.structured_outputs import StructuredOutputsParams
 
 BLOCK_SIZE = 4
@@ -132,9 +133,10 @@ class Scene:
             self.step()
         assert not self.scheduler.has_requests(), "it does not end"
 
-    def finish_overlapped(self, max_steps: int = 500) -> None:
-        """The same with the next step planned before the last one is applied."""
+    def finish_overlapped(self, max_steps: int = 500, *, late_drafts: bool = False) -> None:
+        """The same with the next step planned before the last one is applied; drafts may come later."""
         in_flight: deque = deque()
+        apply = self.apply_but_drafts if late_drafts else self.apply
         for _ in range(max_steps):
             if not self.scheduler.has_requests():
                 break
@@ -142,11 +144,21 @@ class Scene:
             waits = plan.pending_structured_output_tokens
             computed = None if waits else self.compute(plan)
             if in_flight:
-                self.apply(*in_flight.popleft())
+                apply(*in_flight.popleft())
             in_flight.append((plan, self.compute(plan) if waits else computed))
         while in_flight:
-            self.apply(*in_flight.popleft())
+            apply(*in_flight.popleft())
         self.finish(max_steps=2)
+
+    def apply_but_drafts(self, plan: SchedulerOutput, computed: ModelRunnerOutput) -> None:
+        """Apply a step, and tell what is proposed after it when that is done."""
+        without = dataclasses.replace(computed, draft_token_ids=None, num_steps_without_drafts=None)
+        self.apply(plan, without)
+        if computed.draft_token_ids is not None:
+            drafts = [row[row != NO_TOKEN].tolist() for row in computed.draft_token_ids]
+            pauses = computed.num_steps_without_drafts.tolist()
+            self.scheduler.update_draft_token_ids(DraftTokenIds(plan.request_ids, drafts, pauses))
+            self.scheduler.check_invariants()
 
     def check_nothing_is_held(self) -> None:
         assert self.scheduler.get_kv_cache_usage() == 0
@@ -165,6 +177,13 @@ class Scene:
         """Check the outputs of these requests, or of all, against naive generation."""
         for request_id in request_ids or self.requests:
             assert self.outputs[request_id] == self.naive(request_id), request_id
+
+
+def drafts_wanted(plan: SchedulerOutput) -> dict[str, int]:
+    """Return how many drafts a plan asks for after each of its requests."""
+    wanted = plan.num_drafts_wanted
+    counts = [0] * len(plan.request_ids) if wanted is None else wanted.tolist()
+    return dict(zip(plan.request_ids, counts, strict=True))
 
 
 _REQUEST_FIELDS = (

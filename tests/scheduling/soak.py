@@ -43,6 +43,7 @@ ROWS = {  # of the summary: what the driver counts, under a name for people
     "tokens loaded from elsewhere": "num_loaded_tokens",
     "drafts verified": "num_draft_tokens",
     "  accepted": "num_accepted_tokens",
+    "steps begun while some wait": "steps begun while some wait",
     "forks of beams": "forks of beams",
     "blocks copied on write": "blocks copied",
     "blocks evicted while running": "blocks evicted",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import numpy as np
 import pytest
 from fake_runner import VOCAB, naive_generation
-from scene import CLASSES, GatedGrammars, Scene, allowed_by_class
+from scene import CLASSES, GatedGrammars, Scene, allowed_by_class, drafts_wanted
 
 from quire.scheduling.drafting import Drafting
 from quire.step import DraftTokenIds
@@ -239,42 +238,68 @@ def test_no_drafts_are_asked_for_while_there_would_be_none():
     wanted = []
     for number in range(12):
         plan = scene.plan()
-        wanted.append(plan.num_drafts_wanted)
-        computed = scene.compute(plan)
+        wanted.append(list(drafts_wanted(plan).values()))
         if number in (1, 6):
-            computed = dataclasses.replace(computed, draft_token_ids=None, num_steps_without_drafts=3)
-        scene.apply(plan, computed)
+            scene.runner.pauses["a"] = 1 + 3  # this step is one of them
+        scene.apply(plan)
         if number == 7:
-            scene.add("b", PROMPT)
-    assert wanted == [4, 4, 0, 0, 0, 4, 4, 0, 4, 4, 4, 4], "a request that begins ends the pause"
+            scene.add("b", PROMPT, max_tokens=2)
+    assert wanted == [[4], [4], [0], [0], [0], [4], [4], [0], [0, 4], [0, 4], [4], [4]]
     scene.finish()
     scene.check_naive()
 
 
-def test_a_pause_ends_with_drafts_and_does_not_begin_before_who_is_new():
-    drafting = Drafting(lambda num_running: num_running)
-    assert drafting.wanted(0, 2, samples=True, begins=True) == 2
-    drafting.pause(0, 5)
-    assert drafting.wanted(1, 2, samples=False, begins=False) == 0
-    drafting.pause(1, 0)
-    assert drafting.wanted(2, 2, samples=True, begins=False) == 2
-    assert drafting.wanted(3, 3, samples=True, begins=True) == 3
-    drafting.pause(2, 5)
-    assert drafting.wanted(4, 3, samples=True, begins=False) == 3
-    drafting.pause(3, 1)
-    wanted = [
-        drafting.wanted(5, 3, samples=False, begins=False),
-        drafting.wanted(6, 3, samples=True, begins=False),
-        drafting.wanted(7, 3, samples=True, begins=False),
-    ]
-    assert wanted == [0, 0, 3], "a step that samples nothing does not count"
+def test_a_pause_counts_the_steps_that_a_request_samples_in():
+    scene = Scene(draft_length=lambda num_running: 4, max_num_batched_tokens=8)
+    scene.runner.share_of_pauses = 0.0
+    scene.add("a", PROMPT, max_tokens=30)
+    scene.step()
+    running = scene.scheduler._state.running
+    [slot] = running.in_order()
+    drafting = Drafting(lambda num_running: 4 * (num_running == 1), running)
+    slots = np.array([slot])
+    drafting.pause(slots, np.array([2], np.int32))
+    yes, no = np.array([True]), np.array([False])
+    assert [drafting.wanted(slots, samples) for samples in (no, yes, no, yes)] == [None] * 4
+    assert drafting.wanted(slots, no) is None
+    assert drafting.wanted(slots, yes).tolist() == [4]
+    running.num_pending[slot] = 1  # in a step that was begun before the pause was known
+    drafting.pause(slots, np.array([2], np.int32))
+    assert drafting.wanted(slots, yes) is None
+    assert drafting.wanted(slots, yes).tolist() == [4]
+    running.num_pending[slot] = 0
+
+
+def test_drafts_given_later_may_come_with_a_pause():
+    scene = started(draft_length=lambda num_running: 4)
+    scene.scheduler.update_draft_token_ids(DraftTokenIds(["a", "stranger"], [[], [1]], [2, 1]))
+    wanted = []
+    for _ in range(3):
+        plan = scene.plan()
+        wanted.append(drafts_wanted(plan)["a"])
+        scene.apply(plan)
+    assert wanted == [0, 0, 4]
+
+
+def test_a_pause_ends_with_its_request():
+    scene = Scene(draft_length=lambda num_running: 4, max_num_seqs=1)
+    scene.runner.share_of_pauses, scene.runner.pauses = 0.0, {"a": 9}
+    scene.add("a", PROMPT, max_tokens=2)
+    scene.add("b", PROMPT)
+    wanted = []
+    while scene.scheduler.has_requests():
+        plan = scene.plan()
+        wanted.append(drafts_wanted(plan))
+        scene.apply(plan)
+    assert wanted[:3] == [{"a": 4}, {"a": 0}, {"b": 4}]
 
 
 def test_the_number_of_drafts_wanted_follows_the_number_of_running_requests():
     scene = Scene(draft_length=lambda num_running: 5 - num_running)
+    scene.runner.share_of_pauses = 0.0
     scene.add("a", PROMPT)
     plan = scene.plan()
-    assert plan.num_drafts_wanted == 4
+    assert drafts_wanted(plan) == {"a": 4}
     scene.apply(plan)
     scene.add("b", [1])
-    assert scene.plan().num_drafts_wanted == 3
+    assert drafts_wanted(scene.plan()) == {"a": 3, "b": 3}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from fake_runner import naive_generation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scene import CLASSES, GatedGrammars, Scene, allowed_by_class
+from scene import CLASSES, GatedGrammars, Scene, allowed_by_class, drafts_wanted
 
 from memory_connector import MemoryConnector
 from quire.status import FinishReason, RequestStatus
@@ -134,11 +132,12 @@ def test_a_request_with_a_grammar_is_in_each_step():
 
 
 @pytest.mark.parametrize("accuracy", [0.3, 1.0])
-def test_drafts_follow_tokens_that_are_known(accuracy):
+@pytest.mark.parametrize("late", [False, True])
+def test_drafts_follow_tokens_that_are_known(accuracy, late):
     scene = overlapped(num_blocks=40, draft_length=lambda num_running: 3, draft_accuracy=accuracy)
     scene.add("a", range(8), max_tokens=20)
     scene.add("b", range(30, 37), max_tokens=20)
-    scene.finish_overlapped()
+    scene.finish_overlapped(late_drafts=late)
     scene.check_naive()
     stats = scene.scheduler.make_stats()
     assert stats.num_draft_tokens > 0
@@ -173,12 +172,11 @@ def test_who_gets_no_drafts_after_a_step_is_in_the_next_one():
     scene.add("a", range(8), max_tokens=12)
     scene.add("b", range(30, 37), max_tokens=12)
     first, second = scene.plan(), scene.plan()
-    assert (first.num_drafts_wanted, second.num_drafts_wanted) == (0, 0)
-    assert second.request_ids == ["a", "b"]
+    assert drafts_wanted(first) == drafts_wanted(second) == {"a": 0, "b": 0}
     scene.apply(first)
     scene.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
     third = scene.plan()
-    assert (third.num_drafts_wanted, third.request_ids) == (3, ["a"]), "no drafts come of the second"
+    assert drafts_wanted(third) == {"a": 3}, "no drafts come of the second"
     scene.apply(second)
     assert scene.plan().request_ids == [], "drafts come of the third"
 
@@ -199,19 +197,52 @@ def test_steps_that_no_drafts_follow_for_a_while_overlap():
     scene.check_naive()
 
 
-def test_drafts_of_one_request_end_the_pause_that_others_would_have():
-    scene = overlapped(num_blocks=60, max_num_batched_tokens=8, draft_length=lambda num_running: 3)
-    scene.runner.share_of_pauses, scene.runner.draft_accuracy = 0.0, 1.0
-    scene.add("a", range(4), max_tokens=20)
-    scene.add("b", range(20, 32), max_tokens=20)
+def test_only_those_who_may_have_drafts_wait_for_their_tokens():
+    scene = overlapped(num_blocks=60, draft_length=lambda num_running: 3, draft_accuracy=1.0)
+    scene.runner.share_of_pauses = 0.0
+    for number, name in enumerate("abc"):
+        scene.add(name, range(10 * number, 10 * number + 4), max_tokens=24)
     first, second = scene.plan(), scene.plan()
-    assert [dict(plan.num_scheduled_tokens) for plan in (first, second)] == [{"a": 4, "b": 4}, {"b": 8}]
-    computed = scene.compute(first)
-    scene.apply(first, dataclasses.replace(computed, draft_token_ids=None, num_steps_without_drafts=5))
-    third = scene.plan()
-    assert (third.num_drafts_wanted, third.request_ids) == (0, ["a"])
+    assert (first.request_ids, second.request_ids) == (["a", "b", "c"], [])
+    scene.runner.pauses = {"b": 30, "c": 30}
+    scene.apply(first)
     scene.apply(second)
-    assert scene.plan().num_drafts_wanted == 3
+    plans = [scene.plan()]
+    for number in range(8):
+        plans.append(scene.plan())
+        both = [plan.request_ids for plan in plans]
+        assert both == ([["a", "b", "c"], ["b", "c"]] if number % 2 == 0 else [["b", "c"], ["a", "b", "c"]])
+        plan = plans.pop(0)
+        assert drafts_wanted(plan) == {name: 3 * (name == "a") for name in plan.request_ids}
+        scene.apply(plan)
+    stats = scene.scheduler.make_stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    for plan in plans:
+        scene.apply(plan)
+    scene.finish_overlapped()
+    scene.check_naive()
+
+
+def test_those_who_wait_do_so_in_the_same_steps():
+    scene = overlapped(num_blocks=60, draft_length=lambda num_running: 3)
+    scene.add("a", range(4), max_tokens=24)
+    scene.add("b", range(20, 24), max_tokens=24)
+    scene.add("c", range(30, 34), max_tokens=24)
+    first, second = scene.plan(), scene.plan()
+    scene.runner.share_of_pauses, scene.runner.pauses = 0.0, {"b": 2, "c": 30}
+    scene.apply(first)
+    scene.apply(second)
+    first, second = scene.plan(), scene.plan()
+    assert [drafts_wanted(plan) for plan in (first, second)] == [{"a": 3, "b": 0, "c": 0}, {"c": 0}]
+    scene.apply(first)
+    third = scene.plan()
+    assert drafts_wanted(third) == {"a": 3, "b": 3, "c": 0}
+    scene.add("d", range(40, 44), max_tokens=24)
+    scene.apply(second)
+    fourth = scene.plan()
+    assert drafts_wanted(fourth) == {"c": 0, "d": 0}, "a prompt is not held back"
+    scene.apply(third)
+    assert drafts_wanted(scene.plan()) == {"a": 3, "b": 3, "c": 0, "d": 3}
 
 
 def test_beams_wait_for_their_tokens():
@@ -238,7 +269,7 @@ def test_beams_wait_for_their_tokens():
     budget=st.sampled_from([3, 8, 64]),
     caching=st.booleans(),
     load_steps=st.sampled_from([None, 0, 2]),
-    drafts=st.booleans(),
+    drafts=st.sampled_from([None, "with the step", "later"]),
 )
 def test_overlapped_outputs_are_those_without(requests, num_blocks, budget, caching, load_steps, drafts):
     connector = None if load_steps is None else MemoryConnector(4, load_steps=load_steps)
@@ -253,5 +284,5 @@ def test_overlapped_outputs_are_those_without(requests, num_blocks, budget, cach
         stop_token_ids = (3, 11, 19) if stops else ()
         prompt = range(start, start + num_prompt)
         scene.add(f"r{number}", prompt, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-    scene.finish_overlapped()
+    scene.finish_overlapped(late_drafts=drafts == "later")
     scene.check_naive()

@@ -16,7 +16,14 @@ from quire.engine.messages import ErrorInfo
 from quire.errors import EngineDeadError
 from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutput
-from quire.step import GrammarOutput, GrammarSource, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from quire.step import (
+    DraftTokenIds,
+    GrammarOutput,
+    GrammarSource,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,12 @@ class StepInFlight(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's tokens and return what it computed; may be called from any thread."""
+
+    def drafts(self) -> DraftTokenIds | None:
+        """Return what is proposed after the step; None: nothing.
+
+        Called after `result`, unless that has failed, by the thread that computes steps.
+        """
 
 
 class Runner(Protocol):
@@ -95,6 +108,10 @@ class Stepper(ABC):
             reported = computed.kv_connector_output if isinstance(computed, StepInFlight) else None
             return dataclasses.replace(_failed(scheduled, error), kv_connector_output=reported)
 
+    def _take(self, drafts: DraftTokenIds | None) -> None:
+        if drafts is not None:
+            self._scheduler.update_draft_token_ids(drafts)
+
     def _update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
         by_client = self._scheduler.update_from_output(scheduled, computed)
         if not computed.is_applied:
@@ -111,8 +128,11 @@ class SerialStepper(Stepper):
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
         scheduled = self._scheduler.schedule()
         grammar = functools.partial(self._scheduler.get_grammar_bitmask, scheduled)
-        computed = self._result(scheduled, self._execute(scheduled, grammar))
+        executed = self._execute(scheduled, grammar)
+        computed = self._result(scheduled, executed)
         outputs = self._update(scheduled, computed)
+        if computed.is_applied and isinstance(executed, StepInFlight):
+            self._take(executed.drafts())
         return outputs, bool(outputs) or _does_something(scheduled)
 
     @override
@@ -131,21 +151,28 @@ class OverlappedStepper(Stepper):
         super().__init__(scheduler, runner)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model-runner")
         self._in_flight: deque[_LaunchedStep] = deque()
+        self._drafts: Future[DraftTokenIds | None] | None = None  # after the last step that was applied
 
     @override
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
+        if self._drafts is not None:
+            drafts, self._drafts = self._drafts, None
+            self._take(drafts.result())
         if not self._in_flight:
             self._launch()
         self._launch()
         does_something = any(_does_something(step.scheduled) for step in self._in_flight)
         step = self._in_flight.popleft()
-        computed = self._result(step.scheduled, step.computed.result())
+        executed = step.computed.result()
+        computed = self._result(step.scheduled, executed)
         try:
             outputs = self._update(step.scheduled, computed)
         finally:
             self._tell_masks()
         if not computed.is_applied:
             outputs += self._finish_in_flight()
+        elif isinstance(executed, StepInFlight) and step.scheduled.num_drafts_wanted is not None:
+            self._drafts = self._thread.submit(executed.drafts)  # while these outputs are sent
         return outputs, bool(outputs) or does_something
 
     def _finish_in_flight(self) -> list[EngineCoreOutput]:

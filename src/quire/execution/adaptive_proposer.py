@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from quire.execution.arrays import Int64Array
 from quire.execution.proposer import Proposer, RowsToContinue
 from quire.kernels.batch import AttentionBatch
 from quire.step import NO_TOKEN, IntArray
 
 _FIRST_ACCEPTANCE = 0.5
 _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.98  # what an estimate of acceptance keeps of itself for each draft
+_FOUND_MEMORY = 0.8  # what an estimate of how often drafts are found keeps of itself each time
 _HIGHEST_ACCEPTANCE = 0.98  # that is believed, so that many accepted drafts are soon forgotten
 _MARGIN = 1.1  # by which a draft's worth must exceed its cost, because both are estimates
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
@@ -34,12 +36,10 @@ class AdaptiveProposer(Proposer):
     that it costs 1 % of the time, to see whether the text has begun to repeat itself. A new request starts
     with the acceptance that others have had.
 
-    Where steps overlap, drafts cost something else: all requests wait until the tokens that they follow are
-    known, also those that get none. So they are made only if all of them together save more than that; else
-    they are tried as rarely as drafts that are not expected to pay, and steps overlap meanwhile.
+    Where steps overlap, it costs something else, too, to be given drafts: see `Waiting`.
 
     Its own time counts, too, where a step takes a millisecond, so it works on numbers and not on arrays, and
-    is idle while no draft is due.
+    is not asked for requests that no draft is due for.
 
     Args:
         proposer: makes the drafts; is not asked for rows that are to have none.
@@ -59,20 +59,19 @@ class AdaptiveProposer(Proposer):
         self.follows_tokens = proposer.follows_tokens
         self._proposer = proposer
         self._clock = clock
-        self._wait = WaitShare() if overlaps else None
-        self._asked_at = 0.0  # 0: not after the last step
-        self._step_seconds = 0.0
+        self._waiting = Waiting() if overlaps else None
         self._cost = RowCost()
+        self._num_steps = 0
         self._step_began = 0.0
         self._num_step_rows = 0
         self._is_alone = True  # the step: its duration is its own
-        self._num_idle_steps = 0
         self._shared = Acceptance(_FIRST_ACCEPTANCE, _SHARED_MEMORY)
-        self._by_slot = [DraftedRequest(_FIRST_ACCEPTANCE, 0) for _ in range(max_num_seqs)]
+        self._shared_found = 1.0
+        self._by_slot = [DraftedRequest(_FIRST_ACCEPTANCE, 1.0, 0) for _ in range(max_num_seqs)]
 
     @override
     def open(self, slot: int, num_tokens: int, scope: tuple[str, str]) -> None:
-        self._by_slot[slot] = DraftedRequest(self._shared.estimate, num_tokens)
+        self._by_slot[slot] = DraftedRequest(self._shared.estimate, self._shared_found, num_tokens)
         self._proposer.open(slot, num_tokens, scope)
 
     @override
@@ -86,11 +85,11 @@ class AdaptiveProposer(Proposer):
     @override
     def begin_step(self, num_tokens: int, *, is_alone: bool) -> None:
         self._proposer.begin_step(num_tokens, is_alone=is_alone)
+        self._num_steps += 1
         self._num_step_rows, self._is_alone = num_tokens, is_alone
         self._step_began = self._clock()
-        if self._wait is not None and self._asked_at and is_alone:
-            self._wait.note(self._step_began - self._asked_at, self._step_seconds)
-        self._asked_at = 0.0
+        if self._waiting is not None:
+            self._waiting.begin_step(self._step_began, is_alone=is_alone)
 
     @override
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool) -> None:
@@ -98,54 +97,60 @@ class AdaptiveProposer(Proposer):
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
-        self._asked_at = self._clock()
-        step_seconds = self._step_seconds = self._asked_at - self._step_began
-        requests = [self._by_slot[slot] for slot in rows.slots.tolist()]
+        step_ended = self._clock() - rows.seconds_known
+        requests = self._requests(rows.slots)
         num_tokens = rows.num_tokens.tolist()
-        has_prompt = self._num_step_rows != len(requests) + sum(request.num_drafts for request in requests)
-        if self._is_alone and not has_prompt:
-            self._cost.note(self._num_step_rows, step_seconds)
-        follows_drafts = False
+        if rows.is_newest:
+            self._measure(requests, len(rows.other_slots), step_ended)
         for request, known in zip(requests, num_tokens, strict=True):
             if request.num_drafts:
-                follows_drafts = True
                 self._shared.note(*request.outcome(known))
-        cost = self._cost.of_draft(len(requests))
+        cost = self._cost.of_draft(len(requests) + len(rows.other_slots))
         lengths = [
-            min(request.num_wanted(known, cost), most)
+            request.choose_length(known, cost, most)
             for request, known, most in zip(requests, num_tokens, rows.max_drafts.tolist(), strict=True)
         ]
-        chosen = [row for row, length in enumerate(lengths) if length]
-        if not chosen or (follows_drafts and not self._pays(requests, lengths, cost)):
-            until_trial = (
-                request.steps_until_trial(known, cost)
-                for request, known in zip(requests, num_tokens, strict=True)
-            )
-            of_wait = 0 if self._wait is None else self._wait.steps_until_trial
-            self._num_idle_steps = max(min(until_trial, default=0), of_wait)
+        if self._waiting is None:
+            for request, known in zip(requests, num_tokens, strict=True):
+                request.idle_until = self._num_steps + request.steps_until_trial(known, cost)
+        else:
+            others = self._requests(rows.other_slots)
+            self._waiting.choose(requests, others, self._num_steps, step_ended)
+        chosen = [row for row, length in enumerate(lengths) if length and not self._is_idle(requests[row])]
+        if not chosen:
             return None
-        self._num_idle_steps = 0
         proposed = self._proposer.propose(_selected(rows, chosen, lengths), num_drafts)
         if proposed is None:
-            return None
+            proposed = np.full((len(chosen), num_drafts), NO_TOKEN, dtype=np.int32)
         for row, count in zip(chosen, (proposed != NO_TOKEN).sum(axis=1).tolist(), strict=True):
             requests[row].drafted(count, num_tokens[row])
+            self._shared_found = _moved(self._shared_found, count > 0, _SHARED_MEMORY)
+        if len(chosen) == len(requests):
+            return proposed
         drafts = np.full((len(requests), num_drafts), NO_TOKEN, dtype=np.int32)
         drafts[chosen] = proposed
         return drafts
 
     @override
-    def num_idle_steps(self) -> int:
-        return self._num_idle_steps
+    def num_idle_steps(self, slots: Int64Array) -> IntArray:
+        idle = [max(request.idle_until - self._num_steps, 0) for request in self._requests(slots)]
+        return np.array(idle, dtype=np.int32)
 
-    def _pays(self, requests: list[DraftedRequest], lengths: list[int], cost: float) -> bool:
-        """Return whether drafts of these lengths save more than it costs all requests to wait for them."""
-        if self._wait is None:
-            return True
-        saved = sum(
-            request.tokens_saved(length, cost) for request, length in zip(requests, lengths, strict=True)
-        )
-        return saved > _MARGIN * len(requests) * self._wait.share
+    def _requests(self, slots: Int64Array) -> list[DraftedRequest]:
+        return [self._by_slot[slot] for slot in slots.tolist()]
+
+    def _is_idle(self, request: DraftedRequest) -> bool:
+        return request.idle_until > self._num_steps
+
+    def _measure(self, requests: list[DraftedRequest], num_others: int, step_ended: float) -> None:
+        """Take how long the newest step was, in which these and others have sampled."""
+        step_seconds = step_ended - self._step_began
+        num_rows = len(requests) + num_others + sum(request.num_drafts for request in requests)
+        has_prompt = self._num_step_rows != num_rows
+        if self._is_alone and not has_prompt:
+            self._cost.note(self._num_step_rows, step_seconds)
+        if self._waiting is not None:
+            self._waiting.step_seconds = step_seconds
 
 
 class Acceptance:
@@ -169,19 +174,24 @@ class DraftedRequest:
 
     Args:
         acceptance: to begin with.
+        found: how often drafts are found, to begin with.
         num_tokens: known tokens, prompt and output.
     """
 
-    __slots__ = ("_acceptance", "_num_tokens", "num_drafts")
+    __slots__ = ("_acceptance", "_found", "_num_tokens", "idle_until", "num_drafts", "worth")
 
-    def __init__(self, acceptance: float, num_tokens: int) -> None:
+    def __init__(self, acceptance: float, found: float, num_tokens: int) -> None:
         self._acceptance = Acceptance(acceptance, _OWN_MEMORY)
+        self._found = found  # of the times that drafts were looked for
         self._num_tokens = num_tokens  # when the newest drafts were made
         self.num_drafts = 0  # made after the step before
+        self.worth = 0.0  # tokens that the drafts of a step are expected to save, less what they cost
+        self.idle_until = 0  # number of the step after which it may have drafts again
 
     def drafted(self, num_drafts: int, num_tokens: int) -> None:
-        """Take that drafts were made behind `num_tokens`."""
+        """Take that drafts were looked for behind `num_tokens`, and how many there are."""
         self.num_drafts, self._num_tokens = num_drafts, num_tokens
+        self._found = _moved(self._found, num_drafts > 0, _FOUND_MEMORY)
 
     def outcome(self, num_tokens: int) -> tuple[int, bool]:
         """Return how many of the drafts were accepted, and whether the next was rejected."""
@@ -191,46 +201,93 @@ class DraftedRequest:
         self.num_drafts = 0
         return num_accepted, is_rejected
 
-    def num_wanted(self, num_tokens: int, cost: float) -> int:
-        """Return how many drafts are likely to pay; `cost` is that of one, see `RowCost.of_draft`."""
+    def choose_length(self, num_tokens: int, cost: float, most: int) -> int:
+        """Return how many drafts are likely to pay, and note their worth.
+
+        Args:
+            num_tokens: known tokens.
+            cost: of one draft, see `RowCost.of_draft`.
+            most: maximum number of drafts.
+        """
         threshold = min(_MARGIN * cost, 1.0)
         acceptance = min(self._acceptance.estimate, _HIGHEST_ACCEPTANCE)
-        if acceptance > threshold:
-            return int(math.log(threshold) / math.log(acceptance))
-        return int(num_tokens - self._num_tokens >= cost / _PROBE_SHARE)
-
-    def tokens_saved(self, num_drafts: int, cost: float) -> float:
-        """Return how many tokens so many drafts are expected to save, less what they cost; 0 of a trial."""
-        acceptance = min(self._acceptance.estimate, _HIGHEST_ACCEPTANCE)
-        if acceptance <= _MARGIN * cost:
-            return 0.0
-        return acceptance * (1 - acceptance**num_drafts) / (1 - acceptance) - num_drafts * cost
+        if acceptance <= threshold:
+            self.worth = 0.0
+            return min(int(num_tokens - self._num_tokens >= cost / _PROBE_SHARE), most)
+        length = min(int(math.log(threshold) / math.log(acceptance)), most)
+        saved = acceptance * (1 - acceptance**length) / (1 - acceptance) - length * cost
+        self.worth = self._found * saved
+        return length
 
     def steps_until_trial(self, num_tokens: int, cost: float) -> int:
-        """Return the number of next steps after which no draft will be tried, if none pays; at most 8."""
+        """Return the number of next steps after which no draft will be tried; at most 8, 0 if drafts pay."""
+        if self.worth:
+            return 0
         due = self._num_tokens + cost / _PROBE_SHARE
         return min(max(math.ceil(due - num_tokens) - 1, 0), _MOST_IDLE_STEPS)
 
 
-class WaitShare:
-    """What waiting for a step's tokens takes before the next step begins, as a share of the step."""
+class Waiting:
+    """Which requests wait for the tokens of their steps, because drafts may follow, where steps overlap.
+
+    Who waits is not in the step that is begun meanwhile. If all requests wait, there is no such step, and
+    each of them loses the time until the next one begins. If some do, these lose a step each, and the others
+    nothing. Whichever is expected to save more is chosen, and nobody waits if neither saves anything.
+
+    Now and then, all requests wait to see whether drafts have become better, so rarely that it costs 1 % of
+    the time.
+
+    Attributes:
+        step_seconds: the duration of the last step that was measured.
+    """
 
     _MEMORY = 0.9
 
     def __init__(self) -> None:
+        self.step_seconds = 0.0
+        self._share = 0.0  # what it takes to wait, as a share of a step
         self._num_waits = 0
-        self.share = 0.0
+        self._all_wait_since = 0.0  # 0: they do not, or have not done so
+        self._idle_until: int | None = None  # number of the step that ends the pause of those who do not wait
 
-    def note(self, seconds: float, step_seconds: float) -> None:
-        """Take how long one wait was; it is longer than the step only where there was nothing to do."""
-        self._num_waits += 1
-        share = min(seconds / step_seconds, 1.0) if step_seconds > 0.0 else 1.0
-        self.share += max(1 - self._MEMORY, 1 / self._num_waits) * (share - self.share)
+    def begin_step(self, now: float, *, is_alone: bool) -> None:
+        """Take that a step begins, and whether the one before has been computed."""
+        if self._all_wait_since and self.step_seconds and is_alone:
+            self._num_waits += 1
+            share = min(
+                (now - self._all_wait_since) / self.step_seconds, 1.0
+            )  # if there was no step to begin
+            self._share += max(1 - self._MEMORY, 1 / self._num_waits) * (share - self._share)
+        self._all_wait_since = 0.0
 
-    @property
-    def steps_until_trial(self) -> int:
-        """Steps that overlap between two trials, each of which waits twice: for drafts, and for their end."""
-        return math.ceil(2 * self.share / _PROBE_SHARE)
+    def choose(
+        self, requests: list[DraftedRequest], others: list[DraftedRequest], step: int, now: float
+    ) -> None:
+        """Choose who waits for the tokens of the next step, and until when the others are idle.
+
+        Args:
+            requests: those that have waited for the tokens of the last step.
+            others: those that have sampled in it, too.
+            step: its number.
+            now: when it ended, in seconds.
+        """
+        everyone = [*requests, *others]
+        is_trial = self._idle_until is not None and step >= self._idle_until
+        if is_trial or self._all_should_wait(everyone):
+            self._idle_until = None
+            self._all_wait_since = 0.0 if others else now
+        elif self._idle_until is None:
+            # A trial waits twice: for drafts, and for what becomes of them.
+            self._idle_until = step + math.ceil(2 * self._share / _PROBE_SHARE)
+        idle_until = step if self._idle_until is None else self._idle_until
+        for request in everyone:
+            request.idle_until = step if request.worth > _MARGIN else idle_until
+
+    def _all_should_wait(self, everyone: list[DraftedRequest]) -> bool:
+        worth = [request.worth for request in everyone]
+        together = sum(worth) - _MARGIN * len(everyone) * self._share
+        apart = sum((one - 1) / 2 for one in worth if one > _MARGIN)
+        return together > 0 and together >= apart
 
 
 class RowCost:
@@ -281,6 +338,11 @@ class RowCost:
     def _expected(self, num_rows: int) -> float:
         """Return the seconds that a step is expected to take."""
         return max(self._seconds + self._slope() * (num_rows - self._rows), self._seconds / 10)
+
+
+def _moved(average: float, value: float, memory: float) -> float:
+    """Return a moving average after one more value."""
+    return memory * average + (1 - memory) * value
 
 
 def _selected(rows: RowsToContinue, chosen: list[int], lengths: list[int]) -> RowsToContinue:

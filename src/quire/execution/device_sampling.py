@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -52,6 +54,8 @@ class TokensInFlight:
         self._copies = [HostCopy(tensor) for tensor in (token_ids, maxima, *of_logprobs)]
         self._lock = threading.Lock()
         self._outcome: list[torch.Tensor] | Exception | None = None
+        self.known_at = math.inf
+        """When somebody who waited was told, by `time.perf_counter`."""
 
     @property
     def have_arrived(self) -> bool:
@@ -96,6 +100,7 @@ class TokensInFlight:
                     self._outcome = [copy.wait() for copy in self._copies]
                 except Exception as error:
                     self._outcome = error
+                self.known_at = time.perf_counter()
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome

@@ -32,6 +32,7 @@ from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.step import (
     NO_TOKEN,
+    DraftTokenIds,
     GrammarSource,
     IntArray,
     KVConnectorOutput,
@@ -102,6 +103,7 @@ class ModelRunner:
         )
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
         self._in_flight: list[StepInFlight] = []  # whose tokens the batch lacks
+        self._newest: SchedulerOutput | None = None  # of the steps with rows
         self.most_recorded_tokens = 0
         self._graphs: StepGraphs | None = None
         is_plain = eviction is None and sparse_attention is None and self._layer_hook is None
@@ -145,8 +147,8 @@ class ModelRunner:
     ) -> ModelRunnerOutput | StepInFlight:
         """Run one step and return its tokens, or have the device choose them, which the next step may use.
 
-        The device does where it can, unless a row is the host's to choose, or drafts or a connector need the
-        tokens: see `KVConnector.saves_before_tokens`.
+        The device does where it can, unless a row is the host's to choose, or a connector needs the tokens:
+        see `KVConnector.saves_before_tokens`.
 
         Args:
             output: the plan.
@@ -164,6 +166,7 @@ class ModelRunner:
         sampled_token_ids = np.full((len(output.slots), width), NO_TOKEN, dtype=np.int32)
         result = ModelRunnerOutput(output.request_ids, sampled_token_ids)
         if len(output.slots):
+            self._newest = output
             self._batch.check(output)
             self._batch.write_drafts(output)
             if self._proposer is not None:
@@ -178,7 +181,8 @@ class ModelRunner:
                 if in_flight is not None:
                     reported = self._end_transfers(output, in_flight)
                     return dataclasses.replace(in_flight, kv_connector_output=reported)
-        drafts, num_steps_without = self._propose(output, sampled_token_ids)
+        rows = np.flatnonzero((sampled_token_ids != NO_TOKEN).any(axis=1))
+        drafts, num_steps_without = self._propose(output, rows)
         return dataclasses.replace(
             result,
             draft_token_ids=drafts,
@@ -342,23 +346,17 @@ class ModelRunner:
             None if allowed is None else TokenMasks.of(allowed, output, sampling),
             self._batch.known_tokens(slots[sampling.request]),
         )
-        waits = self._needs_tokens(output) or begun.rows_of_host.size
+        waits = self._connector_needs_tokens or begun.rows_of_host.size
         if begun.on_device is not None and not waits:
-            step = StepInFlight(result, sampling, begun.on_device, self._batch.append_unknown(slots))
+            unknown = self._batch.expect(slots, ~output.awaits_tokens[sampling.rows])
+            propose = functools.partial(self._propose_later, output)
+            step = StepInFlight(result, sampling, begun.on_device, unknown, propose)
             self._in_flight.append(step)
             return step
         self._note_tokens(waits=True)  # what is chosen here may depend on them
         emitted = report_tokens(result, sampling, begun.finish(self._batch.token_ids))
-        # A row with an error gets a placeholder, so that a step planned before the error is known still fits.
-        emitted[emitted[:, 0] == NO_TOKEN, 0] = _PLACEHOLDER
-        self._batch.append(output.slots[sampling.rows], emitted)
+        self._batch.append(output.slots[sampling.rows], _with_placeholders(emitted))
         return None
-
-    def _needs_tokens(self, output: SchedulerOutput) -> bool:
-        """Return whether the host needs a step's tokens before anything else happens."""
-        has_drafts = output.draft_token_ids.size > 0
-        proposes = self._proposer is not None and output.num_drafts_wanted > 0
-        return has_drafts or proposes or self._connector_needs_tokens
 
     def _note_tokens(self, *, waits: bool) -> None:
         """Give the batch the tokens of steps in flight: of all, or of those that nobody has to wait for."""
@@ -368,28 +366,66 @@ class ModelRunner:
                 self._in_flight.append(step)
                 continue
             try:
-                token_ids = step.tokens.token_ids()
+                emitted = step.emitted()
             except Exception:  # which `result` of the step raises, too: these tokens are discarded
                 continue
-            self._batch.note(step.unknown, np.maximum(token_ids, _PLACEHOLDER))
+            self._batch.note(step.unknown, _with_placeholders(emitted))
 
-    def _propose(self, output: SchedulerOutput, sampled_token_ids: IntArray) -> tuple[IntArray | None, int]:
-        """Return drafts for the rows that have sampled, [R, num_drafts_wanted].
+    @torch.inference_mode()
+    def _propose_later(
+        self, output: SchedulerOutput, computed: ModelRunnerOutput, seconds_known: float
+    ) -> DraftTokenIds | None:
+        """Return what is proposed after a step that was in flight; see `StepInFlight`."""
+        self._note_tokens(waits=False)
+        has_sampled = (computed.sampled_token_ids != NO_TOKEN).any(axis=1) & self._batch.holds(output)
+        rows = np.flatnonzero(has_sampled)
+        drafts, num_steps_without = self._propose(output, rows, seconds_known)
+        if num_steps_without is None:
+            return None
+        ids: list[list[int]] = [[]] * len(rows) if drafts is None else drafts[rows].tolist()
+        request_ids = [output.request_ids[row] for row in rows.tolist()]
+        return DraftTokenIds(request_ids, ids, num_steps_without[rows].tolist())
 
-        If there are none, None, and how many steps to come they need not be asked for after.
+    def _propose(
+        self, output: SchedulerOutput, rows: Int64Array, seconds_known: float = 0.0
+    ) -> tuple[IntArray | None, IntArray | None]:
+        """Return drafts [R, K], and for how many steps [R] there will be none; None: nothing to say.
+
+        Args:
+            output: the step.
+            rows: those that have sampled.
+            seconds_known: for which their tokens have been known.
         """
-        if self._proposer is None or not output.num_drafts_wanted:
-            return None, 0
-        rows = np.flatnonzero((sampled_token_ids != NO_TOKEN).any(axis=1))
-        if not rows.size:
-            return None, 0
-        to_continue = self._batch.to_continue(output.slots[rows], output.num_drafts_wanted)
-        proposed = self._proposer.propose(to_continue, output.num_drafts_wanted)
+        if self._proposer is None or output.num_drafts_wanted is None:
+            return None, None
+        max_drafts = output.num_drafts_wanted[rows]
+        if not max_drafts.any():
+            return None, None
+        width = int(max_drafts.max())
+        to_continue = self._batch.to_continue(
+            output.slots[rows],
+            max_drafts,
+            is_newest=output is self._newest,
+            seconds_known=seconds_known,
+        )
+        proposed = self._proposer.propose(to_continue, width)
+        num_steps_without = np.zeros(len(output.slots), dtype=np.int32)
+        num_steps_without[rows] = self._proposer.num_idle_steps(output.slots[rows].astype(np.int64))
         if proposed is None:
-            return None, self._proposer.num_idle_steps()
-        drafts = np.full((len(output.slots), output.num_drafts_wanted), NO_TOKEN, dtype=np.int32)
-        drafts[rows] = proposed
-        return drafts, 0
+            return None, num_steps_without
+        drafts = np.full((len(output.slots), width), NO_TOKEN, dtype=np.int32)
+        drafts[rows[max_drafts > 0]] = proposed
+        return drafts, num_steps_without
+
+
+def _with_placeholders(emitted: IntArray) -> IntArray:
+    """Return what rows emit [S, 1 + K] with a token for those with an error.
+
+    A step that was planned before the error is known fits then.
+    """
+    placed = emitted.copy()
+    placed[placed[:, 0] == NO_TOKEN, 0] = _PLACEHOLDER
+    return placed
 
 
 def _is_decode(output: SchedulerOutput, sampling: SamplingPositions) -> bool:

@@ -17,6 +17,7 @@ from quire.execution.proposer import RowsToContinue
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,
+    BoolArray,
     CachedRequestData,
     ChosenTokens,
     ForkData,
@@ -57,11 +58,11 @@ class RunnerRequest:
 
 
 class UnknownTokens(NamedTuple):
-    """The last tokens of some rows, which a device has not told yet."""
+    """The next tokens of some rows, which a device has not told yet."""
 
     slots: Int64Array  # [S]
-    times_written: Int64Array  # [S] how often a row had been written when it got the token
-    positions: Int64Array  # [S] absolute
+    times_written: Int64Array  # [S] how often a row had been written when they were expected
+    positions: Int64Array  # [S] absolute, of the first one
 
 
 class PersistentBatch:
@@ -345,20 +346,34 @@ class PersistentBatch:
         self.token_ids[slots[rows], self.num_tokens[slots[rows]] + columns] = token_ids[rows, columns]
         self.num_tokens[slots] += np.bincount(rows, minlength=len(slots))
 
-    def append_unknown(self, slots: Int64Array) -> UnknownTokens:
-        """Add one token each to `slots` [S] that `note` is told of later."""
+    def expect(self, slots: Int64Array, goes_on: BoolArray) -> UnknownTokens:
+        """Expect tokens for `slots` [S], of which `note` is told later.
+
+        Those that go on [S] get one, and have it from now on; the others have theirs when they are known.
+        """
         positions: Int64Array = self.num_tokens[slots]
-        self._unknown_at[slots] = positions
-        self.num_tokens[slots] += 1
+        self._unknown_at[slots[goes_on]] = positions[goes_on]
+        self.num_tokens[slots[goes_on]] += 1
         return UnknownTokens(slots, self._times_written[slots], positions)
 
-    def note(self, unknown: UnknownTokens, token_ids: Int64Array) -> None:
-        """Write down what tokens [S] are, of the rows that are still the same."""
+    def note(self, unknown: UnknownTokens, token_ids: IntArray) -> None:
+        """Write down what tokens [S, any], padded with NO_TOKEN, are, of the rows that are still the same."""
         slots, positions = unknown.slots, unknown.positions
         is_same = self._times_written[slots] == unknown.times_written
-        self.token_ids[slots[is_same], positions[is_same]] = token_ids[is_same]
+        is_token = (token_ids != NO_TOKEN) & is_same[:, None]
+        rows, columns = np.nonzero(is_token)
+        self.token_ids[slots[rows], positions[rows] + columns] = token_ids[rows, columns]
+        ends = positions + np.count_nonzero(is_token, axis=1)
+        self.num_tokens[slots] = np.maximum(self.num_tokens[slots], np.where(is_same, ends, 0))
         is_last = is_same & (self._unknown_at[slots] == positions)
         self._unknown_at[slots[is_last]] = _KNOWN
+
+    def holds(self, output: SchedulerOutput) -> BoolArray:
+        """Return which requests of a step that has been asked for are still in their slots: [R]."""
+        names = zip(output.request_ids, output.slots.tolist(), strict=True)
+        found = ((self._by_slot[slot], request_id) for request_id, slot in names)
+        holds = [request is not None and request.request_id == name for request, name in found]
+        return np.array(holds, dtype=np.bool_)
 
     def slots_of_unknown(self, slots: IntArray, positions: Int64Array) -> Int64Array:
         """Return the slot of each token [T] that is not known yet, -1 for the others."""
@@ -369,14 +384,21 @@ class PersistentBatch:
         """Return what is known of the tokens of `slots` [R]."""
         return KnownTokens(self.token_ids, self._times_written[slots])
 
-    def to_continue(self, slots: IntArray, num_drafts: int) -> RowsToContinue:
-        """Return what a proposer needs to know of `slots` to propose up to `num_drafts` tokens for each."""
-        num_tokens = self.num_tokens[slots]
+    def to_continue(
+        self, slots: IntArray, max_drafts: IntArray, *, is_newest: bool, seconds_known: float
+    ) -> RowsToContinue:
+        """Return what a proposer needs to know to propose up to `max_drafts` [R] tokens for `slots` [R]."""
+        is_asked = max_drafts > 0
+        asked, max_drafts = slots[is_asked].astype(np.int64), max_drafts[is_asked]
+        num_tokens = self.num_tokens[asked]
         return RowsToContinue(
             token_ids=self.token_ids,
-            slots=slots.astype(np.int64),
+            slots=asked,
             num_tokens=num_tokens,
             block_tables=self._block_tables,
             num_blocks=self._num_blocks,
-            max_drafts=np.minimum(np.maximum(self._max_model_len - num_tokens, 0), num_drafts),
+            max_drafts=np.minimum(np.maximum(self._max_model_len - num_tokens, 0), max_drafts),
+            other_slots=slots[~is_asked].astype(np.int64),
+            is_newest=is_newest,
+            seconds_known=seconds_known,
         )

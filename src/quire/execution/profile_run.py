@@ -239,7 +239,7 @@ class _MadeUpSteps:
             scheduled_cached_reqs=CachedRequestData(_array([]), _array([]), _array([]), []),
             chosen_tokens=ChosenTokens(_array([]), _array([])),
             block_copies=np.empty((0, 2), dtype=np.int32),
-            num_drafts_wanted=num_drafts,
+            num_drafts_wanted=np.full(len(rows), num_drafts, dtype=np.int32) if num_drafts else None,
             evictions=EvictionData(none, none) if scores else None,
         )
         self._running = request_ids
@@ -249,6 +249,7 @@ class _MadeUpSteps:
         until_asked = time.perf_counter() - started
         if isinstance(result, StepInFlight):
             result.result()
+            result.drafts()
         return _Times(until_asked, time.perf_counter() - started)
 
     def _request(self, slot: int, row: _Row, params: SamplingParams, num_drafts: int) -> NewRequestData:

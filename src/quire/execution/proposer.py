@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-FOREVER = 1 << 62
-"""Steps for which a proposer that has failed is idle."""
+FOREVER = 1 << 30
+"""Steps for which a proposer that has failed proposes nothing."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class RowsToContinue:
-    """Requests to propose tokens for, S of them. KV of all but the last token of each has been computed."""
+    """S requests to propose tokens for after a step. KV of all but the last token of each is computed."""
 
     token_ids: IntArray  # [max_num_seqs, max_model_len + 1] by slot
     slots: Int64Array  # [S]
@@ -35,6 +35,11 @@ class RowsToContinue:
     block_tables: IntArray  # [max_num_seqs, B] by slot; entries past a row's last block are meaningless
     num_blocks: Int64Array  # [max_num_seqs] by slot
     max_drafts: Int64Array  # [S] maximum number of tokens to propose for each
+    other_slots: Int64Array = dataclasses.field(
+        default_factory=lambda: np.empty(0, dtype=np.int64)
+    )  # [O] of others that have sampled in the step, too
+    is_newest: bool = True  # whether no step has been begun since
+    seconds_known: float = 0.0  # for which the tokens of the step have been known
 
 
 class Proposer(ABC):
@@ -80,12 +85,12 @@ class Proposer(ABC):
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:
         """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]; None: none."""
 
-    def num_idle_steps(self) -> int:
-        """Return how often `propose`, which has just returned None, would do so again.
+    def num_idle_steps(self, slots: Int64Array) -> IntArray:
+        """Return for how many next steps nothing would be proposed for each of `slots` [S].
 
-        So many steps need not wait for drafts, unless a request is opened.
+        Nobody waits for their tokens in these. Called after `propose`, for all requests that have sampled.
         """
-        return 0
+        return np.zeros(len(slots), dtype=np.int32)
 
 
 class GuardedProposer(Proposer):
@@ -134,9 +139,10 @@ class GuardedProposer(Proposer):
         )
 
     @override
-    def num_idle_steps(self) -> int:
+    def num_idle_steps(self, slots: Int64Array) -> IntArray:
+        never = np.full(len(slots), FOREVER, dtype=np.int32)
         return self._unless_failed(
-            lambda proposer: max(0, operator.index(proposer.num_idle_steps())), FOREVER
+            lambda proposer: _counts(proposer.num_idle_steps(slots), len(slots)), never
         )
 
     def _unless_failed(self, call: Callable[[Proposer], Result], otherwise: Result) -> Result:
@@ -160,3 +166,9 @@ class GuardedProposer(Proposer):
                 f"{self._vocab_size - 1}"
             )
         return drafts
+
+
+def _counts(found: object, num_slots: int) -> IntArray:
+    if not (isinstance(found, np.ndarray) and found.dtype.kind == "i" and found.shape == (num_slots,)):
+        raise TypeError(f"the numbers of steps are not an array [{num_slots}] of integers: {found!r:.100}")
+    return np.clip(found, 0, FOREVER).astype(np.int32)

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 
 from quire.execution.device_sampling import TokensInFlight
 from quire.execution.persistent_batch import UnknownTokens
 from quire.execution.sampler import SamplerOutput
 from quire.execution.sampling_positions import SamplingPositions
-from quire.step import NO_TOKEN, IntArray, KVConnectorOutput, ModelRunnerOutput
+from quire.step import NO_TOKEN, DraftTokenIds, IntArray, KVConnectorOutput, ModelRunnerOutput
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class StepInFlight:
-    """See `quire.engine.stepping.StepInFlight`. Each of its S requests samples one token."""
+    """See `quire.engine.stepping.StepInFlight`."""
 
     _computed: ModelRunnerOutput  # without tokens
     _sampling: SamplingPositions
-    tokens: TokensInFlight
+    tokens: TokensInFlight  # at the positions
     unknown: UnknownTokens  # to the batch
+    _propose: Callable[[ModelRunnerOutput, float], DraftTokenIds | None]
+    """Proposes what may follow these tokens, which have been known for so many seconds."""
     kv_connector_output: KVConnectorOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's tokens and return what it computed; to be called once."""
         report_tokens(self._computed, self._sampling, self.tokens.sampled())
         return dataclasses.replace(self._computed, kv_connector_output=self.kv_connector_output)
+
+    def drafts(self) -> DraftTokenIds | None:
+        """Return what is proposed after the tokens; to be called once, after `result`."""
+        return self._propose(self._computed, time.perf_counter() - self.tokens.known_at)
+
+    def emitted(self) -> IntArray:
+        """Wait for the step's tokens and return those that count, as `SamplingPositions.accept`."""
+        return self._sampling.accept(self.tokens.token_ids())
 
     @property
     def have_arrived(self) -> bool:
@@ -33,7 +45,7 @@ class StepInFlight:
 
     def failed_ids(self) -> set[str]:
         """See `StepErrors`."""
-        rows = self._sampling.rows[self.tokens.token_ids() == NO_TOKEN]
+        rows = self._sampling.rows[self.emitted()[:, 0] == NO_TOKEN]
         return {self._computed.request_ids[row] for row in rows.tolist()}.union(self._computed.errors)
 
 

@@ -22,7 +22,7 @@ from quire.recording.recorded_context import Answer
 T = TypeVar("T")
 
 MAGIC = b"quire recording\n"
-VERSION = 2
+VERSION = 3
 LENGTH_BYTES = 4
 
 

@@ -62,16 +62,12 @@ class CommitPhase:
             evictions=evictions,
             pending_structured_output_tokens=bool(self.in_flight)
             and bool((running.has_grammar[slots] & samples & (running.num_pending[slots] > 0)).any()),
-            num_drafts_wanted=self.drafting.wanted(
-                self.in_flight.next_step,
-                len(running),
-                samples=bool(samples.any()),
-                begins=bool(plan.new or plan.resumed),
-            ),
+            num_drafts_wanted=None if self.in_flight.await_tokens else self.drafting.wanted(slots, samples),
         )
         running.num_computed[slots] += num_tokens
         running.num_pending[slots] += samples
         running.num_drafts[slots] = 0
+        running.awaits_tokens[slots] = output.awaits_tokens
         self.in_flight.launch(output)
         self.stats.num_scheduled_tokens += int(num_tokens.sum())
         return self._with_metadata(output)

@@ -1,42 +1,57 @@
-"""How many drafts a step asks for: none while the runner says that there would be none."""
+"""Which requests are to get drafts after a step: those that the runner does not say will get none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
+from quire.scheduling.running_slots import RunningSlots
+from quire.step import BoolArray, IntArray
+
 
 class Drafting:
-    """Pauses drafts for as many steps as the runner says.
+    """Asks for drafts, but not for those of a request in as many steps as the runner says.
 
-    Nobody waits for the tokens of a step that no drafts follow, so the next one can be begun before they are
-    known. A request that begins ends the pause.
+    A request that drafts may follow waits: it is in no further step until its tokens are known. One that gets
+    none goes on in the next step, which is begun before that, and after which there are no drafts. So all
+    that wait do so in the same steps: split over two, each would take as long as one with all of them.
 
     Args:
         length: tokens to propose per request, given the number of running requests.
+        running: the requests.
     """
 
-    def __init__(self, length: Callable[[int], int]) -> None:
+    def __init__(self, length: Callable[[int], int], running: RunningSlots) -> None:
         self._length = length
-        self._num_paused = 0  # steps to come without drafts
-        self._last_begin = -1  # number of the step that a request began in
+        self._running = running
 
-    def wanted(self, step: int, num_running: int, *, samples: bool, begins: bool) -> int:
-        """Return how many tokens to propose for each request after a step that is about to be launched.
+    def is_due(self, slots: IntArray) -> BoolArray:
+        """Return which of `slots` may be given drafts after the next step that they sample in: [slots]."""
+        running = self._running
+        is_due: BoolArray = (running.num_steps_without_drafts[slots] == 0) & ~running.is_beam[slots]
+        return is_due
+
+    def wanted(self, slots: IntArray, samples: BoolArray) -> IntArray | None:
+        """Return how many tokens to propose for each of `slots` after a step about to be launched: [slots].
 
         Args:
-            step: its number.
-            num_running: running requests.
-            samples: whether one of them gets a token.
-            begins: whether one of them begins in it, or resumes.
-        """
-        if begins:
-            self._num_paused, self._last_begin = 0, step
-        if not self._num_paused:
-            return self._length(num_running)
-        self._num_paused -= samples
-        return 0
+            slots: of the step.
+            samples: [slots] which of them get a token.
 
-    def pause(self, step: int, num_steps: int) -> None:
-        """Take that after `step`, no drafts would follow the next `num_steps` steps that sample."""
-        if step >= self._last_begin:
-            self._num_paused = num_steps
+        Returns:
+            None if nothing is to be proposed.
+        """
+        running = self._running
+        length = self._length(len(running))
+        if not length:
+            return None
+        is_wanted = samples & self.is_due(slots)
+        left = running.num_steps_without_drafts[slots] - samples
+        running.num_steps_without_drafts[slots] = np.maximum(left, 0)
+        return np.where(is_wanted, np.int32(length), np.int32(0)) if is_wanted.any() else None
+
+    def pause(self, slots: IntArray, num_steps: IntArray) -> None:
+        """Take that after a step that has been applied, no drafts follow in the next `num_steps` [slots]."""
+        left = num_steps - self._running.num_pending[slots]  # the step in flight is one of them
+        self._running.num_steps_without_drafts[slots] = np.maximum(left, 0)

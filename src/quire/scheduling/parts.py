@@ -62,7 +62,6 @@ class SchedulerParts:
         self.connector = ConnectorCalls(context.connector, self.clock, patience=config.kv_transfer_timeout)
         self.outbox = Outbox()
         self.in_flight = StepsInFlight()
-        self.drafting = Drafting(context.draft_length)
         self.deadlines = Deadlines()
         self._build_policies_and_accounts(num_blocks)
         self._build_holdings()
@@ -92,6 +91,7 @@ class SchedulerParts:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.running = RunningSlots(config.max_num_seqs, self._max_model_len)
+        self.drafting = Drafting(context.draft_length, self.running)
         lengths = eviction_lengths(config)
         self.eviction = None
         if lengths is not None:
@@ -231,6 +231,7 @@ class SchedulerParts:
             holdings=self.holdings,
             finisher=self.finisher,
             victim_policy=self.victim_policy,
+            drafting=self.drafting,
             eviction=self.eviction,
         )
         self.admission_phase = AdmissionPhase(

@@ -108,6 +108,10 @@ class ResultsPhase:
         found = zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True)
         by_slot = {slot: ids for name, ids in found if (slot := running.slot_of(name)) is not None}
         self._propose(np.array(list(by_slot), np.int32), _padded(by_slot.values()))
+        if draft_token_ids.num_steps_without_drafts is not None:
+            pauses = zip(draft_token_ids.request_ids, draft_token_ids.num_steps_without_drafts, strict=True)
+            slots = {slot: num for name, num in pauses if (slot := running.slot_of(name)) is not None}
+            self.drafting.pause(np.array(list(slots), np.int32), np.array(list(slots.values()), np.int32))
 
     def replace_drafts(self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput) -> None:
         """Replace the drafts in the newest step in flight; a request keeps at most as many as it had."""
@@ -257,11 +261,11 @@ class ResultsPhase:
     def _take_drafts(
         self, results: _StepResults, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> None:
-        if computed.draft_token_ids is not None or computed.num_steps_without_drafts:
-            self.drafting.pause(scheduler_output.step, computed.num_steps_without_drafts)
+        occupied = self.running.occupied[scheduler_output.slots]
+        if computed.num_steps_without_drafts is not None:
+            self.drafting.pause(results.slots, computed.num_steps_without_drafts[occupied])
         if computed.draft_token_ids is None:
             return
-        occupied = self.running.occupied[scheduler_output.slots]
         goes_on = (results.num_new > 0) & ~np.isin(results.slots, list(results.ended))
         self._propose(results.slots[goes_on], computed.draft_token_ids[occupied][goes_on])
 

@@ -49,13 +49,24 @@ def _what_is_malformed(planned: SchedulerOutput, computed: object) -> str:
     drafts = computed.draft_token_ids
     if drafts is not None and len(drafts) != len(computed.sampled_token_ids):
         return f"{len(drafts)} rows of drafts for {len(computed.sampled_token_ids)} requests"
-    pause = computed.num_steps_without_drafts
-    if not isinstance(pause, int) or pause < 0:
-        return f"num_steps_without_drafts that are no number of steps: {pause!r:.100}"
+    pauses, shape = computed.num_steps_without_drafts, (len(computed.sampled_token_ids),)
+    if pauses is not None and not _are_counts(pauses, shape):
+        return (
+            f"num_steps_without_drafts that are no numbers of steps for {shape[0]} requests: {pauses!r:.100}"
+        )
     for name in ("logprobs", "prompt_logprobs", "errors"):
         if not isinstance(getattr(computed, name), dict):
             return f"{name} that are {type(getattr(computed, name)).__name__}, not dict"
     return ""
+
+
+def _are_counts(found: object, shape: tuple[int, ...]) -> bool:
+    return (
+        isinstance(found, np.ndarray)
+        and found.shape == shape
+        and found.dtype.kind == "i"
+        and (found >= 0).all().item()
+    )
 
 
 def without_past_errors(

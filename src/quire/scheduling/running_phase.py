@@ -12,6 +12,7 @@ from quire.kv.manager import KVCacheManager
 from quire.scheduling.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.beams import BeamPhase
 from quire.scheduling.cache_eviction import CacheEviction
+from quire.scheduling.drafting import Drafting
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.plan import Plan
 from quire.scheduling.policies.victim import RunningView, VictimPolicy
@@ -36,6 +37,7 @@ class RunningPhase:
     holdings: KVHoldings
     finisher: RequestFinisher
     victim_policy: VictimPolicy
+    drafting: Drafting
     eviction: CacheEviction | None
 
     def plan(self, plan: Plan) -> None:
@@ -52,7 +54,7 @@ class RunningPhase:
         known = running.num_tokens[slots] + running.num_pending[slots]
         wanted = known + running.num_drafts[slots] - running.num_computed[slots]
         if self.in_flight:
-            wanted[self._skips_step(slots, known)] = 0
+            wanted[self._skips_step(slots, known, wanted)] = 0
         if plan.throttles_prefills:
             wanted[running.num_computed[slots] + 1 < known] = 0
         if self.eviction is not None:
@@ -64,15 +66,21 @@ class RunningPhase:
         plan.num_tokens = np.minimum(np.maximum(left_before, 0), wanted).astype(np.int32)
         plan.budget -= int(plan.num_tokens.sum())
 
-    def _skips_step(self, slots: IntArray, known: IntArray) -> BoolArray:
-        """Return which slots cannot be scheduled before the step in flight has been applied: [slots]."""
+    def _skips_step(self, slots: IntArray, known: IntArray, wanted: IntArray) -> BoolArray:
+        """Return which slots are not scheduled before the step in flight has been applied: [slots].
+
+        Args:
+            slots: of running requests.
+            known: [slots] their tokens, those on their way included.
+            wanted: [slots] what they would be scheduled for.
+        """
         running = self.running
         is_pending = running.num_pending[slots] > 0
         is_last = known >= running.token_limit[slots]
-        needs_tokens = running.is_beam[slots] | is_last
-        # Drafts follow a known token. Those who get none wait, too: split over two steps, each would take as
-        # long as one with all of them.
-        skips: BoolArray = is_pending & (needs_tokens | self.in_flight.awaits_drafts)
+        needs_tokens = running.is_beam[slots] | running.awaits_tokens[slots] | is_last
+        skips: BoolArray = is_pending & needs_tokens
+        if self.in_flight.await_tokens:
+            skips |= (running.num_drafts[slots] > 0) | ((wanted == 1) & self.drafting.is_due(slots))
         return skips
 
     def _missing_blocks(self, plan: Plan) -> IntArray:

@@ -31,6 +31,10 @@ class RunningSlots:
         )  # in the cache once all steps have been applied
         self.num_evicted = np.zeros(max_num_seqs, dtype=np.int32)  # of those computed: not in the cache
         self.num_drafts = np.zeros(max_num_seqs, dtype=np.int32)  # proposed, to be verified
+        self.num_steps_without_drafts = np.zeros(
+            max_num_seqs, dtype=np.int32
+        )  # to come, of those that it samples in
+        self.awaits_tokens = np.zeros(max_num_seqs, dtype=np.bool_)  # of its newest step, before the next
         self.token_limit = np.zeros(max_num_seqs, dtype=np.int32)  # ends when num_tokens reaches it
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # may not stop before num_tokens reaches it
         self.stop_ids = np.full((max_num_seqs, 4), NO_TOKEN, dtype=np.int32)  # widened as needed
@@ -89,6 +93,7 @@ class RunningSlots:
         self.num_tokens[slot] = num_tokens
         self.num_computed[slot] = request.num_computed_tokens
         self.num_pending[slot] = self.num_drafts[slot] = self.num_evicted[slot] = 0
+        self.num_steps_without_drafts[slot] = 0
         self.token_limit[slot] = token_limit(request, self._max_model_len)
         self.min_tokens[slot] = num_prompt + request.sampling_params.min_tokens
         self.client_index[slot] = request.client_index

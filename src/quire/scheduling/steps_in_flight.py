@@ -18,9 +18,9 @@ class StepsInFlight:
         return len(self._steps)
 
     @property
-    def awaits_drafts(self) -> bool:
-        """Whether drafts are to be proposed after one of the steps."""
-        return any(step.num_drafts_wanted for step in self._steps)
+    def await_tokens(self) -> bool:
+        """Whether requests wait for the tokens of one of the steps, for drafts."""
+        return any(step.awaits_tokens.any() for step in self._steps)
 
     def launch(self, step: SchedulerOutput) -> None:
         """Add the step that has just been planned."""
