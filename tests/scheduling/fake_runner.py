@@ -175,8 +175,10 @@ class FakeRunner:
         else:
             self._write(slot, len(positions), kv[start:])
         positions += range(start, start + count)
+        read = self._read(slot, len(positions))
         is_bad = not self.bad_blocks.isdisjoint(self.tables[slot][: -(-len(positions) // self.block_size)])
-        assert is_bad or (self._read(slot, len(positions)) == kv[positions]).all(), request_id
+        is_bad |= (read == GARBAGE).any().item()
+        assert is_bad or (read == kv[positions]).all(), request_id
         seen: list = history
         if self.rules is not None:
             held = [(position, history[position]) for position in positions]
@@ -283,8 +285,6 @@ class FakeRunner:
 
     def _write_garbage(self, slot: int, start: int, count: int) -> None:
         self._write(slot, start, np.full(count, GARBAGE))
-        size = self.block_size
-        self.bad_blocks |= set(self.tables[slot][start // size : -(-(start + count) // size)])
 
     def _read(self, slot: int, count: int) -> np.ndarray:
         return self.kv[self.tables[slot]].reshape(-1)[:count]
