@@ -46,10 +46,11 @@ class Drafting:
         length = self._length(len(running))
         if not length:
             return None
-        is_wanted = samples & self.is_due(slots)
-        left = running.num_steps_without_drafts[slots] - samples
-        running.num_steps_without_drafts[slots] = np.maximum(left, 0)
-        return np.where(is_wanted, np.int32(length), np.int32(0)) if is_wanted.any() else None
+        left = running.num_steps_without_drafts[slots]
+        is_wanted = samples & (left == 0) & ~running.is_beam[slots]
+        if left.any():
+            running.num_steps_without_drafts[slots] = np.maximum(left - samples, 0)
+        return length * is_wanted.astype(np.int32) if is_wanted.any() else None
 
     def pause(self, slots: IntArray, num_steps: IntArray) -> None:
         """Take that after a step that has been applied, no drafts follow in the next `num_steps` [slots]."""
