@@ -388,8 +388,10 @@ class PersistentBatch:
         self, slots: IntArray, max_drafts: IntArray, *, is_newest: bool, seconds_known: float
     ) -> RowsToContinue:
         """Return what a proposer needs to know to propose up to `max_drafts` [R] tokens for `slots` [R]."""
-        is_asked = max_drafts > 0
-        asked, max_drafts = slots[is_asked].astype(np.int64), max_drafts[is_asked]
+        asked, others = slots.astype(np.int64), slots[:0].astype(np.int64)
+        if not max_drafts.all():
+            is_asked = max_drafts > 0
+            asked, others, max_drafts = asked[is_asked], asked[~is_asked], max_drafts[is_asked]
         num_tokens = self.num_tokens[asked]
         return RowsToContinue(
             token_ids=self.token_ids,
@@ -398,7 +400,7 @@ class PersistentBatch:
             block_tables=self._block_tables,
             num_blocks=self._num_blocks,
             max_drafts=np.minimum(np.maximum(self._max_model_len - num_tokens, 0), max_drafts),
-            other_slots=slots[~is_asked].astype(np.int64),
+            other_slots=others,
             is_newest=is_newest,
             seconds_known=seconds_known,
         )

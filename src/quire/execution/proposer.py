@@ -140,10 +140,10 @@ class GuardedProposer(Proposer):
 
     @override
     def num_idle_steps(self, slots: Int64Array) -> IntArray:
-        never = np.full(len(slots), FOREVER, dtype=np.int32)
-        return self._unless_failed(
-            lambda proposer: _counts(proposer.num_idle_steps(slots), len(slots)), never
+        counts = self._unless_failed(
+            lambda proposer: _counts(proposer.num_idle_steps(slots), len(slots)), None
         )
+        return np.full(len(slots), FOREVER, dtype=np.int32) if counts is None else counts
 
     def _unless_failed(self, call: Callable[[Proposer], Result], otherwise: Result) -> Result:
         """Return what `call` does; `otherwise` if it fails, or something has failed before."""
@@ -171,4 +171,4 @@ class GuardedProposer(Proposer):
 def _counts(found: object, num_slots: int) -> IntArray:
     if not (isinstance(found, np.ndarray) and found.dtype.kind == "i" and found.shape == (num_slots,)):
         raise TypeError(f"the numbers of steps are not an array [{num_slots}] of integers: {found!r:.100}")
-    return np.clip(found, 0, FOREVER).astype(np.int32)
+    return np.minimum(np.maximum(found, 0), FOREVER).astype(np.int32)
