@@ -183,8 +183,15 @@ class SchedulerOutput:
         return reaches
 
     @property
+    def may_have_drafts(self) -> bool:
+        """Whether there may be drafts in the step or after it; most steps have none."""
+        return self.num_drafts_wanted is not None or self.draft_token_ids.size > 0
+
+    @property
     def awaits_tokens(self) -> BoolArray:
         """Which rows are in no further step until the tokens of this one are known, for drafts: [R]."""
+        if not self.may_have_drafts:
+            return np.zeros(len(self.slots), dtype=np.bool_)
         awaits: BoolArray = self.num_drafts > 0
         return awaits if self.num_drafts_wanted is None else awaits | (self.num_drafts_wanted > 0)
 

@@ -32,6 +32,7 @@ from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.step import (
     NO_TOKEN,
+    BoolArray,
     DraftTokenIds,
     GrammarSource,
     IntArray,
@@ -181,8 +182,9 @@ class ModelRunner:
                 if in_flight is not None:
                     reported = self._end_transfers(output, in_flight)
                     return dataclasses.replace(in_flight, kv_connector_output=reported)
-        rows = np.flatnonzero((sampled_token_ids != NO_TOKEN).any(axis=1))
-        drafts, num_steps_without = self._propose(output, rows)
+        drafts = num_steps_without = None
+        if self._asks_for_drafts(output):
+            drafts, num_steps_without = self._propose(output, _has_tokens(sampled_token_ids))
         return dataclasses.replace(
             result,
             draft_token_ids=drafts,
@@ -376,28 +378,34 @@ class ModelRunner:
         self, output: SchedulerOutput, computed: ModelRunnerOutput, seconds_known: float
     ) -> DraftTokenIds | None:
         """Return what is proposed after a step that was in flight; see `StepInFlight`."""
+        if not self._asks_for_drafts(output):
+            return None
         self._note_tokens(waits=False)
-        has_sampled = (computed.sampled_token_ids != NO_TOKEN).any(axis=1) & self._batch.holds(output)
-        rows = np.flatnonzero(has_sampled)
-        drafts, num_steps_without = self._propose(output, rows, seconds_known)
+        is_there = _has_tokens(computed.sampled_token_ids) & self._batch.holds(output)
+        drafts, num_steps_without = self._propose(output, is_there, seconds_known)
         if num_steps_without is None:
             return None
+        rows = np.flatnonzero(is_there)
         ids: list[list[int]] = [[]] * len(rows) if drafts is None else drafts[rows].tolist()
         request_ids = [output.request_ids[row] for row in rows.tolist()]
         return DraftTokenIds(request_ids, ids, num_steps_without[rows].tolist())
 
+    def _asks_for_drafts(self, output: SchedulerOutput) -> bool:
+        return self._proposer is not None and output.num_drafts_wanted is not None
+
     def _propose(
-        self, output: SchedulerOutput, rows: Int64Array, seconds_known: float = 0.0
+        self, output: SchedulerOutput, has_sampled: BoolArray, seconds_known: float = 0.0
     ) -> tuple[IntArray | None, IntArray | None]:
         """Return drafts [R, K], and for how many steps [R] there will be none; None: nothing to say.
 
         Args:
-            output: the step.
-            rows: those that have sampled.
+            output: a step that asks for drafts.
+            has_sampled: [R] rows that may have some.
             seconds_known: for which their tokens have been known.
         """
-        if self._proposer is None or output.num_drafts_wanted is None:
-            return None, None
+        assert self._proposer is not None
+        assert output.num_drafts_wanted is not None
+        rows = np.flatnonzero(has_sampled)
         max_drafts = output.num_drafts_wanted[rows]
         if not max_drafts.any():
             return None, None
@@ -418,13 +426,19 @@ class ModelRunner:
         return drafts, num_steps_without
 
 
+def _has_tokens(sampled_token_ids: IntArray) -> BoolArray:
+    """Return which rows [R] of tokens [R, 1 + K] have any."""
+    has_tokens: BoolArray = sampled_token_ids[:, 0] != NO_TOKEN
+    return has_tokens
+
+
 def _with_placeholders(emitted: IntArray) -> IntArray:
     """Return what rows emit [S, 1 + K] with a token for those with an error.
 
     A step that was planned before the error is known fits then.
     """
     placed = emitted.copy()
-    placed[placed[:, 0] == NO_TOKEN, 0] = _PLACEHOLDER
+    np.maximum(placed[:, 0], _PLACEHOLDER, out=placed[:, 0])
     return placed
 
 

@@ -60,6 +60,8 @@ class SamplingPositions:
         Args:
             token_ids: [P] the token sampled at each position, or NO_TOKEN.
         """
+        if not self.drafts.shape[1]:
+            return token_ids[:, None].astype(np.int32)
         sampled = np.full((len(self.rows), 1 + self.drafts.shape[1]), NO_TOKEN, dtype=np.int32)
         sampled[self.request, self.offset] = token_ids
         is_accepted = (sampled[:, :-1] == self.drafts) & (self.drafts != NO_TOKEN)

@@ -20,7 +20,7 @@ class StepsInFlight:
     @property
     def await_tokens(self) -> bool:
         """Whether requests wait for the tokens of one of the steps, for drafts."""
-        return any(step.awaits_tokens.any() for step in self._steps)
+        return any(step.may_have_drafts and step.awaits_tokens.any() for step in self._steps)
 
     def launch(self, step: SchedulerOutput) -> None:
         """Add the step that has just been planned."""
