@@ -254,9 +254,7 @@ class Waiting:
         """Take that a step begins, and whether the one before has been computed."""
         if self._all_wait_since and self.step_seconds and is_alone:
             self._num_waits += 1
-            share = min(
-                (now - self._all_wait_since) / self.step_seconds, 1.0
-            )  # if there was no step to begin
+            share = min((now - self._all_wait_since) / self.step_seconds, 1.0)
             self._share += max(1 - self._MEMORY, 1 / self._num_waits) * (share - self._share)
         self._all_wait_since = 0.0
 

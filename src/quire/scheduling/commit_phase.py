@@ -67,10 +67,7 @@ class CommitPhase:
         running.num_computed[slots] += num_tokens
         running.num_pending[slots] += samples
         running.num_drafts[slots] = 0
-        awaits_tokens = num_drafts > 0
-        if output.num_drafts_wanted is not None:
-            awaits_tokens |= output.num_drafts_wanted > 0
-        running.awaits_tokens[slots] = awaits_tokens
+        running.awaits_tokens[slots] = output.awaits_tokens
         self.in_flight.launch(output)
         self.stats.num_scheduled_tokens += int(num_tokens.sum())
         return self._with_metadata(output)

@@ -46,8 +46,8 @@ class Drafting:
         length = self._length(len(running))
         if not length:
             return None
+        is_wanted = samples & self.is_due(slots)
         left = running.num_steps_without_drafts[slots]
-        is_wanted = samples & (left == 0) & ~running.is_beam[slots]
         if left.any():
             running.num_steps_without_drafts[slots] = np.maximum(left - samples, 0)
         return length * is_wanted.astype(np.int32) if is_wanted.any() else None

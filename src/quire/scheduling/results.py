@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection
+from typing import TypeVar
 
 import numpy as np
 
@@ -35,6 +36,8 @@ from quire.step import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+
+Given = TypeVar("Given")
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -104,14 +107,18 @@ class ResultsPhase:
 
     def propose(self, draft_token_ids: DraftTokenIds) -> None:
         """Take drafts for running requests, see `SchedulerInterface.update_draft_token_ids`."""
-        running = self.running
-        found = zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True)
-        by_slot = {slot: ids for name, ids in found if (slot := running.slot_of(name)) is not None}
-        self._propose(np.array(list(by_slot), np.int32), _padded(by_slot.values()))
+        request_ids = draft_token_ids.request_ids
+        slots, drafts = self._of_running(request_ids, draft_token_ids.draft_token_ids)
+        self._propose(slots, _padded(drafts))
         if draft_token_ids.num_steps_without_drafts is not None:
-            pauses = zip(draft_token_ids.request_ids, draft_token_ids.num_steps_without_drafts, strict=True)
-            slots = {slot: num for name, num in pauses if (slot := running.slot_of(name)) is not None}
-            self.drafting.pause(np.array(list(slots), np.int32), np.array(list(slots.values()), np.int32))
+            slots, pauses = self._of_running(request_ids, draft_token_ids.num_steps_without_drafts)
+            self.drafting.pause(slots, np.array(pauses, np.int32))
+
+    def _of_running(self, request_ids: list[str], given: list[Given]) -> tuple[IntArray, list[Given]]:
+        """Return the slots of those requests that run, and what is given for each."""
+        found = zip(request_ids, given, strict=True)
+        by_slot = {slot: one for name, one in found if (slot := self.running.slot_of(name)) is not None}
+        return np.array(list(by_slot), np.int32), list(by_slot.values())
 
     def replace_drafts(self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput) -> None:
         """Replace the drafts in the newest step in flight; a request keeps at most as many as it had."""
