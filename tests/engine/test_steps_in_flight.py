@@ -19,12 +19,27 @@ from quire.execution.device_sampling import DeviceSampler
 from quire.execution.persistent_batch import PersistentBatch
 
 PROMPTS = ["What is 27 + 58?", "Copy: k x w q", "Hello", "Why is a request preempted?", "Reverse: a b c"]
+NGRAM: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
 SETTINGS: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 
 
 @pytest.fixture
 def unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return choose_on_device(monkeypatch)
+
+
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns what requests are preempted, as they are."""
+    request_ids: list[str] = []
+    preempt = PersistentBatch.preempt
+
+    def watched(self: PersistentBatch, request_id: str) -> int | None:
+        request_ids.append(request_id)
+        return preempt(self, request_id)
+
+    monkeypatch.setattr(PersistentBatch, "preempt", watched)
+    return request_ids
 
 
 PARAMS = [
@@ -122,15 +137,7 @@ def test_serial_steps_of_a_device(serial: dict[int, Any], unknown_tokens: list[i
     assert tokens(PARAMS) == serial[id(PARAMS)]
 
 
-def test_with_preemptions(unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted: list[str] = []
-    preempt = PersistentBatch.preempt
-
-    def watched(self: PersistentBatch, request_id: str) -> int | None:
-        preempted.append(request_id)
-        return preempt(self, request_id)
-
-    monkeypatch.setattr(PersistentBatch, "preempt", watched)
+def test_with_preemptions(unknown_tokens: list[int], preempted: list[str]) -> None:
     options = {"num_kv_blocks": 7, "block_size": 4, "enable_prefix_caching": False, "max_model_len": 28}
     found = tokens(PARAMS, overlap_steps=True, **options)
     assert len(preempted) > 3
@@ -189,8 +196,7 @@ def test_penalties_with_preemptions_and_steps_that_fail(
 
 
 def test_penalties_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
-    options = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
-    assert tokens(PENALIZED, overlap_steps=True, **options) == serial[id(PENALIZED)]
+    assert tokens(PENALIZED, overlap_steps=True, **NGRAM) == serial[id(PENALIZED)]
 
 
 def test_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
@@ -267,7 +273,7 @@ def test_some_requests_wait_for_drafts_and_others_go_on(
     params: list[SamplingParams],
     method: str,
 ) -> None:
-    options = {"speculative_method": method, "num_speculative_tokens": 3, "ngram_min": 1}
+    options = {**NGRAM, "speculative_method": method}
     assert tokens(params, overlap_steps=True, **options) == serial[id(params)]
     assert sum(split_steps) > 1
     assert sum(unknown_tokens) > 3
@@ -280,18 +286,20 @@ def test_drafts_of_some_beside_rows_that_only_the_host_can_choose_for(
     split_steps: list[bool],
     params: list[SamplingParams],
 ) -> None:
-    options = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
-    assert tokens(params, overlap_steps=True, **options) == serial[id(params)]
+    assert tokens(params, overlap_steps=True, **NGRAM) == serial[id(params)]
     assert split_steps
 
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_drafts_of_some_with_preemptions_and_steps_that_fail(
-    unknown_tokens: list[int], split_steps: list[bool], failing: bool, monkeypatch: pytest.MonkeyPatch
+    unknown_tokens: list[int],
+    split_steps: list[bool],
+    preempted: list[str],
+    failing: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sample, preempt = DeviceSampler.sample, PersistentBatch.preempt
+    sample = DeviceSampler.sample
     calls: list[int] = []
-    preempted: list[str] = []
 
     def faulty(self: DeviceSampler, logits: torch.Tensor, *args: Any, **options: Any) -> Any:
         found = sample(self, logits, *args, **options)
@@ -303,16 +311,11 @@ def test_drafts_of_some_with_preemptions_and_steps_that_fail(
     def fail() -> Any:
         raise RuntimeError("the device has lost the step")
 
-    def watched(self: PersistentBatch, request_id: str) -> int | None:
-        preempted.append(request_id)
-        return preempt(self, request_id)
-
     options = {"num_kv_blocks": 8, "block_size": 4, "enable_prefix_caching": False, "max_model_len": 32}
     expected = tokens(PARAMS, **{**options, "num_kv_blocks": 60})
+    preempted.clear()
     monkeypatch.setattr(DeviceSampler, "sample", faulty)
-    monkeypatch.setattr(PersistentBatch, "preempt", watched)
-    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
-    assert tokens(PARAMS, overlap_steps=True, **options, **drafts) == expected
+    assert tokens(PARAMS, overlap_steps=True, **options, **NGRAM) == expected
     assert len(preempted) > 3
     assert sum(split_steps) > 1
 
