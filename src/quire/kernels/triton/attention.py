@@ -23,6 +23,7 @@ from quire.kernels.triton.tensors import FLOAT_TYPES
 
 _LOADED_BYTES = 128 << 10  # of shared memory, for tiles that are on their way
 _MERGED_FEATURES = 64  # of a program
+_FEW_ROWS = 16  # of a tile, which more than two warps compute no faster
 
 
 def paged_attention(
@@ -57,7 +58,7 @@ def paged_attention(
     seen = None if window else seen_blocks(query, kv, batch, how)
     tables = block_tables(batch, layer.num_pages, query.device)
     call = AttentionCall(query, layer, tables, heads, how, window, seen)
-    plan = attention_plan(batch, heads, window, is_float32=call.is_float32, device=query.device)
+    plan = attention_plan(batch, heads, window, is_float32=call.is_float32, is_converted=call.is_converted, device=query.device)
     statistics = None
     if batch.key_scores is not None:
         statistics = torch.empty(*query.shape[:2], 2, dtype=torch.float32, device=query.device)
@@ -136,6 +137,8 @@ def _merge(call: AttentionCall, tiles: TileClass, out: torch.Tensor, statistics:
 
 def _num_warps(call: AttentionCall, rows: int, features: int) -> int:
     """Return how many warps hold two tiles of sums in their registers, and of float32 the operands, too."""
+    if rows <= _FEW_ROWS and not call.is_float32:
+        return 2
     return 8 if call.is_float32 or rows * features > 64 * 128 else 4
 
 

@@ -32,6 +32,11 @@ class AttentionCall:
         return self.layer.product_type(self.query.dtype) is tl.float32
 
     @property
+    def is_converted(self) -> bool:
+        """Whether what is in the cache is of another type than products."""
+        return self.layer.dtype is not self.query.dtype
+
+    @property
     def seen_blocks(self) -> tuple[torch.Tensor | None, int]:
         """The key blocks that each token sees, and how many there are."""
         return (None, 0) if self.seen is None else (self.seen.seen, self.seen.seen.shape[2])

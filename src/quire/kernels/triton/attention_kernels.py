@@ -38,6 +38,18 @@ def product(left, right, sums):
 
 
 @triton.jit
+def row_sums(weights):
+    """Return the sums of rows [ROWS], added up by tensor cores.
+
+    These add in the same order in tiles of any height. What threads have is added in an order that depends
+    on how many of them share a row.
+    """
+    ones = tl.full([weights.shape[1], 16], 1.0, tl.float32).to(weights.dtype)
+    sums = product(weights, ones, tl.zeros([weights.shape[0], 16], tl.float32))
+    return tl.max(sums, 1)  # all are equal
+
+
+@triton.jit
 def log2_scores(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Return the scores of products of queries and keys, over the logarithm of 2."""
     scores = products * scale
@@ -249,7 +261,7 @@ def attend(
         new_top = tl.maximum(span_top, tl.max(scores, 1))
         base = finite_or_zero(new_top)
         factor = tl.exp2(span_top - base)
-        weights = tl.exp2(scores - base[:, None])
+        weights = rounded(tl.exp2(scores - base[:, None]), PRODUCT_TYPE)
         tile_values = load_vectors(
             value_pages, page, place, value_page_stride, value_place_stride, is_held, HEAD_DIM, FEATURES
         )
@@ -265,8 +277,8 @@ def attend(
             )[:, None]
             tile_values = rounded(tile_values, PRODUCT_TYPE)
         tile_values = tile_values.to(PRODUCT_TYPE)
-        span_total = span_total * factor + tl.sum(weights, 1)
-        span_sums = product(rounded(weights, PRODUCT_TYPE), tile_values, span_sums * factor[:, None])
+        span_total = span_total * factor + row_sums(weights)
+        span_sums = product(weights, tile_values, span_sums * factor[:, None])
         span_top = new_top
 
         next_tile = tile + 1

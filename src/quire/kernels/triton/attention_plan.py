@@ -24,6 +24,7 @@ Int64Array = npt.NDArray[np.int64]
 ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, prefill chunks
 MOST_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
 MOST_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many registers, too
+LEAST_CONVERTED_ROWS = 64  # smaller tiles would add products in another order, if numbers are converted first
 PROGRAMS = 528  # that keep a GPU busy: four for each multiprocessor of an H100
 MAX_PART_BYTES = GPU_PART_BYTES
 
@@ -95,16 +96,22 @@ class _QueryTiles:
 
 
 def attention_plan(
-    batch: AttentionBatch, heads: HeadLayout, window: int, *, is_float32: bool, device: torch.device
+    batch: AttentionBatch,
+    heads: HeadLayout,
+    window: int,
+    *,
+    is_float32: bool,
+    is_converted: bool,
+    device: torch.device,
 ) -> AttentionPlan:
     """Return the plan of a step for layers of this shape and window (0: none), made once.
 
-    `is_float32` says of what type products are.
+    `is_float32` says of what type products are, and `is_converted` whether the cache's numbers are converted to it.
     """
-    key = ("triton attention", heads, window, is_float32)
+    key = ("triton attention", heads, window, is_float32, is_converted)
     plan: AttentionPlan | None = batch.plans.get(key)
     if plan is None:
-        classes = _row_classes(heads, is_float32)
+        classes = _row_classes(heads, is_float32, is_converted)
         arrays, numbers = batch.on_device(key, functools.partial(_plan, heads, window, classes), device)
         *num_parts, has_gaps = numbers
         planned = [
@@ -155,12 +162,13 @@ def _rows_of_nobody(batch: AttentionBatch) -> Int32Array:
     return items
 
 
-def _row_classes(heads: HeadLayout, is_float32: bool) -> tuple[int, ...]:
+def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tuple[int, ...]:
     """Return the numbers of rows that tiles may have; a token's heads are in one."""
     most = ROW_CLASSES[-1] if padded_features(heads.head_dim) <= 128 else MOST_ROWS_OF_LARGE_HEADS
+    least = LEAST_CONVERTED_ROWS if is_converted else 1
     if is_float32:
-        most = MOST_FLOAT32_ROWS
-    fitting = tuple(rows for rows in ROW_CLASSES if heads.group <= rows <= most)
+        least, most = 1, MOST_FLOAT32_ROWS
+    fitting = tuple(rows for rows in ROW_CLASSES if max(heads.group, least) <= rows <= most)
     return fitting or (power_of_two(heads.group),)
 
 
