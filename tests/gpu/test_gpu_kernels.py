@@ -67,8 +67,8 @@ def test_dense_layers(kernels: TritonKernels, shape: Shape, quantization: str) -
 def test_float8_in_blocks(kernels: TritonKernels, shape: Shape) -> None:
     """As checkpoints have it: weights in blocks of 128 x 128, rows in groups of 128."""
     size = shape.intermediate, shape.hidden
-    values = random(*size, seed=6, scale=100).to(torch.float8_e4m3fn)
-    scales = random(*(-(-each // 128) for each in size), seed=7).float().abs() / (100 * shape.hidden**0.5)
+    values = random(*size, seed=6, scale=50).to(torch.float8_e4m3fn)  # of a larger one some would be NaN
+    scales = random(*(-(-each // 128) for each in size), seed=7).float().abs() / (50 * shape.hidden**0.5)
     weight = Float8Weight(values, scales, (128, 128))
     layer = kernels.linear([weight], dtype=torch.bfloat16)
     rows = random(max(NUM_ROWS), shape.hidden, seed=2).to(kernels.device)

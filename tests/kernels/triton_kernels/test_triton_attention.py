@@ -16,6 +16,7 @@ from pairwise import pairwise
 from quire.errors import ConfigError
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import SCORE_UNIT
+from quire.kernels.devices import HOST
 from quire.kernels.key_scores import KeyScores
 from quire.kernels.reference import ReferenceKernels, write_kv
 from quire.kernels.size_classes import SizeClasses, coarse_size_class
@@ -69,16 +70,21 @@ def paged_attention(
     **options: Any,
 ) -> torch.Tensor:
     """Attend where the kernels run, with what is on the CPU."""
+    scores = batch.key_scores
+    if scores is not None and scores.layer_rows.device == HOST:
+        scores.layer_rows, scores.layer_sums = scores.layer_rows.to(DEVICE), scores.layer_sums.to(DEVICE)
     parts = (kv.key_pages, kv.value_pages, kv.key_scales, kv.value_scales)
     layer = Layer(*(None if part is None else part.to(DEVICE) for part in parts), kv.quantizer)
     attended = TritonKernels().paged_attention(
-        query.to(DEVICE),
+        torch.empty_strided(query.shape, query.stride(), dtype=query.dtype, device=DEVICE).copy_(query),
         layer,
         batch,
         sinks=None if sinks is None else sinks.to(DEVICE),
         out=None if out is None else out.to(DEVICE),
         **options,
     )
+    if scores is not None:
+        scores.layer_rows, scores.layer_sums = scores.layer_rows.cpu(), scores.layer_sums.cpu()
     return attended.cpu() if out is None else out.copy_(attended)
 
 
@@ -395,7 +401,7 @@ def test_key_scores_are_sums_of_weights(sums: bool, window: int) -> None:
 def test_key_scores_are_where_the_kernels_are() -> None:
     kv, query = _layer_and_query(1)
     batch = AttentionBatch.build([0], [1], [[7]], 16, first_scoring_token=[0], scores_on=torch.device("meta"))
-    with pytest.raises(ValueError, match="key scores are on meta, and the query on cpu"):
+    with pytest.raises(ValueError, match=f"key scores are on meta, and the query on {DEVICE.type}"):
         paged_attention(query, kv, batch, scale=1.0)
 
 

@@ -152,12 +152,12 @@ def test_groups(tile: None, dtype: torch.dtype, bits: int, groups: tuple[int, in
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_floats_are_quantized_as_the_reference_does(quantization: str) -> None:
-    weight = random(100, 128, seed=3).cpu()
+    weight = random(100, 128, seed=3)
     quantized = quantize_int8(weight) if quantization == "int8" else quantize_int4(weight, 64)
     linear = make_linear([weight], dtype=torch.float32, quantization=quantization, group_size=64)
     # A row of the identity shows a column of the weights; of its own steps int8 makes exactly 127.
     found = linear(torch.eye(128, device=DEVICE)).t().cpu()
-    torch.testing.assert_close(found, dequantize(quantized), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, dequantize(quantized).cpu(), rtol=1e-6, atol=1e-6)
 
 
 KINDS = ["float", "int8", "int4", "grouped_int8"]

@@ -29,10 +29,11 @@ def quantize_rows_kernel(
     at = row[:, None] * row_stride + feature[None, :]
     wide = tl.load(rows + at, mask=is_number, other=0.0).to(tl.float32)
     largest = largest_magnitude(wide, axis=1)
-    inverse = tl.where(largest > 0.0, 127.0 / tl.where(largest > 0.0, largest, 1.0), 0.0)
+    inverse = tl.math.div_rn(127.0, tl.where(largest > 0.0, largest, 1.0))
+    inverse = tl.where(largest > 0.0, inverse, 0.0)
     narrow = nearest_int(wide * inverse[:, None]).to(tl.int8)
     tl.store(values + row[:, None] * num_features + feature[None, :], narrow, mask=is_number)
-    tl.store(scales + row, largest / 127.0, mask=is_row)
+    tl.store(scales + row, tl.math.div_rn(largest, 127.0), mask=is_row)
 
 
 @triton.jit

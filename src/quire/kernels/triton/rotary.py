@@ -174,7 +174,8 @@ def _rotary_and_write_kv_kernel(
         if HAS_SCALES:
             limit = larger(largest_magnitude(first, axis=1), largest_magnitude(second, axis=1))
             limit = larger(limit, largest_magnitude(rest, axis=1))
-            inverse = tl.where(limit > 0.0, 127.0 / tl.where(limit > 0.0, limit, 1.0), 0.0)[:, None]
+            inverse = tl.math.div_rn(127.0, tl.where(limit > 0.0, limit, 1.0))
+            inverse = tl.where(limit > 0.0, inverse, 0.0)[:, None]
             first *= inverse
             second *= inverse
             rest *= inverse
@@ -188,8 +189,9 @@ def _rotary_and_write_kv_kernel(
                 + block * value_scale_page_stride
                 + offset * value_scale_slot_stride
             )
-            tl.store(key_scales + key_scale, limit / 127.0, mask=is_key)
-            tl.store(value_scales + value_scale, limit / 127.0, mask=is_value)
+            limit = tl.math.div_rn(limit, 127.0)
+            tl.store(key_scales + key_scale, limit, mask=is_key)
+            tl.store(value_scales + value_scale, limit, mask=is_value)
         key_at = (key_head * key_head_stride + block * key_page_stride + offset * key_slot_stride)[:, None]
         value_at = (value_head * value_head_stride + block * value_page_stride + offset * value_slot_stride)[
             :, None
