@@ -26,6 +26,7 @@ device.kernel_device = functools.partial(torch.device, "cpu")  # before the kern
 
 from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel  # noqa: E402
 from quire.kernels.triton.kernel_set import TritonKernels  # noqa: E402
+from quire.kernels.triton.tma_products import tma_linear_kernel  # noqa: E402
 
 BFLOAT16 = torch.bfloat16
 
@@ -53,7 +54,9 @@ def compute(kernels: TritonKernels) -> None:
     kernels.gated_activation(rows, "gelu")
     rotate(kernels)
     for quantization in ("none", "int8", "int4"):
-        kernels.linear([torch.ones(128, 1024)], dtype=BFLOAT16, quantization=quantization)(rows)
+        linear = kernels.linear([torch.ones(128, 1024)], dtype=BFLOAT16, quantization=quantization)
+        for num_rows in (3, 40, 200):
+            linear(torch.zeros(num_rows, 1024, dtype=BFLOAT16))
     multiply_in_float8(kernels)
     logits = np.zeros((2, 40_000), dtype=np.float32)
     kernels.sampling.largest(logits)
@@ -75,9 +78,12 @@ def multiply_in_float8(kernels: TritonKernels) -> None:
 
 def check_float8() -> None:
     """See that products are of the matrix units that take float8."""
-    programs = float8_linear_kernel.device_caches[0][0].values()
-    assert len(programs) == 4
-    for program in programs:
+    programs = list(float8_linear_kernel.device_caches[0][0].values())
+    fetched = [
+        program for program in tma_linear_kernel.device_caches[0][0].values() if "e4m3" in program.asm["ptx"]
+    ]
+    assert (len(programs), len(fetched)) == (2, 2)
+    for program in programs + fetched:
         assert re.search(r"wgmma\S+\.f32\.e4m3\.e4m3", program.asm["ptx"])
         assert re.search(r"add(\.rn)?\.f32|fma\.rn\.f32", program.asm["ptx"])  # of sums of 128 products
     for program in quantize_float8_kernel.device_caches[0][0].values():

@@ -134,7 +134,7 @@ def test_sums_of_experts(
     kind: str, chosen: tuple[int, int], activation: str, normalized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Every matrix is cut into several tiles.
-    monkeypatch.setattr(expert_matrices, "tile_of", lambda num_rows, dtype: Tile(32, 16, 32, 4, 2))
+    monkeypatch.setattr(expert_matrices, "tile_of", lambda *_: Tile(32, 16, 32, 4, 2))
     num_experts, _ = chosen
     mixture, weights, dtype = (
         Mixture(*chosen, normalized, activation),

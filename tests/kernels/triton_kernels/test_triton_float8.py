@@ -12,7 +12,7 @@ from triton_inputs import DEVICE, DTYPES, poisoned, random, strided
 from float8_inputs import quantize_float8, random_blocks
 from pairwise import pairwise
 from quire.errors import ConfigError
-from quire.kernels.triton import float8_linear
+from quire.kernels.triton import float8_linear, tma_products
 from quire.kernels.triton.device import is_interpreted, nearest_float8
 from quire.kernels.triton.float8_linear import quantize_float8_rows
 from quire.kernels.triton.kernel_set import TritonKernels
@@ -30,7 +30,8 @@ ROUNDING = 2.0**-24 if is_interpreted else 2.0**-14
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute with the tiles that layers have, or with one that cuts every shape into several."""
     if request.param is not None:
-        monkeypatch.setattr(float8_linear, "tile_of", lambda num_rows, dtype: request.param)
+        monkeypatch.setattr(float8_linear, "tile_of", lambda *_: request.param)
+        monkeypatch.setattr(tma_products, "fetched_tile_of", lambda *_: request.param)
 
 
 def _octets(values: torch.Tensor) -> torch.Tensor:

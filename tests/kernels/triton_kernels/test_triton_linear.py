@@ -13,6 +13,7 @@ from pairwise import pairwise
 from quire.kernels.linear import Linear
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton import linear as triton_linear
+from quire.kernels.triton import tma_products
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.kernels.triton.tiled_linear import Tile
 from quire.kernels.weights import (
@@ -34,7 +35,8 @@ TILES = {"own_tile": None, "small_tile": Tile(32, 16, 32, 4, 2)}
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute with the tiles that layers have, or with one that cuts every shape into several."""
     if request.param is not None:
-        monkeypatch.setattr(triton_linear, "tile_of", lambda num_rows, dtype: request.param)
+        monkeypatch.setattr(triton_linear, "tile_of", lambda *_: request.param)
+        monkeypatch.setattr(tma_products, "fetched_tile_of", lambda *_: request.param)
 
 
 def _in_groups(outputs: int, inputs: int, *, bits: int, group_size: int) -> GroupedWeight:

@@ -9,7 +9,6 @@ import torch
 
 from quire.kernels.attention import Scores
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.bounds import TILE
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.reference import seen_blocks
 from quire.kernels.tiles import HeadLayout
@@ -21,7 +20,6 @@ from quire.kernels.triton.device_arrays import block_tables
 from quire.kernels.triton.key_score_kernel import write_key_scores
 from quire.kernels.triton.tensors import FLOAT_TYPES
 
-_LOADED_BYTES = 128 << 10  # of shared memory, for tiles that are on their way
 _MERGED_FEATURES = 64  # of a program
 _FEW_ROWS = 16  # of a tile, which more than two warps compute no faster
 
@@ -58,7 +56,9 @@ def paged_attention(
     seen = None if window else seen_blocks(query, kv, batch, how)
     tables = block_tables(batch, layer.num_pages, query.device)
     call = AttentionCall(query, layer, tables, heads, how, window, seen)
-    plan = attention_plan(batch, heads, window, is_float32=call.is_float32, is_converted=call.is_converted, device=query.device)
+    plan = attention_plan(
+        batch, heads, window, is_float32=call.is_float32, is_converted=call.is_converted, device=query.device
+    )
     statistics = None
     if batch.key_scores is not None:
         statistics = torch.empty(*query.shape[:2], 2, dtype=torch.float32, device=query.device)
@@ -79,7 +79,6 @@ def _attend(
     statistics: torch.Tensor | None,
 ) -> None:
     features = padded_features(call.heads.head_dim)
-    tile_bytes = 2 * TILE * features * call.layer.dtype.itemsize
     attend[len(tiles.items), call.heads.num_kv_heads](
         call.query,
         *call.query.stride()[:2],
@@ -107,8 +106,7 @@ def _attend(
         HAS_GAPS=plan.has_gaps,
         HAS_STATISTICS=statistics is not None,
         num_warps=_num_warps(call, tiles.rows, features),
-        # One stage computes; of the others, loads of pages' numbers have one half, and of pages the other.
-        num_stages=5 if 2 * tile_bytes < _LOADED_BYTES else 3,
+        num_stages=3,
         **call.options,
     )
 

@@ -51,7 +51,8 @@ class ExpertMatrices:
 
     def tile(self, num_rows: int) -> Tile:
         """Return the tile of products in which an expert has about so many rows; its rows are these only."""
-        return tile_of(num_rows, self._tables[0].dtype)
+        num_features = self._num_experts * self.out_features
+        return tile_of(num_rows, self.in_features, num_features, self._tables[0].dtype)
 
     def multiply(
         self,

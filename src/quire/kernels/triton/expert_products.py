@@ -69,7 +69,7 @@ def expert_product_kernel(
         block = expert * tl.cdiv(out_features, BLOCK_FEATURES) + read_feature // BLOCK_FEATURES
         result = float8_tile_sums(
             feature_weights, weight_scales + block * num_groups,
-            rows + row * row_stride, row_scales + row, row_scales_stride,
+            rows + row * row_stride, row_scales + row, place < end, row_scales_stride,
             IN_FEATURES, GROUP > 0, OPERANDS, FEATURES, ROWS, INPUTS,
         )  # fmt: skip
     elif BITS:
@@ -83,7 +83,7 @@ def expert_product_kernel(
             result *= tl.load(row_scales + row)[None, :]
     else:
         result = tile_sums(
-            feature_weights, rows + row * row_stride,
+            feature_weights, rows + row * row_stride, place < end,
             IN_FEATURES, OPERANDS, SUMS, FEATURES, ROWS, INPUTS,
         )  # fmt: skip
         if HAS_ROW_SCALES:

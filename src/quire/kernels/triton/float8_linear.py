@@ -19,6 +19,7 @@ from quire.kernels.bounds import FLOAT8_INPUTS
 from quire.kernels.triton.device import compute_capability, is_interpreted, kernel_device
 from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel
 from quire.kernels.triton.tiled_linear import QUANTIZED_ROWS, ProductFormat, TiledLinear, tile_of
+from quire.kernels.triton.tma_products import can_fetch, multiply_fetched
 from quire.kernels.weights import Float8Weight, Weight, floats_of, scales_of_blocks
 
 _LEAST_CAPABILITY = 89  # of GPUs: that of Ada
@@ -52,7 +53,10 @@ class Float8Linear(TiledLinear):
     @override
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         values, scales = quantize_float8_rows(rows, self.format.group_size or self.in_features)
-        tile = tile_of(len(rows), values.dtype)
+        if can_fetch(values, self.tables[0]):
+            multiply_fetched(self, values, scales, out)
+            return
+        tile = tile_of(len(rows), self.in_features, self.out_features, values.dtype)
         float8_linear_kernel[self.grid(len(rows), tile)](
             values,
             scales,

@@ -48,6 +48,7 @@ def float8_tile_sums(
     weight_scales,
     rows,
     row_scales,
+    is_row,
     group_stride,
     IN_FEATURES: tl.constexpr,
     IN_GROUPS: tl.constexpr,
@@ -59,7 +60,7 @@ def float8_tile_sums(
     """Return the sums of products of float8 numbers, scaled, [FEATURES, ROWS] float32.
 
     `weight_rows` [FEATURES] and `rows` [ROWS] are where the weights of a feature and the numbers of a row
-    begin. `weight_scales`, [FEATURES] or [1] for all of them, and `row_scales` [ROWS] are where their scales
+    begin; rows for which `is_row` [ROWS] is false are zeros, and not read. `weight_scales`, [FEATURES] or [1] for all of them, and `row_scales` [ROWS] are where their scales
     do: with IN_GROUPS one for each INPUTS inputs, the next of weights adjacent, that of rows `group_stride`
     further on; else one for all.
     Tensor cores add float8 products with fewer bits than float32 has; so they add those of INPUTS inputs
@@ -72,11 +73,11 @@ def float8_tile_sums(
     for start in range(0, IN_FEATURES, INPUTS):
         if IN_FEATURES % INPUTS == 0:
             left = tl.load(weight_at)
-            right = tl.load(rows_at)
+            right = tl.load(rows_at, mask=is_row[None, :], other=0.0)
         else:
             is_input = place < IN_FEATURES - start
             left = tl.load(weight_at, mask=is_input[None, :], other=0.0)
-            right = tl.load(rows_at, mask=is_input[:, None], other=0.0)
+            right = tl.load(rows_at, mask=is_input[:, None] & is_row[None, :], other=0.0)
         part = tl.dot(left.to(OPERANDS), right.to(OPERANDS), input_precision="ieee", out_dtype=tl.float32)
         if IN_GROUPS:
             part *= tl.load(weight_scales)[:, None] * tl.load(row_scales)[None, :]
@@ -128,7 +129,7 @@ def float8_linear_kernel(
         weight_scales_at = weight_scales + block * tl.cdiv(IN_FEATURES, INPUTS)
     result = float8_tile_sums(
         weight + read_feature * IN_FEATURES, weight_scales_at,
-        rows + read_row * IN_FEATURES, row_scales + read_row, num_rows,
+        rows + read_row * IN_FEATURES, row_scales + read_row, row < num_rows, num_rows,
         IN_FEATURES, IN_GROUPS, OPERANDS, FEATURES, ROWS, INPUTS,
     )  # fmt: skip
     if HAS_BIAS:

@@ -19,6 +19,7 @@ from quire.kernels.triton.float8_linear import Float8Linear
 from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
 from quire.kernels.triton.tensors import FLOAT_TYPES
 from quire.kernels.triton.tiled_linear import QUANTIZED_ROWS, ProductFormat, TiledLinear, tile_of
+from quire.kernels.triton.tma_products import can_fetch, multiply_fetched
 from quire.kernels.weights import (
     GroupedWeight,
     Int8Weight,
@@ -118,7 +119,7 @@ class GroupedLinear(TiledLinear):
             rows, row_scales = quantize_rows(rows)
         else:
             rows = rows.to(self.format.row_type)
-        tile = tile_of(len(rows), torch.int8)
+        tile = tile_of(len(rows), self.in_features, self.out_features, torch.int8)
         grouped_linear_kernel[self.grid(len(rows), tile)](
             rows,
             row_scales,
@@ -222,7 +223,10 @@ def _multiply(
     out: torch.Tensor,
 ) -> None:
     weight = layer.tables[0]
-    tile = tile_of(len(rows), weight.dtype)
+    if can_fetch(rows, weight):
+        multiply_fetched(layer, rows, row_scales, out)
+        return
+    tile = tile_of(len(rows), layer.in_features, layer.out_features, weight.dtype)
     linear_kernel[layer.grid(len(rows), tile)](
         rows,
         row_scales,

@@ -40,6 +40,7 @@ def quantize_rows_kernel(
 def tile_sums(
     weight_rows,
     rows,
+    is_row,
     IN_FEATURES: tl.constexpr,
     OPERANDS: tl.constexpr,
     SUMS: tl.constexpr,
@@ -50,7 +51,8 @@ def tile_sums(
     """Return the sums of products [FEATURES, ROWS] float32.
 
     `weight_rows` [FEATURES] and `rows` [ROWS] are where the weights of a feature and the numbers of a row
-    begin. OPERANDS is the type that is multiplied, SUMS that of sums.
+    begin; rows for which `is_row` [ROWS] is false are zeros, and not read. OPERANDS is the type that is
+    multiplied, SUMS that of sums.
     """
     place = tl.arange(0, INPUTS)
     weight_at = weight_rows[:, None] + place[None, :]
@@ -59,11 +61,11 @@ def tile_sums(
     for start in range(0, IN_FEATURES, INPUTS):
         if IN_FEATURES % INPUTS == 0:
             left = tl.load(weight_at)
-            right = tl.load(rows_at)
+            right = tl.load(rows_at, mask=is_row[None, :], other=0)
         else:
             is_input = place < IN_FEATURES - start
             left = tl.load(weight_at, mask=is_input[None, :], other=0)
-            right = tl.load(rows_at, mask=is_input[:, None], other=0)
+            right = tl.load(rows_at, mask=is_input[:, None] & is_row[None, :], other=0)
         total = tl.dot(left.to(OPERANDS), right.to(OPERANDS), total, input_precision="ieee", out_dtype=SUMS)
         weight_at += INPUTS
         rows_at += INPUTS
@@ -149,11 +151,11 @@ def linear_kernel(
     """
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    # What is beyond the last feature or row is computed from the last one, and not stored.
+    # What is beyond the last feature is computed from the last one, and not stored.
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     result = tile_sums(
-        weight + read_feature * IN_FEATURES, rows + read_row * row_stride,
+        weight + read_feature * IN_FEATURES, rows + read_row * row_stride, row < num_rows,
         IN_FEATURES, OPERANDS, SUMS, FEATURES, ROWS, INPUTS,
     )  # fmt: skip
     if HAS_SCALES:

@@ -1,0 +1,161 @@
+"""Products of many rows with a weight matrix, in Triton, whose tiles a GPU's tensor memory accelerator fetches.
+
+The sums are those of `quire.kernels.triton.products` and `float8_products`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.kernels.triton.device import compute_capability, is_interpreted, rounded
+from quire.kernels.triton.kernel import kernel
+from quire.kernels.triton.tiled_linear import Tile, TiledLinear
+
+FEWEST_ROWS = 17  # of which fewer, weights are fetched as fast without it
+_LEAST_CAPABILITY = 90  # of GPUs: that of Hopper
+_MULTIPROCESSORS = 132  # of an H100 and an H200
+_ALIGNMENT = 16  # bytes, of what is fetched and of its rows
+_STAGE_BYTES = 200 << 10  # of shared memory, for tiles that are on their way
+_MOST_STAGES = 6
+_SIZES = (64, 64), (64, 128), (128, 64), (128, 128), (128, 256)  # features and rows of tiles
+_TILES_BESIDE = tl.constexpr(8)  # tiles of rows that are computed with the same weights, one after the other
+
+
+@kernel(do_not_specialize=["num_rows"])
+def tma_linear_kernel(
+    rows,
+    row_scales,
+    weight,
+    weight_scales,
+    bias,
+    out,
+    num_rows,
+    out_features,
+    out_stride,
+    IN_FEATURES: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    IN_GROUPS: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Multiply rows [T, in] with a matrix [out, in]; both are descriptors of tensors.
+
+    Scales are as for `float8_linear_kernel` in float8, else as for `linear_kernel`. Tiles are computed in an
+    order in which those at one time share rows and features, which are then in the cache.
+    """
+    num_feature_tiles = tl.cdiv(out_features, FEATURES)
+    num_beside = _TILES_BESIDE * num_feature_tiles
+    first_tile = tl.program_id(0) // num_beside * _TILES_BESIDE
+    count = tl.minimum(tl.cdiv(num_rows, ROWS) - first_tile, _TILES_BESIDE)
+    place = tl.program_id(0) % num_beside
+    first_feature = place // count * FEATURES
+    first_row = (first_tile + place % count) * ROWS
+    feature = first_feature + tl.arange(0, FEATURES)
+    row = first_row + tl.arange(0, ROWS)
+    read_feature = tl.minimum(feature, out_features - 1)
+    read_row = tl.minimum(row, num_rows - 1)
+    if IN_GROUPS:
+        SCALES: tl.constexpr = 1 if BLOCK_FEATURES % FEATURES == 0 else FEATURES
+        block = tl.minimum(first_feature + tl.arange(0, SCALES), out_features - 1) // BLOCK_FEATURES
+        weight_scales_at = weight_scales + block * tl.cdiv(IN_FEATURES, INPUTS)
+        row_scales_at = row_scales + read_row
+    total = tl.zeros((FEATURES, ROWS), SUMS)
+    for start in range(0, IN_FEATURES, INPUTS):  # beyond the last input, both are zero
+        left = weight.load([first_feature, start]).to(OPERANDS)
+        right = rows.load([first_row, start]).to(OPERANDS).T
+        if IS_FLOAT8:
+            part = tl.dot(left, right, input_precision="ieee", out_dtype=SUMS)
+            if IN_GROUPS:
+                part *= tl.load(weight_scales_at)[:, None] * tl.load(row_scales_at)[None, :]
+                weight_scales_at += 1
+                row_scales_at += num_rows
+            total += part
+        else:
+            total = tl.dot(left, right, total, input_precision="ieee", out_dtype=SUMS)
+    result = total.to(tl.float32)
+    if HAS_SCALES and not IN_GROUPS:
+        result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
+    if HAS_BIAS:
+        result += tl.load(bias + read_feature)[:, None]
+    out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
+    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
+    tl.store(out_at, rounded(result, out.dtype.element_ty), mask=is_stored)
+
+
+def can_fetch(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether there are enough rows to fetch tiles, and the GPU can."""
+    return (
+        len(rows) >= FEWEST_ROWS
+        and compute_capability() >= _LEAST_CAPABILITY
+        and rows.dtype.itemsize <= 2  # others are multiplied without tensor cores
+        and all(
+            part.data_ptr() % _ALIGNMENT == 0 and part.stride(0) * part.dtype.itemsize % _ALIGNMENT == 0
+            for part in (rows, weight)
+        )
+    )
+
+
+def multiply_fetched(
+    layer: TiledLinear, rows: torch.Tensor, row_scales: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Write the products of rows, as they are multiplied, for which `can_fetch` is true, to `out`."""
+    weight, *scales = layer.tables
+    tile = fetched_tile_of(len(rows), layer.out_features, weight.dtype)
+    how = layer.format
+    inputs = how.run or tile.inputs
+    num_feature_tiles, num_row_tiles = layer.grid(len(rows), tile)
+    tma_linear_kernel[num_feature_tiles * num_row_tiles,](
+        TensorDescriptor.from_tensor(rows, [tile.rows, inputs]),
+        row_scales,
+        TensorDescriptor.from_tensor(weight, [tile.features, inputs]),
+        scales[0] if scales else None,
+        layer.bias,
+        out,
+        len(rows),
+        layer.out_features,
+        out.stride(0),
+        IN_FEATURES=layer.in_features,
+        BLOCK_FEATURES=how.block_features,
+        IN_GROUPS=how.block_features > 0 and how.group_size > 0,
+        OPERANDS=how.operands,
+        SUMS=how.sums,
+        IS_FLOAT8=how.block_features > 0,
+        HAS_SCALES=row_scales is not None,
+        HAS_BIAS=layer.bias is not None,
+        FEATURES=tile.features,
+        ROWS=tile.rows,
+        INPUTS=inputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def fetched_tile_of(num_rows: int, out_features: int, dtype: torch.dtype) -> Tile:
+    """Return the smallest tile of which a GPU computes all at once, or else the largest one for these rows.
+
+    Measured on an H200 with the layers of Qwen3-0.6B and Llama-3-8B.
+    """
+    if is_interpreted:
+        return Tile(256, 16, 128, 4, 1)
+    most_rows = max(64, triton.next_power_of_2(num_rows))
+    for features, rows in _SIZES:
+        if rows > most_rows:
+            continue
+        chosen = features, rows
+        if triton.cdiv(out_features, features) * triton.cdiv(num_rows, rows) <= _MULTIPROCESSORS:
+            break
+    features, rows = chosen
+    inputs = 64 if dtype.itemsize == 2 and features * rows >= 128 * 128 else 128
+    num_stages = min(_STAGE_BYTES // ((features + rows) * inputs * dtype.itemsize), _MOST_STAGES)
+    if num_rows > 512:
+        num_stages = min(num_stages, 3)
+    return Tile(features, rows, inputs, 8 if features * rows >= 128 * 64 else 4, num_stages)
