@@ -67,6 +67,7 @@ with compile_only(2):
     for layer in OTHERS:
         attend(STEPS[0], *layer)
 compiled = all_programs()
+hopper.check_order(compiled)
 report["shared"] = max(program.metadata.shared for program in compiled)
 names = [program.metadata.name for program in compiled if "mma" not in program.asm["ptx"]]
 report["no_tensor_cores"] = [name for name in names if name != "merge_parts"]

@@ -53,6 +53,7 @@ report = {
     "quantized": [compile_steps(quantization, 1) for quantization in ("int8", "int4", "fp8")],
 }
 programs = [program for kernel in KERNELS for program in kernel.device_caches[0][0].values()]
+hopper.check_order(programs)
 report["shared"] = max(program.metadata.shared for program in programs)
 report["tensor_cores"] = [
     "wgmma.mma_async" in program.asm["ptx"]

@@ -9,6 +9,7 @@ import functools
 import importlib
 import pkgutil
 import re
+from typing import Any
 
 import hopper
 import numpy as np
@@ -44,6 +45,7 @@ def main() -> None:
     for num_rows in (1, 3, 16):
         choose(kernels, num_rows)
     assert all_programs() == programs
+    hopper.check_order(programs.values())
     print(*compiled, sep="\n")
 
 
@@ -122,14 +124,14 @@ def choose(kernels: TritonKernels, num_rows: int) -> None:
     kernels.token_choice.logprobs(logits, numbers[2], 5 * num_rows - 4, rows)
 
 
-def all_programs() -> dict[str, int]:
+def all_programs() -> dict[str, Any]:
     """Return the programs that kernels have been compiled to, by kernel and what is special about them."""
     found = {}
     for module in pkgutil.iter_modules(quire.kernels.triton.__path__, "quire.kernels.triton."):
         for name, item in vars(importlib.import_module(module.name)).items():
             if name.endswith("_kernel"):
                 programs = item.device_caches[0][0]
-                found |= {f"{name} {key}": id(program) for key, program in programs.items()}
+                found |= {f"{name} {key}": program for key, program in programs.items()}
     return found
 
 

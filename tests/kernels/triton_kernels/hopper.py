@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -34,3 +36,13 @@ def compile_only() -> set[str]:
     driver.set_active(Hopper())
     JITFunction.run = run
     return names
+
+
+def check_order(programs: Iterable[Any]) -> None:
+    """See that programs, which are launched early, touch no memory before the kernel before has ended."""
+    for program in programs:
+        code = program.asm["ptx"]
+        touched = re.search(r"(ld|st|atom|red)\S*\.global|cp\.async", code)
+        assert touched is not None
+        assert code.index("griddepcontrol.wait") < touched.start(), program.metadata.name
+        assert program.metadata.launch_pdl

@@ -16,12 +16,13 @@ from quire.kernels.triton.attention_call import AttentionCall
 from quire.kernels.triton.attention_kernels import attend, merge_parts
 from quire.kernels.triton.attention_layer import TritonLayer, triton_layer
 from quire.kernels.triton.attention_plan import AttentionPlan, TileClass, attention_plan, padded_features
+from quire.kernels.triton.device import MULTIPROCESSORS
 from quire.kernels.triton.device_arrays import block_tables
 from quire.kernels.triton.key_score_kernel import write_key_scores
 from quire.kernels.triton.tensors import FLOAT_TYPES
 
 _MERGED_FEATURES = 64  # of a program
-_FEW_ROWS = 16  # of a tile, which more than two warps compute no faster
+_FEW_ROWS = 16  # of a tile
 
 
 def paged_attention(
@@ -105,7 +106,7 @@ def _attend(
         HAS_SINKS=call.how.sinks is not None,
         HAS_GAPS=plan.has_gaps,
         HAS_STATISTICS=statistics is not None,
-        num_warps=_num_warps(call, tiles.rows, features),
+        num_warps=_num_warps(call, tiles.rows, features, len(tiles.items)),
         num_stages=3,
         **call.options,
     )
@@ -128,14 +129,18 @@ def _merge(call: AttentionCall, tiles: TileClass, out: torch.Tensor, statistics:
         ROWS=tiles.rows,
         HAS_SINKS=call.how.sinks is not None,
         HAS_STATISTICS=statistics is not None,
-        num_warps=_num_warps(call, tiles.rows, share),
+        num_warps=_num_warps(call, tiles.rows, share, len(tiles.merges)),
         enable_fp_fusion=False,
     )
 
 
-def _num_warps(call: AttentionCall, rows: int, features: int) -> int:
-    """Return how many warps hold two tiles of sums in their registers, and of float32 the operands, too."""
-    if rows <= _FEW_ROWS and not call.is_float32:
+def _num_warps(call: AttentionCall, rows: int, features: int, num_tiles: int) -> int:
+    """Return how many warps hold two tiles of sums in their registers, and of float32 the operands, too.
+
+    Two are enough for few rows, where several programs share a multiprocessor. Measured on an H200.
+    """
+    is_shared = num_tiles * call.heads.num_kv_heads > MULTIPROCESSORS
+    if rows <= _FEW_ROWS and is_shared and not call.is_float32:
         return 2
     return 8 if call.is_float32 or rows * features > 64 * 128 else 4
 

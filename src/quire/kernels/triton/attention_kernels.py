@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import bounds
-from quire.kernels.triton.device import INTERPRETED, loop_end, rounded
+from quire.kernels.triton.device import INTERPRETED, await_previous, loop_end, rounded
 from quire.kernels.triton.kernel import kernel
 
 TILE = tl.constexpr(bounds.TILE)  # keys
@@ -194,6 +194,7 @@ def attend(
     The rows of a query tile are tokens times the heads of the KV head's group. The result goes to `out`, or,
     of an item that has not all tiles of its rows, to its part.
     """
+    await_previous()
     item = items + tl.program_id(0) * ITEM_FIELDS
     kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
     sequence, first_token = tl.load(item), tl.load(item + 1)
@@ -318,6 +319,7 @@ def merge_parts(
     HAS_STATISTICS: tl.constexpr,
 ):
     """Merge the parts of one query tile and KV head; grid (tiles, kv_heads, FEATURES / SHARE)."""
+    await_previous()
     fields = merges + tl.program_id(0) * MERGE_FIELDS
     kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
     first_token, num_tokens = tl.load(fields), tl.load(fields + 1)

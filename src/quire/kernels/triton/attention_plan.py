@@ -17,6 +17,7 @@ from quire.kernels.bounds import GPU_PART_BYTES, TILE
 from quire.kernels.step_arrays import HostArrays, lengthened
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.attention_kernels import ITEM_FIELDS, MERGE_FIELDS, SPAN_TILES
+from quire.kernels.triton.device import MULTIPROCESSORS
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -25,7 +26,7 @@ ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, pref
 MOST_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
 MOST_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many registers, too
 LEAST_CONVERTED_ROWS = 64  # smaller tiles would add products in another order, if numbers are converted first
-PROGRAMS = 528  # that keep a GPU busy: four for each multiprocessor of an H100
+PROGRAMS = 4 * MULTIPROCESSORS  # that keep a GPU busy
 MAX_PART_BYTES = GPU_PART_BYTES
 
 _SPAN_TILES = SPAN_TILES.value
@@ -106,7 +107,7 @@ def attention_plan(
 ) -> AttentionPlan:
     """Return the plan of a step for layers of this shape and window (0: none), made once.
 
-    `is_float32` says of what type products are, and `is_converted` whether the cache's numbers are converted to it.
+    `is_float32` says of what type products are, and `is_converted` whether what is cached is of another one.
     """
     key = ("triton attention", heads, window, is_float32, is_converted)
     plan: AttentionPlan | None = batch.plans.get(key)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 is_interpreted: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter: decided when this module is imported, as by `triton.jit`."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 and an H200: sizes are chosen for as many."""
 
 INTERPRETED = tl.constexpr(is_interpreted)
 """The same, for kernels."""
@@ -21,6 +26,18 @@ def kernel_device() -> torch.device:
 def compute_capability() -> int:
     """Return that of the GPU, 90 for 9.0; in the interpreter that of Hopper."""
     return 90 if is_interpreted else triton.runtime.driver.active.get_current_target().arch
+
+
+@triton.jit
+def await_previous():
+    """Wait until the kernel before this one has ended: what each kernel does first.
+
+    From Hopper on, a kernel is launched while the one before it still computes (programmatic dependent
+    launch), and must not read or write before that has ended.
+    """
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from quire.kernels.triton.device import rounded
+from quire.kernels.triton.device import await_previous, rounded
 from quire.kernels.triton.float8_products import float8_tile_sums
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.products import grouped_tile_sums, tile_sums
@@ -47,6 +47,7 @@ def expert_product_kernel(
     the kernels of `float8_products` and `products`. With an ACTIVATION, the first half of the outputs are
     gates of the second: a program's features are of both by turns, and it stores their gated activation.
     """
+    await_previous()
     tile = tl.program_id(1)
     num_tiles = tl.num_programs(1)
     first = tl.load(tiles + num_tiles + tile)
@@ -103,6 +104,7 @@ def expert_product_kernel(
 @kernel()
 def add_results_kernel(results, weights, out, num_features, out_stride, K: tl.constexpr, BLOCK: tl.constexpr):
     """Add up the weighted results of a row's pairs, from the first to the last."""
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_feature = feature < num_features

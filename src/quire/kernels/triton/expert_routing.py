@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.experts import Mixture
-from quire.kernels.triton.device import loop_end
+from quire.kernels.triton.device import await_previous, loop_end
 from quire.kernels.triton.kernel import kernel
 
 MAX_EXPERTS = 1024  # of which a program counts the pairs at once
@@ -52,6 +52,7 @@ def choose_experts_kernel(
 
     Whatever the scores are, NaN included, those chosen are K different experts.
     """
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
@@ -91,6 +92,7 @@ def sort_by_expert_kernel(
 
     Each program counts all pairs by itself, and sorts a part of them.
     """
+    await_previous()
     part = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros((EXPERTS,), tl.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device import larger, largest_magnitude, nearest_float8, rounded
+from quire.kernels.triton.device import await_previous, larger, largest_magnitude, nearest_float8, rounded
 from quire.kernels.triton.kernel import kernel
 
 LARGEST = tl.constexpr(448.0)  # number of float8
@@ -29,6 +29,7 @@ def quantize_float8_kernel(
     The largest magnitude of a group becomes 448; the scale of one with NaN is NaN. GROUPS groups have all
     features.
     """
+    await_previous()
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
     group = tl.arange(0, GROUPS)[None, :, None]
     feature = group * GROUP + tl.arange(0, GROUP)[None, None, :]
@@ -60,9 +61,9 @@ def float8_tile_sums(
     """Return the sums of products of float8 numbers, scaled, [FEATURES, ROWS] float32.
 
     `weight_rows` [FEATURES] and `rows` [ROWS] are where the weights of a feature and the numbers of a row
-    begin; rows for which `is_row` [ROWS] is false are zeros, and not read. `weight_scales`, [FEATURES] or [1] for all of them, and `row_scales` [ROWS] are where their scales
-    do: with IN_GROUPS one for each INPUTS inputs, the next of weights adjacent, that of rows `group_stride`
-    further on; else one for all.
+    begin; rows for which `is_row` [ROWS] is false are zeros, and not read. `weight_scales`, [FEATURES] or [1]
+    for all of them, and `row_scales` [ROWS] are where their scales do: with IN_GROUPS one for each INPUTS
+    inputs, the next of weights adjacent, that of rows `group_stride` further on; else one for all.
     Tensor cores add float8 products with fewer bits than float32 has; so they add those of INPUTS inputs
     only, and these sums are added in float32.
     """
@@ -116,6 +117,7 @@ def float8_linear_kernel(
     Without IN_GROUPS, a row has one scale, and so has a feature. With it, INPUTS inputs of a row share a
     scale, [groups, T], and so do those of BLOCK_FEATURES features, [blocks, groups].
     """
+    await_previous()
     first = tl.program_id(0) * FEATURES
     feature = first + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

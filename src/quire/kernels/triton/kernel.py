@@ -12,8 +12,9 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from quire.kernels.triton.device import is_interpreted
+from quire.kernels.triton.device import compute_capability, is_interpreted
 
+_LEAST_CAPABILITY = 90  # of GPUs that can launch kernels early: that of Hopper
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 
 
@@ -26,7 +27,9 @@ class _Launched:
 
 
 class _CompiledKernel(_Launched, JITFunction):  # type: ignore[misc]
-    pass
+    def run(self, *args: Any, **options: Any) -> Any:
+        """Let it be launched before the kernel before it has ended; see `device.await_previous`."""
+        return super().run(*args, launch_pdl=compute_capability() >= _LEAST_CAPABILITY, **options)
 
 
 class _InterpretedKernel(_Launched, InterpretedFunction):  # type: ignore[misc]

@@ -21,6 +21,7 @@ from quire.kernels.triton.attention_kernels import (
     product,
 )
 from quire.kernels.triton.attention_plan import Int64Array, padded_features, power_of_two
+from quire.kernels.triton.device import await_previous
 from quire.kernels.triton.kernel import kernel
 
 _ROWS = 64  # of a program, unless one token has more
@@ -151,6 +152,7 @@ def score_keys(
 
     Grid (blocks, most tiles). A row adds the heads of each group, then the groups in ascending order.
     """
+    await_previous()
     block = blocks + tl.program_id(0) * _FIELDS
     sequence, first_token = tl.load(block), tl.load(block + 1)
     num_tokens, first_place = tl.load(block + 2), tl.load(block + 3)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.token_choice import LogitChanges
-from quire.kernels.triton.device import is_interpreted
+from quire.kernels.triton.device import await_previous, is_interpreted
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tensors import check_vector
 
@@ -17,6 +17,7 @@ _PAIRS = 256  # of row and id, of a program
 
 @kernel(do_not_specialize_on_alignment=["bitmask", "mask_of_row"])
 def _forbid_kernel(logits, bitmask, mask_of_row, vocab_size, row_stride, mask_stride, PART: tl.constexpr):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     mask = tl.load(mask_of_row + row)
     if mask < 0:
@@ -35,6 +36,7 @@ def _forbid_kernel(logits, bitmask, mask_of_row, vocab_size, row_stride, mask_st
 def _add_kernel(
     logits, rows, token_ids, added, num_added, row_stride, IS_BAN: tl.constexpr, PART: tl.constexpr
 ):
+    await_previous()
     place = tl.program_id(0) * PART + tl.arange(0, PART)
     is_added = place < num_added
     row = tl.load(rows + place, mask=is_added, other=0)

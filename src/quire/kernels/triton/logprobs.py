@@ -9,6 +9,7 @@ import triton.language as tl
 from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
 from quire.kernels.token_choice import RowLogprobs
 from quire.kernels.triton import row_scans
+from quire.kernels.triton.device import await_previous
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.key_search import SEARCH_PART, SEARCH_STEPS, SEARCH_WARPS, find_key, key_of
 from quire.kernels.triton.tensors import check_vector
@@ -30,6 +31,7 @@ def _fill_heads_kernel(
     STEPS: tl.constexpr,
 ):
     """Write the likeliest tokens of rows whose heads have fewer than are wanted, in the order of ids."""
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     logits_row = tl.load(rows + row)
     if (logits_row < 0) | (tl.load(counts + row) >= num_wanted):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from quire.kernels.seen_tokens import in_prompt
 from quire.kernels.token_choice import RowPenalties
-from quire.kernels.triton.device import is_interpreted
+from quire.kernels.triton.device import await_previous, is_interpreted
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tensors import check_vector
 
@@ -28,6 +28,7 @@ def _penalize_kernel(
     PART: tl.constexpr,
     IN_PROMPT: tl.constexpr,
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     seen_row = tl.load(seen_of_row + row)
     if seen_row < 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device import largest_magnitude, nearest_int, rounded
+from quire.kernels.triton.device import await_previous, largest_magnitude, nearest_int, rounded
 from quire.kernels.triton.kernel import kernel
 
 
@@ -22,6 +22,7 @@ def quantize_rows_kernel(
 
     The scale of a row with NaN is NaN.
     """
+    await_previous()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     feature = tl.arange(0, BLOCK)
     is_row = row < num_rows
@@ -149,6 +150,7 @@ def linear_kernel(
 
     OPERANDS is the type that is multiplied, SUMS that of sums.
     """
+    await_previous()
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     # What is beyond the last feature is computed from the last one, and not stored.
@@ -196,6 +198,7 @@ def grouped_linear_kernel(
 
     A row of `values` is as `grouped_tile_sums` reads it; `scales` and `zeros` are [groups, out].
     """
+    await_previous()
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)

@@ -18,6 +18,7 @@ from quire.kernels.reference import write_kv
 from quire.kernels.step_arrays import HostArrays
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.device import (
+    await_previous,
     is_interpreted,
     larger,
     largest_magnitude,
@@ -107,6 +108,7 @@ def _rotary_and_write_kv_kernel(
     WRITES: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
+    await_previous()
     vector = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of all heads of all tokens
     token = (vector // (NUM_HEADS + 2 * NUM_KV_HEADS)).to(tl.int64)
     head = (vector % (NUM_HEADS + 2 * NUM_KV_HEADS)).to(tl.int64)
@@ -275,6 +277,7 @@ def rotary_and_write_kv(
             WRITES=writes,
             HAS_SCALES=kind is Int8PageQuantizer,
             num_warps=2,
+            enable_fp_fusion=False,  # of a product and the sum that rounds it
         )
     if not writes:
         value = qkv[:, query_width + key_width :]

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
 from quire.kernels.sampling import LOWEST, group_size
-from quire.kernels.triton.device import is_interpreted
+from quire.kernels.triton.device import await_previous, is_interpreted
 from quire.kernels.triton.kernel import kernel
 
 _PART = 1 << 16 if is_interpreted else 4096  # logits of a program
@@ -49,6 +49,7 @@ def _largest_kernel(
     HAS_IDS: tl.constexpr,
     PART: tl.constexpr,
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * PART + tl.arange(0, PART)
     is_logit = place < num_logits
@@ -80,6 +81,7 @@ def _group_maxima_kernel(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     if _is_left_out(rows, row, HAS_ROWS):
         return
@@ -107,6 +109,7 @@ def _collect_kernel(
     HAS_ROWS: tl.constexpr,
     PART: tl.constexpr,
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     if _is_left_out(rows, row, HAS_ROWS):
         return
@@ -138,6 +141,7 @@ def _sum_exp_kernel(
     HAS_ROWS: tl.constexpr,
     PART: tl.constexpr,
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     if _is_left_out(rows, row, HAS_ROWS):
         return
@@ -150,6 +154,7 @@ def _sum_exp_kernel(
 
 @kernel()
 def _add_up_kernel(parts, sums, num_parts, BLOCK: tl.constexpr):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     added = tl.load(parts + row * num_parts + place, mask=place < num_parts, other=0)
@@ -160,6 +165,7 @@ def _add_up_kernel(parts, sums, num_parts, BLOCK: tl.constexpr):
 def _before_kernel(
     logits, token_ids, rows, counts, vocab_size, row_stride, HAS_ROWS: tl.constexpr, PART: tl.constexpr
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     if _is_left_out(rows, row, HAS_ROWS):
         return

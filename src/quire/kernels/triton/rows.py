@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device import rounded
+from quire.kernels.triton.device import await_previous, rounded
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tensors import check_norm_weight, check_rows
 
@@ -30,6 +30,7 @@ def _rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, BLOCK)
     is_feature = feature < num_features
@@ -71,6 +72,7 @@ def _gated_activation_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_feature = feature < num_features

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.token_choice import RowDraws
+from quire.kernels.triton.device import await_previous
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.key_search import (
     SEARCH_PART,
@@ -43,6 +44,7 @@ def _search_kernel(
     PART: tl.constexpr,
     STEPS: tl.constexpr,
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(token_ids + row) != TO_SEARCH:
         return

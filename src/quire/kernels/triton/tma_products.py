@@ -1,4 +1,4 @@
-"""Products of many rows with a weight matrix, in Triton, whose tiles a GPU's tensor memory accelerator fetches.
+"""Products of many rows with a weight matrix, in Triton, whose tiles a GPU's memory accelerator fetches.
 
 The sums are those of `quire.kernels.triton.products` and `float8_products`, bit for bit.
 """
@@ -10,13 +10,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.triton.device import compute_capability, is_interpreted, rounded
+from quire.kernels.triton.device import (
+    MULTIPROCESSORS,
+    await_previous,
+    compute_capability,
+    is_interpreted,
+    rounded,
+)
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tiled_linear import Tile, TiledLinear
 
 FEWEST_ROWS = 17  # of which fewer, weights are fetched as fast without it
 _LEAST_CAPABILITY = 90  # of GPUs: that of Hopper
-_MULTIPROCESSORS = 132  # of an H100 and an H200
 _ALIGNMENT = 16  # bytes, of what is fetched and of its rows
 _STAGE_BYTES = 200 << 10  # of shared memory, for tiles that are on their way
 _MOST_STAGES = 6
@@ -52,6 +57,7 @@ def tma_linear_kernel(
     Scales are as for `float8_linear_kernel` in float8, else as for `linear_kernel`. Tiles are computed in an
     order in which those at one time share rows and features, which are then in the cache.
     """
+    await_previous()
     num_feature_tiles = tl.cdiv(out_features, FEATURES)
     num_beside = _TILES_BESIDE * num_feature_tiles
     first_tile = tl.program_id(0) // num_beside * _TILES_BESIDE
@@ -151,7 +157,7 @@ def fetched_tile_of(num_rows: int, out_features: int, dtype: torch.dtype) -> Til
         if rows > most_rows:
             continue
         chosen = features, rows
-        if triton.cdiv(out_features, features) * triton.cdiv(num_rows, rows) <= _MULTIPROCESSORS:
+        if triton.cdiv(out_features, features) * triton.cdiv(num_rows, rows) <= MULTIPROCESSORS:
             break
     features, rows = chosen
     inputs = 64 if dtype.itemsize == 2 and features * rows >= 128 * 128 else 128

@@ -15,6 +15,7 @@ from typing_extensions import override
 from quire.kernels.bounds import MAX_HEAD_TOKENS
 from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties, TokenChoice
 from quire.kernels.triton import row_scans
+from quire.kernels.triton.device import await_previous
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.key_search import relative_weight
 from quire.kernels.triton.logit_changes import change_logits
@@ -45,6 +46,7 @@ def _decide_kernel(
     vocab_size,
     WIDTH: tl.constexpr,
 ):
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     maximum, temperature = tl.load(maxima + row), tl.load(temperatures + row)
     if (maximum != maximum) | (tl.abs(maximum) == float("inf")):
