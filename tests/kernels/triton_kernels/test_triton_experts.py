@@ -193,9 +193,13 @@ def test_no_rows_are_no_work() -> None:
     assert layer(random(0, HIDDEN), random(0, 2)).shape == (0, HIDDEN)
 
 
+@pytest.mark.parametrize("part", [16, 64])
 @pytest.mark.parametrize("tile_rows", [1, 16])
-def test_pairs_are_sorted_and_cut_into_tiles(tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_routing, "_PART", 16)
+def test_pairs_are_sorted_and_cut_into_tiles(
+    tile_rows: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_routing, "_PARTS", (part,))
+    monkeypatch.setattr(expert_routing, "_COUNTED", 32)
     monkeypatch.setattr(expert_routing, "_MAX_COMPARISONS", 256)
     scores = random(20, 11)
     scores[:, 3] = 5.0

@@ -10,6 +10,7 @@ from triton_inputs import DEVICE, DTYPES, RELATIVE, Layer, random, strided
 from caches import make_cache
 from pairwise import pairwise
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.devices import HOST
 from quire.kernels.interface import KernelSet
 from quire.kernels.page_quantizers import ConvertingQuantizer
 from quire.kernels.reference import ReferenceKernels
@@ -61,7 +62,15 @@ class Step:
         """Return the queries and the cache after the tokens in `rows`, each as a sequence of its own."""
         heads = self.heads
         cache = make_cache(self.num_blocks, 2, heads.num_kv_heads, 8, heads.head_dim, self.cache_dtype)
-        kv, qkv = Layer.poisoned(cache, 1), strided(self.qkv)[rows]
+        # The reference computes on the CPU: torch divides by a number less exactly on a GPU.
+        device = DEVICE if chosen is kernels else HOST
+        kv, qkv = Layer.poisoned(cache, 1, device), strided(self.qkv)[rows]
+        if device != qkv.device:
+            qkv = qkv.to(device)
+        q_norm, k_norm, cos, sin = (
+            None if part is None else part.to(device)
+            for part in (self.q_norm, self.k_norm, self.cos, self.sin)
+        )
         kv.quantizer = self.quantizer or kv.quantizer
         positions = self.batch.positions[rows].numpy()
         sequences = np.repeat(np.arange(len(self.batch.num_tokens)), self.batch.num_tokens)[rows]
@@ -69,12 +78,12 @@ class Step:
             positions, np.ones_like(positions), self.batch.block_tables[sequences], 8
         )
         query = chosen.rotary_and_write_kv(
-            qkv, kv, batch, heads=heads, q_norm=self.q_norm, k_norm=self.k_norm, eps=1e-6,
-            cos=None if self.cos is None else self.cos[rows],
-            sin=None if self.sin is None else self.sin[rows],
+            qkv, kv, batch, heads=heads, q_norm=q_norm, k_norm=k_norm, eps=1e-6,
+            cos=None if cos is None else cos[rows],
+            sin=None if sin is None else sin[rows],
         )  # fmt: skip
         assert query.data_ptr() == qkv.data_ptr()
-        return query, kv
+        return query.cpu(), kv.cpu()
 
 
 @pairwise(

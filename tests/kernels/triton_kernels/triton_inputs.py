@@ -50,9 +50,9 @@ class Layer:
     handles: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def poisoned(cls, cache: PagedAttentionCache, layer: int) -> Layer:
+    def poisoned(cls, cache: PagedAttentionCache, layer: int, device: torch.device = DEVICE) -> Layer:
         """Return a copy of a layer of `cache`, with the same strides."""
-        memory = cache.tensor.to(DEVICE)
+        memory = cache.tensor.to(device, copy=True)
         view = cache.views[layer]
 
         def copy(part: torch.Tensor | None) -> torch.Tensor | None:
@@ -64,6 +64,16 @@ class Layer:
 
         parts = (view.key_pages, view.value_pages, view.key_scales, view.value_scales)
         return cls(*map(copy, parts), view.quantizer)  # type: ignore[arg-type]
+
+    def cpu(self) -> Layer:
+        """Return the same on the CPU."""
+        return Layer(
+            self.key_pages.cpu(),
+            self.value_pages.cpu(),
+            None if self.key_scales is None else self.key_scales.cpu(),
+            None if self.value_scales is None else self.value_scales.cpu(),
+            self.quantizer,
+        )
 
     @property
     def parts(self) -> list[torch.Tensor]:

@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 
 from quire.kernels.experts import Mixture
-from quire.kernels.triton.device import await_previous, loop_end
+from quire.kernels.triton.device import MULTIPROCESSORS, await_previous, loop_end
 from quire.kernels.triton.kernel import kernel
 
 MAX_EXPERTS = 1024  # of which a program counts the pairs at once
-_PART = 1024  # pairs that a program sorts
-_MAX_COMPARISONS = 1 << 14  # of pairs with experts at once
+_COUNTED = 1024  # pairs that a program counts at once
+_PARTS = 16, 512  # pairs that a program sorts: the first that makes no more programs than there is room for
+_MAX_COMPARISONS = 1 << 13  # of pairs with experts at once
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -85,24 +86,25 @@ def sort_by_expert_kernel(
     num_tiles,
     TILE_ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    COUNTED: tl.constexpr,
     PART: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Sort pairs by expert, and cut those of each expert into tiles of TILE_ROWS.
 
-    Each program counts all pairs by itself, and sorts a part of them.
+    Each program counts all pairs by itself, COUNTED at once, and sorts a part of them.
     """
     await_previous()
     part = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros((EXPERTS,), tl.int32)
     count_before = tl.zeros((EXPERTS,), tl.int32)
-    for start in range(0, loop_end(num_pairs), PART):
-        pair = start + tl.arange(0, PART)
+    for start in range(0, loop_end(num_pairs), COUNTED):
+        pair = start + tl.arange(0, COUNTED)
         is_pair = pair < num_pairs
-        found = tl.histogram(tl.load(chosen + pair, mask=is_pair, other=0), EXPERTS, mask=is_pair)
-        count += found
-        count_before += tl.where(start < part * PART, found, 0)
+        choice = tl.load(chosen + pair, mask=is_pair, other=0)
+        count += tl.histogram(choice, EXPERTS, mask=is_pair)
+        count_before += tl.histogram(choice, EXPERTS, mask=is_pair & (pair < part * PART))
     end = tl.cumsum(count, axis=0)
     next_place = end - count + count_before
     part_end = tl.minimum((part + 1) * PART, num_pairs)
@@ -159,7 +161,8 @@ def route(scores: torch.Tensor, mixture: Mixture, tile_rows: int) -> Routing:
     pairs = torch.empty_like(chosen).flatten()
     num_tiles = most_tiles(num_pairs, num_experts, tile_rows)
     tiles = chosen.new_empty(3, num_tiles)
-    sort_by_expert_kernel[(triton.cdiv(num_pairs, _PART),)](
+    part = next((part for part in _PARTS if num_pairs <= part * MULTIPROCESSORS), _PARTS[-1])
+    sort_by_expert_kernel[(triton.cdiv(num_pairs, part),)](
         chosen,
         pairs,
         tiles,
@@ -167,8 +170,9 @@ def route(scores: torch.Tensor, mixture: Mixture, tile_rows: int) -> Routing:
         num_tiles,
         TILE_ROWS=tile_rows,
         EXPERTS=width,
-        PART=_PART,
-        CHUNK=max(min(_MAX_COMPARISONS // width, 128), 16),
+        COUNTED=_COUNTED,
+        PART=part,
+        CHUNK=min(max(_MAX_COMPARISONS // width, 16), part),
         num_warps=8,
     )
     return Routing(weights, pairs, tiles)
