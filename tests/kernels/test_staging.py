@@ -75,7 +75,8 @@ def test_the_memory_of_a_weight_may_still_be_in_use() -> None:
     assert torch.equal(brought, random(LEAST_STAGED_BYTES))
 
 
-def test_threads_share_a_weight() -> None:
+def test_threads_share_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "LEAST_PIECE_BYTES", 1000)
     threads: set[int] = set()
     together = threading.Barrier(3, timeout=60)
 
@@ -174,6 +175,7 @@ def test_a_model_is_loaded_in_pieces(
     expected = load_decoder(path, config, options=options)
     device = LateDevice(is_eager=True)
     monkeypatch.setattr(staging, "LEAST_STAGED_BYTES", 1000)
+    monkeypatch.setattr(staging, "LEAST_PIECE_BYTES", 1000)
     monkeypatch.setattr(device, "hold", device.reach)
     memory = memory_over(device)
     monkeypatch.setattr(loading, "weight_memory", lambda _: contextlib.closing(memory))

@@ -26,6 +26,7 @@ from quire.kernels.memory import WeightMemory, read_ahead
 
 MAX_THREADS = 8
 BUFFER_BYTES = 4 << 20
+LEAST_PIECE_BYTES = 1 << 20  # of which more threads would take longer to hand over than to read
 BUFFERS_PER_THREAD = 2  # one is filled while the other is copied
 LEAST_STAGED_BYTES = 1 << 16  # less goes as it is
 
@@ -108,8 +109,8 @@ class StagedMemory(WeightMemory, Generic[Point]):
                 copied.wait()
 
     def _pieces(self, num_bytes: int) -> Iterator[slice]:
-        """Yield pieces that are as many as there are threads, or fill a buffer."""
-        size = min(self._buffer_bytes, -(-num_bytes // self._num_threads))
+        """Yield pieces for all threads, but none that is not worth it, and none larger than a buffer."""
+        size = min(self._buffer_bytes, max(-(-num_bytes // self._num_threads), LEAST_PIECE_BYTES))
         for start in range(0, num_bytes, size):
             yield slice(start, min(start + size, num_bytes))
 
