@@ -23,7 +23,7 @@ from quire.step import (
     SchedulerOutput,
 )
 
-LENGTHS = (1, 40, 300)
+LENGTHS = (1, 40, 100, 200, 400)
 """Tokens of steps that are computed for their kernels alone, which have a kind of tiles for each."""
 
 MOST_ATTENDED_TOKENS = 1 << 21
@@ -107,6 +107,9 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
     longest, most = limits.max_model_len, limits.max_num_batched_tokens
     for length in sorted({min(length, longest, most) for length in LENGTHS}):
         steps.compute([_Row(0, length)], _PLAIN, scores=True)
+    for num_rows in LENGTHS[1:]:  # of logits
+        if num_rows < min(limits.max_num_seqs, most):
+            steps.compute([_Row(0, 1)] * num_rows, _PLAIN)
     num_drafts = min(limits.draft_length, longest - 1, most - 1)
     steps.compute(_most_tokens(limits, num_drafts), _ALL_THERE_IS, num_drafts=num_drafts)
     for rows in _chunks(limits):
