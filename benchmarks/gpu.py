@@ -1,6 +1,6 @@
 """Quire on one GPU, beside what that GPU can do: each aim with what was measured.
 
-    python benchmarks/gpu.py [--models Qwen3-0.6B Llama-3-8B Qwen3-30B-A3B] [--json]
+    python benchmarks/gpu.py [--models Qwen3-0.6B Llama-3-8B Qwen3-30B-A3B] [--measure steps served] [--json]
 
 Weights are random. Copies and products are measured first, and steps are compared with these: a decode step
 with the time to copy its weights and KV, prompts with the time of their products. Then come requests of all
@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 from gpu_attention import attention_lines
-from gpu_engine import decode_seconds, prefill_seconds
+from gpu_engine import decode_seconds, prefill_seconds, read_share
 from gpu_machine import copy_bandwidth, product_rate
 from gpu_models import CONFIGS, model_without_files
 from gpu_profile import busy_share, kernel_times, profile_table
@@ -43,6 +43,7 @@ from safetensors.torch import save_file
 from quire import LLM
 from quire.execution.model_runner import ModelRunner
 from quire.kernels.devices import cuda_obstacle
+from quire.kernels.triton import kernel
 from quire.models.checkpoints.config_reading import read_model_config
 
 DECODE_AIMS = {"Qwen3-0.6B": 0.60, "Llama-3-8B": 0.85, "Qwen3-30B-A3B": 0.70}
@@ -123,10 +124,13 @@ def of_models(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -> 
 
 def _decode_rows(llm: LLM, name: str, config: Any, sizes: Sizes, bandwidth: float) -> Iterator[Row]:
     for count in sizes.num_requests:
+        read = read_share(llm, count, sizes.context, config.num_experts) if config.num_experts else None
         seconds = decode_seconds(llm, count, sizes.context, sizes.num_steps)
         context = sizes.context + sizes.num_steps // 2
-        share = decode_bytes(config, count, context) / bandwidth / seconds
-        yield Row(f"{name}, decode, {count} requests", f"{seconds * 1e3:.3f} ms", share, DECODE_AIMS[name])
+        share = decode_bytes(config, count, context, read) / bandwidth / seconds
+        of_experts = "" if read is None else f", {read:.0%} of experts"
+        title = f"{name}, decode, {count} requests"
+        yield Row(title, f"{seconds * 1e3:.3f} ms{of_experts}", share, DECODE_AIMS[name])
 
 
 def _engine(directory: str, sizes: Sizes, **options: Any) -> LLM:
@@ -134,67 +138,104 @@ def _engine(directory: str, sizes: Sizes, **options: Any) -> LLM:
     return LLM(directory, dtype="bfloat16", **engine)
 
 
-def of_requests(sizes: Sizes) -> Iterator[Row]:
-    """Yield the rows of requests of all lengths, of streams, and of a server's start."""
-    with _written_model(sizes) as model:
-        flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.engine.items()]
-        options = [part for flag in flags for part in flag]
-        with _engine(model, sizes, max_num_seqs=sizes.offline[0]) as llm:
-            requests = requests_of(*sizes.offline, llm.info.vocab_size)
-            ours = quire_rate(llm, requests)
-        if sizes is not TINY:
-            theirs = transformers_rate(model, requests, sizes.engine["device"])
-            rates = f"{ours:.0f} and {theirs:.0f} tokens/s"
-            yield Row("offline, beside transformers", rates, ours / theirs, TRANSFORMERS_AIM)
-        yield _recorded_prompts_row(model, sizes)
-        streams, length, output = sizes.served
-        load = ["--num-prompts", str(4 * streams), "--input-len", str(length), "--output-len", str(output)]
-        offline = bench("throughput", model, *load, *options, "--max-num-seqs", str(streams))
-        with server(model, *options) as (url, seconds):
-            load += ["--max-concurrency", str(streams), "--base-url", f"{url}/v1"]
-            served = bench("serve", model, *load)
-        of_both = [figures["results"]["output_tokens_per_second"] for figures in (served, offline)]
-        name = f"{streams} streams of {length}/{output} over HTTP, beside offline"
-        rates = f"{of_both[0]:.0f} and {of_both[1]:.0f} tokens/s"
-        yield Row(name, rates, of_both[0] / of_both[1], SERVED_AIM)
-        yield Row("ready, Qwen3-0.6B", f"{seconds:.1f} s", seconds, READY_AIM, at_most=True)
-        with (
-            tempfile.TemporaryDirectory() as empty,
-            server(model, *options, environment={"TRITON_CACHE_DIR": empty}) as (_, seconds),
-        ):
-            name = "ready, the first time: kernels are compiled"
-            yield Row(name, f"{seconds:.1f} s", seconds, READY_AIM, at_most=True)
-        # The profiler comes last: it may slow down what is measured in its process after it.
-        with _engine(model, sizes) as llm:
-            busy = busy_share(llm, sizes.served[0], sizes.context)
-        yield Row(f"decode, {sizes.served[0]} requests: the GPU is busy", f"{busy:.1%}", busy, BUSY_AIM)
+def of_offline(model: str, sizes: Sizes) -> Iterator[Row]:
+    """Yield the row of requests of all lengths, beside `transformers`."""
+    with _engine(model, sizes, max_num_seqs=sizes.offline[0]) as llm:
+        requests = requests_of(*sizes.offline, llm.info.vocab_size)
+        ours = quire_rate(llm, requests)
+    if sizes is not TINY:
+        theirs = transformers_rate(model, requests, sizes.engine["device"])
+        rates = f"{ours:.0f} and {theirs:.0f} tokens/s"
+        yield Row("offline, beside transformers", rates, ours / theirs, TRANSFORMERS_AIM)
 
 
-def _recorded_prompts_row(model: str, sizes: Sizes) -> Row:
-    """Return the row of requests that begin beside others: their steps recorded, and asked for one by one."""
+def of_prompts(model: str, sizes: Sizes) -> Iterator[Row]:
+    """Yield the row of requests that begin beside others: their steps recorded, and asked for one by one."""
     with _engine(model, sizes, max_num_seqs=sizes.served[0]) as llm:
         requests = requests_of(*sizes.offline, llm.info.vocab_size)
         recorded = quire_rate(llm, requests)
         with mock.patch.object(ModelRunner, "_is_small", return_value=False):
             one_by_one = quire_rate(llm, requests)
     name = f"{sizes.served[0]} at a time: steps with prompts recorded"
-    return Row(name, f"{recorded:.0f} and {one_by_one:.0f} tokens/s", recorded / one_by_one, RECORDED_AIM)
+    yield Row(name, f"{recorded:.0f} and {one_by_one:.0f} tokens/s", recorded / one_by_one, RECORDED_AIM)
+
+
+def of_served(model: str, sizes: Sizes) -> Iterator[Row]:
+    """Yield the rows of streams over HTTP, and of a server's start."""
+    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.engine.items()]
+    options = [part for flag in flags for part in flag]
+    streams, length, output = sizes.served
+    load = ["--num-prompts", str(4 * streams), "--input-len", str(length), "--output-len", str(output)]
+    offline = bench("throughput", model, *load, *options, "--max-num-seqs", str(streams))
+    with server(model, *options) as (url, seconds):
+        load += ["--max-concurrency", str(streams), "--base-url", f"{url}/v1"]
+        served = bench("serve", model, *load)
+    of_both = [figures["results"]["output_tokens_per_second"] for figures in (served, offline)]
+    name = f"{streams} streams of {length}/{output} over HTTP, beside offline"
+    rates = f"{of_both[0]:.0f} and {of_both[1]:.0f} tokens/s"
+    yield Row(name, rates, of_both[0] / of_both[1], SERVED_AIM)
+    yield Row("ready, Qwen3-0.6B", f"{seconds:.1f} s", seconds, READY_AIM, at_most=True)
+
+
+def of_busy(model: str, sizes: Sizes) -> Iterator[Row]:
+    """Yield the row of how busy the GPU is. The profiler may slow down what is measured after it."""
+    with _engine(model, sizes) as llm:
+        busy = busy_share(llm, sizes.served[0], sizes.context)
+    yield Row(f"decode, {sizes.served[0]} requests: the GPU is busy", f"{busy:.1%}", busy, BUSY_AIM)
+
+
+def of_first_start(model: str, sizes: Sizes) -> Iterator[Row]:
+    """Yield the row of a server's first start."""
+    options = [
+        part for name, value in sizes.engine.items() for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        server(model, *options, environment={"TRITON_CACHE_DIR": empty}) as (_, seconds),
+    ):
+        yield Row(
+            "ready, the first time: kernels are compiled",
+            f"{seconds:.1f} s",
+            seconds,
+            READY_AIM,
+            at_most=True,
+        )
+
+
+OF_REQUESTS = {
+    "offline": of_offline,
+    "prompts": of_prompts,
+    "served": of_served,
+    "start": of_first_start,
+    "busy": of_busy,
+}
+MEASUREMENTS = "steps", *OF_REQUESTS, "attention", "profiles"
+
+
+def of_requests(which: list[str], sizes: Sizes, directory: str) -> Iterator[Row]:
+    """Yield the rows of requests to a model in a directory; empty: one that is written first."""
+    if not set(which) & set(OF_REQUESTS):
+        return
+    with _written_model(sizes, directory) as model:
+        for name in which:
+            if name in OF_REQUESTS:
+                yield from OF_REQUESTS[name](model, sizes)
 
 
 @contextlib.contextmanager
-def _written_model(sizes: Sizes) -> Iterator[str]:
+def _written_model(sizes: Sizes, directory: str) -> Iterator[str]:
     """Yield a directory with weights, which other processes read, too."""
     if sizes is not TINY:
-        with random_model("") as directory:
-            yield directory
+        with random_model(directory) as model:
+            yield model
         return
     shape = ModelShape(64, 128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, vocab_size=2_000)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory)
+    with tempfile.TemporaryDirectory() as tiny:
+        path = Path(tiny)
         write_tokenizer(path)
         (path / "config.json").write_text(json.dumps(config_of(shape)), encoding="utf-8")
         save_file(dict(random_tensors(shape)), path / "model.safetensors", metadata={"format": "pt"})
-        yield directory
+        yield tiny
 
 
 def profiles_of(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -> Iterator[str]:
@@ -202,9 +243,15 @@ def profiles_of(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -
     count, context = sizes.num_requests[1], sizes.context
     for name in names:
         with model_without_files(name, is_tiny=sizes is TINY) as directory:
-            work = decode_work(read_model_config(Path(directory)), count, context)
-            with _engine(directory, sizes) as llm:
+            config = read_model_config(Path(directory))
+            # One after the other: a kernel that is launched early has in its time what it waits.
+            with (
+                mock.patch.object(kernel, "launches_early", return_value=False),
+                _engine(directory, sizes) as llm,
+            ):
+                read = read_share(llm, count, context, config.num_experts) if config.num_experts else None
                 times = kernel_times(llm, count, context)
+            work = decode_work(config, count, context, read)
         yield f"{name}, a decode step of {count} requests of {context} tokens"
         yield from profile_table(times, work, bandwidth, rate)
 
@@ -229,6 +276,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="default: all")
+    parser.add_argument(
+        "--measure", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), help="default: all"
+    )
+    parser.add_argument(
+        "--directory", default="", help="what benchmarks/peers_model.py has written; default: a new one"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--tiny", action="store_true", help="go through the code on a CPU")
     options = parser.parse_args()
@@ -246,7 +299,9 @@ def main() -> int:
             f"{name}, torch {torch.__version__}: copies {bandwidth / 1e9:.0f} GB/s read and written, ", end=""
         )
         print(f"products in bfloat16 {rate / 1e12:.1f} Top/s", flush=True)
-    for row in itertools.chain(of_models(options.models, sizes, bandwidth, rate), of_requests(sizes)):
+    models = options.models
+    steps = of_models(models if "steps" in options.measure else [], sizes, bandwidth, rate)
+    for row in itertools.chain(steps, of_requests(options.measure, sizes, options.directory)):
         rows.append(row)
         if not options.json:
             sign = "at most" if row.at_most else "at least"
@@ -256,8 +311,9 @@ def main() -> int:
     if options.json:
         print(json.dumps({"bandwidth": bandwidth, "rate": rate, "rows": [*map(dataclasses.asdict, rows)]}))
     else:
-        measurements = options.models, sizes, bandwidth, rate
-        for line in itertools.chain(attention_of(*measurements), profiles_of(*measurements)):
+        attention = attention_of(models if "attention" in options.measure else [], sizes, bandwidth, rate)
+        profiles = profiles_of(models if "profiles" in options.measure else [], sizes, bandwidth, rate)
+        for line in itertools.chain(attention, profiles):
             print(line, flush=True)
     return int(not all(row.is_met for row in rows))
 

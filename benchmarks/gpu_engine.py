@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
+from quire.kernels.triton import experts
 
 FIRST_TOKEN_ID = 300  # smaller ids are the tokenizer's special and byte tokens
 WARM_STEPS = 8  # sizes are recorded when they come up for the second time
@@ -38,6 +41,31 @@ def step_ends(ends: list[tuple[float, int]]) -> Iterator[None]:
 
     with mock.patch.object(EngineCore, "step", noted):
         yield
+
+
+@contextlib.contextmanager
+def chosen_experts(num_rows: int) -> Iterator[list[torch.Tensor]]:
+    """Note for each layer of steps of so many rows, until they are recorded, which experts they choose."""
+    route = experts.route
+    chosen: list[torch.Tensor] = []
+
+    def noted(scores: torch.Tensor, *args: Any) -> Any:
+        routing = route(scores, *args)
+        if len(scores) == num_rows and not (scores.is_cuda and torch.cuda.is_current_stream_capturing()):
+            chosen.append(routing.tiles.clone())
+        return routing
+
+    with mock.patch.object(experts, "route", noted):
+        yield chosen
+
+
+def read_share(llm: LLM, num_requests: int, context: int, num_experts: int) -> float | None:
+    """Return the share of experts that decode steps of so many requests read; None without experts."""
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    with chosen_experts(num_requests) as chosen:
+        llm.generate(prompts(num_requests, context, llm.info.vocab_size), params)
+    shares = [len(expert[end > 0].unique()) / num_experts for expert, _, end in chosen]
+    return statistics.mean(shares) if shares else None
 
 
 def decode_seconds(llm: LLM, num_requests: int, context: int, num_steps: int) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from gpu_engine import prompts
 from gpu_roofline import Work
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from quire import LLM, SamplingParams
@@ -33,9 +34,9 @@ def kernel_times(llm: LLM, num_requests: int, context: int, num_steps: int = 16)
     Requests have `context` tokens when they begin.
     """
     on_gpu = torch.cuda.is_available()
-    events, _ = _profiled(llm, num_requests, context, num_steps)
+    profiled, _ = _profiled(llm, num_requests, context, num_steps)
     times = []
-    for event in events:
+    for event in profiled.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if microseconds:
             times.append(KernelTime(event.key, microseconds / 1e6 / num_steps, event.count / num_steps))
@@ -45,14 +46,19 @@ def kernel_times(llm: LLM, num_requests: int, context: int, num_steps: int = 16)
 def busy_share(llm: LLM, num_requests: int, context: int, num_steps: int = 32) -> float:
     """Return the share of decode steps' time in which the GPU has something to do; on a CPU, 0.
 
-    What the profiler costs the host counts as time without.
+    What the profiler costs the host counts as time without, and kernels that are there at the same time once.
     """
-    events, seconds = _profiled(llm, num_requests, context, num_steps)
-    return sum(event.self_device_time_total for event in events) / 1e6 / seconds
+    profiled, seconds = _profiled(llm, num_requests, context, num_steps)
+    times = [event.time_range for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    busy, until = 0.0, 0.0
+    for time_range in sorted(times, key=lambda time_range: time_range.start):
+        busy += max(time_range.end - max(time_range.start, until), 0.0)
+        until = max(until, time_range.end)
+    return busy / 1e6 / seconds
 
 
 def _profiled(llm: LLM, num_requests: int, context: int, num_steps: int) -> tuple[Any, float]:
-    """Return what the profiler has of decode steps, by kernel, and how many seconds they took."""
+    """Return what the profiler has of decode steps, and how many seconds they took."""
     params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
     asked = prompts(num_requests, context, llm.info.vocab_size)
     for _ in range(2):  # from the prefix cache the second time, when steps of this size are recorded
@@ -62,7 +68,7 @@ def _profiled(llm: LLM, num_requests: int, context: int, num_steps: int) -> tupl
         started = time.perf_counter()
         llm.generate(asked, params)
         seconds = time.perf_counter() - started
-    return profiled.key_averages(), seconds
+    return profiled, seconds
 
 
 def profile_table(

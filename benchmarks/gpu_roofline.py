@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from quire.kernels.triton.tma_products import FEWEST_ROWS
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.config import ModelConfig
 from quire.models.weights import weight_specs
@@ -25,10 +26,13 @@ class Work:
         return max(self.bytes / bandwidth, self.operations / rate)
 
 
-def decode_work(config: ModelConfig, num_requests: int, context: int) -> dict[str, Work]:
+def decode_work(
+    config: ModelConfig, num_requests: int, context: int, read_share: float | None = None
+) -> dict[str, Work]:
     """Return what each kernel of a decode step in bfloat16 does, by name, in all layers together.
 
     What is small beside these is left out. Requests have `context` tokens, and tokens are the likeliest ones.
+    `read_share` is as in `decode_bytes`.
     """
     matrices = expert_matrices = 0.0
     features = expert_features = 0.0  # of rows, that products read and write
@@ -45,7 +49,9 @@ def decode_work(config: ModelConfig, num_requests: int, context: int) -> dict[st
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     kv = cache_bytes_per_token(config)
     work = {
-        "linear_kernel": Work((matrices + rows * features) * BFLOAT16_BYTES, 2 * rows * matrices),
+        "tma_linear_kernel" if rows >= FEWEST_ROWS else "linear_kernel": Work(
+            (matrices + rows * features) * BFLOAT16_BYTES, 2 * rows * matrices
+        ),
         "attend": Work(
             kv * context * rows + 2 * layers * rows * heads * BFLOAT16_BYTES,
             4 * rows * context * heads * layers,
@@ -59,7 +65,7 @@ def decode_work(config: ModelConfig, num_requests: int, context: int) -> dict[st
         return {**work, "_gated_activation_kernel": Work(layers * rows * inner * BFLOAT16_BYTES)}
     chosen = config.num_experts_per_token
     pairs = rows * chosen / config.num_experts  # of each expert
-    read = _read_share(config, rows)
+    read = _read_share(config, rows) if read_share is None else read_share
     return {
         **work,
         "expert_product_kernel": Work(
@@ -69,13 +75,17 @@ def decode_work(config: ModelConfig, num_requests: int, context: int) -> dict[st
     }
 
 
-def decode_bytes(config: ModelConfig, num_requests: int, context: int) -> float:
+def decode_bytes(
+    config: ModelConfig, num_requests: int, context: int, read_share: float | None = None
+) -> float:
     """Return the bytes that a decode step in bfloat16 reads: weights once, and the KV of all requests.
 
-    A request has `context` tokens. Of a mixture it reads the experts that any token has chosen: all are as
-    likely, and tokens choose independently. Of the embedding it reads a row a request, which is nothing.
+    A request has `context` tokens. Of a mixture it reads the experts that any token has chosen, `read_share`
+    of all; None: all are as likely, and tokens choose independently. Of the embedding it reads a row a
+    request, which is nothing.
     """
-    read_share = _read_share(config, num_requests)
+    if read_share is None:
+        read_share = _read_share(config, num_requests)
     weights = 0.0
     for spec in weight_specs(config):
         size = sum(math.prod(source.shape) for source in spec.sources)

@@ -28,12 +28,16 @@ class _Launched:
 
 class _CompiledKernel(_Launched, JITFunction):  # type: ignore[misc]
     def run(self, *args: Any, **options: Any) -> Any:
-        """Let it be launched before the kernel before it has ended; see `device.await_previous`."""
-        return super().run(*args, launch_pdl=compute_capability() >= _LEAST_CAPABILITY, **options)
+        return super().run(*args, launch_pdl=launches_early(), **options)
 
 
 class _InterpretedKernel(_Launched, InterpretedFunction):  # type: ignore[misc]
     pass
+
+
+def launches_early() -> bool:
+    """Return whether a kernel is launched before the last one has ended; see `device.await_previous`."""
+    return compute_capability() >= _LEAST_CAPABILITY
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:

@@ -156,8 +156,8 @@ def fetched_tile_of(num_rows: int, out_features: int, dtype: torch.dtype) -> Til
         if triton.cdiv(out_features, features) * triton.cdiv(num_rows, rows) <= MULTIPROCESSORS:
             break
     features, rows = chosen
-    inputs = 64 if dtype.itemsize == 2 and features * rows >= 128 * 128 else 128
+    if (features, rows) == _SIZES[-1] and dtype.itemsize == 2:
+        return Tile(features, rows, 64, 8, 4 if num_rows <= 512 else 3)
+    inputs = 64 if dtype.itemsize == 2 and features == rows == 128 else 128
     num_stages = min(_STAGE_BYTES // ((features + rows) * inputs * dtype.itemsize), _MOST_STAGES)
-    if num_rows > 512:
-        num_stages = min(num_stages, 3)
-    return Tile(features, rows, inputs, 8 if features * rows >= 128 * 64 else 4, num_stages)
+    return Tile(features, rows, inputs, 8 if features == 128 else 4, num_stages)
