@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ def kernel_device() -> torch.device:
     return torch.device("cpu" if is_interpreted else "cuda")
 
 
+@functools.cache
 def compute_capability() -> int:
     """Return that of the GPU, 90 for 9.0; in the interpreter that of Hopper."""
     return 90 if is_interpreted else triton.runtime.driver.active.get_current_target().arch

@@ -80,6 +80,7 @@ class TiledLinear(Linear):
             raise ValueError(
                 f"a layer has {self.in_features} input features; 1 to {_MAX_INPUTS} are supported"
             )
+        self.descriptors: dict[tuple[int, int], Any] = {}  # of the weights, by what is fetched at once
         if self.bias is not None:
             self.bias = self.bias.to(kernel_device()).contiguous()
 

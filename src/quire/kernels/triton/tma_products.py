@@ -116,10 +116,13 @@ def multiply_fetched(
     how = layer.format
     inputs = how.run or tile.inputs
     num_feature_tiles, num_row_tiles = layer.grid(len(rows), tile)
+    fetched = tile.features, inputs
+    if fetched not in layer.descriptors:
+        layer.descriptors[fetched] = TensorDescriptor.from_tensor(weight, list(fetched))
     tma_linear_kernel[num_feature_tiles * num_row_tiles,](
         TensorDescriptor.from_tensor(rows, [tile.rows, inputs]),
         row_scales,
-        TensorDescriptor.from_tensor(weight, [tile.features, inputs]),
+        layer.descriptors[fetched],
         scales[0] if scales else None,
         layer.bias,
         out,
