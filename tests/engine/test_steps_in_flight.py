@@ -17,6 +17,7 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.execution.adaptive_proposer import DraftedRequest, Waiting
 from quire.execution.device_sampling import DeviceSampler
 from quire.execution.persistent_batch import PersistentBatch
+from quire.execution.step_sampling import SamplingInFlight
 
 PROMPTS = ["What is 27 + 58?", "Copy: k x w q", "Hello", "Why is a request preempted?", "Reverse: a b c"]
 NGRAM: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
@@ -173,9 +174,10 @@ def test_penalties_of_the_device(serial: dict[int, Any], unknown_tokens: list[in
     assert sum(one != other for one, other in zip(tokens(plain), serial[id(PENALIZED)], strict=True)) >= 6
 
 
+@pytest.mark.parametrize("drafts", [{}, NGRAM], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("lost", [None, 3])
 def test_penalties_with_preemptions_and_steps_that_fail(
-    unknown_tokens: list[int], lost: int | None, monkeypatch: pytest.MonkeyPatch
+    unknown_tokens: list[int], lost: int | None, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that go on elsewhere, and tokens that were counted and discarded."""
     sample = DeviceSampler.sample
@@ -192,11 +194,24 @@ def test_penalties_with_preemptions_and_steps_that_fail(
     params = [*PENALIZED[:4], PENALIZED[1]]
     expected = tokens(params, **{**options, "num_kv_blocks": 60})
     monkeypatch.setattr(DeviceSampler, "sample", failing)
-    assert tokens(params, overlap_steps=True, **options) == expected
+    assert tokens(params, overlap_steps=True, **options, **drafts) == expected
 
 
-def test_penalties_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
+def test_penalties_with_drafts(
+    serial: dict[int, Any], unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits in a step: the device counts drafts, too."""
+    waited: list[SamplingInFlight] = []
+    finish = SamplingInFlight.finish
+
+    def noted(self: SamplingInFlight, token_ids: Any) -> Any:
+        waited.append(self)
+        return finish(self, token_ids)
+
+    monkeypatch.setattr(SamplingInFlight, "finish", noted)
     assert tokens(PENALIZED, overlap_steps=True, **NGRAM) == serial[id(PENALIZED)]
+    assert not waited
+    assert sum(unknown_tokens) > 10
 
 
 def test_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
@@ -280,7 +295,7 @@ def test_some_requests_wait_for_drafts_and_others_go_on(
 
 
 @pytest.mark.parametrize("params", [PENALIZED, OF_THE_HOST], ids=["penalized", "of the host"])
-def test_drafts_of_some_beside_rows_that_only_the_host_can_choose_for(
+def test_drafts_of_some_of_these(
     serial: dict[int, Any],
     unknown_tokens: list[int],
     split_steps: list[bool],

@@ -72,23 +72,44 @@ class Requests:
             token_ids[slot, : len(known)] = known
         known_tokens = KnownTokens(token_ids, self.written[rows])
         is_of_host = rows == of_host
+        # Rows of drafts come behind that of their slot, whose tokens the host knows.
+        drafts = {
+            slot: self.ids(int(self.rng.integers(1, 4)))
+            for slot in slots
+            if not self.is_unknown[slot] and self.rng.random() < 0.4
+        }
+        for slot, ids in drafts.items():
+            token_ids[slot, len(self.tokens[slot]) : len(self.tokens[slot]) + len(ids)] = ids
+        counts = [1 + len(drafts.get(slot, [])) for slot in slots]
+        first, rows = np.cumsum(counts) - counts, np.repeat(rows, counts)
+        offset = np.arange(len(rows)) - np.repeat(first, counts)
+        is_of_host = np.repeat(is_of_host, counts)
+        positions = np.repeat(positions, counts) + offset
+        known_tokens = KnownTokens(token_ids, self.written[rows])
         found = self.device.of_rows(rows, positions, is_of_host, known_tokens)
         counted = self.table.is_penalized(rows) & ~is_of_host
         assert (found is not None) == counted.any()
-        chosen = torch.tensor(self.ids(len(slots)))
+        chosen = torch.tensor(self.ids(len(rows)))
         if found is not None:
-            assert found.seen_of_row.tolist() == np.where(counted, rows, -1).tolist()
-            assert found.frequency[counted].tolist() == [0.5] * int(counted.sum())
-            for slot in rows[counted].tolist():
-                self.check(slot, found.seen[slot])
+            of_rows = found.of_rows
+            assert of_rows.seen_of_row.tolist() == np.where(counted, rows, -1).tolist()
+            assert of_rows.frequency[counted].tolist() == [0.5] * int(counted.sum())
+            for row in np.flatnonzero(counted).tolist():
+                slot = int(rows[row])
+                seen = of_rows.seen[slot].clone()
+                if of_rows.drafts is not None:
+                    ids = of_rows.drafts[row][of_rows.drafts[row] != NO_TOKEN]
+                    seen.index_add_(0, ids, torch.ones_like(ids, dtype=seen.dtype))
+                self.check(slot, seen, drafts.get(slot, [])[: offset[row]])
             self.device.add(found, chosen)
-        for row, slot in enumerate(slots):
-            self.tokens[slot].append(int(chosen[row]))
-            self.is_unknown[slot] = not is_of_host[row] and self.rng.random() < 0.6
+        for row, slot in zip(first.tolist(), slots, strict=True):
+            num_accepted = int(self.rng.integers(0, len(drafts[slot]) + 1)) if slot in drafts else 0
+            self.tokens[slot] += [*drafts.get(slot, [])[:num_accepted], int(chosen[row + num_accepted])]
+            self.is_unknown[slot] = not is_of_host[row] and slot not in drafts and self.rng.random() < 0.6
 
-    def check(self, slot: int, counts: torch.Tensor) -> None:
+    def check(self, slot: int, counts: torch.Tensor, drafts: list[int]) -> None:
         split = int(self.table.num_prompt_tokens[slot])
-        prompt, output = self.tokens[slot][:split], self.tokens[slot][split:]
+        prompt, output = self.tokens[slot][:split], self.tokens[slot][split:] + drafts
         in_prompt = 1 << (14 if counts.dtype == torch.int16 else 30)
         expected = [output.count(token) + in_prompt * (token in prompt) for token in range(VOCAB_SIZE)]
         assert counts.tolist() == expected
@@ -117,9 +138,9 @@ def test_a_row_without_a_token_counts_nothing() -> None:
     known = KnownTokens(np.full((NUM_SLOTS, 9), 3, dtype=np.int32), np.array([5]))
     found = requests.device.of_rows(np.array([0]), np.array([1]), np.array([False]), known)
     assert found is not None
-    before = found.seen.clone()
+    before = found.of_rows.seen.clone()
     requests.device.add(found, torch.tensor([NO_TOKEN]))
-    assert torch.equal(found.seen, before)
+    assert torch.equal(found.of_rows.seen, before)
 
 
 def test_other_tokens_than_those_sampled_are_noticed() -> None:

@@ -12,7 +12,7 @@ from quire.execution.sampling_table import SamplingTable
 from quire.kernels.devices import array_to_device
 from quire.kernels.seen_tokens import SeenTokens
 from quire.kernels.token_choice import RowPenalties
-from quire.step import IntArray
+from quire.step import NO_TOKEN, IntArray
 
 _NOT_COUNTED = -1
 _NO_SLOT = -1
@@ -29,11 +29,20 @@ class KnownTokens:
     times_written: Int64Array  # [R] differs if a slot has got other tokens than those sampled for it
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class StepPenalties:
+    """What the rows of a step are penalized by, and for which slots their tokens are counted."""
+
+    of_rows: RowPenalties
+    slots_to_count: torch.Tensor  # [R] int64 on the device; -1: none
+
+
 class DevicePenalties:
     """Counts the tokens of slots with penalties as they are chosen.
 
-    The device counts what it chooses. What has become of that afterwards, the host knows: where a row is not
-    at the token after the last one counted, or its slot was written to, it is counted again.
+    The device counts what it chooses, but for slots with drafts. What has become of that afterwards, the host
+    knows: what was not counted is so by the next time, and where more was counted than there is, or its slot
+    was written to, a slot is counted again.
 
     Args:
         table: the parameters by slot.
@@ -63,11 +72,12 @@ class DevicePenalties:
         positions: Int64Array,
         is_of_host: BoolArray,
         known: KnownTokens,
-    ) -> RowPenalties | None:
+    ) -> StepPenalties | None:
         """Return what rows are penalized by; None: nothing.
 
         Args:
-            slots: [R] the slot of each row; those of rows that are not the host's are distinct.
+            slots: [R] the slot of each row; rows of one slot are adjacent, the first of them before its
+                drafts, which are known.
             positions: [R] absolute index of the token to choose.
             is_of_host: [R] rows that are left to the host.
             known: of the rows.
@@ -79,19 +89,57 @@ class DevicePenalties:
         counted = is_penalized & ~is_of_host
         if not counted.any():
             return None
-        is_current = self._num_counted[slots] == positions
-        is_current &= self._times_written[slots] == known.times_written
-        for row in np.flatnonzero(counted & ~is_current).tolist():
-            self._count_again(int(slots[row]), known.token_ids[slots[row], : positions[row]])
-        self._num_counted[slots[counted]] = positions[counted] + 1
-        self._times_written[slots[counted]] = known.times_written[counted]
+        begins_slot = np.ones_like(counted)
+        begins_slot[1:] = slots[1:] != slots[:-1]
+        firsts = np.flatnonzero(begins_slot)
+        num_drafts = positions - positions[firsts][np.cumsum(begins_slot) - 1]  # before each row
+        of_slot = np.maximum.reduceat(num_drafts, firsts)  # of its last row
+        firsts, of_slot = firsts[counted[firsts]], of_slot[counted[firsts]]
+        self._catch_up(slots[firsts], positions[firsts], known.times_written[firsts], known.token_ids)
+        # Which of the drafts count is known to the host, and counted by the next time.
+        has_drafts = of_slot > 0
+        self._num_counted[slots[firsts]] = positions[firsts] + ~has_drafts
+        self._times_written[slots[firsts]] = known.times_written[firsts]
+        slots_to_count = np.full_like(slots, _NO_SLOT)
+        slots_to_count[firsts[~has_drafts]] = slots[firsts[~has_drafts]]
         seen_of_row = array_to_device(np.where(counted, slots, _NO_SLOT), self._device)
         numbers = array_to_device(self._table.penalties_of(slots), self._device)
-        return RowPenalties(self._seen.counts, seen_of_row, *numbers)
+        of_rows = RowPenalties(self._seen.counts, seen_of_row, *numbers)
+        if has_drafts.any():
+            drafts = self._drafts(slots, positions, np.where(counted, num_drafts, 0), known.token_ids)
+            of_rows = dataclasses.replace(of_rows, drafts=array_to_device(drafts, self._device))
+        return StepPenalties(of_rows, array_to_device(slots_to_count, self._device))
 
-    def add(self, penalties: RowPenalties, token_ids: torch.Tensor) -> None:
+    def add(self, penalties: StepPenalties, token_ids: torch.Tensor) -> None:
         """Count the tokens [R] int64 that have been chosen after `penalties`."""
-        self._seen.add(penalties.seen_of_row, token_ids)
+        self._seen.add(penalties.slots_to_count, token_ids)
+
+    @staticmethod
+    def _drafts(
+        slots: Int64Array, positions: Int64Array, num_drafts: Int64Array, token_ids: IntArray
+    ) -> Int64Array:
+        """Return the drafts before each row, [R, the most of them], the last one first."""
+        places = positions[:, None] - 1 - np.arange(num_drafts.max())
+        is_draft = places >= (positions - num_drafts)[:, None]
+        drafts = token_ids[slots[:, None], np.maximum(places, 0)].astype(np.int64)
+        return np.where(is_draft, drafts, NO_TOKEN)
+
+    def _catch_up(
+        self, slots: Int64Array, positions: Int64Array, times_written: Int64Array, token_ids: IntArray
+    ) -> None:
+        """Have the tokens before each position counted, and no others."""
+        num_counted = self._num_counted[slots]
+        is_same = (self._times_written[slots] == times_written) & (num_counted <= positions)
+        is_same &= num_counted != _NOT_COUNTED
+        for slot, end in zip(slots[~is_same].tolist(), positions[~is_same].tolist(), strict=True):
+            self._count_again(slot, token_ids[slot, :end])
+        num_new = np.where(is_same, positions - num_counted, 0)
+        if num_new.any():
+            rows = np.repeat(slots, num_new)
+            ends = np.cumsum(num_new)
+            places = np.arange(len(rows)) - np.repeat(ends - num_new - num_counted, num_new)
+            new = token_ids[rows, places].astype(np.int64)
+            self._seen.add(array_to_device(rows, self._device), array_to_device(new, self._device))
 
     def _count_again(self, slot: int, token_ids: IntArray) -> None:
         num_prompt_tokens = int(self._table.num_prompt_tokens[slot])

@@ -145,12 +145,12 @@ class DeviceSampler:
 
         Args:
             logits: [R, V] float32 on the device; overwritten but for the host's rows.
-            slots: [R] the slot of each row.
+            slots: [R] the slot of each row; rows of one slot are adjacent.
             positions: [R] absolute index of the token to choose.
             masks: which tokens the rows' grammars allow.
             known: of the tokens before.
             is_of_host: [R] rows whose penalties, constraints, grammar and log-probabilities are left to the
-                host; other rows are of different slots.
+                host.
         """
         num_logprobs = self._table.num_logprobs[slots]
         rows = np.flatnonzero((num_logprobs >= 0) & ~is_of_host)
@@ -166,7 +166,7 @@ class DeviceSampler:
             logits,
             self._draws(slots, positions),
             None if changes is None else changes.on(self._last.device),
-            penalties,
+            None if penalties is None else penalties.of_rows,
         )
         if penalties is not None:
             self._penalties.add(penalties, token_ids)

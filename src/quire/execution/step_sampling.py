@@ -73,7 +73,6 @@ class StepSampler:
         if self.device is None:
             return SamplingInFlight(self, logits, slots, positions, masks, np.arange(len(slots)), None)
         is_of_host = self.table.depends_on_output(slots)
-        is_of_host |= self.table.is_penalized(slots) & (np.bincount(slots)[slots] > 1)  # drafts count, too
         chosen = self.device.sample(logits, slots, positions, masks=masks, known=known, is_of_host=is_of_host)
         return SamplingInFlight(self, logits, slots, positions, masks, np.flatnonzero(is_of_host), chosen)
 

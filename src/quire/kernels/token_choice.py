@@ -44,6 +44,7 @@ class RowPenalties:
     repetition: torch.Tensor  # [R] float32; 1: none
     frequency: torch.Tensor  # [R] float32; 0: none
     presence: torch.Tensor  # [R] float32; 0: none
+    drafts: torch.Tensor | None = None  # [R, K] int64, which the row has seen, too; `NO_TOKEN`: fewer
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

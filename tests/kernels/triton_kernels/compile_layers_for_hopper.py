@@ -5,6 +5,7 @@ A process of its own, as Triton decides once whether it interprets.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import pkgutil
@@ -122,6 +123,8 @@ def choose(kernels: TritonKernels, num_rows: int) -> None:
     assert kernels.token_choice is not None
     for dtype in (torch.int16, torch.int32):
         of_rows = RowPenalties(torch.zeros(1, 40_000, dtype=dtype), rows, *torch.ones(3, num_rows))
+        drafts = torch.zeros(num_rows, num_rows, dtype=torch.int64)
+        kernels.token_choice.choose(logits, penalties=dataclasses.replace(of_rows, drafts=drafts))
         kernels.token_choice.choose(logits, RowDraws(draws[0], numbers[1], *draws[2:]), changes, of_rows)
     kernels.token_choice.logprobs(logits, numbers[2], 5 * num_rows - 4, rows)
 

@@ -75,6 +75,30 @@ def test_penalties_are_the_host_s_as_outputs_grow(
         ]
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_drafts_have_been_seen_by_the_rows_behind_them(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(penalties_on_device, "_PART", 32)
+    rng = np.random.default_rng(4)
+    seen = SeenTokens(1, VOCAB_SIZE, 99 if dtype == torch.int16 else 10**6, DEVICE)
+    prompt, output = ids(rng, 9), ids(rng, 5)
+    seen.open(0, prompt, output)
+    drafts = [int(prompt[0]), 70, 70]  # seen before, new, and again
+    logits = (rng.normal(size=(5, VOCAB_SIZE)) * 3).astype(np.float32)
+    expected = logits.copy()
+    of_row = Penalties.of(PARAMS[0], prompt)
+    assert of_row is not None
+    for row in range(4):
+        of_row.apply(expected[row], np.concatenate((prompt, output, drafts[:row])).astype(np.int32))
+    table = [[*reversed(drafts[:row]), *[NO_TOKEN] * (3 - row)] for row in range(4)] + [[NO_TOKEN] * 3]
+    rows = rows_of(seen, [PARAMS[0]] * 4 + [SamplingParams()], [0, 0, 0, 0, -1])
+    rows = dataclasses.replace(rows, drafts=torch.tensor(table, device=DEVICE))
+    changed = torch.from_numpy(logits).to(DEVICE)
+    penalize(changed, rows)
+    assert np.array_equal(changed.cpu().numpy().view(np.int32), expected.view(np.int32))
+
+
 def test_tokens_are_chosen_after_penalties() -> None:
     logits = torch.zeros(2, VOCAB_SIZE, device=DEVICE)
     logits[:, [5, 6]] = torch.tensor([2.0, 1.5], device=DEVICE)
@@ -93,6 +117,7 @@ def test_what_the_kernel_cannot_take_is_refused() -> None:
         ("seen", seen.counts.long(), "seen is torch"),
         ("seen_of_row", good.seen_of_row[:1], "seen_of_row is"),
         ("presence", good.presence.double(), "presence is"),
+        ("drafts", torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), "drafts are"),
     ]:
         with pytest.raises((TypeError, ValueError), match=problem):
             penalize(logits, dataclasses.replace(good, **{field: value}))

@@ -8,23 +8,28 @@ import triton.language as tl
 
 from quire.kernels.seen_tokens import in_prompt
 from quire.kernels.token_choice import RowPenalties
-from quire.kernels.triton.device import await_previous, is_interpreted
+from quire.kernels.triton.device import await_previous, is_interpreted, loop_end
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tensors import check_vector
 
 _PART = 1 << 16 if is_interpreted else 4096  # logits of a program
 
 
-@kernel(do_not_specialize_on_alignment=["seen_of_row", "repetitions", "frequencies", "presences"])
+@kernel(
+    do_not_specialize=["num_drafts"],
+    do_not_specialize_on_alignment=["seen_of_row", "drafts", "repetitions", "frequencies", "presences"],
+)
 def _penalize_kernel(
     logits,
     seen,
     seen_of_row,
+    drafts,
     repetitions,
     frequencies,
     presences,
     vocab_size,
     row_stride,
+    num_drafts,
     PART: tl.constexpr,
     IN_PROMPT: tl.constexpr,
 ):
@@ -36,6 +41,9 @@ def _penalize_kernel(
     place = tl.program_id(1) * PART + tl.arange(0, PART)
     is_token = place < vocab_size
     counts = tl.load(seen + seen_row * vocab_size + place, mask=is_token, other=0).to(tl.int32)
+    if drafts is not None:
+        for number in range(loop_end(num_drafts)):
+            counts += (place == tl.load(drafts + row * num_drafts + number)).to(tl.int32)
     is_seen = counts > 0
     counts = counts & (IN_PROMPT - 1)
     at = logits + row * row_stride + place
@@ -66,10 +74,19 @@ def penalize(logits: torch.Tensor, penalties: RowPenalties) -> None:
             f"seen is {tuple(seen.shape)} with strides {seen.stride()}; it must have {vocab_size} columns "
             "and be contiguous"
         )
+    drafts = penalties.drafts
+    if drafts is not None and (
+        drafts.dtype is not torch.int64 or drafts.shape[:-1] != (num_rows,) or not drafts.is_contiguous()
+    ):
+        raise ValueError(
+            f"drafts are {drafts.dtype} {tuple(drafts.shape)}; they must be int64 [{num_rows}, any number] "
+            "and contiguous"
+        )
     if num_rows:
         part = min(int(triton.next_power_of_2(vocab_size)), _PART)
         _penalize_kernel[(num_rows, triton.cdiv(vocab_size, part))](
-            logits, seen, penalties.seen_of_row, penalties.repetition, penalties.frequency,
-            penalties.presence, vocab_size, logits.stride(0), PART=part, IN_PROMPT=in_prompt(seen.dtype),
+            logits, seen, penalties.seen_of_row, drafts, penalties.repetition, penalties.frequency,
+            penalties.presence, vocab_size, logits.stride(0), 0 if drafts is None else drafts.shape[1],
+            PART=part, IN_PROMPT=in_prompt(seen.dtype),
             enable_fp_fusion=False,  # a product is rounded before it is subtracted, as on the host
         )  # fmt: skip
