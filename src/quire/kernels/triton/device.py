@@ -31,6 +31,11 @@ def compute_capability() -> int:
     return 90 if is_interpreted else triton.runtime.driver.active.get_current_target().arch
 
 
+def has_large_tiles() -> bool:
+    """Return whether programs may have the shared memory of Hopper, and tiles are fetched: 9.x and 10.x."""
+    return 90 <= compute_capability() < 120
+
+
 @triton.jit
 def await_previous():
     """Wait until the kernel before this one has ended: what each kernel does first.

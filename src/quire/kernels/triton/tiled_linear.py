@@ -12,7 +12,7 @@ import triton
 from typing_extensions import override
 
 from quire.kernels.linear import Linear
-from quire.kernels.triton.device import is_interpreted, kernel_device
+from quire.kernels.triton.device import has_large_tiles, is_interpreted, kernel_device
 from quire.kernels.triton.tensors import check_rows
 from quire.kernels.weights import Weight
 
@@ -44,7 +44,7 @@ def tile_of(num_rows: int, in_features: int, out_features: int, dtype: torch.dty
     """
     if is_interpreted:
         return Tile(512, 16, 128, 4, 1)
-    if num_rows <= 16 and dtype.itemsize == 2:
+    if num_rows <= 16 and dtype.itemsize == 2 and has_large_tiles():
         if out_features >= _MANY_FEATURES:
             return Tile(64, 16, 128, 4, 4)
         return Tile(64, 16, 256, 4, 4) if in_features >= _MANY_INPUTS else Tile(64, 16, 128, 4, 6)

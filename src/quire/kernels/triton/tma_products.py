@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.triton.device import (
     MULTIPROCESSORS,
     await_previous,
-    compute_capability,
+    has_large_tiles,
     is_interpreted,
     rounded,
 )
@@ -21,7 +21,6 @@ from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tiled_linear import Tile, TiledLinear
 
 FEWEST_ROWS = 17  # of which fewer, weights are fetched as fast without it
-_LEAST_CAPABILITY = 90  # of GPUs: that of Hopper
 _ALIGNMENT = 16  # bytes, of what is fetched and of its rows
 _STAGE_BYTES = 200 << 10  # of shared memory, for tiles that are on their way
 _MOST_STAGES = 6
@@ -98,7 +97,7 @@ def can_fetch(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether there are enough rows to fetch tiles, and the GPU can."""
     return (
         len(rows) >= FEWEST_ROWS
-        and compute_capability() >= _LEAST_CAPABILITY
+        and has_large_tiles()
         and rows.dtype.itemsize <= 2  # others are multiplied without tensor cores
         and all(
             part.data_ptr() % _ALIGNMENT == 0 and part.stride(0) * part.dtype.itemsize % _ALIGNMENT == 0
