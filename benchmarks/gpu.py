@@ -124,7 +124,7 @@ def of_models(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -> 
 
 def _decode_rows(llm: LLM, name: str, config: Any, sizes: Sizes, bandwidth: float) -> Iterator[Row]:
     for count in sizes.num_requests:
-        read = read_share(llm, count, sizes.context, config.num_experts) if config.num_experts else None
+        read = read_share(llm, count, sizes.context, config.num_experts)
         seconds = decode_seconds(llm, count, sizes.context, sizes.num_steps)
         context = sizes.context + sizes.num_steps // 2
         share = decode_bytes(config, count, context, read) / bandwidth / seconds
@@ -136,6 +136,12 @@ def _decode_rows(llm: LLM, name: str, config: Any, sizes: Sizes, bandwidth: floa
 def _engine(directory: str, sizes: Sizes, **options: Any) -> LLM:
     engine = {"max_num_seqs": max(sizes.num_requests), **sizes.engine, **options}
     return LLM(directory, dtype="bfloat16", **engine)
+
+
+def _options(sizes: Sizes) -> list[str]:
+    """Return the engine's settings as options of commands."""
+    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.engine.items()]
+    return [part for flag in flags for part in flag]
 
 
 def of_offline(model: str, sizes: Sizes) -> Iterator[Row]:
@@ -162,8 +168,7 @@ def of_prompts(model: str, sizes: Sizes) -> Iterator[Row]:
 
 def of_served(model: str, sizes: Sizes) -> Iterator[Row]:
     """Yield the rows of streams over HTTP, and of a server's start."""
-    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.engine.items()]
-    options = [part for flag in flags for part in flag]
+    options = _options(sizes)
     streams, length, output = sizes.served
     load = ["--num-prompts", str(4 * streams), "--input-len", str(length), "--output-len", str(output)]
     offline = bench("throughput", model, *load, *options, "--max-num-seqs", str(streams))
@@ -186,12 +191,9 @@ def of_busy(model: str, sizes: Sizes) -> Iterator[Row]:
 
 def of_first_start(model: str, sizes: Sizes) -> Iterator[Row]:
     """Yield the row of a server's first start."""
-    options = [
-        part for name, value in sizes.engine.items() for part in (f"--{name.replace('_', '-')}", str(value))
-    ]
     with (
         tempfile.TemporaryDirectory() as empty,
-        server(model, *options, environment={"TRITON_CACHE_DIR": empty}) as (_, seconds),
+        server(model, *_options(sizes), environment={"TRITON_CACHE_DIR": empty}) as (_, seconds),
     ):
         yield Row(
             "ready, the first time: kernels are compiled",
@@ -217,9 +219,9 @@ def of_requests(which: list[str], sizes: Sizes, directory: str) -> Iterator[Row]
     if not set(which) & set(OF_REQUESTS):
         return
     with _written_model(sizes, directory) as model:
-        for name in which:
-            if name in OF_REQUESTS:
-                yield from OF_REQUESTS[name](model, sizes)
+        for name, rows_of in OF_REQUESTS.items():  # in this order, in which the profiler comes last
+            if name in which:
+                yield from rows_of(model, sizes)
 
 
 @contextlib.contextmanager
@@ -249,7 +251,7 @@ def profiles_of(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -
                 mock.patch.object(kernel, "launches_early", return_value=False),
                 _engine(directory, sizes) as llm,
             ):
-                read = read_share(llm, count, context, config.num_experts) if config.num_experts else None
+                read = read_share(llm, count, context, config.num_experts)
                 times = kernel_times(llm, count, context)
             work = decode_work(config, count, context, read)
         yield f"{name}, a decode step of {count} requests of {context} tokens"

@@ -60,7 +60,12 @@ def chosen_experts(num_rows: int) -> Iterator[list[torch.Tensor]]:
 
 
 def read_share(llm: LLM, num_requests: int, context: int, num_experts: int) -> float | None:
-    """Return the share of experts that decode steps of so many requests read; None without experts."""
+    """Return the share of experts that decode steps of so many requests read; None without experts.
+
+    None, too, if steps of this size have been recorded before, in which nobody sees what they choose.
+    """
+    if not num_experts:
+        return None
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     with chosen_experts(num_requests) as chosen:
         llm.generate(prompts(num_requests, context, llm.info.vocab_size), params)

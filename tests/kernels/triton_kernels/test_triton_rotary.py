@@ -64,9 +64,7 @@ class Step:
         cache = make_cache(self.num_blocks, 2, heads.num_kv_heads, 8, heads.head_dim, self.cache_dtype)
         # The reference computes on the CPU: torch divides by a number less exactly on a GPU.
         device = DEVICE if chosen is kernels else HOST
-        kv, qkv = Layer.poisoned(cache, 1, device), strided(self.qkv)[rows]
-        if device != qkv.device:
-            qkv = qkv.to(device)
+        kv, qkv = Layer.poisoned(cache, 1, device), strided(self.qkv)[rows].to(device)
         q_norm, k_norm, cos, sin = (
             None if part is None else part.to(device)
             for part in (self.q_norm, self.k_norm, self.cos, self.sin)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device import await_previous, larger, largest_magnitude, nearest_float8, rounded
+from quire.kernels.triton.device import await_previous, larger, largest_magnitude, nearest_float8
 from quire.kernels.triton.kernel import kernel
+from quire.kernels.triton.products import store_products
 
 LARGEST = tl.constexpr(448.0)  # number of float8
 LEAST_SCALE = tl.constexpr(2.0**-120)  # its inverse is a number, too; zeros have this scale
@@ -95,6 +96,25 @@ def float8_tile_sums(
     return total
 
 
+@triton.jit
+def block_scales(
+    scales,
+    first_feature,
+    out_features,
+    IN_FEATURES: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    FEATURES: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Return where the scales of features' blocks begin, [FEATURES] or [1], in [blocks, groups].
+
+    Where blocks are as large as tiles, all features of a program share a scale.
+    """
+    SCALES: tl.constexpr = 1 if BLOCK_FEATURES % FEATURES == 0 else FEATURES
+    block = tl.minimum(first_feature + tl.arange(0, SCALES), out_features - 1) // BLOCK_FEATURES
+    return scales + block * tl.cdiv(IN_FEATURES, INPUTS)
+
+
 @kernel(do_not_specialize=["num_rows"])
 def float8_linear_kernel(
     rows,
@@ -128,17 +148,12 @@ def float8_linear_kernel(
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     weight_scales_at = weight_scales + read_feature
     if IN_GROUPS:
-        # Where blocks are as large as tiles, all features of a program share a scale.
-        SCALES: tl.constexpr = 1 if BLOCK_FEATURES % FEATURES == 0 else FEATURES
-        block = tl.minimum(first + tl.arange(0, SCALES), out_features - 1) // BLOCK_FEATURES
-        weight_scales_at = weight_scales + block * tl.cdiv(IN_FEATURES, INPUTS)
+        weight_scales_at = block_scales(
+            weight_scales, first, out_features, IN_FEATURES, BLOCK_FEATURES, FEATURES, INPUTS
+        )
     result = float8_tile_sums(
         weight + read_feature * IN_FEATURES, weight_scales_at,
         rows + read_row * IN_FEATURES, row_scales + read_row, row < num_rows, num_rows,
         IN_FEATURES, IN_GROUPS, OPERANDS, FEATURES, ROWS, INPUTS,
     )  # fmt: skip
-    if HAS_BIAS:
-        result += tl.load(bias + read_feature)[:, None]
-    out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
-    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
-    tl.store(out_at, rounded(result, out.dtype.element_ty), mask=is_stored)
+    store_products(result, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS)

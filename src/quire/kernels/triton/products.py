@@ -2,7 +2,8 @@
 
 A program computes a tile of output features by rows, with the weights as the left operand: few rows are then
 few columns, and cost little more than reading the weights. Each number is one sum over all inputs in their
-order, and no size that this order depends on is chosen by the number of rows.
+order. How many inputs are multiplied at once may follow from the number of rows only where the order of
+additions does not depend on it; see `tiled_linear.tile_of`.
 """
 
 from __future__ import annotations
@@ -125,6 +126,21 @@ def grouped_tile_sums(
     return total
 
 
+@triton.jit
+def store_products(
+    products, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS: tl.constexpr
+):
+    """Write products [FEATURES, ROWS] float32, and a bias added to them, to rows of `out`.
+
+    `feature` [FEATURES] and `row` [ROWS] may be beyond the last ones, of which nothing is written.
+    """
+    if HAS_BIAS:
+        products += tl.load(bias + tl.minimum(feature, out_features - 1))[:, None]
+    out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
+    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
+    tl.store(out_at, rounded(products, out.dtype.element_ty), mask=is_stored)
+
+
 @kernel(do_not_specialize=["num_rows"])
 def linear_kernel(
     rows,
@@ -162,11 +178,7 @@ def linear_kernel(
     )  # fmt: skip
     if HAS_SCALES:
         result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
-    if HAS_BIAS:
-        result += tl.load(bias + read_feature)[:, None]
-    out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
-    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
-    tl.store(out_at, rounded(result, out.dtype.element_ty), mask=is_stored)
+    store_products(result, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS)
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -210,8 +222,4 @@ def grouped_linear_kernel(
     )  # fmt: skip
     if HAS_ROW_SCALES:
         total *= tl.load(row_scales + read_row)[None, :]
-    if HAS_BIAS:
-        total += tl.load(bias + read_feature)[:, None]
-    out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
-    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
-    tl.store(out_at, rounded(total, out.dtype.element_ty), mask=is_stored)
+    store_products(total, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS)

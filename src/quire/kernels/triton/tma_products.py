@@ -15,9 +15,10 @@ from quire.kernels.triton.device import (
     await_previous,
     has_large_tiles,
     is_interpreted,
-    rounded,
 )
+from quire.kernels.triton.float8_products import block_scales
 from quire.kernels.triton.kernel import kernel
+from quire.kernels.triton.products import store_products
 from quire.kernels.triton.tiled_linear import Tile, TiledLinear
 
 FEWEST_ROWS = 17  # of which fewer, weights are fetched as fast without it
@@ -68,9 +69,9 @@ def tma_linear_kernel(
     read_feature = tl.minimum(feature, out_features - 1)
     read_row = tl.minimum(row, num_rows - 1)
     if IN_GROUPS:
-        SCALES: tl.constexpr = 1 if BLOCK_FEATURES % FEATURES == 0 else FEATURES
-        block = tl.minimum(first_feature + tl.arange(0, SCALES), out_features - 1) // BLOCK_FEATURES
-        weight_scales_at = weight_scales + block * tl.cdiv(IN_FEATURES, INPUTS)
+        weight_scales_at = block_scales(
+            weight_scales, first_feature, out_features, IN_FEATURES, BLOCK_FEATURES, FEATURES, INPUTS
+        )
         row_scales_at = row_scales + read_row
     total = tl.zeros((FEATURES, ROWS), SUMS)
     for start in range(0, IN_FEATURES, INPUTS):  # beyond the last input, both are zero
@@ -86,11 +87,7 @@ def tma_linear_kernel(
     result = total.to(tl.float32)
     if HAS_SCALES and not IN_GROUPS:
         result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
-    if HAS_BIAS:
-        result += tl.load(bias + read_feature)[:, None]
-    out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
-    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
-    tl.store(out_at, rounded(result, out.dtype.element_ty), mask=is_stored)
+    store_products(result, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS)
 
 
 def can_fetch(rows: torch.Tensor, weight: torch.Tensor) -> bool:
