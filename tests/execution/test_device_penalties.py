@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from quire.execution import device_penalties
 from quire.execution.device_penalties import DevicePenalties, KnownTokens
 from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.sampling_table import SamplingTable
-from quire.kernels.devices import HOST
+from quire.kernels import seen_tokens
+from quire.kernels.devices import HOST, array_to_device
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, ChosenTokens, ForkData, NewRequestData
 
@@ -86,7 +93,13 @@ class Requests:
         is_of_host = np.repeat(is_of_host, counts)
         positions = np.repeat(positions, counts) + offset
         known_tokens = KnownTokens(token_ids, self.written[rows])
-        found = self.device.of_rows(rows, positions, is_of_host, known_tokens)
+        try:
+            with self.fault():
+                found = self.device.of_rows(rows, positions, is_of_host, known_tokens)
+        except MemoryError:  # tried again once the host has been told all tokens
+            for slot in slots:
+                token_ids[slot, : len(self.tokens[slot])] = self.tokens[slot]
+            found = self.device.of_rows(rows, positions, is_of_host, known_tokens)
         counted = self.table.is_penalized(rows) & ~is_of_host
         assert (found is not None) == counted.any()
         chosen = torch.tensor(self.ids(len(rows)))
@@ -106,6 +119,21 @@ class Requests:
             num_accepted = int(self.rng.integers(0, len(drafts[slot]) + 1)) if slot in drafts else 0
             self.tokens[slot] += [*drafts.get(slot, [])[:num_accepted], int(chosen[row + num_accepted])]
             self.is_unknown[slot] = not is_of_host[row] and slot not in drafts and self.rng.random() < 0.6
+
+    @contextlib.contextmanager
+    def fault(self) -> Iterator[None]:
+        """Memory runs out at some copy to the device, or never."""
+        num_left = itertools.count(int(self.rng.integers(0, 30)), -1)
+
+        def copy(array: Any, device: torch.device) -> torch.Tensor:
+            if not next(num_left):
+                raise MemoryError
+            return array_to_device(array, device)
+
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (device_penalties, seen_tokens):
+                patch.setattr(module, "array_to_device", copy)
+            yield
 
     def check(self, slot: int, counts: torch.Tensor, drafts: list[int]) -> None:
         split = int(self.table.num_prompt_tokens[slot])

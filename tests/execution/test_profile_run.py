@@ -22,7 +22,6 @@ from quire.execution.cache_evictor import CacheEvictor
 from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
 from quire.execution.model_runner import ModelRunner
 from quire.execution.profile_run import (
-    LENGTHS,
     TIMES,
     StepLimits,
     _compute_all,
@@ -134,14 +133,17 @@ def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(profiling, "_most_tokens_that_the_host_slows_down", say_64)
     assert profile_run(runner, VOCAB_SIZE, limits) == runner.most_recorded_tokens == 64
-    plain, chunks, decodes = watched.steps[:3], watched.steps[4:7], watched.steps[7 : timed[0]]
-    assert plain == [(length, 1, length) for length in sorted({*LENGTHS[:2], 61})]
-    assert watched.steps[3] == (96, 4, 61)
-    assert watched.num_logits[3] == 4
+    sizes, largest, rest = watched.steps[:11], watched.steps[11], watched.steps[12 : timed[0]]
+    assert sizes[:6] == [(length, 1, length) for length in (1, 2, 4, 8, 16, 32)]
+    assert sizes[6:8] == [(64, 2, 61), (96, 2, 61)]
+    assert sizes[8:] == [(num_rows, num_rows, 1) for num_rows in (1, 2, 4)]
+    assert largest == (96, 4, 61)
+    assert watched.num_logits[8:12] == [1, 2, 4, 4]
+    chunks, decodes = rest[:3], rest[3:]
     assert chunks == [(24, 1, 61), (6, 1, 61), (9, 4, 61)]
     assert decodes == [(4, 4, 61)] * 3 * TIMES
     assert watched.steps[timed[0] :] == [(64, 4, 61)] * TIMES
-    assert set(watched.num_logits[7:]) == {4}
+    assert set(watched.num_logits[timed[0] :]) == {4}
     assert runner.num_requests == 4
     assert len(watched.recorded) == 2
 
@@ -294,7 +296,7 @@ def test_steps_of_each_length_are_scored_if_keys_are_evicted(
     monkeypatch.setattr(CacheEvictor, "after_attention", watch)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=60, draft_length=0)
     profile_run(runner_of(model, limits, eviction=EVICTION), VOCAB_SIZE, limits)
-    assert scored == sorted({*LENGTHS[:2], 60})
+    assert scored == [1, 2, 4, 8, 16, 32, 60, 60]  # the longest of one request, then of two
 
 
 @pytest.mark.parametrize("litter", [float("nan"), float("inf"), -1e30])

@@ -23,9 +23,6 @@ from quire.step import (
     SchedulerOutput,
 )
 
-LENGTHS = (1, 40, 100, 200, 400)
-"""Tokens of steps that are computed for their kernels alone, which have a kind of tiles for each."""
-
 MOST_ATTENDED_TOKENS = 1 << 21
 """Cached tokens that a step reads, so that the longest prompts take no longer than a second."""
 
@@ -70,7 +67,7 @@ class _Row:
 def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int:
     """Compute steps of all kinds that take much memory, and wait for each.
 
-    They are: the most tokens, with a token sampled for the most requests in all ways that the device knows;
+    They are: steps of all sizes that have kernels of their own; the most tokens, with a token sampled for the most requests in all ways that the device knows;
     chunks of prompts behind the longest context, one of them beside decodes; and decode steps of the most
     requests, some of which have the longest context, and of requests with drafts, recorded if the runner
     records any. Then the largest step with prompts is recorded that is worth it.
@@ -105,11 +102,12 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
 def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
     """Compute all steps, each decode step `times` times."""
     longest, most = limits.max_model_len, limits.max_num_batched_tokens
-    for length in sorted({min(length, longest, most) for length in LENGTHS}):
-        steps.compute([_Row(0, length)], _PLAIN, scores=True)
-    for num_rows in LENGTHS[1:]:  # of logits
-        if num_rows < min(limits.max_num_seqs, most):
-            steps.compute([_Row(0, 1)] * num_rows, _PLAIN)
+    # Kernels differ by the power of two that a step's tokens, or those that sample, are rounded up to.
+    for num_tokens in _powers_of_two(min(most, limits.max_num_seqs * longest)):
+        rows = [_Row(0, min(longest, num_tokens - start)) for start in range(0, num_tokens, longest)]
+        steps.compute(rows, _PLAIN, scores=True)
+    for num_rows in _powers_of_two(min(most, limits.max_num_seqs)):
+        steps.compute([_Row(0, 1)] * num_rows, _PLAIN)
     num_drafts = min(limits.draft_length, longest - 1, most - 1)
     steps.compute(_most_tokens(limits, num_drafts), _ALL_THERE_IS, num_drafts=num_drafts)
     for rows in _chunks(limits):
@@ -154,6 +152,11 @@ def _recorded_chunk(num_tokens: int, limits: StepLimits) -> list[_Row]:
     chunk = min(num_tokens - num_decodes, longest)
     decodes = [_Row(longest - 1, 1)] * num_long + [_Row(0, 1)] * (num_decodes - num_long)
     return [_Row(longest - chunk, chunk), *decodes]
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4 and so on, and `most` in place of those that are larger."""
+    return [min(1 << exponent, most) for exponent in range((most - 1).bit_length() + 1)]
 
 
 def _most_tokens(limits: StepLimits, num_drafts: int) -> list[_Row]:

@@ -13,7 +13,7 @@ from pairwise import pairwise
 from quire.kernels.linear import Linear
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton import linear as triton_linear
-from quire.kernels.triton import tma_products
+from quire.kernels.triton import tiled_linear, tma_products
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.kernels.triton.tiled_linear import Tile
 from quire.kernels.weights import (
@@ -214,3 +214,21 @@ def test_what_a_layer_cannot_take_is_refused() -> None:
         linear(random(2, 32), out=random(2, 9))
     with pytest.raises(ValueError, match="groups of 24"):
         make_linear([_in_groups(8, 48, bits=4, group_size=24)], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
+@pytest.mark.parametrize("outputs", [64, 1000, 1024, 3072, 5120, 28672, 151936])
+def test_one_tile_for_all_numbers_of_rows_up_to_a_power_of_two(
+    dtype: torch.dtype, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then steps of powers of two compile the kernels of all others."""
+    for module in (tiled_linear, tma_products):
+        monkeypatch.setattr(module, "is_interpreted", False)
+    chosen = set()
+    for exponent in range(12):
+        numbers = range((1 << exponent) + 1, (1 << exponent + 1) + 1)
+        tiles = {tiled_linear.tile_of(number, 4096, outputs, dtype) for number in numbers}
+        fetched = {tma_products.fetched_tile_of(number, outputs, dtype) for number in numbers}
+        assert (len(tiles), len(fetched)) == (1, 1)
+        chosen |= tiles | fetched
+    assert len(chosen) > 4
