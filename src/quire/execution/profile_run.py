@@ -67,10 +67,11 @@ class _Row:
 def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int:
     """Compute steps of all kinds that take much memory, and wait for each.
 
-    They are: steps of all sizes that have kernels of their own; the most tokens, with a token sampled for the most requests in all ways that the device knows;
-    chunks of prompts behind the longest context, one of them beside decodes; and decode steps of the most
-    requests, some of which have the longest context, and of requests with drafts, recorded if the runner
-    records any. Then the largest step with prompts is recorded that is worth it.
+    They are: all sizes that have kernels of their own; the most tokens, with a token sampled for the most
+    requests in all ways that the device knows; chunks of prompts behind the longest context, one
+    of them beside decodes; and decode steps of the most requests, some of which have the longest context, and
+    of requests with drafts, recorded if the runner records any. Then the largest step with prompts is
+    recorded that is worth it.
 
     Args:
         runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
