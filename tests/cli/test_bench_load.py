@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
-import httpx
+import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.http_target import ServerTarget
@@ -107,15 +110,31 @@ def choice(text: str) -> dict:
     return {"choices": [{"text": text}], "usage": None}
 
 
-def server(answer: httpx.Response, models: object = None) -> tuple[ServerTarget, list[httpx.Request]]:
-    seen: list[httpx.Request] = []
+@contextlib.asynccontextmanager
+async def server(
+    status: int = 200, body: bytes = b"", models: object = None, is_cut_off: bool = False
+) -> AsyncIterator[tuple[ServerTarget, list[bytes]]]:
+    """A server with one answer, and the bodies that it was sent."""
+    seen: list[bytes] = []
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return answer if request.method == "POST" else httpx.Response(200, json=models)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        seen.append(await request.read())
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        size = max(7, len(body) // 100)
+        for start in range(0, len(body), size):
+            await response.write(body[start : start + size])
+        if is_cut_off:
+            request.transport.abort()
+        return response
 
-    client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
-    return ServerTarget(client, "http://host/v1", np.arange(3)), seen
+    async def listed(_: web.Request) -> web.Response:
+        return web.json_response(models)
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", answer), web.get("/v1/models", listed)])
+    async with TestServer(app) as server, aiohttp.ClientSession() as client:
+        yield ServerTarget(client, str(server.make_url("/v1")), np.arange(3)), seen
 
 
 async def sent(target: ServerTarget) -> tuple[RequestUsage, int]:
@@ -127,49 +146,65 @@ async def sent(target: ServerTarget) -> tuple[RequestUsage, int]:
 async def test_events_with_text_are_outputs_and_the_usage_has_the_counts():
     usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
     body = sse(choice(""), choice("a"), choice(""), choice("b"), {"choices": [], "usage": usage})
-    target, seen = server(httpx.Response(200, content=b": ping\n\n" + body))
-    assert await sent(target) == (RequestUsage(3, 2), 3)
-    body = json.loads(seen[0].content)
+    async with server(body=b": ping\n\n" + body) as (target, seen):
+        assert await sent(target) == (RequestUsage(3, 2), 3)
+    body = json.loads(seen[0])
     assert (body["prompt"], body["max_tokens"], body["ignore_eos"]) == ([5, 6, 7], 3, True)
     assert body["stream_options"] == {"include_usage": True}
 
 
 async def test_without_a_usage_outputs_are_counted():
-    target, _ = server(httpx.Response(200, content=sse(choice("a"), choice("b"))))
-    assert await sent(target) == (RequestUsage(2, 0), 2)
+    async with server(body=sse(choice("a"), choice("b"))) as (target, _):
+        assert await sent(target) == (RequestUsage(2, 0), 2)
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("status", "body", "message"),
     [
-        (httpx.Response(429, json={"error": {"message": "come back later"}}), "HTTP 429: come back later"),
-        (httpx.Response(502, content=b"<html>"), "HTTP 502: <html>"),
-        (httpx.Response(200, content=sse({"error": {"message": "it broke"}})), "it broke"),
-        (httpx.Response(200, content=b"data: {\n\n"), "not JSON"),
+        (429, b'{"error": {"message": "come back later"}}', "HTTP 429: come back later"),
+        (502, b"<html>", "HTTP 502: <html>"),
+        (200, sse({"error": {"message": "it broke"}}), "it broke"),
+        (200, b"data: {\n\n", "no JSON object: {"),
+        (200, b"data: [1]\n\n", r"no JSON object: \[1\]"),
+        (200, b"data: \xff\n\n", "no JSON object"),
+        (200, b"data: " + b" " * (1 << 20), "cannot be read"),
     ],
 )
-async def test_a_refusal_says_why(answer: httpx.Response, message: str):
-    target, _ = server(answer)
-    with pytest.raises(QuireError, match=message):
-        await sent(target)
+async def test_a_refusal_says_why(status: int, body: bytes, message: str):
+    async with server(status, body) as (target, _):
+        with pytest.raises(QuireError, match=message):
+            await sent(target)
+
+
+async def test_an_answer_that_breaks_off_is_a_failure():
+    async with server(body=sse(choice("a"))[:-20], is_cut_off=True) as (target, _):
+        with pytest.raises(QuireError, match="the connection failed: "):
+            await sent(target)
+
+
+async def test_nobody_listens():
+    async with aiohttp.ClientSession() as client:
+        for url in ("http://127.0.0.1:9/v1", "127.0.0.1", "http://", "ftp://host"):
+            with pytest.raises(QuireError, match=r"cannot reach .*; see --base-url"):
+                await ServerTarget(client, url, np.arange(3)).choose_model("")
 
 
 async def test_the_model_is_the_first_that_is_listed_or_the_one_asked_for():
     models = {"data": [{"id": "a", "max_model_len": 77}, {"id": "b"}]}
-    target, _ = server(httpx.Response(200), models)
-    await target.choose_model("")
-    assert target.max_model_len == 77
-    await target.choose_model("b")
-    assert target.max_model_len is None
-    with pytest.raises(QuireError, match="lists a, b, not 'c'"):
-        await target.choose_model("c")
+    async with server(models=models) as (target, _):
+        await target.choose_model("")
+        assert target.max_model_len == 77
+        await target.choose_model("b")
+        assert target.max_model_len is None
+        with pytest.raises(QuireError, match="lists a, b, not 'c'"):
+            await target.choose_model("c")
 
 
 @pytest.mark.parametrize("models", [[], {"data": None}, {"data": [{}]}])
 async def test_what_is_no_list_of_models(models: object):
-    target, _ = server(httpx.Response(200), models)
-    with pytest.raises(QuireError, match="ends in /v1"):
-        await target.choose_model("")
+    async with server(models=models) as (target, _):
+        with pytest.raises(QuireError, match="ends in /v1"):
+            await target.choose_model("")
 
 
 @pytest.mark.parametrize(
@@ -184,8 +219,8 @@ def test_flags_of_an_engine_mean_nothing_to_a_server(engine: EngineConfig):
         open_target(TargetConfig(base_url="http://host/v1"), engine)
 
 
-def test_a_server_without_httpx_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "httpx", None)
+def test_a_server_without_aiohttp_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "quire.cli.bench.http_target")
     with pytest.raises(ConfigError, match=r'pip install "quire\[bench\]"'):
         open_target(TargetConfig(base_url="http://host/v1"), EngineConfig())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -133,6 +132,8 @@ def serve(
       quire bench serve --max-concurrency 8 --goodput ttft:200 --goodput tpot:50
       quire bench serve --base-url http://127.0.0.1:8000/v1 --request-rate 4 --plot latencies.svg
     """
+    import uvloop
+
     from quire.cli.bench.load import measure_serving
     from quire.cli.bench.measurements import served_figures
     from quire.cli.bench.plot import draw, require_drawable
@@ -143,7 +144,7 @@ def serve(
         raise ConfigError("--per-request adds to the JSON, so it needs --json FILE")
     require_writable(json_file, "--json")
     require_drawable(plot)
-    loaded, records = asyncio.run(measure_serving(open_target(target, engine), workload, arrivals))
+    loaded, records = uvloop.run(measure_serving(open_target(target, engine), workload, arrivals))
     results = {"workload": loaded.as_dict(), **served_figures(records, arrivals.objectives())}
     settings = {"workload": workload, "arrivals": arrivals, "target": target, "engine": engine}
     measured = records if per_request else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import httpx
+import aiohttp
+import msgspec
 import numpy as np
+from aiohttp.http import HttpProcessingError
 
 from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.target import RequestUsage, Target
@@ -38,9 +39,12 @@ async def server_target(config: TargetConfig, model: str) -> AsyncIterator[Targe
 
     vocabulary = regular_token_ids(read_tokenizer(resolve_model(model)))
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT)
-    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout) as client:
+    async with aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT),
+        trust_env=True,  # proxies
+    ) as client:
         target = ServerTarget(client, config.base_url.rstrip("/"), vocabulary)
         await target.choose_model(config.served_model_name)
         yield target
@@ -49,7 +53,7 @@ async def server_target(config: TargetConfig, model: str) -> AsyncIterator[Targe
 class ServerTarget:
     """The server at `base_url`, reached through `client`; prompts consist of the ids [n] in `vocabulary`."""
 
-    def __init__(self, client: httpx.AsyncClient, base_url: str, vocabulary: np.ndarray) -> None:
+    def __init__(self, client: aiohttp.ClientSession, base_url: str, vocabulary: np.ndarray) -> None:
         self.vocabulary = vocabulary
         self._client = client
         self._base_url = base_url
@@ -64,14 +68,15 @@ class ServerTarget:
         """
         url = f"{self._base_url}/models"
         try:
-            response = await self._client.get(url)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise QuireError(f"cannot reach {url}: {error or type(error).__name__}; see --base-url") from None
+            async with self._client.get(url) as response:
+                body = await response.read()
+        except aiohttp.ClientError as error:
+            raise QuireError(f"cannot reach {url}: {_described(error)}; see --base-url") from None
         try:
-            models = {model["id"]: model for model in response.json()["data"]}
+            models = {model["id"]: model for model in msgspec.json.decode(body)["data"]}
         except (ValueError, KeyError, TypeError):
             raise QuireError(
-                f"{url} answered {response.status_code} without a list of models; "
+                f"{url} answered {response.status} without a list of models; "
                 "--base-url ends in /v1 for most servers"
             ) from None
         if not models or (name and name not in models):
@@ -93,9 +98,9 @@ class ServerTarget:
         num_outputs = 0
         usage: dict[str, Any] = {}
         try:
-            async with self._client.stream("POST", f"{self._base_url}/completions", json=body) as response:
-                if response.is_error:
-                    raise QuireError(_reason(response.status_code, await response.aread()))
+            async with self._client.post(f"{self._base_url}/completions", json=body) as response:
+                if not response.ok:
+                    raise QuireError(_reason(response.status, await response.read()))
                 async for event in _events(response):
                     if "error" in event:
                         raise QuireError(str(event["error"]))
@@ -103,23 +108,27 @@ class ServerTarget:
                     if _brings_tokens(event, is_first=not num_outputs):
                         num_outputs += 1
                         on_output()
-        except httpx.HTTPError as error:
-            raise QuireError(f"the connection failed: {error or type(error).__name__}") from None
+        except aiohttp.ClientError as error:
+            raise QuireError(f"the connection failed: {_described(error)}") from None
+        except (
+            HttpProcessingError,
+            ValueError,
+        ) as error:  # as versions of aiohttp call a line that is too long
+            raise QuireError(f"the server sent what cannot be read: {error}") from None
         details = usage.get("prompt_tokens_details") or {}
         return RequestUsage(usage.get("completion_tokens", num_outputs), details.get("cached_tokens") or 0)
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Yield the objects of a stream of server-sent events."""
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip()
-        if line.startswith("data:") and data != "[DONE]":
+    async for line in response.content:
+        data = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data != b"[DONE]":
             try:
-                yield json.loads(data)
+                yield msgspec.json.decode(data, type=dict[str, Any])
             except ValueError:
-                raise QuireError(
-                    f"the server sent an event that is not JSON: {data[:SHOWN_OF_ERROR]}"
-                ) from None
+                shown = data[:SHOWN_OF_ERROR].decode(errors="replace")
+                raise QuireError(f"the server sent an event that is no JSON object: {shown}") from None
 
 
 def _brings_tokens(event: dict[str, Any], *, is_first: bool) -> bool:
@@ -132,5 +141,9 @@ def _reason(status: int, body: bytes) -> str:
     """Return why a server refused a request."""
     text = body.decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        text = json.loads(text)["error"]["message"]
+        text = msgspec.json.decode(body)["error"]["message"]
     return f"HTTP {status}: {text[:SHOWN_OF_ERROR]}"
+
+
+def _described(error: aiohttp.ClientError) -> str:
+    return str(error) or type(error).__name__

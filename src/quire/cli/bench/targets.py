@@ -25,7 +25,7 @@ def open_target(config: TargetConfig, engine: EngineConfig) -> contextlib.Abstra
     """Return the target that `config` names; it is ready once the context is entered.
 
     Raises:
-        ConfigError: the target is a server, but engine flags are given or httpx is missing.
+        ConfigError: the target is a server, but engine flags are given or aiohttp is missing.
     """
     if not config.base_url:
         return engine_target(engine)
@@ -33,9 +33,9 @@ def open_target(config: TargetConfig, engine: EngineConfig) -> contextlib.Abstra
     try:
         from quire.cli.bench.http_target import server_target
     except ModuleNotFoundError as error:
-        if error.name != "httpx":
+        if error.name != "aiohttp":
             raise
-        raise ConfigError('--base-url needs httpx: pip install "quire[bench]"') from None
+        raise ConfigError('--base-url needs aiohttp: pip install "quire[bench]"') from None
     return server_target(config, engine.model)
 
 
