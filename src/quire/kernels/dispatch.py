@@ -37,8 +37,8 @@ def kernel_set(name: str = "auto") -> KernelSet:
             "C++ compiler and then Quire again, or set it to 'auto'"
         )
     logger.warning(
-        "Quire was installed without its native kernels and runs on the much slower reference ones; install "
-        "a C++ compiler and then Quire again"
+        "Quire was installed without its native kernels, so that all that is computed on the CPU runs on the "
+        "much slower reference ones; install a C++ compiler and then Quire again"
     )
     return ReferenceKernels()
 
