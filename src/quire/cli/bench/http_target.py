@@ -110,10 +110,7 @@ class ServerTarget:
                         on_output()
         except aiohttp.ClientError as error:
             raise QuireError(f"the connection failed: {_described(error)}") from None
-        except (
-            HttpProcessingError,
-            ValueError,
-        ) as error:  # as versions of aiohttp call a line that is too long
+        except (HttpProcessingError, ValueError) as error:  # a line is too long
             raise QuireError(f"the server sent what cannot be read: {error}") from None
         details = usage.get("prompt_tokens_details") or {}
         return RequestUsage(usage.get("completion_tokens", num_outputs), details.get("cached_tokens") or 0)
