@@ -26,6 +26,9 @@ from quire.step import (
 MOST_ATTENDED_TOKENS = 1 << 21
 """Cached tokens that a step reads, so that the longest prompts take no longer than a second."""
 
+MOST_SCORED_TOKENS = 256
+"""Of steps that score keys: larger ones need no other kernels, and would count in what is measured."""
+
 MOST_DECODES_BESIDE = 16
 """Rows beside a chunk, both so few that attention divides the keys of all of them."""
 
@@ -106,7 +109,7 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
     # Kernels differ by the power of two that a step's tokens, or those that sample, are rounded up to.
     for num_tokens in _powers_of_two(min(most, limits.max_num_seqs * longest)):
         rows = [_Row(0, min(longest, num_tokens - start)) for start in range(0, num_tokens, longest)]
-        steps.compute(rows, _PLAIN, scores=True)
+        steps.compute(rows, _PLAIN, scores=num_tokens <= MOST_SCORED_TOKENS)
     for num_rows in _powers_of_two(min(most, limits.max_num_seqs)):
         steps.compute([_Row(0, 1)] * num_rows, _PLAIN)
     num_drafts = min(limits.draft_length, longest - 1, most - 1)
