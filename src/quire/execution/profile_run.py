@@ -71,10 +71,10 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
     """Compute steps of all kinds that take much memory, and wait for each.
 
     They are: all sizes that have kernels of their own; the most tokens, with a token sampled for the most
-    requests in all ways that the device knows; chunks of prompts behind the longest context, one
-    of them beside decodes; and decode steps of the most requests, some of which have the longest context, and
-    of requests with drafts, recorded if the runner records any. Then the largest step with prompts is
-    recorded that is worth it.
+    requests in all ways that the device knows; chunks of prompts behind the longest context, one of them
+    beside decodes; and decode steps of the most requests, some of which have the longest context, and of
+    requests with drafts, recorded if the runner records any. Then the largest step with prompts is recorded
+    that is worth it.
 
     Args:
         runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
@@ -106,11 +106,12 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
 def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
     """Compute all steps, each decode step `times` times."""
     longest, most = limits.max_model_len, limits.max_num_batched_tokens
-    # Kernels differ by the power of two that a step's tokens, or those that sample, are rounded up to.
-    for num_tokens in _powers_of_two(min(most, limits.max_num_seqs * longest)):
+    # Kernels differ by the power of two that a step's tokens, or those that sample, are rounded up to. The
+    # steps with the most of them follow.
+    for num_tokens in _powers_of_two_below(min(most, limits.max_num_seqs * longest)):
         rows = [_Row(0, min(longest, num_tokens - start)) for start in range(0, num_tokens, longest)]
         steps.compute(rows, _PLAIN, scores=num_tokens <= MOST_SCORED_TOKENS)
-    for num_rows in _powers_of_two(min(most, limits.max_num_seqs)):
+    for num_rows in _powers_of_two_below(min(most, limits.max_num_seqs)):
         steps.compute([_Row(0, 1)] * num_rows, _PLAIN)
     num_drafts = min(limits.draft_length, longest - 1, most - 1)
     steps.compute(_most_tokens(limits, num_drafts), _ALL_THERE_IS, num_drafts=num_drafts)
@@ -158,9 +159,8 @@ def _recorded_chunk(num_tokens: int, limits: StepLimits) -> list[_Row]:
     return [_Row(longest - chunk, chunk), *decodes]
 
 
-def _powers_of_two(most: int) -> list[int]:
-    """Return 1, 2, 4 and so on, and `most` in place of those that are larger."""
-    return [min(1 << exponent, most) for exponent in range((most - 1).bit_length() + 1)]
+def _powers_of_two_below(end: int) -> list[int]:
+    return [1 << exponent for exponent in range((end - 1).bit_length())]
 
 
 def _most_tokens(limits: StepLimits, num_drafts: int) -> list[_Row]:
