@@ -77,7 +77,6 @@ class Requests:
         for slot in range(NUM_SLOTS):
             known = self.tokens[slot][: -1 if self.is_unknown[slot] else None]
             token_ids[slot, : len(known)] = known
-        known_tokens = KnownTokens(token_ids, self.written[rows])
         is_of_host = rows == of_host
         # Rows of drafts come behind that of their slot, whose tokens the host knows.
         drafts = {
