@@ -36,8 +36,9 @@ def lengthened(numbers: npt.NDArray[Number], length: int, value: npt.ArrayLike =
     """Return numbers [N, ...] with `value`, a number or a row, behind them up to a length, at least N."""
     if length == len(numbers):
         return numbers
-    longer = np.full((length, *numbers.shape[1:]), value, dtype=numbers.dtype)
+    longer = np.empty((length, *numbers.shape[1:]), dtype=numbers.dtype)
     longer[: len(numbers)] = numbers
+    longer[len(numbers) :] = value
     return longer
 
 

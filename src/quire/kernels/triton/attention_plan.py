@@ -63,37 +63,26 @@ class _QueryTiles:
         fields: [_NUM_FIELDS, N] the sequence; the first token, of the batch; tokens; the first one's place in
             the sequence's cache; the first tile of the keys that are seen, and the end of the last; the first
             tile and the end of a gap within, of which no tile is seen; the first key and the end of the gap.
+        has_gaps: whether there are any; else their fields are 0.
     """
 
     fields: Int64Array
+    has_gaps: bool
 
     def __len__(self) -> int:
         return int(self.fields.shape[1])
 
     def pick(self, which: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> _QueryTiles:
-        return _QueryTiles(self.fields[:, which])
-
-    @property
-    def first_tile(self) -> Int64Array:
-        tiles: Int64Array = self.fields[_FIRST_TILE]
-        return tiles
-
-    @property
-    def end_tile(self) -> Int64Array:
-        tiles: Int64Array = self.fields[_END_TILE]
-        return tiles
+        return _QueryTiles(self.fields[:, which], self.has_gaps)
 
     @property
     def num_tiles(self) -> Int64Array:
         """Key tiles that are seen."""
         fields = self.fields
         num_tiles: Int64Array = fields[_END_TILE] - fields[_FIRST_TILE]
-        num_tiles -= fields[_GAP_END_TILE] - fields[_GAP_TILE]
+        if self.has_gaps:
+            num_tiles -= fields[_GAP_END_TILE] - fields[_GAP_TILE]
         return num_tiles
-
-    @property
-    def has_gaps(self) -> bool:
-        return bool((self.fields[_GAP] < self.fields[_GAP_END]).any())
 
 
 def attention_plan(
@@ -135,32 +124,59 @@ def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: Atten
     Items, merges and parts are rounded up to sizes that steps have again and again; those that are added do
     nothing, but for the items of rows that are nobody's.
     """
-    which_class = np.searchsorted(classes[:-1], batch.num_tokens * heads.group)
+    row_starts = np.cumsum(batch.num_tokens) - batch.num_tokens
     cut = [
-        _query_tiles(batch, np.flatnonzero(which_class == number), rows // heads.group, window)
-        for number, rows in enumerate(classes)
+        _query_tiles(batch, row_starts, sequences, rows // heads.group, window)
+        for rows, sequences in zip(classes, _by_class(batch.num_tokens * heads.group, classes), strict=True)
     ]
-    num_spans = sum(int((-(-tiles.num_tiles // _SPAN_TILES)).sum()) for tiles in cut if len(tiles))
+    num_spans = sum(int(_span_end(tiles.num_tiles).sum()) for tiles in cut if len(tiles))
     most_spans = max(1, 2 * num_spans * heads.num_kv_heads // PROGRAMS)  # of one program
     arrays: list[Int32Array] = []
     numbers: list[int] = []
     for rows, tiles in zip(classes, cut, strict=True):
-        items, merges, num_parts = _divided(rows, tiles, heads, most_spans)
+        most_parts = MAX_PART_BYTES // _part_bytes(rows, heads)
+        items, merges, num_parts = _divided(tiles, most_spans, most_parts)
         if rows == classes[0]:
-            items = np.concatenate([items, _rows_of_nobody(batch)])
+            items = _with_rows_of_nobody(items, batch)
         arrays.append(lengthened(items, batch.sizes.plans(len(items)), _NO_ITEM))
         arrays.append(lengthened(merges, batch.sizes.plans(len(merges))))
-        numbers.append(min(batch.sizes.plans(num_parts), MAX_PART_BYTES // _part_bytes(rows, heads)))
+        numbers.append(min(batch.sizes.plans(num_parts), most_parts))
     return HostArrays(tuple(arrays), (*numbers, int(any(tiles.has_gaps for tiles in cut))))
 
 
-def _rows_of_nobody(batch: AttentionBatch) -> Int32Array:
-    """Return an item without keys for each row after the step's tokens, whose attention is then 0."""
+def _by_class(num_rows: Int64Array, classes: tuple[int, ...]) -> list[Int64Array]:
+    """Return the sequences of each class: of the smallest with room for their rows [S], or the largest."""
+    if int(num_rows.max(initial=0)) <= classes[0]:
+        return [np.arange(len(num_rows)), *[_NO_SEQUENCES] * (len(classes) - 1)]
+    which_class = np.searchsorted(classes[:-1], num_rows)
+    return [np.flatnonzero(which_class == number) for number in range(len(classes))]
+
+
+def _span_end(tile: Int64Array) -> Int64Array:
+    """Return the end of the spans that the tiles before each of `tile` are in."""
+    end: Int64Array = (tile + (_SPAN_TILES - 1)) // _SPAN_TILES
+    return end
+
+
+def _numbered(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return for each of `counts` [N] things, at least 1 of each kind, its kind and its number among them."""
+    kinds = np.arange(len(counts))
+    ends = np.cumsum(counts)
+    if ends[-1] == len(counts):
+        return kinds, np.zeros(len(counts), dtype=np.int64)
+    which = np.repeat(kinds, counts)
+    return which, np.arange(len(which)) - (ends - counts)[which]
+
+
+def _with_rows_of_nobody(items: Int32Array, batch: AttentionBatch) -> Int32Array:
+    """Return items with one without keys for each row after the step's tokens, whose attention is then 0."""
     num_tokens = int(batch.num_tokens.sum())
-    items = lengthened(_NO_ITEMS, batch.num_rows - num_tokens, _NO_ITEM)
-    items[:, 1] = np.arange(num_tokens, batch.num_rows)
-    items[:, 2] = 1
-    return items
+    if num_tokens == batch.num_rows:
+        return items
+    added = lengthened(_NO_ITEMS, batch.num_rows - num_tokens, _NO_ITEM)
+    added[:, 1] = np.arange(num_tokens, batch.num_rows)
+    added[:, 2] = 1
+    return np.concatenate([items, added])
 
 
 def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tuple[int, ...]:
@@ -174,32 +190,30 @@ def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tup
 
 
 def _query_tiles(
-    batch: AttentionBatch, sequences: Int64Array, tokens_per_tile: int, window: int
+    batch: AttentionBatch, row_starts: Int64Array, sequences: Int64Array, tokens_per_tile: int, window: int
 ) -> _QueryTiles:
     if not sequences.size:
         return _NO_TILES
     num_tokens = batch.num_tokens[sequences]
-    counts = -(-num_tokens // tokens_per_tile)
-    ends = np.cumsum(counts)
-    which = np.repeat(np.arange(len(sequences)), counts)
-    first = (np.arange(len(which)) - (ends - counts)[which]) * tokens_per_tile
-    row_start = (np.cumsum(batch.num_tokens) - batch.num_tokens)[sequences]
+    which, number = _numbered((num_tokens + (tokens_per_tile - 1)) // tokens_per_tile)
+    first = number * tokens_per_tile
+    skipped = None if window else batch.skipped_keys
     fields = np.zeros((_NUM_FIELDS, len(which)), dtype=np.int64)
     sequence, first_token, count, place, first_tile, end_tile, gap_tile, gap_end_tile, gap, gap_end = fields
     sequence[:] = sequences[which]
-    first_token[:] = row_start[which] + first
+    first_token[:] = row_starts[sequence] + first
     count[:] = np.minimum(num_tokens[which] - first, tokens_per_tile)
     place[:] = batch.num_cached_tokens[sequence] + first
     if window:
         first_tile[:] = np.maximum(place - window + 1, 0) // TILE
     end_tile[:] = (place + count - 1) // TILE + 1
-    skipped = None if window else batch.skipped_keys
-    if skipped is not None:
-        gap[:] = skipped.start[sequence]
-        gap_end[:] = np.maximum(gap, skipped.end[sequence])
+    if skipped is None:
+        return _QueryTiles(fields, has_gaps=False)
+    gap[:] = skipped.start[sequence]
+    gap_end[:] = np.maximum(gap, skipped.end[sequence])
     gap_tile[:] = np.clip(-(-gap // TILE), first_tile, end_tile)
     gap_end_tile[:] = np.clip(gap_end // TILE, gap_tile, end_tile)
-    return _QueryTiles(fields)
+    return _QueryTiles(fields, has_gaps=bool((gap < gap_end).any()))
 
 
 def _tile_class(
@@ -215,27 +229,24 @@ def _tile_class(
     )
 
 
-def _divided(
-    rows: int, tiles: _QueryTiles, heads: HeadLayout, most_spans: int
-) -> tuple[Int32Array, Int32Array, int]:
+def _divided(tiles: _QueryTiles, most_spans: int, most_parts: int) -> tuple[Int32Array, Int32Array, int]:
     """Return items, merges and the number of parts of tiles of one height."""
     if not len(tiles):
         return _NO_ITEMS, _NO_MERGES, 0
     num_tiles = tiles.num_tiles
-    is_divided = -(-num_tiles // _SPAN_TILES) > most_spans
+    is_divided = num_tiles > most_spans * _SPAN_TILES
     if not is_divided.any():
         return _items(tiles, num_tiles), _NO_MERGES, 0
-    num_spans = -(-tiles.end_tile // _SPAN_TILES) - tiles.first_tile // _SPAN_TILES
-    most_parts = MAX_PART_BYTES // _part_bytes(rows, heads)
+    num_spans = _span_end(tiles.fields[_END_TILE]) - tiles.fields[_FIRST_TILE] // _SPAN_TILES
     is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= most_parts
-    whole, divided = tiles.pick(~is_divided), tiles.pick(is_divided)
-    parts, num_parts = _spans(divided)
+    pieces, which = _spans(tiles, np.where(is_divided, num_spans, 1), is_divided)
+    is_part = is_divided[which]
+    part = np.where(is_part, np.cumsum(is_part) - 1, _NO_PART)
+    num_parts = np.bincount(which[is_part], minlength=len(tiles))[is_divided]
     merges = np.empty((len(num_parts), MERGE_FIELDS.value), dtype=np.int32)
-    _, merges[:, 0], merges[:, 1], *_ = divided.fields
+    merges[:, :2] = tiles.fields[1:3, is_divided].T
     merges[:, 2], merges[:, 3] = np.cumsum(num_parts) - num_parts, num_parts
-    both = _QueryTiles(np.concatenate([whole.fields, parts.fields], axis=1))
-    part = np.concatenate([np.full(len(whole), _NO_PART), np.arange(len(parts))])
-    return _items(both, both.num_tiles, part), merges, len(parts)
+    return _items(pieces, pieces.num_tiles, part), merges, int(num_parts.sum())
 
 
 def _part_bytes(rows: int, heads: HeadLayout) -> int:
@@ -243,27 +254,37 @@ def _part_bytes(rows: int, heads: HeadLayout) -> int:
     return heads.num_kv_heads * rows * (padded_features(heads.head_dim) + 2) * 4
 
 
-def _spans(tiles: _QueryTiles) -> tuple[_QueryTiles, Int64Array]:
-    """Return the spans of tiles that are seen, and how many each has; tile after tile, spans ascending."""
-    first = tiles.first_tile // _SPAN_TILES
-    counts = -(-tiles.end_tile // _SPAN_TILES) - first
-    which = np.repeat(np.arange(len(counts)), counts)
-    span = np.arange(len(which)) - (np.cumsum(counts) - counts - first)[which]
+def _spans(
+    tiles: _QueryTiles, counts: Int64Array, is_divided: npt.NDArray[np.bool_]
+) -> tuple[_QueryTiles, Int64Array]:
+    """Return pieces of tiles, and of which each is: the spans that are seen of those that are divided.
+
+    Args:
+        tiles: N of them.
+        counts: [N] pieces of each.
+        is_divided: [N] which of them are divided.
+    """
+    which, number = _numbered(counts)
+    is_part = is_divided[which]
     fields = tiles.fields[:, which]
-    start = np.maximum(span * _SPAN_TILES, fields[_FIRST_TILE])
-    end = np.minimum((span + 1) * _SPAN_TILES, fields[_END_TILE])
-    fields[_FIRST_TILE], fields[_END_TILE] = start, end
+    start, end = fields[_FIRST_TILE], fields[_END_TILE]
+    first = (start // _SPAN_TILES + number) * _SPAN_TILES
+    np.maximum(start, first, out=start, where=is_part)
+    np.minimum(end, first + _SPAN_TILES, out=end, where=is_part)
+    pieces = _QueryTiles(fields, tiles.has_gaps)
+    if not tiles.has_gaps:
+        return pieces, which
     fields[_GAP_TILE] = np.clip(fields[_GAP_TILE], start, end)
     fields[_GAP_END_TILE] = np.clip(fields[_GAP_END_TILE], fields[_GAP_TILE], end)
-    parts = _QueryTiles(fields)
-    is_seen = parts.num_tiles > 0
-    return parts.pick(is_seen), np.bincount(which[is_seen], minlength=len(counts))
+    is_seen = pieces.num_tiles > 0
+    return pieces.pick(is_seen), which[is_seen]
 
 
 def _items(tiles: _QueryTiles, num_tiles: Int64Array, part: Int64Array | None = None) -> Int32Array:
     """Return items, the longest first, so that all end at about one time."""
-    items = np.full((len(tiles), ITEM_FIELDS.value), _NO_PART, dtype=np.int32)
+    items = np.empty((len(tiles), ITEM_FIELDS.value), dtype=np.int32)
     items[:, :_NUM_FIELDS] = tiles.fields.T
+    items[:, _PART:] = _NO_PART
     if part is not None:
         items[:, _PART] = part
     return items[np.argsort(-num_tiles, kind="stable")]
@@ -274,7 +295,8 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-_NO_TILES = _QueryTiles(np.zeros((_NUM_FIELDS, 0), dtype=np.int64))
+_NO_SEQUENCES: Int64Array = np.zeros(0, dtype=np.int64)
+_NO_TILES = _QueryTiles(np.zeros((_NUM_FIELDS, 0), dtype=np.int64), has_gaps=False)
 _NO_ITEM = np.zeros(ITEM_FIELDS.value, dtype=np.int32)  # without tokens
 _NO_ITEM[_PART] = _NO_PART
 _NO_ITEMS = np.zeros((0, ITEM_FIELDS.value), dtype=np.int32)
