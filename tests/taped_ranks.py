@@ -22,6 +22,7 @@ from operation_tape import OperationTape
 from quire.engine import runner_building
 from quire.engine.ranks import connecting, group, nccl, process
 from quire.execution import step_graphs
+from quire.execution.recorded_choice import RecordedChoice
 from quire.kernels import cuda_graphs
 from quire.models.decoder import Decoder
 
@@ -59,7 +60,7 @@ class TapeGraphs:
     """Stands for `CudaGraphs`.
 
     Args:
-        events: what recordings and replays are written to, a line for each.
+        events: what recordings and replays of steps are written to, a line for each.
         failure: of every recording: "refuses", "hangs", or empty.
     """
 
@@ -69,6 +70,10 @@ class TapeGraphs:
         self._num_recordings = 0
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        if compute.__qualname__.startswith(RecordedChoice.__name__):  # which is the first rank's alone
+            with OperationTape() as choice:
+                compute()
+            return choice.replay
         number = self._num_recordings
         self._num_recordings += 1
         self._events.note(f"records {number}")

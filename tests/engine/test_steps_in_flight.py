@@ -17,6 +17,7 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.execution.adaptive_proposer import DraftedRequest, Waiting
 from quire.execution.device_sampling import DeviceSampler
 from quire.execution.persistent_batch import PersistentBatch
+from quire.execution.step_graphs import StepLogits
 from quire.execution.step_sampling import SamplingInFlight
 
 PROMPTS = ["What is 27 + 58?", "Copy: k x w q", "Hello", "Why is a request preempted?", "Reverse: a b c"]
@@ -183,10 +184,10 @@ def test_penalties_with_preemptions_and_steps_that_fail(
     sample = DeviceSampler.sample
     calls: list[int] = []
 
-    def failing(self: DeviceSampler, logits: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def failing(self: DeviceSampler, logits: StepLogits, *args: Any, **options: Any) -> Any:
         found = sample(self, logits, *args, **options)
         calls.append(1)
-        if lost and len(calls) % 7 == lost and len(logits) > 1:  # one alone would be taken for the cause
+        if lost and len(calls) % 7 == lost and len(logits.rows) > 1:  # one alone would be taken for the cause
             raise RuntimeError("the step is lost, and its tokens are counted")
         return found
 
@@ -316,10 +317,10 @@ def test_drafts_of_some_with_preemptions_and_steps_that_fail(
     sample = DeviceSampler.sample
     calls: list[int] = []
 
-    def faulty(self: DeviceSampler, logits: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def faulty(self: DeviceSampler, logits: StepLogits, *args: Any, **options: Any) -> Any:
         found = sample(self, logits, *args, **options)
         calls.append(1)
-        if failing and len(calls) % 9 == 3 and len(logits) > 4:  # one alone would be taken for the cause
+        if failing and len(calls) % 9 == 3 and len(logits.rows) > 4:  # one alone would be taken for the cause
             monkeypatch.setattr(found, "_wait", fail)
         return found
 

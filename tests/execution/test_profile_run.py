@@ -144,7 +144,7 @@ def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPat
     assert watched.steps[timed[0] :] == [(64, 4, 61)] * TIMES
     assert set(watched.num_logits[13:]) == {4}  # behind the chunks of one request
     assert runner.num_requests == 4
-    assert len(watched.recorded) == 2
+    assert len(watched.recorded) == 3  # a decode step, the choice of its tokens, and a step with chunks
 
 
 def test_steps_that_are_timed_are_not_replayed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

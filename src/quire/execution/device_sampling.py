@@ -10,15 +10,18 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from quire.execution.arrays import BoolArray, Int64Array
-from quire.execution.device_penalties import DevicePenalties, KnownTokens
-from quire.execution.logit_changes import changes_of_step
+from quire.execution.arrays import BoolArray, Float64Array, Int64Array
+from quire.execution.device_penalties import DevicePenalties, KnownTokens, StepPenalties
+from quire.execution.logit_changes import ChangesOfStep, changes_of_step
+from quire.execution.recorded_choice import RecordedChoice
 from quire.execution.rng import uniforms
 from quire.execution.sampler import NO_CHOICE, SamplerOutput, nonfinite_error
 from quire.execution.sampling_table import SamplingTable
+from quire.execution.step_graphs import Record, StepLogits
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import HostCopy, array_to_device
-from quire.kernels.token_choice import RowDraws, RowLogprobs, TokenChoice
+from quire.kernels.interface import KernelSet
+from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties
 from quire.step import NO_TOKEN, PositionLogprobs
 
 _PLACEHOLDER = 0
@@ -110,30 +113,35 @@ class DeviceSampler:
     """Chooses tokens with the parameters in `table`, and keeps the last one of each slot on the device.
 
     Args:
-        choice: the kernels that choose.
+        kernels: those of a device that chooses tokens.
         table: the parameters by slot.
         penalties: of the slots.
         max_num_seqs: number of slots.
-        device: of the logits.
+        record: records how tokens of recorded steps are chosen; None: nothing is recorded.
     """
 
     def __init__(
         self,
-        choice: TokenChoice,
+        kernels: KernelSet,
         table: SamplingTable,
         penalties: DevicePenalties,
         *,
         max_num_seqs: int,
-        device: torch.device,
+        record: Record | None,
     ) -> None:
-        self._choice = choice
+        assert kernels.token_choice is not None
+        self._choice = kernels.token_choice
         self._table = table
         self._penalties = penalties
-        self._last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # The one behind the slots' is of rows that are nobody's.
+        self._last = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=kernels.device)
+        self._recorded: RecordedChoice | None = None
+        if record is not None:
+            self._recorded = RecordedChoice(self._choose, record, kernels, max_num_seqs)
 
     def sample(
         self,
-        logits: torch.Tensor,
+        logits: StepLogits,
         slots: Int64Array,
         positions: Int64Array,
         *,
@@ -144,7 +152,7 @@ class DeviceSampler:
         """Choose one token per row.
 
         Args:
-            logits: [R, V] float32 on the device; overwritten but for the host's rows.
+            logits: of R rows and V tokens; overwritten but for the host's rows.
             slots: [R] the slot of each row; rows of one slot are adjacent.
             positions: [R] absolute index of the token to choose.
             masks: which tokens the rows' grammars allow.
@@ -154,27 +162,22 @@ class DeviceSampler:
         """
         num_logprobs = self._table.num_logprobs[slots]
         rows = np.flatnonzero((num_logprobs >= 0) & ~is_of_host)
-        of_rows = self._to_device(rows)
-        changes = changes_of_step(
-            self._table, slots, positions, masks, is_of_host, vocab_size=logits.shape[1]
-        )
+        vocab_size = logits.rows.shape[1]
+        changes = changes_of_step(self._table, slots, positions, masks, is_of_host, vocab_size=vocab_size)
         penalties = self._penalties.of_rows(slots, positions, is_of_host, known)
-        raw, raw_rows = logits, of_rows
-        if (changes is not None or penalties is not None) and rows.size:
-            raw, raw_rows = logits[of_rows], self._to_device(np.arange(len(rows)))
-        token_ids, maxima = self._choice.choose(
-            logits,
-            self._draws(slots, positions),
-            None if changes is None else changes.on(self._last.device),
-            None if penalties is None else penalties.of_rows,
-        )
-        if penalties is not None:
-            self._penalties.add(penalties, token_ids)
-        self._last.index_copy_(0, self._to_device(slots), token_ids.clamp(min=_PLACEHOLDER))
+        draws = self._draws(slots, positions)
+        raw, of_rows = logits.rows, rows
+        if changes is None and penalties is None:
+            token_ids, maxima = self._choose_unchanged(logits, slots, draws)
+        else:
+            if rows.size:
+                raw, of_rows = raw[self._to_device(rows)], np.arange(len(rows))
+            token_ids, maxima = self._choose_now(logits.rows, slots, draws, changes, penalties)
         logprobs = None
         if rows.size:
-            most = min(int(num_logprobs[rows].max()), logits.shape[1])
-            logprobs = self._choice.logprobs(raw, token_ids[of_rows], most, raw_rows)
+            most = min(int(num_logprobs[rows].max()), vocab_size)
+            of_rows_there = self._to_device(of_rows)
+            logprobs = self._choice.logprobs(raw, token_ids[self._to_device(rows)], most, of_rows_there)
         is_masked = np.zeros(len(slots), dtype=np.bool_) if changes is None else changes.is_masked
         return TokensInFlight(
             token_ids,
@@ -185,7 +188,52 @@ class DeviceSampler:
             num_logprobs=num_logprobs[rows],
         )
 
-    def _to_device(self, numbers: Int64Array) -> torch.Tensor:
+    def _choose_unchanged(
+        self, logits: StepLogits, slots: Int64Array, draws: Float64Array | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose tokens as a recording does, if these are the logits of one."""
+        recorded = logits.recorded
+        if self._recorded is None or recorded is None or not self._recorded.has_room(len(recorded)):
+            return self._choose_now(logits.rows, slots, draws, None, None)
+        return self._recorded.choose(recorded, slots, draws)
+
+    def _choose_now(
+        self,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        draws: Float64Array | None,
+        changes: ChangesOfStep | None,
+        penalties: StepPenalties | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids, maxima = self._choose(
+            logits,
+            self._to_device(slots),
+            None if draws is None else self._to_device(draws),
+            None if changes is None else changes.on(self._last.device),
+            None if penalties is None else penalties.of_rows,
+        )
+        if penalties is not None:
+            self._penalties.add(penalties, token_ids)
+        return token_ids, maxima
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        draws: torch.Tensor | None,
+        changes: LogitChanges | None = None,
+        penalties: RowPenalties | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose tokens for logits [R, V], and keep them as the last ones of `slots` [R]; see `_draws`."""
+        row_draws = None
+        if draws is not None:
+            temperature, top_k, top_p, min_p, drawn = draws
+            row_draws = RowDraws(temperature, top_k.long(), top_p, min_p, drawn)
+        token_ids, maxima = self._choice.choose(logits, row_draws, changes, penalties)
+        self._last.index_copy_(0, slots, token_ids.clamp(min=_PLACEHOLDER))
+        return token_ids, maxima
+
+    def _to_device(self, numbers: Int64Array | Float64Array) -> torch.Tensor:
         return array_to_device(numbers, self._last.device)
 
     def encoded_ids(self, known: Int64Array, last_of: Int64Array) -> Int64Array:
@@ -201,12 +249,13 @@ class DeviceSampler:
         """Return the token ids of a step, [T] int64 on the device, of `encoded_ids` on the device."""
         return torch.where(encoded < 0, self._last[(-1 - encoded).clamp(min=0)], encoded)
 
-    def _draws(self, slots: Int64Array, positions: Int64Array) -> RowDraws | None:
+    def _draws(self, slots: Int64Array, positions: Int64Array) -> Float64Array | None:
+        """Return the numbers that `RowDraws` are made of, [NUM_DRAW_NUMBERS, R]; None: nobody draws."""
         is_random = self._table.is_random(slots)
         if not is_random.any():
             return None
         filters = self._table.filters(slots)
-        numbers = np.stack(
+        return np.stack(
             [
                 filters.temperature,
                 filters.top_k,
@@ -215,5 +264,3 @@ class DeviceSampler:
                 uniforms(self._table.seeds(slots), positions),
             ]
         )
-        temperature, top_k, top_p, min_p, drawn = array_to_device(numbers, self._last.device)
-        return RowDraws(temperature, top_k.long(), top_p, min_p, drawn)

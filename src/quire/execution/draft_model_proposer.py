@@ -47,7 +47,7 @@ class DraftGraphs:
 
     def logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """See `StepGraphs.logits`."""
-        return self._graphs.logits(self._given(token_ids), batch)
+        return self._graphs.logits(self._given(token_ids), batch).rows
 
     def forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> None:
         """See `StepGraphs.forward`."""

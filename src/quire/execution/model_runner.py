@@ -21,7 +21,7 @@ from quire.execution.prompt_logprobs import PromptLogprobs
 from quire.execution.proposer import GuardedProposer, Proposer
 from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.sparse_prefill import SparsePrefill
-from quire.execution.step_graphs import Record, StepGraphs
+from quire.execution.step_graphs import Record, StepGraphs, StepLogits
 from quire.execution.step_in_flight import StepInFlight, report_tokens
 from quire.execution.step_sampling import StepSampler
 from quire.execution.token_masks import TokenMasks
@@ -88,7 +88,11 @@ class ModelRunner:
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
         self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
-        self._sampler = StepSampler(max_num_seqs, self._vocab_size, max_model_len, model.kernels)
+        is_plain = eviction is None and sparse_attention is None and self._layer_hook is None
+        record = record if is_plain else None
+        self._sampler = StepSampler(
+            max_num_seqs, self._vocab_size, max_model_len, model.kernels, record=record
+        )
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -107,8 +111,7 @@ class ModelRunner:
         self._newest: SchedulerOutput | None = None  # of the steps with rows
         self.most_recorded_tokens = 0
         self._graphs: StepGraphs | None = None
-        is_plain = eviction is None and sparse_attention is None and self._layer_hook is None
-        if record is not None and is_plain:
+        if record is not None:
             self._graphs = StepGraphs(
                 model.whole_step, kv_cache, record, self._sampler.input_ids, model.kernels
             )
@@ -174,7 +177,7 @@ class ModelRunner:
                 self._proposer.begin_step(output.total_num_scheduled_tokens, is_alone=not self._in_flight)
             sampling = SamplingPositions.of(output)
             if self._can_replay(output, sampling):
-                logits: torch.Tensor | None = self._replay(output, sampling)
+                logits: StepLogits | None = self._replay(output, sampling)
             else:
                 logits = self._compute(output, sampling, result)
             if logits is not None:
@@ -251,7 +254,7 @@ class ModelRunner:
     def _is_small(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
         return len(sampling.tokens) > 0 and output.total_num_scheduled_tokens <= self.most_recorded_tokens
 
-    def _replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> torch.Tensor:
+    def _replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> StepLogits:
         """Compute a step as its recording does, or will do; return the logits as `_compute`."""
         assert self._graphs is not None
         batch = self._attention_batch(output)
@@ -266,15 +269,15 @@ class ModelRunner:
 
     def _compute(
         self, output: SchedulerOutput, sampling: SamplingPositions, result: ModelRunnerOutput
-    ) -> torch.Tensor | None:
-        """Compute any step; return the logits of its P sampling positions, [P, vocab], None without any."""
+    ) -> StepLogits | None:
+        """Compute any step; return the logits of its P sampling positions, None without any."""
         hidden = self._forward(output)
         self._batch.note_computed(output)
         self._prompt_logprobs.report(output, hidden, result)
         logits = None
         if sampling.rows.size:
             rows = array_to_device(sampling.tokens, hidden.device)
-            logits = self._model.logits(hidden[rows])
+            logits = StepLogits(self._model.logits(hidden[rows]))
         if self._evictor is not None:  # while a device computes the logits
             self._evictor.end(output)
         return logits
@@ -335,7 +338,7 @@ class ModelRunner:
         output: SchedulerOutput,
         sampling: SamplingPositions,
         grammar: GrammarSource | None,
-        logits: torch.Tensor,
+        logits: StepLogits,
         result: ModelRunnerOutput,
     ) -> StepInFlight | None:
         """Sample, and put the tokens into `result`; return the step if nobody here has to wait for them."""

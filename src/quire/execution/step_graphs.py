@@ -17,6 +17,7 @@ recording succeeds has to be agreed.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -50,6 +51,16 @@ _TOKEN_IDS = "token ids"
 _LOGIT_ROWS = "rows of logits"
 _ALIGNMENT = 16  # bytes, of arrays that are copied together
 _NO_ROWS: Int64Array = np.zeros(0, dtype=np.int64)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class StepLogits:
+    """The logits of a step's R sampling positions, on the device."""
+
+    rows: torch.Tensor  # [R, vocab] float32
+    recorded: torch.Tensor | None = None
+    """[R or more, vocab] of which `rows` are the first, the others nobody's, if the step was replayed: the
+    address to which its recording writes each time. None: it was computed."""
 
 
 class StepGraphs:
@@ -87,7 +98,7 @@ class StepGraphs:
 
     def logits(
         self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None = None
-    ) -> torch.Tensor:
+    ) -> StepLogits:
         """Compute a step of T tokens.
 
         Args:
@@ -96,11 +107,12 @@ class StepGraphs:
             rows: [R] the tokens whose logits are computed, at least one; None: all of them.
 
         Returns:
-            [R, vocab] float32 on the device; the next step overwrites them.
+            Logits, which the next step overwrites.
         """
-        logits = self._computed(token_ids, batch, rows).logits
-        assert logits is not None
-        return logits[: len(token_ids) if rows is None else len(rows)]
+        graph = self._computed(token_ids, batch, rows)
+        assert graph.logits is not None
+        num_rows = len(token_ids) if rows is None else len(rows)
+        return StepLogits(graph.logits[:num_rows], None if graph.replay is None else graph.logits)
 
     def forward(self, token_ids: Int64Array, batch: AttentionBatch) -> None:
         """Compute the keys and values of a step, and no logits; see `logits`."""

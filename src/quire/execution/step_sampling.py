@@ -13,6 +13,7 @@ from quire.execution.device_sampling import DeviceSampler, TokensInFlight
 from quire.execution.host_sampling import HostLogits, host_kernels
 from quire.execution.sampler import Sampler, SamplerOutput
 from quire.execution.sampling_table import SamplingTable
+from quire.execution.step_graphs import Record, StepLogits
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import array_to_device
 from quire.kernels.interface import KernelSet
@@ -31,9 +32,18 @@ class StepSampler:
         vocab_size: V.
         max_model_len: maximum number of tokens of a request.
         kernels: of the model.
+        record: records what the device is asked for; None: nothing is recorded.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, max_model_len: int, kernels: KernelSet) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        max_model_len: int,
+        kernels: KernelSet,
+        *,
+        record: Record | None = None,
+    ) -> None:
         self.host_kernels: SamplingKernels = host_kernels(kernels)
         self.host_logits = HostLogits()
         self._host = Sampler(max_num_seqs, vocab_size, self.host_kernels)
@@ -41,11 +51,7 @@ class StepSampler:
         if kernels.token_choice is not None:
             penalties = DevicePenalties(self.table, max_num_seqs, vocab_size, max_model_len, kernels.device)
             self.device = DeviceSampler(
-                kernels.token_choice,
-                self.table,
-                penalties,
-                max_num_seqs=max_num_seqs,
-                device=kernels.device,
+                kernels, self.table, penalties, max_num_seqs=max_num_seqs, record=record
             )
 
     @property
@@ -59,7 +65,7 @@ class StepSampler:
 
     def begin(
         self,
-        logits: torch.Tensor,
+        logits: StepLogits,
         slots: Int64Array,
         positions: Int64Array,
         masks: TokenMasks | None,
@@ -71,10 +77,12 @@ class StepSampler:
         be known only there.
         """
         if self.device is None:
-            return SamplingInFlight(self, logits, slots, positions, masks, np.arange(len(slots)), None)
+            return SamplingInFlight(self, logits.rows, slots, positions, masks, np.arange(len(slots)), None)
         is_of_host = self.table.depends_on_output(slots)
         chosen = self.device.sample(logits, slots, positions, masks=masks, known=known, is_of_host=is_of_host)
-        return SamplingInFlight(self, logits, slots, positions, masks, np.flatnonzero(is_of_host), chosen)
+        return SamplingInFlight(
+            self, logits.rows, slots, positions, masks, np.flatnonzero(is_of_host), chosen
+        )
 
     def sample_on_host(
         self,

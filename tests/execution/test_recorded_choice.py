@@ -1,0 +1,210 @@
+"""Choosing tokens from the logits of recorded steps: the tokens that are chosen otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recorder import Recorder
+from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver, model_cache
+
+from checkpoints import make_checkpoint
+from quire.execution import recorded_choice, step_graphs
+from quire.execution.model_runner import ModelRunner
+from quire.execution.recorded_choice import NUM_DRAW_NUMBERS, RecordedChoice
+from quire.kernels.size_classes import SizeClasses, size_class
+from quire.kernels.triton.kernel_set import TritonKernels
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import WeightOptions, load_decoder
+from quire.models.decoder import Decoder
+from quire.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=1.5, top_p=0.9, seed=3)
+REQUESTS = {
+    "greedy": GREEDY,
+    "drawn": DRAWN,
+    "nucleus": SamplingParams(temperature=1.2, top_k=7, min_p=0.01, seed=5),
+    "reported": SamplingParams(temperature=0.8, seed=9, logprobs=2),
+}
+MAX_NUM_SEQS = 4
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Decoder:
+    path = make_checkpoint("qwen3", tmp_path, num_hidden_layers=1)
+    return load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
+
+
+def driver_of(model: Decoder, record: Any) -> StepDriver:
+    model.reserve(size_class(64))
+    cache = model_cache(model)
+    runner = ModelRunner(
+        model,
+        cache,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        record=record,
+    )
+    return StepDriver(runner, cache, max_num_seqs=MAX_NUM_SEQS)
+
+
+def replayed_choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the rows of choices go that are replayed."""
+    replay_of, rows = RecordedChoice._replay_of, []
+
+    def watched(self: RecordedChoice, logits: torch.Tensor, *, is_drawn: bool) -> Any:
+        replay = replay_of(self, logits, is_drawn=is_drawn)
+        if replay is not None:
+            rows.append(len(logits))
+        return replay
+
+    monkeypatch.setattr(RecordedChoice, "_replay_of", watched)
+    return rows
+
+
+def test_requests_that_come_and_go_have_the_tokens_of_others(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rows for 4, some of which are nobody's, and in other slots each time."""
+    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(lambda _: MAX_NUM_SEQS, size_class))
+    replayed = replayed_choices(monkeypatch)
+    found: list[dict[str, Any]] = []
+    for record in (None, Recorder().record):
+        driver, outputs = driver_of(model, record), {}
+        for group in (
+            ["greedy", "drawn", "nucleus", "reported"],
+            ["greedy"],
+            ["nucleus", "reported", "drawn"],
+        ):
+            for number, name in enumerate(group):
+                driver.add(f"{name} of {len(group)}", range(5 + number, 9 + 2 * number), REQUESTS[name])
+            driver.run(6)
+            outputs.update(driver.requests)
+            driver.requests.clear()
+        found.append({name: (request.output, request.logprobs) for name, request in outputs.items()})
+    assert found[0] == found[1]
+    assert len({tuple(output) for output, _ in found[0].values()}) > 4
+    assert len(replayed) >= 9
+    assert set(replayed) == {MAX_NUM_SEQS}
+
+
+class Choices:
+    """Chooses the sum of a row, or with draws, that and its numbers; keeps what it is told of slots."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.last = torch.zeros(MAX_NUM_SEQS + 1, dtype=torch.int64)
+
+    def choose(
+        self, logits: torch.Tensor, slots: torch.Tensor, draws: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_calls += 1
+        token_ids = logits.sum(dim=1).long()
+        if draws is not None:
+            assert draws.shape == (NUM_DRAW_NUMBERS, len(logits))
+            token_ids = token_ids + draws.sum(dim=0).long()
+        self.last.index_copy_(0, slots, token_ids)
+        return token_ids, logits.amax(dim=1)
+
+
+def rows_of(*numbers: float) -> torch.Tensor:
+    """Return logits of 3 tokens."""
+    return torch.tensor([[number, 0.0, 1.0] for number in numbers])
+
+
+def choose(recorded: RecordedChoice, logits: torch.Tensor, slots: list[int], draws: Any = None) -> list[int]:
+    token_ids, maxima = recorded.choose(logits, np.array(slots), draws)
+    expected = logits.amax(dim=1)[: len(slots)]
+    assert torch.equal(maxima, expected)
+    chosen: list[int] = token_ids.tolist()
+    return chosen
+
+
+def test_what_is_replayed_reads_new_numbers() -> None:
+    recorder, choices = Recorder(), Choices()
+    recorded = RecordedChoice(choices.choose, recorder.record, TritonKernels(), MAX_NUM_SEQS)
+    logits = rows_of(10, 20, 0)
+    for step in range(4):
+        logits[:, 0] += 1
+        slots = [2, 1] if step < 3 else [0]
+        assert choose(recorded, logits, slots) == [12 + step, 22 + step][: len(slots)]
+        assert choices.last[slots].tolist() == [12 + step, 22 + step][: len(slots)]
+        draws = np.full((NUM_DRAW_NUMBERS, len(slots)), float(step))
+        assert choose(recorded, logits, slots, draws) == [12 + 6 * step, 22 + 6 * step][: len(slots)]
+    assert choices.last[3] == 0, "the slot of no row"
+    # Each kind is computed, then recorded and replayed.
+    assert (recorder.num_recordings, recorder.num_replays, choices.num_calls) == (2, 6, 4)
+
+
+def test_logits_at_other_addresses_have_recordings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_choice, "MAX_CHOICES", 2)
+    recorder = Recorder()
+    recorded = RecordedChoice(Choices().choose, recorder.record, TritonKernels(), MAX_NUM_SEQS)
+    steps = [rows_of(number, number) for number in (1, 2, 3)]
+    for _ in range(3):
+        for number, logits in enumerate(steps[:2]):
+            assert choose(recorded, logits, [0, 1]) == [2 + number, 2 + number]
+    assert recorder.num_recordings == 2
+    assert choose(recorded, steps[2], [0, 1]) == [4, 4]  # the first one's goes
+    assert choose(recorded, steps[1], [0, 1]) == [3, 3]
+    assert recorder.num_recordings == 3
+    assert choose(recorded, steps[0], [0, 1]) == [2, 2]
+    assert recorder.num_recordings == 4
+
+
+def test_nothing_is_recorded_before_kernels_have_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, kernels = Recorder(), TritonKernels()
+    recorded = RecordedChoice(Choices().choose, recorder.record, kernels, MAX_NUM_SEQS)
+    logits = rows_of(1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(TritonKernels, "compiles_only", True)
+        for _ in range(3):
+            choose(recorded, logits, [0, 1])
+    choose(recorded, logits, [0, 1])
+    assert recorder.num_recordings == 0
+    choose(recorded, logits, [0, 1])
+    assert recorder.num_recordings == 1
+
+
+def test_what_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = []
+
+    def refuse(compute: Callable[[], None]) -> Callable[[], None]:
+        attempts.append(compute)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recorded = RecordedChoice(Choices().choose, refuse, TritonKernels(), MAX_NUM_SEQS)
+    for number in range(4):
+        assert choose(recorded, rows_of(number, 7), [0, 1]) == [1 + number, 8]
+    assert len(attempts) == 1
+    assert "cannot be recorded" in caplog.text
+
+
+def test_slots_are_copied_only_where_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[list[int]] = []
+    copy = recorded_choice.copy_to_device
+
+    def noted(source: torch.Tensor, target: torch.Tensor) -> None:
+        copied.append(source.tolist())
+        copy(source, target)
+
+    monkeypatch.setattr(recorded_choice, "copy_to_device", noted)
+    choices = Choices()
+    recorded = RecordedChoice(choices.choose, Recorder().record, TritonKernels(), MAX_NUM_SEQS)
+    for slots in ([2, 1], [2, 1], [1], [1], [2, 1]):
+        choose(recorded, rows_of(5, 6, 7), slots)
+        assert choices.last[slots].tolist() == [6, 7][: len(slots)]
+    nobody = MAX_NUM_SEQS
+    assert copied == [[2, 1, nobody], [1, nobody, nobody], [2, 1, nobody]]
+
+
+def test_more_rows_than_requests_are_not_recorded() -> None:
+    recorded = RecordedChoice(Choices().choose, Recorder().record, TritonKernels(), MAX_NUM_SEQS)
+    assert recorded.has_room(MAX_NUM_SEQS)
+    assert not recorded.has_room(MAX_NUM_SEQS + 1)
