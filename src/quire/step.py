@@ -166,6 +166,8 @@ class SchedulerOutput:
     @property
     def num_drafts(self) -> IntArray:
         """Drafts of each row, [R]."""
+        if not self.draft_token_ids.size:
+            return np.zeros(len(self.slots), dtype=np.int32)
         count: IntArray = np.count_nonzero(self.draft_token_ids != NO_TOKEN, axis=1).astype(np.int32)
         return count
 

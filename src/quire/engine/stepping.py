@@ -171,7 +171,7 @@ class OverlappedStepper(Stepper):
             self._tell_masks()
         if not computed.is_applied:
             outputs += self._finish_in_flight()
-        elif isinstance(executed, StepInFlight) and step.scheduled.num_drafts_wanted is not None:
+        elif step.scheduled.num_drafts_wanted is not None and isinstance(executed, StepInFlight):
             self._drafts = self._thread.submit(executed.drafts)  # while these outputs are sent
         return outputs, bool(outputs) or does_something
 

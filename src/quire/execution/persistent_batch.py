@@ -243,12 +243,16 @@ class PersistentBatch:
 
     def choose_last_tokens(self, chosen: ChosenTokens) -> None:
         """Overwrite the last tokens of some rows."""
+        if not len(chosen.slots):
+            return
         self.token_ids[chosen.slots, self.num_tokens[chosen.slots] - 1] = chosen.token_ids
         self._times_written[chosen.slots] += 1
         self._unknown_at[chosen.slots] = _KNOWN
 
     def write_drafts(self, output: SchedulerOutput) -> None:
         """Write the drafts after the known tokens of their rows, without counting them."""
+        if not output.draft_token_ids.size:
+            return
         rows, columns = np.nonzero(output.draft_token_ids != NO_TOKEN)
         slots = output.slots[rows]
         self.token_ids[slots, self.num_tokens[slots] + columns] = output.draft_token_ids[rows, columns]
@@ -360,13 +364,14 @@ class PersistentBatch:
         """Write down what tokens [S, any], padded with NO_TOKEN, are, of the rows that are still the same."""
         slots, positions = unknown.slots, unknown.positions
         is_same = self._times_written[slots] == unknown.times_written
-        is_token = (token_ids != NO_TOKEN) & is_same[:, None]
+        if not is_same.all():
+            slots, positions, token_ids = slots[is_same], positions[is_same], token_ids[is_same]
+        is_token = token_ids != NO_TOKEN
         rows, columns = np.nonzero(is_token)
         self.token_ids[slots[rows], positions[rows] + columns] = token_ids[rows, columns]
         ends = positions + np.count_nonzero(is_token, axis=1)
-        self.num_tokens[slots] = np.maximum(self.num_tokens[slots], np.where(is_same, ends, 0))
-        is_last = is_same & (self._unknown_at[slots] == positions)
-        self._unknown_at[slots[is_last]] = _KNOWN
+        self.num_tokens[slots] = np.maximum(self.num_tokens[slots], ends)
+        self._unknown_at[slots[self._unknown_at[slots] == positions]] = _KNOWN
 
     def holds(self, output: SchedulerOutput) -> BoolArray:
         """Return which requests of a step that has been asked for are still in their slots: [R]."""

@@ -38,18 +38,17 @@ class SamplingPositions:
         """Return the positions of a step; a row that does not reach its last known token has none."""
         rows = np.flatnonzero(output.samples)
         drafts = output.draft_token_ids[rows]
-        num_positions = 1 + np.count_nonzero(drafts != NO_TOKEN, axis=1)
-        request = np.repeat(np.arange(len(rows)), num_positions)
-        offset = np.arange(len(request)) - (np.cumsum(num_positions) - num_positions)[request]
-        last = np.cumsum(output.num_tokens)[rows] - 1
-        return cls(
-            rows=rows,
-            drafts=drafts,
-            request=request,
-            offset=offset,
-            positions=output.num_known_tokens[rows].astype(np.int64)[request] + offset,
-            tokens=(last - num_positions + 1)[request] + offset,
-        )
+        request = np.arange(len(rows))
+        offset = np.zeros(len(rows), dtype=np.int64)
+        positions = output.num_known_tokens[rows].astype(np.int64)
+        tokens = np.cumsum(output.num_tokens, dtype=np.int64)[rows] - 1
+        if drafts.size:
+            num_drafts = np.count_nonzero(drafts != NO_TOKEN, axis=1)
+            request = np.repeat(request, 1 + num_drafts)
+            offset = np.arange(len(request)) - (np.cumsum(1 + num_drafts) - (1 + num_drafts))[request]
+            positions = positions[request] + offset
+            tokens = (tokens - num_drafts)[request] + offset
+        return cls(rows, drafts, request, offset, positions, tokens)
 
     def accept(self, token_ids: Int64Array) -> IntArray:
         """Return the tokens that each request emits, padded with NO_TOKEN: [S, 1 + K].

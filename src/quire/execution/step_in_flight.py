@@ -28,6 +28,8 @@ class StepInFlight:
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's tokens and return what it computed; to be called once."""
         report_tokens(self._computed, self._sampling, self.tokens.sampled())
+        if self.kv_connector_output is None:
+            return self._computed
         return dataclasses.replace(self._computed, kv_connector_output=self.kv_connector_output)
 
     def drafts(self) -> DraftTokenIds | None:

@@ -134,8 +134,10 @@ def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: Atten
     arrays: list[Int32Array] = []
     numbers: list[int] = []
     for rows, tiles in zip(classes, cut, strict=True):
-        most_parts = MAX_PART_BYTES // _part_bytes(rows, heads)
-        items, merges, num_parts = _divided(tiles, most_spans, most_parts)
+        items, merges, num_parts, most_parts = _NO_ITEMS, _NO_MERGES, 0, 0
+        if len(tiles):
+            most_parts = MAX_PART_BYTES // _part_bytes(rows, heads)
+            items, merges, num_parts = _divided(tiles, most_spans, most_parts)
         if rows == classes[0]:
             items = _with_rows_of_nobody(items, batch)
         arrays.append(lengthened(items, batch.sizes.plans(len(items)), _NO_ITEM))
@@ -231,8 +233,6 @@ def _tile_class(
 
 def _divided(tiles: _QueryTiles, most_spans: int, most_parts: int) -> tuple[Int32Array, Int32Array, int]:
     """Return items, merges and the number of parts of tiles of one height."""
-    if not len(tiles):
-        return _NO_ITEMS, _NO_MERGES, 0
     num_tiles = tiles.num_tiles
     is_divided = num_tiles > most_spans * _SPAN_TILES
     if not is_divided.any():
