@@ -27,7 +27,7 @@ class NcclStandIn:
         gloo_options = dist.ProcessGroupGloo._Options()
         gloo_options._timeout = options._timeout
         gloo_options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, gloo_options)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, gloo_options)
         self.is_aborted = threading.Event()
         self.made.append(self)
 
@@ -35,18 +35,27 @@ class NcclStandIn:
         assert device == torch.device("cuda", 0)  # the only one that the process sees
 
     def abort(self) -> None:
+        """End the group, before its communicator closes the file of the group's store.
+
+        A store opens its file again at its end, by a descriptor whose number may be another's by then: the
+        process aborts if that is no file. Tapes and tests may keep this object longer.
+        """
+        self._gloo = None
         self.is_aborted.set()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*args: Any) -> None:
-            *tensors, options = args
-            assert not options.asyncOp  # in the current stream
-            self.do(lambda: getattr(self._gloo, name)(*tensors, options).wait())
+            assert not args[-1].asyncOp  # in the current stream
+            self.do(lambda: self._exchange(name, *args))
 
         return call
 
     def do(self, exchange: Callable[[], None]) -> None:
         """Do an exchange that was asked for."""
-        if self.is_aborted.is_set():
-            raise RuntimeError("NCCL communicator was aborted")
         exchange()
+
+    def _exchange(self, name: str, *args: Any) -> None:
+        gloo = self._gloo
+        if gloo is None:
+            raise RuntimeError("NCCL communicator was aborted")
+        getattr(gloo, name)(*args).wait()
