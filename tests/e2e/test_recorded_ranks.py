@@ -20,7 +20,7 @@ from taped_ranks import MAX_GRAPHS, RESERVED, TapedRanks
 
 pytestmark = pytest.mark.skipif(not is_interpreted, reason="on a GPU, tests/gpu has this")
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12]]
-LENGTHS = (12, 5, 8)  # of what follows: three rows, then two, then one
+LENGTHS = (10, 4, 7)  # of what follows: three rows, then two, then one
 SETTINGS: dict[str, Any] = {
     "kernels": "triton",
     "tensor_parallel_size": 2,
@@ -73,7 +73,7 @@ def test_chunks_of_prompts_are_replayed_beside_decodes(
 ) -> None:
     """Steps of 8 tokens, of which those that decode have logits, and the chunk has none."""
     prompts = [[10], [11, 12], [5 + number % 90 for number in range(32)]]
-    options = {"prompts": prompts, "lengths": (7, 7, 1), "max_num_batched_tokens": 8}
+    options = {"prompts": prompts, "lengths": (6, 6, 1), "max_num_batched_tokens": 8}
     expected = results(checkpoint, **options)
     recorded: list[int] = []
     ranks = TapedRanks(monkeypatch, tmp_path)
@@ -105,7 +105,7 @@ def test_steps_are_recorded_anew_after_those_that_measure_memory(
         return build_runner(config, models, plan, **parts)
 
     monkeypatch.setattr(core, "build_runner", measure_and_build)
-    options = {"max_num_batched_tokens": 16, "max_model_len": 32}
+    options = {"max_num_batched_tokens": 8, "max_model_len": 32}
     assert results(checkpoint, **options) == expected
     first, second = ranks.events
     assert first == second

@@ -77,20 +77,16 @@ def test_requests_that_come_and_go_have_the_tokens_of_others(
     found: list[dict[str, Any]] = []
     for record in (None, Recorder().record):
         driver, outputs = driver_of(model, record), {}
-        for group in (
-            ["greedy", "drawn", "nucleus", "reported"],
-            ["greedy"],
-            ["nucleus", "reported", "drawn"],
-        ):
+        for group in (list(REQUESTS), ["nucleus", "drawn"], ["greedy"]):
             for number, name in enumerate(group):
-                driver.add(f"{name} of {len(group)}", range(5 + number, 9 + 2 * number), REQUESTS[name])
-            driver.run(6)
+                driver.add(f"{name} of {len(group)}", range(5 + number, 7 + 2 * number), REQUESTS[name])
+            driver.run(5)
             outputs.update(driver.requests)
             driver.requests.clear()
         found.append({name: (request.output, request.logprobs) for name, request in outputs.items()})
     assert found[0] == found[1]
     assert len({tuple(output) for output, _ in found[0].values()}) > 4
-    assert len(replayed) >= 9
+    assert len(replayed) >= 7
     assert set(replayed) == {MAX_NUM_SEQS}
 
 

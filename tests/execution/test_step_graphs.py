@@ -120,12 +120,12 @@ def test_replayed_steps_have_the_bits_of_others(
     monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class))
     monkeypatch.setattr(step_graphs, "CHUNK_SIZES", SizeClasses(in_eights, coarse_size_class))
     model = load(family, tmp_path, **options)
-    expected = outputs(driver_of(model), lengths, 6, budget=7)
+    expected = outputs(driver_of(model), lengths, 5, budget=7)
     recorder = Recorder()
     driver = driver_of(model, recorder.record)
     driver.runner.most_recorded_tokens = 7
     watched = watch_logits(recorder, monkeypatch)
-    assert outputs(driver, lengths, 6, budget=7) == expected
+    assert outputs(driver, lengths, 5, budget=7) == expected
     replayed = [step for step in watched if step.is_replayed]
     assert any(step.num_rows == step.num_tokens < 4 for step in replayed)
     assert any(step.num_rows < step.num_tokens == 7 for step in replayed)
