@@ -169,17 +169,24 @@ def test_nothing_is_recorded_before_kernels_have_been_launched(monkeypatch: pyte
 
 
 def test_what_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -> None:
-    attempts = []
+    """Nor is it tried again; what can be recorded still is."""
+    recorder, choices, attempts = Recorder(), Choices(), []
 
-    def refuse(compute: Callable[[], None]) -> Callable[[], None]:
+    def record(compute: Callable[[], None]) -> Callable[[], None]:
         attempts.append(compute)
-        raise RuntimeError("operation not permitted when stream is capturing")
+        if len(attempts) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return recorder.record(compute)
 
-    recorded = RecordedChoice(Choices().choose, refuse, TritonKernels(), MAX_NUM_SEQS)
-    for number in range(4):
-        assert choose(recorded, rows_of(number, 7), [0, 1]) == [1 + number, 8]
+    recorded = RecordedChoice(choices.choose, record, TritonKernels(), MAX_NUM_SEQS)
+    logits, draws = rows_of(3, 7), np.ones((NUM_DRAW_NUMBERS, 2))
+    for _ in range(4):
+        assert choose(recorded, logits, [0, 1]) == [4, 8]
     assert len(attempts) == 1
-    assert "cannot be recorded" in caplog.text
+    assert caplog.text.count("cannot be recorded") == 1
+    for _ in range(3):
+        assert choose(recorded, logits, [0, 1], draws) == [9, 13]
+    assert recorder.num_replays == 2
 
 
 def test_slots_are_copied_only_where_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:

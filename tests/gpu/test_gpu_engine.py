@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from checkpoints import make_checkpoint
 from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
 from quire.execution.model_runner import ModelRunner
+from quire.execution.recorded_choice import RecordedChoice
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.triton.device import is_interpreted
 
@@ -113,6 +114,35 @@ def test_chunks_of_prompts_are_replayed(
     replayed = [graph for one in graphs for graph in one._graphs.values() if graph.replay is not None]
     assert any(graph.arrays.logit_rows is not None and graph.logits is not None for graph in replayed)
     assert any(graph.logits is None for graph in replayed) == has_draft_model
+
+
+@pytest.mark.skipif(is_interpreted, reason="tests/execution/test_recorded_choice.py has this")
+def test_choices_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of greedy requests, and of greedy ones beside drawn ones, as without graphs."""
+    checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
+    recorded: list[RecordedChoice] = []
+    choose = RecordedChoice.choose
+
+    def watched(self: RecordedChoice, *args: Any) -> Any:
+        recorded.append(self)
+        return choose(self, *args)
+
+    monkeypatch.setattr(RecordedChoice, "choose", watched)
+    greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.9, seed=1, ignore_eos=True)
+    found = []
+    for has_graphs in (True, False):
+        with LLM(str(checkpoint), cuda_graphs=has_graphs, **SETTINGS) as llm:
+            outputs = [
+                output.outputs[0].token_ids
+                for wanted in ([greedy] * 4, [greedy, drawn, drawn, greedy])
+                for _ in range(3)
+                for output in llm.generate(PROMPTS[:4], wanted)
+            ]
+        found.append(outputs)
+    assert found[0] == found[1]
+    assert not recorded[-1]._refused
+    assert {is_drawn for _, _, is_drawn in recorded[-1]._replays} == {False, True}
 
 
 EVICTIONS: dict[str, dict[str, Any]] = {
