@@ -1,11 +1,17 @@
-"""A stand-in for what records on a GPU."""
+"""A stand-in for what records on a GPU, and runners that record."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
+
+from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver, model_cache
 
 from operation_tape import OperationTape
+from quire.execution.model_runner import ModelRunner
+from quire.kernels.size_classes import size_class
+from quire.models.decoder import Decoder
 
 
 @dataclasses.dataclass
@@ -25,3 +31,19 @@ class Recorder:
             tape.replay()
 
         return replay
+
+
+def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, **parts: Any) -> StepDriver:
+    """Return a driver of a runner that records steps, if it is told how."""
+    model.reserve(size_class(64))
+    cache = model_cache(model)
+    runner = ModelRunner(
+        model,
+        cache,
+        max_num_seqs=max_num_seqs,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        record=record,
+        **parts,
+    )
+    return StepDriver(runner, cache, max_num_seqs=max_num_seqs)

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorder import Recorder
-from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver, model_cache
+from recorder import Recorder, driver_of
 
 from checkpoints import make_checkpoint
 from quire.execution import recorded_choice, step_graphs
-from quire.execution.model_runner import ModelRunner
 from quire.execution.recorded_choice import NUM_DRAW_NUMBERS, RecordedChoice
 from quire.kernels.size_classes import SizeClasses, size_class
 from quire.kernels.triton.kernel_set import TritonKernels
@@ -40,20 +38,6 @@ def model(tmp_path: Path) -> Decoder:
     return load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
 
 
-def driver_of(model: Decoder, record: Any) -> StepDriver:
-    model.reserve(size_class(64))
-    cache = model_cache(model)
-    runner = ModelRunner(
-        model,
-        cache,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_model_len=MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
-        record=record,
-    )
-    return StepDriver(runner, cache, max_num_seqs=MAX_NUM_SEQS)
-
-
 def replayed_choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the rows of choices go that are replayed."""
     replay_of, rows = RecordedChoice._replay_of, []
@@ -76,7 +60,7 @@ def test_requests_that_come_and_go_have_the_tokens_of_others(
     replayed = replayed_choices(monkeypatch)
     found: list[dict[str, Any]] = []
     for record in (None, Recorder().record):
-        driver, outputs = driver_of(model, record), {}
+        driver, outputs = driver_of(model, record, MAX_NUM_SEQS), {}
         for group in (list(REQUESTS), ["nucleus", "drawn"], ["greedy"]):
             for number, name in enumerate(group):
                 driver.add(f"{name} of {len(group)}", range(5 + number, 7 + 2 * number), REQUESTS[name])

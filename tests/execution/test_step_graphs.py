@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorder import Recorder
-from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver, model_cache
+from recorder import Recorder, driver_of
+from step_driver import BLOCK_SIZE, StepDriver, model_cache
 
 from checkpoints import make_checkpoint
 from quire.execution import step_graphs
 from quire.execution.adaptive_proposer import AdaptiveProposer
 from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
-from quire.execution.model_runner import ModelRunner
 from quire.execution.ngram_proposer import NgramProposer
 from quire.execution.proposer import RowsToContinue
 from quire.execution.step_graphs import StepGraphs
@@ -67,21 +66,6 @@ def load(family: str, path: Path, **options: Any) -> Decoder:
     return load_decoder(
         checkpoint, read_model_config(checkpoint), options=WeightOptions(kernels="triton", **options)
     )
-
-
-def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, **parts: Any) -> StepDriver:
-    model.reserve(size_class(64))
-    cache = model_cache(model)
-    runner = ModelRunner(
-        model,
-        cache,
-        max_num_seqs=max_num_seqs,
-        max_model_len=MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
-        record=record,
-        **parts,
-    )
-    return StepDriver(runner, cache, max_num_seqs=max_num_seqs)
 
 
 def outputs(driver: StepDriver, lengths: list[int], num_output: int, **options: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class _QueryTiles:
         fields: [_NUM_FIELDS, N] the sequence; the first token, of the batch; tokens; the first one's place in
             the sequence's cache; the first tile of the keys that are seen, and the end of the last; the first
             tile and the end of a gap within, of which no tile is seen; the first key and the end of the gap.
-        has_gaps: whether there are any; else their fields are 0.
+        has_gaps: whether there are any; else those of the fields are empty.
     """
 
     fields: Int64Array
