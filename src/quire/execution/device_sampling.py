@@ -166,18 +166,18 @@ class DeviceSampler:
         changes = changes_of_step(self._table, slots, positions, masks, is_of_host, vocab_size=vocab_size)
         penalties = self._penalties.of_rows(slots, positions, is_of_host, known)
         draws = self._draws(slots, positions)
-        raw, of_rows = logits.rows, rows
+        of_rows = self._to_device(rows) if rows.size else None
+        raw, raw_rows = logits.rows, of_rows
         if changes is None and penalties is None:
             token_ids, maxima = self._choose_unchanged(logits, slots, draws)
         else:
-            if rows.size:
-                raw, of_rows = raw[self._to_device(rows)], np.arange(len(rows))
+            if of_rows is not None:
+                raw, raw_rows = raw[of_rows], self._to_device(np.arange(len(rows)))
             token_ids, maxima = self._choose_now(logits.rows, slots, draws, changes, penalties)
         logprobs = None
-        if rows.size:
+        if of_rows is not None and raw_rows is not None:
             most = min(int(num_logprobs[rows].max()), vocab_size)
-            of_rows_there = self._to_device(of_rows)
-            logprobs = self._choice.logprobs(raw, token_ids[self._to_device(rows)], most, of_rows_there)
+            logprobs = self._choice.logprobs(raw, token_ids[of_rows], most, raw_rows)
         is_masked = np.zeros(len(slots), dtype=np.bool_) if changes is None else changes.is_masked
         return TokensInFlight(
             token_ids,
@@ -194,7 +194,7 @@ class DeviceSampler:
         """Choose tokens as a recording does, if these are the logits of one."""
         recorded = logits.recorded
         if self._recorded is None or recorded is None or not self._recorded.has_room(len(recorded)):
-            return self._choose_now(logits.rows, slots, draws, None, None)
+            return self._choose_now(logits.rows, slots, draws)
         return self._recorded.choose(recorded, slots, draws)
 
     def _choose_now(
@@ -202,8 +202,8 @@ class DeviceSampler:
         logits: torch.Tensor,
         slots: Int64Array,
         draws: Float64Array | None,
-        changes: ChangesOfStep | None,
-        penalties: StepPenalties | None,
+        changes: ChangesOfStep | None = None,
+        penalties: StepPenalties | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         token_ids, maxima = self._choose(
             logits,

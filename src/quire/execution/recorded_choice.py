@@ -115,19 +115,18 @@ class RecordedChoice:
         """Return what replays the choice for logits at this address, recorded if need be; None: nothing."""
         key = (logits.data_ptr(), len(logits), is_drawn)
         replay = self._replays.get(key)
-        if replay is None and is_drawn not in self._refused and key[1:] in self._computed:
-            replay = self._recorded(logits, is_drawn=is_drawn)
         if replay is not None:
-            self._replays[key] = replay
             self._replays.move_to_end(key)
-            if len(self._replays) > MAX_CHOICES:
-                self._replays.popitem(last=False)
-        return replay
-
-    def _recorded(self, logits: torch.Tensor, *, is_drawn: bool) -> Callable[[], None] | None:
+            return replay
+        if is_drawn in self._refused or key[1:] not in self._computed:
+            return None
         try:
-            return self._record(lambda: self._compute(logits, is_drawn=is_drawn))
+            replay = self._record(lambda: self._compute(logits, is_drawn=is_drawn))
         except Exception:
             logger.exception("choosing tokens cannot be recorded as a graph; steps are slower without")
             self._refused.add(is_drawn)
             return None
+        self._replays[key] = replay
+        if len(self._replays) > MAX_CHOICES:
+            self._replays.popitem(last=False)
+        return replay

@@ -43,11 +43,11 @@ class SamplingPositions:
         positions = output.num_known_tokens[rows].astype(np.int64)
         tokens = np.cumsum(output.num_tokens, dtype=np.int64)[rows] - 1
         if drafts.size:
-            num_drafts = np.count_nonzero(drafts != NO_TOKEN, axis=1)
-            request = np.repeat(request, 1 + num_drafts)
-            offset = np.arange(len(request)) - (np.cumsum(1 + num_drafts) - (1 + num_drafts))[request]
+            num_positions = 1 + np.count_nonzero(drafts != NO_TOKEN, axis=1)
+            request = np.repeat(request, num_positions)
+            offset = np.arange(len(request)) - (np.cumsum(num_positions) - num_positions)[request]
             positions = positions[request] + offset
-            tokens = (tokens - num_drafts)[request] + offset
+            tokens = (tokens - num_positions + 1)[request] + offset
         return cls(rows, drafts, request, offset, positions, tokens)
 
     def accept(self, token_ids: Int64Array) -> IntArray:

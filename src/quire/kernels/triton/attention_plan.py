@@ -160,14 +160,13 @@ def _span_end(tile: Int64Array) -> Int64Array:
     return end
 
 
-def _numbered(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return for each of `counts` [N] things, at least 1 of each kind, its kind and its number among them."""
+def numbered(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return for each of `counts` [N] things of N kinds its kind, and its number among those of its kind."""
     kinds = np.arange(len(counts))
-    ends = np.cumsum(counts)
-    if ends[-1] == len(counts):
+    if (counts == 1).all():
         return kinds, np.zeros(len(counts), dtype=np.int64)
     which = np.repeat(kinds, counts)
-    return which, np.arange(len(which)) - (ends - counts)[which]
+    return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
 
 
 def _with_rows_of_nobody(items: Int32Array, batch: AttentionBatch) -> Int32Array:
@@ -197,7 +196,7 @@ def _query_tiles(
     if not sequences.size:
         return _NO_TILES
     num_tokens = batch.num_tokens[sequences]
-    which, number = _numbered((num_tokens + (tokens_per_tile - 1)) // tokens_per_tile)
+    which, number = numbered((num_tokens + (tokens_per_tile - 1)) // tokens_per_tile)
     first = number * tokens_per_tile
     skipped = None if window else batch.skipped_keys
     fields = np.zeros((_NUM_FIELDS, len(which)), dtype=np.int64)
@@ -264,7 +263,7 @@ def _spans(
         counts: [N] pieces of each.
         is_divided: [N] which of them are divided.
     """
-    which, number = _numbered(counts)
+    which, number = numbered(counts)
     is_part = is_divided[which]
     fields = tiles.fields[:, which]
     start, end = fields[_FIRST_TILE], fields[_END_TILE]

@@ -20,7 +20,7 @@ from quire.kernels.triton.attention_kernels import (
     log2_scores,
     product,
 )
-from quire.kernels.triton.attention_plan import Int64Array, padded_features, power_of_two
+from quire.kernels.triton.attention_plan import Int64Array, numbered, padded_features, power_of_two
 from quire.kernels.triton.device import await_previous
 from quire.kernels.triton.kernel import kernel
 
@@ -85,9 +85,8 @@ def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: tor
 
 def _score_blocks(batch: AttentionBatch, scores: KeyScores, tokens: int, window: int) -> Int64Array:
     """Return the blocks of up to `tokens` scoring tokens of a sequence, [N, _FIELDS]; see `score_keys`."""
-    counts = -(-scores.num_scoring_tokens // tokens)
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    first = (np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]) * tokens
+    sequence, number = numbered(-(-scores.num_scoring_tokens // tokens))
+    first = number * tokens
     num_tokens = np.minimum(scores.num_scoring_tokens[sequence] - first, tokens)
     first_place = (scores.num_keys - scores.num_scoring_tokens)[sequence] + first
     first_token = (np.cumsum(batch.num_tokens) - scores.num_scoring_tokens)[sequence] + first
