@@ -21,11 +21,9 @@ from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 
-GREEDY = SamplingParams(temperature=0.0)
-DRAWN = SamplingParams(temperature=1.5, top_p=0.9, seed=3)
 REQUESTS = {
-    "greedy": GREEDY,
-    "drawn": DRAWN,
+    "greedy": SamplingParams(temperature=0.0),
+    "drawn": SamplingParams(temperature=1.5, top_p=0.9, seed=3),
     "nucleus": SamplingParams(temperature=1.2, top_k=7, min_p=0.01, seed=5),
     "reported": SamplingParams(temperature=0.8, seed=9, logprobs=2),
 }

@@ -22,7 +22,7 @@ from quire.execution.adaptive_proposer import AdaptiveProposer
 from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
 from quire.execution.ngram_proposer import NgramProposer
 from quire.execution.proposer import RowsToContinue
-from quire.execution.step_graphs import StepGraphs
+from quire.execution.step_graphs import StepGraphs, StepLogits
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.size_classes import SizeClasses, coarse_size_class, size_class
 from quire.kv.tiers.connector import TierConnector
@@ -47,7 +47,7 @@ def watch_logits(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Wa
     """Return a list to which the steps go that `StepGraphs` computes."""
     logits, steps = StepGraphs.logits, []
 
-    def watched(self: StepGraphs, token_ids: Any, batch: AttentionBatch, rows: Any = None) -> torch.Tensor:
+    def watched(self: StepGraphs, token_ids: Any, batch: AttentionBatch, rows: Any = None) -> StepLogits:
         before = recorder.num_replays
         computed = logits(self, token_ids, batch, rows)
         steps.append(WatchedStep(len(token_ids), len(computed.rows), recorder.num_replays > before))
