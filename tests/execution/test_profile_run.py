@@ -330,6 +330,31 @@ def test_kernels_are_compiled_before_whatever_is_in_memory(
     assert not launches
 
 
+@pytest.mark.parametrize("litter", [float("nan"), -1e30])
+def test_nothing_is_proposed_after_whatever_is_in_memory(
+    litter: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kernel would have chosen is no token that a draft model continues."""
+    path = make_checkpoint("qwen3", tmp_path, num_key_value_heads=1, num_hidden_layers=1)
+    model = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
+    limits = StepLimits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=20, draft_length=2)
+    cache = model_cache(model, num_blocks=3)
+    proposer = DraftModelProposer(model, cache, DraftGraphs(model, cache, lambda compute: compute, 8))
+    runner = runner_of(model, limits, proposer=proposer, record=lambda compute: compute)
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **options: None)
+    proposed: list[Any] = []
+    propose = DraftModelProposer.propose
+
+    def watched(*args: Any) -> Any:
+        proposed.append(propose(*args))
+        return proposed[-1]
+
+    monkeypatch.setattr(DraftModelProposer, "propose", watched)
+    with compile_only(2), Littered(litter):
+        _compute_all(_MadeUpSteps(runner, VOCAB_SIZE), limits, 1)
+    assert proposed
+
+
 def test_kernels_in_triton_take_its_steps(tmp_path: Path) -> None:
     """In the interpreter, with grammars, biases and log-probabilities, and decode steps on a tape."""
     path = make_checkpoint("qwen3", tmp_path, num_key_value_heads=1, num_hidden_layers=1)

@@ -16,7 +16,7 @@ from quire.kernels.bounds import MAX_HEAD_TOKENS
 from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties, TokenChoice
 from quire.kernels.triton import row_scans
 from quire.kernels.triton.device import await_previous
-from quire.kernels.triton.kernel import kernel
+from quire.kernels.triton.kernel import compiles_only, kernel
 from quire.kernels.triton.key_search import relative_weight
 from quire.kernels.triton.logit_changes import change_logits
 from quire.kernels.triton.logprobs import row_logprobs
@@ -97,22 +97,12 @@ class TritonChoice(TokenChoice):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _check(logits, draws)
         if changes is None and penalties is None:
-            return _choose(logits, draws)
-        likeliest, maxima = _choose(logits, None)
-        if changes is not None:
-            change_logits(logits, changes)
-        if penalties is not None:
-            penalize(logits, penalties)
-        token_ids, changed_maxima = _choose(logits, draws)
-        # Before the changes, the row had no token, or it has none after them and no mask.
-        has_none = token_ids == NO_TOKEN
-        if changes is not None:
-            has_none &= changes.mask_of_row < 0
-        keeps_likeliest = (likeliest == NO_TOKEN) | has_none
-        return (
-            torch.where(keeps_likeliest, likeliest, token_ids),
-            torch.where(keeps_likeliest, maxima, changed_maxima),
-        )
+            token_ids, maxima = _choose(logits, draws)
+        else:
+            token_ids, maxima = _choose_changed(logits, draws, changes, penalties)
+        if compiles_only():  # any numbers, with which a draft model would go on
+            token_ids = torch.zeros_like(token_ids)
+        return token_ids, maxima
 
     @override
     def logprobs(
@@ -127,6 +117,29 @@ def _choose(logits: torch.Tensor, draws: RowDraws | None) -> tuple[torch.Tensor,
     if draws is None:
         return likeliest.masked_fill(~maxima.isfinite(), NO_TOKEN), maxima
     return _draw(logits, draws, likeliest, maxima), maxima
+
+
+def _choose_changed(
+    logits: torch.Tensor,
+    draws: RowDraws | None,
+    changes: LogitChanges | None,
+    penalties: RowPenalties | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    likeliest, maxima = _choose(logits, None)
+    if changes is not None:
+        change_logits(logits, changes)
+    if penalties is not None:
+        penalize(logits, penalties)
+    token_ids, changed_maxima = _choose(logits, draws)
+    # Before the changes, the row had no token, or it has none after them and no mask.
+    has_none = token_ids == NO_TOKEN
+    if changes is not None:
+        has_none &= changes.mask_of_row < 0
+    keeps_likeliest = (likeliest == NO_TOKEN) | has_none
+    return (
+        torch.where(keeps_likeliest, likeliest, token_ids),
+        torch.where(keeps_likeliest, maxima, changed_maxima),
+    )
 
 
 def _draw(
