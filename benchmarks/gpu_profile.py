@@ -43,18 +43,23 @@ def kernel_times(llm: LLM, num_requests: int, context: int, num_steps: int = 16)
     return sorted(times, key=lambda kernel: -kernel.seconds)
 
 
-def busy_share(llm: LLM, num_requests: int, context: int, num_steps: int = 32) -> float:
+def busy_share(llm: LLM, num_requests: int, context: int, num_steps: int = 24) -> float:
     """Return the share of decode steps' time in which the GPU has something to do; on a CPU, 0.
 
-    What the profiler costs the host counts as time without, and kernels that are there at the same time once.
+    It is that of the steps which four times as many have more, so that prompts are not in it. What the
+    profiler costs the host counts as time without, and kernels that are there at the same time once.
     """
-    profiled, seconds = _profiled(llm, num_requests, context, num_steps)
+    few, many = (_profiled(llm, num_requests, context, count) for count in (num_steps, 4 * num_steps))
+    return (_busy_seconds(many[0]) - _busy_seconds(few[0])) / (many[1] - few[1])
+
+
+def _busy_seconds(profiled: Any) -> float:
     times = [event.time_range for event in profiled.events() if event.device_type == DeviceType.CUDA]
     busy, until = 0.0, 0.0
     for time_range in sorted(times, key=lambda time_range: time_range.start):
         busy += max(time_range.end - max(time_range.start, until), 0.0)
         until = max(until, time_range.end)
-    return busy / 1e6 / seconds
+    return busy / 1e6
 
 
 def _profiled(llm: LLM, num_requests: int, context: int, num_steps: int) -> tuple[Any, float]:
