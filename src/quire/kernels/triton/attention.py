@@ -16,7 +16,7 @@ from quire.kernels.triton.attention_call import AttentionCall
 from quire.kernels.triton.attention_kernels import attend, merge_parts
 from quire.kernels.triton.attention_layer import TritonLayer, triton_layer
 from quire.kernels.triton.attention_plan import AttentionPlan, TileClass, attention_plan, padded_features
-from quire.kernels.triton.device import MULTIPROCESSORS
+from quire.kernels.triton.device import MULTIPROCESSORS, has_large_tiles
 from quire.kernels.triton.device_arrays import block_tables
 from quire.kernels.triton.key_score_kernel import write_key_scores
 from quire.kernels.triton.tensors import FLOAT_TYPES
@@ -80,6 +80,7 @@ def _attend(
     statistics: torch.Tensor | None,
 ) -> None:
     features = padded_features(call.heads.head_dim)
+    num_warps, num_stages = _warps_and_stages(call, tiles.rows, features, len(tiles.items))
     attend[len(tiles.items), call.heads.num_kv_heads](
         call.query,
         *call.query.stride()[:2],
@@ -106,8 +107,8 @@ def _attend(
         HAS_SINKS=call.how.sinks is not None,
         HAS_GAPS=plan.has_gaps,
         HAS_STATISTICS=statistics is not None,
-        num_warps=_num_warps(call, tiles.rows, features, len(tiles.items)),
-        num_stages=3,
+        num_warps=num_warps,
+        num_stages=num_stages,
         **call.options,
     )
 
@@ -129,20 +130,24 @@ def _merge(call: AttentionCall, tiles: TileClass, out: torch.Tensor, statistics:
         ROWS=tiles.rows,
         HAS_SINKS=call.how.sinks is not None,
         HAS_STATISTICS=statistics is not None,
-        num_warps=_num_warps(call, tiles.rows, share, len(tiles.merges)),
+        num_warps=_warps_and_stages(call, tiles.rows, share, len(tiles.merges))[0],
         enable_fp_fusion=False,
     )
 
 
-def _num_warps(call: AttentionCall, rows: int, features: int, num_tiles: int) -> int:
+def _warps_and_stages(call: AttentionCall, rows: int, features: int, num_tiles: int) -> tuple[int, int]:
     """Return how many warps hold two tiles of sums in their registers, and of float32 the operands, too.
 
-    Two are enough for few rows, where several programs share a multiprocessor. Measured on an H200.
+    For few rows, two are enough where several programs share a multiprocessor; one that has it alone computes
+    and fetches as much at a time as it can. Measured on an H200.
     """
-    is_shared = num_tiles * call.heads.num_kv_heads > MULTIPROCESSORS
-    if rows <= _FEW_ROWS and is_shared and not call.is_float32:
-        return 2
-    return 8 if call.is_float32 or rows * features > 64 * 128 else 4
+    if call.is_float32 or rows * features > 64 * 128:
+        return 8, 3
+    if rows > _FEW_ROWS:
+        return 4, 3
+    if num_tiles * call.heads.num_kv_heads > MULTIPROCESSORS:
+        return 2, 3
+    return (8, 5) if features == 128 and has_large_tiles() else (4, 3)
 
 
 def _check_query(query: torch.Tensor, layer: TritonLayer, batch: AttentionBatch) -> None:
