@@ -40,7 +40,8 @@ def decode_work(
         shapes = [source.shape for source in spec.sources]
         if len(shapes[0]) != 2 or (spec.field == "embedding" and not config.tie_word_embeddings):
             continue
-        size, both = sum(map(math.prod, shapes)), shapes[0][1] + sum(shape[0] for shape in shapes)
+        outputs = sum(shape[0] for shape in shapes) // (2 if spec.field == "gate_up" else 1)  # gated at once
+        size, both = sum(map(math.prod, shapes)), shapes[0][1] + outputs
         if spec.field.startswith("expert_"):
             expert_matrices, expert_features = expert_matrices + size, expert_features + both
         else:
@@ -61,8 +62,7 @@ def decode_work(
         "_largest_kernel": Work(rows * config.vocab_size * FLOAT32_BYTES),
     }
     if not config.num_experts:
-        inner = 3 * config.intermediate_size
-        return {**work, "_gated_activation_kernel": Work(layers * rows * inner * BFLOAT16_BYTES)}
+        return work
     chosen = config.num_experts_per_token
     pairs = rows * chosen / config.num_experts  # of each expert
     read = _read_share(config, rows) if read_share is None else read_share

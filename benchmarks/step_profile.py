@@ -23,6 +23,7 @@ from quire.engine.core import EngineCore
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampler import Sampler
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.gated_linear import GatedLinear
 from quire.kernels.linear import Linear
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
@@ -88,9 +89,6 @@ class TimedLinear:
 
 def wrap_kernels(decoder: Decoder, clock: Clock) -> None:
     """Time the kernels of a loaded decoder."""
-    for layer in decoder.layers:
-        for name in MATRICES:
-            setattr(layer, name, TimedLinear(getattr(layer, name), clock, f"    {name}"))
     kernels = decoder.kernels
 
     class Timed:
@@ -98,7 +96,14 @@ def wrap_kernels(decoder: Decoder, clock: Clock) -> None:
 
     for name in KERNELS:
         setattr(Timed, name, staticmethod(clock.wrap(f"    {name}", getattr(kernels, name))))
-    decoder.kernels = Timed()  # type: ignore[assignment]
+    timed: Any = Timed()
+    decoder.kernels = timed
+    for layer in decoder.layers:
+        assert layer.gate_up is not None
+        gate_up = TimedLinear(layer.gate_up.gate_up, clock, "    gate_up")
+        layer.gate_up = GatedLinear(timed, gate_up, decoder.config.activation)
+        for name in set(MATRICES) - {"gate_up"}:
+            setattr(layer, name, TimedLinear(getattr(layer, name), clock, f"    {name}"))
 
 
 def limits(

@@ -16,6 +16,7 @@ from quire.execution.selection import Filters, draw
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.dispatch import kernel_set
 from quire.kernels.experts import ExpertWeights, Mixture
+from quire.kernels.gated_linear import GatedLinear
 from quire.kernels.sampling import ReferenceSampling
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.token_choice import RowDraws
@@ -61,6 +62,22 @@ def test_dense_layers(kernels: TritonKernels, shape: Shape, quantization: str) -
     for count in NUM_ROWS:
         result = layer(rows[:count])
         assert_near(result, expected[:count], NOISE[quantization])
+        assert torch.equal(result[:1], alone), count
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+def test_products_that_are_gated(kernels: TritonKernels, shape: Shape, quantization: str) -> None:
+    """The bits of two kernels one after the other, for any number of rows."""
+    parts = [random(shape.intermediate, shape.hidden, seed=seed).float() for seed in (1, 2)]
+    options = {"dtype": torch.bfloat16, "quantization": quantization}
+    gated = kernels.gated_linear(kernels.linear(parts, **options), "silu")
+    assert not gated.keeps_products
+    expected = GatedLinear(kernels, kernels.linear(parts, **options), "silu")
+    rows = random(max(NUM_ROWS), shape.hidden, seed=3).to(kernels.device) * 0.1
+    alone = gated(rows[:1])
+    for count in NUM_ROWS:
+        result = gated(rows[:count])
+        assert torch.equal(result, expected(rows[:count])), count
         assert torch.equal(result[:1], alone), count
 
 

@@ -15,6 +15,7 @@ import torch
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import HOST
 from quire.kernels.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.gated_linear import GatedLinear
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
 from quire.kernels.memory import WeightMemory
@@ -81,6 +82,16 @@ class KernelSet(ABC):
             int4_activations: what rows are made for int4: int8, each with a scale, or bfloat16.
             memory: where weights go; None: memory of the layer's own.
         """
+
+    def gated_linear(self, gate_up: Linear, activation: str) -> GatedLinear:
+        """Return the layer that computes `gated_activation` of another's results.
+
+        Args:
+            gate_up: one that `linear` has returned; it becomes a part of the new one, and nobody else may
+                call it any more.
+            activation: as for `gated_activation`.
+        """
+        return GatedLinear(self, gate_up, activation)
 
     @abstractmethod
     def experts(

@@ -10,6 +10,7 @@ import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.experts import Experts
+from quire.kernels.gated_linear import GatedLinear
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
@@ -39,7 +40,7 @@ class DecoderLayer:
     k_norm: torch.Tensor | None = None
     mlp_norm: torch.Tensor | None = None
     mlp_post_norm: torch.Tensor | None = None
-    gate_up: Linear | None = None  # to 2 * intermediate, gate first
+    gate_up: GatedLinear | None = None  # to the intermediate features
     down: Linear | None = None
     router: Linear | None = None
     experts: Experts | None = None
@@ -89,7 +90,8 @@ class Decoder:
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
         device = kernels.device
         self._rotary = [RotaryTable(rope, config.max_model_len, device) for rope in config.ropes]
-        self._workspace = Workspace(config, embedding.dtype, device)
+        keeps_products = any(layer.gate_up and layer.gate_up.keeps_products for layer in layers)
+        self._workspace = Workspace(config, embedding.dtype, device, keeps_products=keeps_products)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -227,8 +229,7 @@ class Decoder:
             return layer.experts(inputs, layer.router(inputs), out=buffers.delta)
         assert layer.gate_up is not None
         assert layer.down is not None
-        gate_up = layer.gate_up(inputs, out=buffers.gate_up)
-        inner = self.kernels.gated_activation(gate_up, self.config.activation, out=buffers.inner)
+        inner = layer.gate_up(inputs, products=buffers.gate_up, out=buffers.inner)
         return layer.down(inner, out=buffers.delta)
 
     def _add(

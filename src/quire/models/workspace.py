@@ -16,7 +16,7 @@ class StepBuffers:
     normed: torch.Tensor  # [T, hidden]
     qkv: torch.Tensor  # [T, (heads + 2 * kv_heads) * head_dim]
     attended: torch.Tensor  # [T, heads, head_dim]
-    gate_up: torch.Tensor  # [T, 2 * intermediate]
+    gate_up: torch.Tensor  # [T, 2 * intermediate], or [T, 0] if no layer keeps these products
     inner: torch.Tensor  # [T, intermediate]
     delta: torch.Tensor  # [T, hidden], what a sub-layer adds to the residual stream
 
@@ -32,10 +32,14 @@ class Workspace:
         config: the model's numbers.
         dtype: of the hidden states.
         device: whose memory the buffers are in.
+        keeps_products: see `GatedLinear`; of any layer.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, keeps_products: bool
+    ) -> None:
         self._config = config
+        self._keeps_products = keeps_products
         self._dtype = dtype
         self._device = device
         self._capacity = 0
@@ -69,7 +73,7 @@ class Workspace:
             normed=rows(config.hidden_size),
             qkv=rows(num_heads * config.head_dim),
             attended=rows(config.num_heads, config.head_dim),
-            gate_up=rows(2 * config.intermediate_size),
+            gate_up=rows(2 * config.intermediate_size if self._keeps_products else 0),
             inner=rows(config.intermediate_size),
             delta=rows(config.hidden_size),
         )

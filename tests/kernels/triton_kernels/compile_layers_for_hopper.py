@@ -60,6 +60,10 @@ def compute(kernels: TritonKernels) -> None:
         linear = kernels.linear([torch.ones(128, 1024)], dtype=BFLOAT16, quantization=quantization)
         for num_rows in (3, 40, 200):
             linear(torch.zeros(num_rows, 1024, dtype=BFLOAT16))
+        gated = kernels.gated_linear(linear, "silu")
+        assert not gated.keeps_products
+        for num_rows in (3, 40, 200):
+            gated(torch.zeros(num_rows, 1024, dtype=BFLOAT16))
     multiply_in_float8(kernels)
     logits = np.zeros((2, 40_000), dtype=np.float32)
     kernels.sampling.largest(logits)

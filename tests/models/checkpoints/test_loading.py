@@ -62,7 +62,7 @@ def test_shards_give_the_same_weights(qwen3: Path, tmp_path: Path) -> None:
     assert torch.equal(_matrix(one.output), _matrix(other.output))
     for layer, same in zip(one.layers, other.layers, strict=True):
         assert torch.equal(_matrix(layer.qkv), _matrix(same.qkv))
-        assert torch.equal(_matrix(layer.gate_up), _matrix(same.gate_up))
+        assert torch.equal(_matrix(layer.gate_up.gate_up), _matrix(same.gate_up.gate_up))
 
 
 def test_projections_are_fused_in_order(qwen3: Path) -> None:
@@ -71,7 +71,7 @@ def test_projections_are_fused_in_order(qwen3: Path) -> None:
     parts = [weights[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(_matrix(layer.qkv), torch.cat(parts))
     gate, up = (weights[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up"))
-    assert torch.equal(_matrix(layer.gate_up), torch.cat([gate, up]))
+    assert torch.equal(_matrix(layer.gate_up.gate_up), torch.cat([gate, up]))
 
 
 def test_a_tied_output_layer_is_the_embedding(tmp_path: Path) -> None:
@@ -160,9 +160,9 @@ def test_the_reference_holds_int4_as_what_it_stands_for(tmp_path: Path) -> None:
     options = WeightOptions(quantization="int4", group_size=32, kernels="reference")
     decoder = load_decoder(path, config, options=options)
     matrices = [
-        getattr(layer, name)
+        matrix
         for layer in decoder.layers
-        for name in ("qkv", "attention_output", "gate_up", "down")
+        for matrix in (layer.qkv, layer.attention_output, layer.gate_up.gate_up, layer.down)
     ]
     held = _vectors(decoder).nbytes
     for linear in (*matrices, decoder.output):

@@ -227,7 +227,7 @@ def test_inputs_in_another_order_give_the_products_of_the_same_matrix(kernels: s
     for linear, names in (
         (layer.qkv, ("self_attn.q", "self_attn.k", "self_attn.v")),
         (layer.attention_output, ("self_attn.o",)),
-        (layer.gate_up, ("mlp.gate", "mlp.up")),
+        (layer.gate_up.gate_up, ("mlp.gate", "mlp.up")),
         (layer.down, ("mlp.down",)),
     ):
         assert isinstance(linear, ReorderedLinear)

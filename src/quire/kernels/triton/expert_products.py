@@ -8,7 +8,7 @@ from quire.kernels.triton.device import await_previous, rounded
 from quire.kernels.triton.float8_products import float8_tile_sums
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.products import grouped_tile_sums, tile_sums
-from quire.kernels.triton.rows import activated
+from quire.kernels.triton.rows import feature_by_turns, gated_products
 
 
 @kernel(do_not_specialize=["row_scales_stride"])
@@ -60,8 +60,7 @@ def expert_product_kernel(
     row = pair // PAIRS_PER_ROW
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     if ACTIVATION != "":
-        half = out_features // 2
-        read_feature = (tl.minimum(feature // 2, half - 1) + feature % 2 * half).to(tl.int64)
+        read_feature = feature_by_turns(feature, out_features // 2).to(tl.int64)
     else:
         read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
     feature_weights = weights + (expert * out_features + read_feature) * weight_stride
@@ -92,9 +91,7 @@ def expert_product_kernel(
             result *= feature_scales[:, None] * tl.load(row_scales + row)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
     if ACTIVATION != "":
-        by_turns = rounded(result, dtype).to(tl.float32).reshape(FEATURES // 2, 2, ROWS)
-        gate, up = tl.split(by_turns.permute(0, 2, 1))
-        result = activated(gate, ACTIVATION) * up
+        result = gated_products(result, dtype, ACTIVATION)
         feature = tl.program_id(0) * (FEATURES // 2) + tl.arange(0, FEATURES // 2)
         out_features = out_features // 2
     is_stored = (feature < out_features)[:, None] & (place < end)[None, :]

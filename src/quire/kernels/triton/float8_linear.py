@@ -71,6 +71,7 @@ class Float8Linear(TiledLinear):
             IN_GROUPS=self.format.group_size > 0,
             OPERANDS=_OPERANDS,
             HAS_BIAS=self.bias is not None,
+            ACTIVATION=self.activation,
             FEATURES=tile.features,
             ROWS=tile.rows,
             INPUTS=self.format.run or tile.inputs,

@@ -131,6 +131,7 @@ def float8_linear_kernel(
     IN_GROUPS: tl.constexpr,
     OPERANDS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -141,19 +142,21 @@ def float8_linear_kernel(
     scale, [groups, T], and so do those of BLOCK_FEATURES features, [blocks, groups].
     """
     await_previous()
-    first = tl.program_id(0) * FEATURES
-    feature = first + tl.arange(0, FEATURES)
+    first_feature = tl.program_id(0) * FEATURES
+    feature = first_feature + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     weight_scales_at = weight_scales + read_feature
     if IN_GROUPS:
         weight_scales_at = block_scales(
-            weight_scales, first, out_features, IN_FEATURES, BLOCK_FEATURES, FEATURES, INPUTS
+            weight_scales, first_feature, out_features, IN_FEATURES, BLOCK_FEATURES, FEATURES, INPUTS
         )
     result = float8_tile_sums(
         weight + read_feature * IN_FEATURES, weight_scales_at,
         rows + read_row * IN_FEATURES, row_scales + read_row, row < num_rows, num_rows,
         IN_FEATURES, IN_GROUPS, OPERANDS, FEATURES, ROWS, INPUTS,
     )  # fmt: skip
-    store_products(result, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS)
+    store_products(
+        result, bias, out, first_feature, row, out_features, num_rows, out_stride, HAS_BIAS, ACTIVATION
+    )

@@ -12,6 +12,7 @@ from typing_extensions import override
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cores import usable_cores
 from quire.kernels.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.gated_linear import GatedLinear
 from quire.kernels.interface import KernelSet
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import Linear
@@ -24,6 +25,7 @@ from quire.kernels.triton import rows as row_kernels
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.device import kernel_device
 from quire.kernels.triton.experts import FusedExperts
+from quire.kernels.triton.gated_linear import gated_linear
 from quire.kernels.triton.kernel import compile_only, compiles_only
 from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
@@ -82,6 +84,10 @@ class TritonKernels(KernelSet):
             int4_activations=int4_activations,
             memory=memory,
         )
+
+    @override
+    def gated_linear(self, gate_up: Linear, activation: str) -> GatedLinear:
+        return gated_linear(self, gate_up, activation)
 
     @override
     def experts(self, weights: Iterable[ExpertWeights], mixture: Mixture, **options: Any) -> Experts:

@@ -87,6 +87,8 @@ class GroupedLinear(TiledLinear):
         ValueError: there are no such groups in the kernels.
     """
 
+    feature_dims = (0, 1, 1)
+
     def __init__(self, parts: Sequence[GroupedWeight], bias: torch.Tensor | None, activations: str) -> None:
         super().__init__(parts, bias)
         group_size = math.gcd(*(part.group_size for part in parts))
@@ -138,6 +140,7 @@ class GroupedLinear(TiledLinear):
             SUMS=self.format.sums,
             HAS_ROW_SCALES=row_scales is not None,
             HAS_BIAS=self.bias is not None,
+            ACTIVATION=self.activation,
             FEATURES=tile.features,
             ROWS=tile.rows,
             INPUTS=self.format.run,
@@ -243,6 +246,7 @@ def _multiply(
         SUMS=layer.format.sums,
         HAS_SCALES=row_scales is not None,
         HAS_BIAS=layer.bias is not None,
+        ACTIVATION=layer.activation,
         FEATURES=tile.features,
         ROWS=tile.rows,
         INPUTS=tile.inputs,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from quire.kernels.triton.device import await_previous, largest_magnitude, nearest_int, rounded
 from quire.kernels.triton.kernel import kernel
+from quire.kernels.triton.rows import gated_products
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -128,14 +129,29 @@ def grouped_tile_sums(
 
 @triton.jit
 def store_products(
-    products, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS: tl.constexpr
+    products,
+    bias,
+    out,
+    first_feature,
+    row,
+    out_features,
+    num_rows,
+    out_stride,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Write products [FEATURES, ROWS] float32, and a bias added to them, to rows of `out`.
 
-    `feature` [FEATURES] and `row` [ROWS] may be beyond the last ones, of which nothing is written.
+    With an ACTIVATION, they are of features by turns, and their gated activations are written. Features and
+    `row` [ROWS] may be beyond the last ones, of which nothing is written.
     """
+    feature = first_feature + tl.arange(0, products.shape[0])
     if HAS_BIAS:
         products += tl.load(bias + tl.minimum(feature, out_features - 1))[:, None]
+    if ACTIVATION != "":
+        products = gated_products(products, out.dtype.element_ty, ACTIVATION)
+        feature = first_feature // 2 + tl.arange(0, products.shape[0])
+        out_features = out_features // 2
     out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
     is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
     tl.store(out_at, rounded(products, out.dtype.element_ty), mask=is_stored)
@@ -158,6 +174,7 @@ def linear_kernel(
     SUMS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -167,7 +184,8 @@ def linear_kernel(
     OPERANDS is the type that is multiplied, SUMS that of sums.
     """
     await_previous()
-    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    first_feature = tl.program_id(0) * FEATURES
+    feature = first_feature + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     # What is beyond the last feature is computed from the last one, and not stored.
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
@@ -178,7 +196,9 @@ def linear_kernel(
     )  # fmt: skip
     if HAS_SCALES:
         result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
-    store_products(result, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS)
+    store_products(
+        result, bias, out, first_feature, row, out_features, num_rows, out_stride, HAS_BIAS, ACTIVATION
+    )
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -202,6 +222,7 @@ def grouped_linear_kernel(
     SUMS: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -211,7 +232,8 @@ def grouped_linear_kernel(
     A row of `values` is as `grouped_tile_sums` reads it; `scales` and `zeros` are [groups, out].
     """
     await_previous()
-    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    first_feature = tl.program_id(0) * FEATURES
+    feature = first_feature + tl.arange(0, FEATURES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
@@ -222,4 +244,6 @@ def grouped_linear_kernel(
     )  # fmt: skip
     if HAS_ROW_SCALES:
         total *= tl.load(row_scales + read_row)[None, :]
-    store_products(total, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS)
+    store_products(
+        total, bias, out, first_feature, row, out_features, num_rows, out_stride, HAS_BIAS, ACTIVATION
+    )

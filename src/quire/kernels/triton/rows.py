@@ -10,6 +10,12 @@ from quire.kernels.triton.device import await_previous, rounded
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tensors import check_norm_weight, check_rows
 
+FEATURES_BY_TURNS = 8
+"""Gates, and then as many of what they are multiplied with, among the features of fused products: on tensor
+cores, a thread has numbers of both then."""
+
+_TURN = tl.constexpr(FEATURES_BY_TURNS)
+_ACTIVATIONS = "silu", "gelu_tanh", "gelu"
 _ELEMENTS_PER_THREAD = 16
 _ACTIVATION_BLOCK = 1024
 
@@ -60,6 +66,29 @@ def activated(gate, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "gelu")
         values = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     return values
+
+
+@triton.jit
+def feature_by_turns(feature, half):
+    """Return which of 2 * `half` features, gates first, is the one at a place where they take turns.
+
+    The last one of its half stands for those that there are not.
+    """
+    gate = feature // (2 * _TURN) * _TURN + feature % _TURN
+    return tl.minimum(gate, half - 1) + feature // _TURN % 2 * half
+
+
+@triton.jit
+def gated_products(products, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Return the gated activations [n, ROWS] of products [2 * n, ROWS] float32 of features by turns.
+
+    Products are rounded to `dtype` first, as those that are stored are.
+    """
+    features: tl.constexpr = products.shape[0]
+    num_rows: tl.constexpr = products.shape[1]
+    by_turns = rounded(products, dtype).to(tl.float32).reshape(features // (2 * _TURN), 2, _TURN, num_rows)
+    gate, up = tl.split(by_turns.permute(0, 2, 3, 1))
+    return (activated(gate, ACTIVATION) * up).reshape(features // 2, num_rows)
 
 
 @kernel()
@@ -147,6 +176,12 @@ def _norm(
     )
 
 
+def check_activation(activation: str) -> None:
+    """Raise ValueError for an activation that the kernels do not have."""
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"the activation is {activation}; it must be one of {', '.join(_ACTIVATIONS)}")
+
+
 def gated_activation(
     gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -157,11 +192,9 @@ def gated_activation(
         out = gate_up.new_empty(num_rows, num_features)
     check_rows("gate_up", gate_up)
     check_rows("out", out, gate_up[:, :num_features])
-    if twice % 2 or activation not in ("silu", "gelu_tanh", "gelu"):
-        raise ValueError(
-            f"gate_up has {twice} columns and the activation is {activation}; there must be as many for gate "
-            "as for up, and the activation one of silu, gelu_tanh, gelu"
-        )
+    check_activation(activation)
+    if twice % 2:
+        raise ValueError(f"gate_up has {twice} columns; there must be as many for gate as for up")
     if num_rows:
         block = min(triton.next_power_of_2(num_features), _ACTIVATION_BLOCK)
         _gated_activation_kernel[(num_rows, triton.cdiv(num_features, block))](

@@ -74,6 +74,12 @@ class TiledLinear(Linear):
     tables: list[torch.Tensor]
     """The weights [out, in] as they are held; then their scales and zeros, if they have any."""
 
+    feature_dims: tuple[int, ...] = (0, 0)
+    """The dimension of each table that is the outputs'."""
+
+    activation = ""
+    """Of gates, see `gated_linear`: then rows have half as many results as there are outputs. Empty: none."""
+
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
         super().__init__(parts, bias)
         if not 1 <= self.in_features <= _MAX_INPUTS:
@@ -87,14 +93,14 @@ class TiledLinear(Linear):
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         check_rows("rows", rows)
-        shape = len(rows), self.out_features
+        shape = len(rows), self.out_features // (2 if self.activation else 1)
         if out is None:
             out = rows.new_empty(shape)
         check_rows("out", out)
         if rows.shape[1] != self.in_features or out.shape != shape:
             raise ValueError(
                 f"rows are {list(rows.shape)} and out is {list(out.shape)}; the layer takes "
-                f"{self.in_features} features to {self.out_features}"
+                f"{self.in_features} features to {shape[1]}"
             )
         if len(rows):
             self._multiply(rows, out)

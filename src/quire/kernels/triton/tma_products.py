@@ -47,6 +47,7 @@ def tma_linear_kernel(
     SUMS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -87,7 +88,9 @@ def tma_linear_kernel(
     result = total.to(tl.float32)
     if HAS_SCALES and not IN_GROUPS:
         result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
-    store_products(result, bias, out, feature, row, out_features, num_rows, out_stride, HAS_BIAS)
+    store_products(
+        result, bias, out, first_feature, row, out_features, num_rows, out_stride, HAS_BIAS, ACTIVATION
+    )
 
 
 def can_fetch(rows: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -132,6 +135,7 @@ def multiply_fetched(
         SUMS=how.sums,
         HAS_SCALES=row_scales is not None,
         HAS_BIAS=layer.bias is not None,
+        ACTIVATION=layer.activation,
         FEATURES=tile.features,
         ROWS=tile.rows,
         INPUTS=inputs,

@@ -176,6 +176,8 @@ class _Loader:
                 fields[name] = self._linear(
                     specs[name].sources, specs.get(f"{name}_bias"), quantization=quantization
                 )
+        if "gate_up" in fields:
+            fields["gate_up"] = self._kernels.gated_linear(fields["gate_up"], self._config.activation)
         if "expert_down" in specs:
             fields["experts"] = self._experts(specs["expert_gate_up"], specs["expert_down"])
         if self._parallel is not None:

@@ -1,0 +1,53 @@
+"""Dense layers in Triton whose products are gated before they are stored."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from quire.kernels.gated_linear import GatedLinear
+from quire.kernels.interface import KernelSet
+from quire.kernels.linear import Linear
+from quire.kernels.triton.rows import FEATURES_BY_TURNS, check_activation
+from quire.kernels.triton.tiled_linear import TiledLinear
+
+
+class FusedGatedLinear(GatedLinear):
+    """Takes a layer for which `can_fuse` is true, and changes it: it must not be called by others."""
+
+    keeps_products = False
+
+    def __init__(self, kernels: KernelSet, gate_up: TiledLinear, activation: str) -> None:
+        super().__init__(kernels, gate_up, activation)
+        check_activation(activation)
+        gate_up.tables = [
+            _by_turns(table, dim) for table, dim in zip(gate_up.tables, gate_up.feature_dims, strict=False)
+        ]
+        if gate_up.bias is not None:
+            gate_up.bias = _by_turns(gate_up.bias, 0)
+        gate_up.activation = activation
+
+    @override
+    def __call__(
+        self, rows: torch.Tensor, *, products: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.gate_up(rows, out=out)
+
+
+def gated_linear(kernels: KernelSet, gate_up: Linear, activation: str) -> GatedLinear:
+    """Do what `KernelSet.gated_linear` says."""
+    if isinstance(gate_up, TiledLinear) and can_fuse(gate_up):
+        return FusedGatedLinear(kernels, gate_up, activation)
+    return GatedLinear(kernels, gate_up, activation)
+
+
+def can_fuse(gate_up: TiledLinear) -> bool:
+    """Return whether gates and others can take turns: blocks of several features share no scale."""
+    return gate_up.out_features % (2 * FEATURES_BY_TURNS) == 0 and gate_up.format.block_features <= 1
+
+
+def _by_turns(table: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a table whose features along `dim` are of its first half and of its second by turns."""
+    before, after = table.shape[:dim], table.shape[dim + 1 :]
+    halves = table.reshape(*before, 2, -1, FEATURES_BY_TURNS, *after)
+    return halves.transpose(dim, dim + 1).reshape(table.shape)
