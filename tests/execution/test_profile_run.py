@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from step_driver import BLOCK_SIZE, StepDriver, model_cache
@@ -35,7 +37,7 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.triton.kernel import compile_only
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, LayerHook
 from quire.sampling_params import SamplingParams
 
 VOCAB_SIZE = 384
@@ -328,6 +330,36 @@ def test_kernels_are_compiled_before_whatever_is_in_memory(
         _compute_all(_MadeUpSteps(runner, VOCAB_SIZE), limits, 1)
     assert memory.num_filled > 20
     assert not launches
+
+
+@pytest.mark.parametrize(("family", "different"), [("qwen3", [0]), ("gemma2", [0, 1])])
+def test_layers_of_one_kind_are_compiled_once(
+    family: str, different: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of Gemma 2 have a window and none by turns. Who is told of layers is told of all."""
+    path = make_checkpoint(family, tmp_path, num_hidden_layers=4)
+    model = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
+    cache = model_cache(model, num_blocks=3)
+    batch = AttentionBatch.build(np.zeros(1), np.ones(1), np.zeros((1, 1)), BLOCK_SIZE)
+    computed: list[int] = []
+    attention = Decoder._attention
+
+    def watched(self: Decoder, index: int, *args: Any) -> torch.Tensor:
+        computed.append(index)
+        return attention(self, index, *args)
+
+    monkeypatch.setattr(Decoder, "_attention", watched)
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **options: None)
+    hook = mock.create_autospec(LayerHook, instance=True)
+    for context, is_told, expected in (
+        (compile_only(2), None, different),
+        (compile_only(2), hook, [0, 1, 2, 3]),
+        (contextlib.nullcontext(), None, [0, 1, 2, 3]),
+    ):
+        with context:
+            model.forward(torch.zeros(1, dtype=torch.int64), cache, batch, hook=is_told)
+        assert computed == expected
+        computed.clear()
 
 
 @pytest.mark.parametrize("litter", [float("nan"), -1e30])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,11 @@ class GatedLinear:
         self.gate_up = gate_up
         self._kernels = kernels
         self._activation = activation
+
+    @property
+    def kind(self) -> Hashable:
+        """See `Linear.kind`."""
+        return type(self), self.gate_up.kind
 
     def __call__(
         self, rows: torch.Tensor, *, products: torch.Tensor | None = None, out: torch.Tensor | None = None

@@ -6,7 +6,7 @@ Every kind gives a row the same bits whatever the other rows are and however man
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,11 @@ class Linear(ABC):
         self.in_features = in_features(parts[0])
         self.out_features = sum(num_rows(part) for part in parts)
         self.bias = None if bias is None else bias.float()
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for layers that the same kernels compute, as far as these are compiled for it."""
+        return type(self), self.in_features, self.out_features
 
     @abstractmethod
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, Self
 
@@ -44,6 +46,12 @@ class DecoderLayer:
     down: Linear | None = None
     router: Linear | None = None
     experts: Experts | None = None
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for layers of equal parts, see `Linear.kind`."""
+        parts = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return tuple(part.kind if isinstance(part, Linear | GatedLinear) else type(part) for part in parts)
 
 
 class LayerHook(Protocol):
@@ -148,7 +156,9 @@ class Decoder:
         angles = [table.rows(positions, last=last) for table in self._rotary]
         buffers = self._workspace.step(len(token_ids))
         inputs = self._first_norm(hidden, buffers)
-        for index, layer in enumerate(self.layers):
+        are_enough = self.kernels.compiles_only and hook is None
+        for index in self._different_layers if are_enough else range(len(self.layers)):
+            layer = self.layers[index]
             if hook is not None:
                 hook.before_layer(index)
             delta = self._attention(index, layer, inputs, buffers, angles, kv_cache.views[index], batch)
@@ -177,6 +187,18 @@ class Decoder:
         if self._parallel is None:
             return self.embedding(token_ids)
         return self._parallel.embed(token_ids, self.embedding, self.config.vocab_size)
+
+    @functools.cached_property
+    def _different_layers(self) -> list[int]:
+        """The first layer of each kind that kernels are compiled for."""
+        config = self.config
+        kinds = zip(
+            (layer.kind for layer in self.layers), config.sliding_windows, config.layer_ropes, strict=True
+        )
+        first: dict[Hashable, int] = {}
+        for index, kind in enumerate(kinds):
+            first.setdefault(kind, index)
+        return list(first.values())
 
     def _first_norm(self, hidden: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:
         norm = self.layers[0].attention_norm if self.layers else self.norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,11 @@ class TiledLinear(Linear):
         self.descriptors: dict[tuple[int, int], Any] = {}  # of the weights, by what is fetched at once
         if self.bias is not None:
             self.bias = self.bias.to(kernel_device()).contiguous()
+
+    @property
+    @override
+    def kind(self) -> Hashable:
+        return super().kind, self.format, self.activation, self.bias is None
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
