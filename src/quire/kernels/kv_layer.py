@@ -12,8 +12,8 @@ from quire.kernels.page_quantizers import PageQuantizer
 class KVLayer(Protocol):
     """Keys and values of one layer; `quire.kv.PagedAttentionCacheView` is one.
 
-    The features of a head are adjacent; all other strides are free. Places that were never written may hold
-    anything.
+    The features of a head are adjacent, and values lie as keys do; other strides are free. Places that were
+    never written may hold anything.
     """
 
     key_pages: torch.Tensor

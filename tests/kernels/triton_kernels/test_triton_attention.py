@@ -18,6 +18,7 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.devices import HOST
 from quire.kernels.key_scores import KeyScores
+from quire.kernels.page_quantizers import Int8PageQuantizer
 from quire.kernels.reference import ReferenceKernels, write_kv
 from quire.kernels.size_classes import SizeClasses, coarse_size_class
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
@@ -382,6 +383,28 @@ def test_wrong_arguments(wrong: dict[str, Any], error: type[Exception], message:
     batch.num_cached_tokens[:] = cached
     with pytest.raises(error, match=message):
         paged_attention(kv=kv, batch=batch, scale=1.0, **arguments)
+
+
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_values_lie_as_keys_do(has_scales: bool) -> None:
+    pages = torch.zeros(1, 8, 16, 16, dtype=torch.int8 if has_scales else torch.float32, device=DEVICE)
+    scales = torch.zeros(1, 8, 16, device=DEVICE)
+    quantizer = Int8PageQuantizer() if has_scales else None
+    query = torch.zeros(1, 2, 16, device=DEVICE)
+    batch = AttentionBatch.build(np.array([0]), np.array([1]), np.array([[7]]), 16)
+    if has_scales:
+        wider = torch.zeros(1, 8, 20, device=DEVICE)[:, :, :16]
+        kv = Layer(pages, pages.clone(), scales, wider, quantizer)
+        message = (
+            r"scales of values have strides \(160, 20, 1\); they must be those of the keys', \(128, 16, 1\)"
+        )
+    else:
+        kv = Layer(pages, torch.zeros(1, 8, 16, 20, device=DEVICE)[..., :16], None, None, quantizer)
+        message = (
+            r"values are \[1, 8, 16, 16\] with strides \(2560, 320, 20, 1\); they must be .* as the keys"
+        )
+    with pytest.raises(ValueError, match=message):
+        paged_attention(query, kv, batch, scale=1.0)
 
 
 @pairwise(sums=[False, True], window=[0, 50])

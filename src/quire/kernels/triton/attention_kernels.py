@@ -68,22 +68,22 @@ def key_places(tables, sequence, table_stride, key, is_held, BLOCK_SIZE: tl.cons
 
 
 @triton.jit
-def load_vectors(pages, page, place, page_stride, place_stride, is_held, head_dim, FEATURES: tl.constexpr):
+def load_vectors(pages, offset, is_held, HEAD_DIM: tl.constexpr, FEATURES: tl.constexpr):
     """Load [TILE, FEATURES] of a head's pages; zero where nothing is held, which may be anything there."""
     feature = tl.arange(0, FEATURES)
-    places = pages + page * page_stride + place * place_stride
-    vectors = tl.load(
-        places[:, None] + feature[None, :], mask=is_held[:, None] & (feature < head_dim)[None, :], other=0.0
-    )
+    is_number = is_held[:, None]
+    if HEAD_DIM != FEATURES:
+        is_number &= (feature < HEAD_DIM)[None, :]
+    vectors = tl.load(pages + (offset[:, None] + feature[None, :]), mask=is_number, other=0.0)
     if INTERPRETED:  # it converts integers to bfloat16 wrongly
         vectors = vectors.to(tl.float32)
     return vectors
 
 
 @triton.jit
-def load_scales(scales, page, place, page_stride, place_stride, is_held):
+def load_scales(scales, offset, is_held):
     """Load the scales of vectors, [TILE]."""
-    return tl.load(scales + page * page_stride + place * place_stride, mask=is_held, other=0.0)
+    return tl.load(scales + offset, mask=is_held, other=0.0)
 
 
 @triton.jit
@@ -154,13 +154,7 @@ def attend(
     key_scale_page_stride,
     key_scale_place_stride,
     values,
-    value_head_stride,
-    value_page_stride,
-    value_place_stride,
     value_scales,
-    value_scale_head_stride,
-    value_scale_page_stride,
-    value_scale_place_stride,
     items,
     tables,
     table_stride,
@@ -191,6 +185,7 @@ def attend(
 ):
     """Attend with one query tile of one KV head to the tiles of one item; grid (items, kv_heads).
 
+    Values have the strides of keys, and so have their scales.
     The rows of a query tile are tokens times the heads of the KV head's group. The result goes to `out`, or,
     of an item that has not all tiles of its rows, to its part.
     """
@@ -215,7 +210,7 @@ def attend(
         mask=is_row[:, None] & (feature < HEAD_DIM)[None, :],
         other=0.0,
     ).to(PRODUCT_TYPE)
-    key_pages, value_pages = keys + kv_head * key_head_stride, values + kv_head * value_head_stride
+    key_pages, value_pages = keys + kv_head * key_head_stride, values + kv_head * key_head_stride
 
     no_top = tl.full([ROWS], float("-inf"), tl.float32)
     no_total = tl.zeros([ROWS], tl.float32)
@@ -243,19 +238,13 @@ def attend(
             is_seen &= is_selected[:, None]
 
         page, place = key_places(tables, sequence, table_stride, key, is_held, BLOCK_SIZE)
-        tile_keys = load_vectors(
-            key_pages, page, place, key_page_stride, key_place_stride, is_held, HEAD_DIM, FEATURES
-        ).to(PRODUCT_TYPE)
+        offset = page * key_page_stride + place * key_place_stride
+        tile_keys = load_vectors(key_pages, offset, is_held, HEAD_DIM, FEATURES).to(PRODUCT_TYPE)
         products = product(queries, tl.trans(tile_keys), no_products)
         if HAS_SCALES:
-            products *= load_scales(
-                key_scales + kv_head * key_scale_head_stride,
-                page,
-                place,
-                key_scale_page_stride,
-                key_scale_place_stride,
-                is_held,
-            )[None, :]
+            scale_offset = page * key_scale_page_stride + place * key_scale_place_stride
+            scale_offset += kv_head * key_scale_head_stride
+            products *= load_scales(key_scales, scale_offset, is_held)[None, :]
         scores = log2_scores(products, scale, softcap, HAS_SOFTCAP)
         scores = tl.where(is_seen, scores, float("-inf"))
 
@@ -263,19 +252,10 @@ def attend(
         base = finite_or_zero(new_top)
         factor = tl.exp2(span_top - base)
         weights = rounded(tl.exp2(scores - base[:, None]), PRODUCT_TYPE)
-        tile_values = load_vectors(
-            value_pages, page, place, value_page_stride, value_place_stride, is_held, HEAD_DIM, FEATURES
-        )
+        tile_values = load_vectors(value_pages, offset, is_held, HEAD_DIM, FEATURES)
         if HAS_SCALES:
             tile_values = tile_values.to(tl.float32)
-            tile_values *= load_scales(
-                value_scales + kv_head * value_scale_head_stride,
-                page,
-                place,
-                value_scale_page_stride,
-                value_scale_place_stride,
-                is_held,
-            )[:, None]
+            tile_values *= load_scales(value_scales, scale_offset, is_held)[:, None]
             tile_values = rounded(tile_values, PRODUCT_TYPE)
         tile_values = tile_values.to(PRODUCT_TYPE)
         span_total = span_total * factor + row_sums(weights)

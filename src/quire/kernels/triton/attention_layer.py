@@ -51,7 +51,8 @@ def triton_layer(kv: KVLayer) -> TritonLayer:
     Raises:
         ConfigError: only the layer's quantizer knows what its numbers mean, or pages are of a type that the
             kernels do not have.
-        ValueError: the features of a head are not adjacent, or keys, values and scales differ in shape.
+        ValueError: the features of a head are not adjacent; keys, values and scales differ in shape; or
+            keys and values, or their scales, differ in strides.
     """
     layer: TritonLayer | None = kv.handles.get(_NAME)
     if layer is None:
@@ -69,16 +70,24 @@ def _layer(kv: KVLayer) -> TritonLayer:
                 f"the KV cache's {name} are {pages.dtype}; the Triton kernels read pages of one of {types}; "
                 "make the cache with one of these, or set EngineConfig.kernels to 'reference'"
             )
-        if pages.dim() != 4 or pages.shape != keys.shape or pages.stride(-1) != 1:
+        if pages.dim() != 4 or pages.stride(-1) != 1 or not _are_alike(pages, keys):
             raise ValueError(
                 f"the {name} are {list(pages.shape)} with strides {pages.stride()}; they must be [KV heads, "
-                f"pages, tokens, features] as the keys, {list(keys.shape)}, and a head's features adjacent"
+                f"pages, tokens, features] as the keys, {list(keys.shape)} with strides {keys.stride()}, and "
+                "a head's features adjacent"
             )
     for name, scales in (("keys", kv.key_scales), ("values", kv.value_scales)):
-        if scales is not None and (scales.dtype != torch.float32 or scales.shape != keys.shape[:3]):
+        if scales is None:
+            continue
+        if scales.dtype != torch.float32 or scales.shape != keys.shape[:3]:
             raise ValueError(
                 f"the scales of {name} are {scales.dtype} {list(scales.shape)}; they must be float32 "
                 f"{list(keys.shape[:3])}"
+            )
+        if kv.key_scales is not None and not _are_alike(scales, kv.key_scales):
+            raise ValueError(
+                f"the scales of {name} have strides {scales.stride()}; they must be those of the keys', "
+                f"{kv.key_scales.stride()}"
             )
     num_kv_heads, num_pages, page_size, head_dim = keys.shape
     return TritonLayer(
@@ -92,6 +101,10 @@ def _layer(kv: KVLayer) -> TritonLayer:
         _strided(kv.key_scales),
         _strided(kv.value_scales),
     )
+
+
+def _are_alike(part: torch.Tensor, other: torch.Tensor) -> bool:
+    return part.shape == other.shape and part.stride() == other.stride()
 
 
 def _strided(part: torch.Tensor | None) -> Strided:

@@ -170,6 +170,8 @@ def score_keys(
             is_held &= key > first_place - window
             is_seen &= key[None, :] > row_place[:, None] - window
         page, place = key_places(tables, sequence, table_stride, key, is_held, BLOCK_SIZE)
+        offset = page * key_page_stride + place * key_place_stride
+        scale_offset = page * key_scale_page_stride + place * key_scale_place_stride
         shares = tl.zeros([TOKENS, TILE], tl.float32)
         units = tl.zeros([TILE], tl.int64)
         for kv_head in range(KV_HEADS):
@@ -181,26 +183,14 @@ def score_keys(
                 other=0.0,
             ).to(PRODUCT_TYPE)
             tile_keys = load_vectors(
-                keys + kv_head * key_head_stride,
-                page,
-                place,
-                key_page_stride,
-                key_place_stride,
-                is_held,
-                HEAD_DIM,
-                FEATURES,
+                keys + kv_head * key_head_stride, offset, is_held, HEAD_DIM, FEATURES
             ).to(PRODUCT_TYPE)
             no_products = tl.zeros([TOKENS * PADDED_GROUP, TILE], tl.float32)
             products = product(queries, tl.trans(tile_keys), no_products)
             if HAS_SCALES:
-                products *= load_scales(
-                    key_scales + kv_head * key_scale_head_stride,
-                    page,
-                    place,
-                    key_scale_page_stride,
-                    key_scale_place_stride,
-                    is_held,
-                )[None, :]
+                products *= load_scales(key_scales + kv_head * key_scale_head_stride, scale_offset, is_held)[
+                    None, :
+                ]
             scores = log2_scores(products, scale, softcap, HAS_SOFTCAP)
             of_head = token * (KV_HEADS * GROUP) + query_head
             is_visible = is_seen
