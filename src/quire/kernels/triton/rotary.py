@@ -34,26 +34,18 @@ _BLOCK = 64 if is_interpreted else 16  # heads of a program
 
 
 @triton.jit
-def _normed(
-    states,
-    inverse,
-    q_norm,
-    k_norm,
-    feature,
-    is_feature,
-    is_query,
-    NORMS_Q: tl.constexpr,
-    NORMS_K: tl.constexpr,
+def _norm_weights(
+    q_norm, k_norm, feature, is_feature, is_query, NORMS_Q: tl.constexpr, NORMS_K: tl.constexpr
 ):
-    """Return a part of all heads times the inverse root mean square of each, and the weights of the norms."""
-    weight = tl.full(states.shape, 1.0, tl.float32)
+    """Return the weights of the norms of a part of all heads, 1 where there is none."""
+    weight = tl.full([is_query.shape[0], feature.shape[0]], 1.0, tl.float32)
     if NORMS_Q:
         of_query = tl.load(q_norm + feature, mask=is_feature, other=0.0)
         weight = tl.where(is_query[:, None], of_query[None, :], weight)
     if NORMS_K:
         of_key = tl.load(k_norm + feature, mask=is_feature, other=0.0)
         weight = tl.where(is_query[:, None], weight, of_key[None, :])
-    return states * inverse[:, None] * weight
+    return weight
 
 
 @triton.jit
@@ -129,29 +121,29 @@ def _rotary_and_write_kv_kernel(
     first = tl.load(states + in_half[None, :], mask=half_mask, other=0.0).to(tl.float32)
     second = tl.load(states + HALF + in_half[None, :], mask=half_mask, other=0.0).to(tl.float32)
     rest = tl.load(states + in_rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-    if NORMS_Q or NORMS_K:
-        squares = (
-            tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1) + tl.sum(rest * rest, axis=1)
-        )
-        is_normed = (is_query & NORMS_Q) | (is_key & NORMS_K)
-        inverse = tl.rsqrt(squares / HEAD_DIM + eps)
-        by = is_normed[:, None]
-        in_second = HALF + in_half
-        first = tl.where(
-            by, _normed(first, inverse, q_norm, k_norm, in_half, is_half, is_query, NORMS_Q, NORMS_K), first
-        )
-        second = tl.where(
-            by,
-            _normed(second, inverse, q_norm, k_norm, in_second, is_half, is_query, NORMS_Q, NORMS_K),
-            second,
-        )
-        rest = tl.where(
-            by, _normed(rest, inverse, q_norm, k_norm, in_rest, is_rest, is_query, NORMS_Q, NORMS_K), rest
-        )
+    # All that is read is so before anything is stored: the compiler does not know that they do not overlap.
     if ROTATES:
         angle = token[:, None] * HALF + in_half[None, :]
         cosine = tl.load(cos + angle, mask=half_mask, other=0.0)
         sine = tl.load(sin + angle, mask=half_mask, other=0.0)
+    if WRITES:
+        block = tl.load(slot_blocks + token, mask=is_head, other=0)
+        offset = tl.load(slot_offsets + token, mask=is_head, other=0)
+    if NORMS_Q or NORMS_K:
+        in_second = HALF + in_half
+        first_weight = _norm_weights(q_norm, k_norm, in_half, is_half, is_query, NORMS_Q, NORMS_K)
+        second_weight = _norm_weights(q_norm, k_norm, in_second, is_half, is_query, NORMS_Q, NORMS_K)
+        rest_weight = _norm_weights(q_norm, k_norm, in_rest, is_rest, is_query, NORMS_Q, NORMS_K)
+        squares = (
+            tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1) + tl.sum(rest * rest, axis=1)
+        )
+        is_normed = (is_query & NORMS_Q) | (is_key & NORMS_K)
+        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        by = is_normed[:, None]
+        first = tl.where(by, first * inverse * first_weight, first)
+        second = tl.where(by, second * inverse * second_weight, second)
+        rest = tl.where(by, rest * inverse * rest_weight, rest)
+    if ROTATES:
         turned_first = first * cosine - second * sine
         turned_second = second * cosine + first * sine
         first = tl.where(is_turned[:, None], turned_first, first)
@@ -167,10 +159,8 @@ def _rotary_and_write_kv_kernel(
         first = narrow_first.to(tl.float32)
         second = narrow_second.to(tl.float32)
         rest = narrow_rest.to(tl.float32)
-        block = tl.load(slot_blocks + token, mask=is_head, other=0)
         is_key &= block >= 0  # which rows that are nobody's do not have
         is_value &= block >= 0
-        offset = tl.load(slot_offsets + token, mask=is_head, other=0)
         key_head = head - NUM_HEADS
         value_head = head - NUM_HEADS - NUM_KV_HEADS
         if HAS_SCALES:

@@ -42,6 +42,8 @@ def _rms_norm_kernel(
     is_feature = feature < num_features
     row_at = rows + row * row_stride + feature
     values = tl.load(row_at, mask=is_feature, other=0.0).to(tl.float32)
+    if HAS_WEIGHT:  # is read before anything is stored: the compiler does not know that they do not overlap
+        weights = tl.load(weight + feature, mask=is_feature, other=0.0)
     if HAS_DELTA:
         added = tl.load(delta + row * delta_stride + feature, mask=is_feature, other=0.0)
         total = rounded(values + added.to(tl.float32) * scale, rows.dtype.element_ty)
@@ -49,7 +51,7 @@ def _rms_norm_kernel(
         values = total.to(tl.float32)
     if HAS_WEIGHT:
         mean_square = tl.sum(values * values, axis=0) / num_features
-        normed = values * tl.rsqrt(mean_square + eps) * tl.load(weight + feature, mask=is_feature, other=0.0)
+        normed = values * tl.rsqrt(mean_square + eps) * weights
         tl.store(out + row * out_stride + feature, rounded(normed, out.dtype.element_ty), mask=is_feature)
 
 
