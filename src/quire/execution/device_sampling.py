@@ -24,7 +24,6 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties
 from quire.step import NO_TOKEN, PositionLogprobs
 
-_PLACEHOLDER = 0
 _NO_SLOT = -1
 
 
@@ -230,7 +229,7 @@ class DeviceSampler:
             temperature, top_k, top_p, min_p, drawn = draws
             row_draws = RowDraws(temperature, top_k.long(), top_p, min_p, drawn)
         token_ids, maxima = self._choice.choose(logits, row_draws, changes, penalties)
-        self._last.index_copy_(0, slots, token_ids.clamp(min=_PLACEHOLDER))
+        self._choice.keep_last(token_ids, slots, self._last)
         return token_ids, maxima
 
     def _to_device(self, numbers: Int64Array | Float64Array) -> torch.Tensor:
@@ -247,7 +246,7 @@ class DeviceSampler:
 
     def input_ids(self, encoded: torch.Tensor) -> torch.Tensor:
         """Return the token ids of a step, [T] int64 on the device, of `encoded_ids` on the device."""
-        return torch.where(encoded < 0, self._last[(-1 - encoded).clamp(min=0)], encoded)
+        return self._choice.input_ids(encoded, self._last)
 
     def _draws(self, slots: Int64Array, positions: Int64Array) -> Float64Array | None:
         """Return the numbers that `RowDraws` are made of, [NUM_DRAW_NUMBERS, R]; None: nobody draws."""

@@ -87,6 +87,19 @@ class TokenChoice(ABC):
             and -inf; without a mask, it has the likeliest token before the changes.
         """
 
+    def input_ids(self, encoded: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Return the token ids of a step, [T] int64.
+
+        Args:
+            encoded: [T] int64, token ids, and -1 - slot for the last token of a slot.
+            last: [slots] int64, the last token of each.
+        """
+        return torch.where(encoded < 0, last[(-1 - encoded).clamp(min=0)], encoded)
+
+    def keep_last(self, token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
+        """Write token ids [R] to `last` [slots] at `slots` [R], all int64; in place of `NO_TOKEN`, 0."""
+        last.index_copy_(0, slots, token_ids.clamp(min=0))
+
     @abstractmethod
     def logprobs(
         self, logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, rows: torch.Tensor

@@ -131,6 +131,8 @@ def choose(kernels: TritonKernels, num_rows: int) -> None:
         kernels.token_choice.choose(logits, penalties=dataclasses.replace(of_rows, drafts=drafts))
         kernels.token_choice.choose(logits, RowDraws(draws[0], numbers[1], *draws[2:]), changes, of_rows)
     kernels.token_choice.logprobs(logits, numbers[2], 5 * num_rows - 4, rows)
+    kernels.token_choice.input_ids(rows, numbers[2])
+    kernels.token_choice.keep_last(rows, rows, numbers[2])
 
 
 def all_programs() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from triton_inputs import DEVICE, strided
 from pairwise import pairwise
 from quire.execution.selection import Filters, draw
 from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.token_choice import RowDraws
+from quire.kernels.token_choice import RowDraws, TokenChoice
 from quire.kernels.triton import tail_search
 from quire.kernels.triton.token_choice import TritonChoice
 from quire.step import NO_TOKEN
@@ -178,3 +178,31 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
         choice.choose(logits, RowDraws(ones[0], ones[1].int(), *ones[2:]))
     with pytest.raises(ValueError, match=r"uniforms is \(2,\)"):
         choice.choose(logits, RowDraws(*ones[:4], ones[4][:2]))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 17, 1025])
+def test_token_ids_of_a_step(num_tokens: int) -> None:
+    """Those that the host knows, and the last ones of slots."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    last = torch.randint(0, 150_000, (9,), generator=generator)
+    encoded = torch.randint(-9, 150_000, (num_tokens,), generator=generator)
+    encoded[::2] = encoded[::2] % 9 - 9
+    codes = encoded.tolist()
+    expected = torch.tensor([last[-1 - code] if code < 0 else code for code in codes], dtype=torch.int64)
+    found = choice.input_ids(encoded.to(DEVICE), last.to(DEVICE))
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(TokenChoice.input_ids(choice, encoded, last), expected)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 17, 1025])
+def test_last_tokens_are_kept(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    slots = torch.randperm(num_rows + 3, generator=generator)[:num_rows]
+    token_ids = torch.randint(0, 150_000, (num_rows,), generator=generator)
+    token_ids[1::3] = NO_TOKEN
+    expected = torch.full((num_rows + 3,), 7)
+    expected[slots] = token_ids.clamp(min=0)
+    for keep_last in (TritonChoice.keep_last, TokenChoice.keep_last):
+        last = torch.full((num_rows + 3,), 7, device=DEVICE)
+        keep_last(choice, token_ids.to(DEVICE), slots.to(DEVICE), last)
+        assert torch.equal(last.cpu(), expected)

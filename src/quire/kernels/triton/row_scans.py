@@ -15,9 +15,11 @@ from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
 from quire.kernels.sampling import LOWEST, group_size
 from quire.kernels.triton.device import await_previous, is_interpreted
 from quire.kernels.triton.kernel import kernel
+from quire.step import NO_TOKEN
 
 _PART = 1 << 16 if is_interpreted else 4096  # logits of a program
-_NO_TOKEN = tl.constexpr(2**31 - 1)
+_BEYOND = tl.constexpr(2**31 - 1)  # all token ids
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -47,6 +49,7 @@ def _largest_kernel(
     row_stride,
     HAS_ROWS: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    NEEDS_FINITE: tl.constexpr,
     PART: tl.constexpr,
 ):
     await_previous()
@@ -58,14 +61,18 @@ def _largest_kernel(
     )
     token = place.to(tl.int64)
     if HAS_IDS:
-        token = tl.load(ids + row * num_logits + place, mask=is_logit, other=_NO_TOKEN)
+        token = tl.load(ids + row * num_logits + place, mask=is_logit, other=_BEYOND)
     is_nan = found != found
-    first_nan = tl.min(tl.where(is_nan, token, _NO_TOKEN), axis=0)
+    first_nan = tl.min(tl.where(is_nan, token, _BEYOND), axis=0)
     best = tl.max(tl.where(is_nan, float("-inf"), found), axis=0)
-    first_best = tl.min(tl.where(is_logit & (found == best), token, _NO_TOKEN), axis=0)
+    first_best = tl.min(tl.where(is_logit & (found == best), token, _BEYOND), axis=0)
+    best_id = tl.where(first_nan < _BEYOND, first_nan, first_best)
+    best = tl.where(first_nan < _BEYOND, float("nan"), best)
+    if NEEDS_FINITE:
+        best_id = tl.where(tl.abs(best) < float("inf"), best_id, _NO_TOKEN)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ids + at, tl.where(first_nan < _NO_TOKEN, first_nan, first_best))
-    tl.store(best_logits + at, tl.where(first_nan < _NO_TOKEN, float("nan"), best))
+    tl.store(best_ids + at, best_id)
+    tl.store(best_logits + at, best)
 
 
 @kernel()
@@ -178,8 +185,13 @@ def _before_kernel(
     tl.store(counts + row * tl.num_programs(1) + tl.program_id(1), tl.sum(is_before.to(tl.int64), axis=0))
 
 
-def largest(logits: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (token ids, logits), [S] each, as `SamplingKernels.largest` says."""
+def largest(
+    logits: torch.Tensor, rows: torch.Tensor | None = None, *, needs_finite: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (token ids, logits), [S] each, as `SamplingKernels.largest` says.
+
+    With `needs_finite`, the token of a row whose largest logit is not finite is `NO_TOKEN`.
+    """
     num_rows, vocab_size = _num_rows(logits, rows), logits.shape[1]
     num_parts = triton.cdiv(vocab_size, _PART)
     ids = logits.new_empty(num_rows, num_parts, dtype=torch.int64)
@@ -187,14 +199,15 @@ def largest(logits: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[tor
     if num_rows:
         _largest_kernel[(num_rows, num_parts)](
             logits, None, rows, ids, best, vocab_size, logits.stride(0),
-            HAS_ROWS=rows is not None, HAS_IDS=False, PART=_part(vocab_size),
+            HAS_ROWS=rows is not None, HAS_IDS=False, NEEDS_FINITE=needs_finite and num_parts == 1,
+            PART=_part(vocab_size),
         )  # fmt: skip
     if num_rows and num_parts > 1:
         parts_of_ids, parts = ids, best
         ids, best = ids.new_empty(num_rows, 1), best.new_empty(num_rows, 1)
         _largest_kernel[(num_rows, 1)](
             parts, parts_of_ids, None, ids, best, num_parts, num_parts,
-            HAS_ROWS=False, HAS_IDS=True, PART=triton.next_power_of_2(num_parts),
+            HAS_ROWS=False, HAS_IDS=True, NEEDS_FINITE=needs_finite, PART=triton.next_power_of_2(num_parts),
         )  # fmt: skip
     return ids[:, 0], best[:, 0]
 

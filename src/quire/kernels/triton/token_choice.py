@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import triton
 import triton.language as tl
 from typing_extensions import override
 
@@ -26,6 +27,7 @@ from quire.kernels.triton.tensors import check_logits, check_vector
 from quire.step import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
+_BLOCK = 1024  # tokens of a program
 
 
 @kernel(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms"])
@@ -80,6 +82,24 @@ def _decide_kernel(
         tl.store(token_ids + row, tl.where(is_decided, token, TO_SEARCH))
 
 
+@kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["encoded", "token_ids"])
+def _input_ids_kernel(encoded, last, token_ids, num_tokens, BLOCK: tl.constexpr):
+    await_previous()
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    code = tl.load(encoded + place, mask=place < num_tokens, other=0)
+    last_of_slot = tl.load(last + (-1 - code), mask=code < 0, other=0)
+    tl.store(token_ids + place, tl.where(code < 0, last_of_slot, code), mask=place < num_tokens)
+
+
+@kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids", "slots"])
+def _keep_last_kernel(token_ids, slots, last, num_rows, BLOCK: tl.constexpr):
+    await_previous()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    token = tl.load(token_ids + row, mask=is_row, other=0)
+    tl.store(last + tl.load(slots + row, mask=is_row, other=0), tl.maximum(token, 0), mask=is_row)
+
+
 class TritonChoice(TokenChoice):
     """Takes logits whose rows' numbers are adjacent; where nothing is drawn or changed, it scans them once.
 
@@ -105,6 +125,24 @@ class TritonChoice(TokenChoice):
         return token_ids, maxima
 
     @override
+    def input_ids(self, encoded: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        token_ids = torch.empty_like(encoded)
+        if len(encoded):
+            _input_ids_kernel[(triton.cdiv(len(encoded), _BLOCK),)](
+                encoded, last, token_ids, len(encoded), BLOCK=_BLOCK
+            )
+        if compiles_only():
+            token_ids.zero_()
+        return token_ids
+
+    @override
+    def keep_last(self, token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
+        if len(slots):
+            _keep_last_kernel[(triton.cdiv(len(slots), _BLOCK),)](
+                token_ids, slots, last, len(slots), BLOCK=_BLOCK
+            )
+
+    @override
     def logprobs(
         self, logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, rows: torch.Tensor
     ) -> RowLogprobs:
@@ -113,9 +151,9 @@ class TritonChoice(TokenChoice):
 
 
 def _choose(logits: torch.Tensor, draws: RowDraws | None) -> tuple[torch.Tensor, torch.Tensor]:
-    likeliest, maxima = row_scans.largest(logits)
+    likeliest, maxima = row_scans.largest(logits, needs_finite=draws is None)
     if draws is None:
-        return likeliest.masked_fill(~maxima.isfinite(), NO_TOKEN), maxima
+        return likeliest, maxima
     return _draw(logits, draws, likeliest, maxima), maxima
 
 
