@@ -65,6 +65,18 @@ def test_dense_layers(kernels: TritonKernels, shape: Shape, quantization: str) -
         assert torch.equal(result[:1], alone), count
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
+@pytest.mark.parametrize("num_inputs", [64, 128, 256, 512])
+def test_a_bias_beside_few_inputs(kernels: TritonKernels, num_inputs: int, quantization: str) -> None:
+    """All of them are multiplied at once where rows are few, and in several steps where they are many."""
+    weight, bias = random(256, num_inputs, seed=1), random(256, seed=2)
+    layer = kernels.linear([weight], bias, dtype=torch.bfloat16, quantization=quantization)
+    rows = random(300, num_inputs, seed=3).to(kernels.device)
+    alone = layer(rows[:1])
+    for count in (16, 17, 64, 65, 300):
+        assert torch.equal(layer(rows[:count])[:1], alone), count
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
 def test_products_that_are_gated(kernels: TritonKernels, shape: Shape, quantization: str) -> None:
     """The bits of two kernels one after the other, for any number of rows."""

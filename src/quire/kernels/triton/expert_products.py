@@ -83,8 +83,8 @@ def expert_product_kernel(
             result *= tl.load(row_scales + row)[None, :]
     else:
         result = tile_sums(
-            feature_weights, rows + row * row_stride, place < end,
-            IN_FEATURES, OPERANDS, SUMS, FEATURES, ROWS, INPUTS,
+            tl.zeros((FEATURES, ROWS), SUMS), feature_weights, rows + row * row_stride, place < end,
+            IN_FEATURES, OPERANDS, SUMS, INPUTS,
         )  # fmt: skip
         if HAS_ROW_SCALES:
             feature_scales = tl.load(weight_scales + expert * out_features + read_feature)

@@ -40,18 +40,39 @@ def quantize_rows_kernel(
 
 
 @triton.jit
+def first_sums(
+    bias,
+    first_feature,
+    out_features,
+    HAS_BIAS: tl.constexpr,
+    SUMS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return what sums that are not scaled begin with, [FEATURES, ROWS]: the bias.
+
+    The compiler lets them begin with a bias that is added to sums of one step of a loop, and how many steps
+    there are depends on the number of rows.
+    """
+    total = tl.zeros((FEATURES, ROWS), SUMS)
+    if HAS_BIAS:
+        feature = tl.minimum(first_feature + tl.arange(0, FEATURES), out_features - 1)
+        total += tl.load(bias + feature)[:, None]
+    return total
+
+
+@triton.jit
 def tile_sums(
+    total,
     weight_rows,
     rows,
     is_row,
     IN_FEATURES: tl.constexpr,
     OPERANDS: tl.constexpr,
     SUMS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Return the sums of products [FEATURES, ROWS] float32.
+    """Return the sums of products [FEATURES, ROWS] float32, which begin with `total`.
 
     `weight_rows` [FEATURES] and `rows` [ROWS] are where the weights of a feature and the numbers of a row
     begin; rows for which `is_row` [ROWS] is false are zeros, and not read. OPERANDS is the type that is
@@ -60,7 +81,6 @@ def tile_sums(
     place = tl.arange(0, INPUTS)
     weight_at = weight_rows[:, None] + place[None, :]
     rows_at = rows[None, :] + place[:, None]
-    total = tl.zeros((FEATURES, ROWS), SUMS)
     for start in range(0, IN_FEATURES, INPUTS):
         if IN_FEATURES % INPUTS == 0:
             left = tl.load(weight_at)
@@ -190,14 +210,17 @@ def linear_kernel(
     # What is beyond the last feature is computed from the last one, and not stored.
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    begins_with_bias: tl.constexpr = HAS_BIAS and not HAS_SCALES
     result = tile_sums(
+        first_sums(bias, first_feature, out_features, begins_with_bias, SUMS, FEATURES, ROWS),
         weight + read_feature * IN_FEATURES, rows + read_row * row_stride, row < num_rows,
-        IN_FEATURES, OPERANDS, SUMS, FEATURES, ROWS, INPUTS,
+        IN_FEATURES, OPERANDS, SUMS, INPUTS,
     )  # fmt: skip
     if HAS_SCALES:
         result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
+    adds_bias: tl.constexpr = HAS_BIAS and HAS_SCALES
     store_products(
-        result, bias, out, first_feature, row, out_features, num_rows, out_stride, HAS_BIAS, ACTIVATION
+        result, bias, out, first_feature, row, out_features, num_rows, out_stride, adds_bias, ACTIVATION
     )
 
 

@@ -18,7 +18,7 @@ from quire.kernels.triton.device import (
 )
 from quire.kernels.triton.float8_products import block_scales
 from quire.kernels.triton.kernel import kernel
-from quire.kernels.triton.products import store_products
+from quire.kernels.triton.products import first_sums, store_products
 from quire.kernels.triton.tiled_linear import Tile, TiledLinear
 
 FEWEST_ROWS = 17  # of which fewer, weights are fetched as fast without it
@@ -74,7 +74,8 @@ def tma_linear_kernel(
             weight_scales, first_feature, out_features, IN_FEATURES, BLOCK_FEATURES, FEATURES, INPUTS
         )
         row_scales_at = row_scales + read_row
-    total = tl.zeros((FEATURES, ROWS), SUMS)
+    begins_with_bias: tl.constexpr = HAS_BIAS and not HAS_SCALES
+    total = first_sums(bias, first_feature, out_features, begins_with_bias, SUMS, FEATURES, ROWS)
     for start in range(0, IN_FEATURES, INPUTS):  # beyond the last input, both are zero
         left = weight.load([first_feature, start]).to(OPERANDS)
         right = rows.load([first_row, start]).to(OPERANDS).T
@@ -88,8 +89,9 @@ def tma_linear_kernel(
     result = total.to(tl.float32)
     if HAS_SCALES and not IN_GROUPS:
         result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
+    adds_bias: tl.constexpr = HAS_BIAS and HAS_SCALES
     store_products(
-        result, bias, out, first_feature, row, out_features, num_rows, out_stride, HAS_BIAS, ACTIVATION
+        result, bias, out, first_feature, row, out_features, num_rows, out_stride, adds_bias, ACTIVATION
     )
 
 
