@@ -25,7 +25,7 @@ from quire.kernels import bounds, cuda_copies, devices, dispatch
 from quire.kernels.devices import HOST
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.seen_tokens import SeenTokens
-from quire.kernels.triton import attention_plan
+from quire.kernels.triton import attention_items, attention_plan
 from quire.kv.device_copier import DeviceCopier
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.kv.tiers import block_copier
@@ -390,7 +390,7 @@ def test_weights_of_a_gpu_are_not_in_mapped_files(mini: ModelConfig) -> None:
 
 
 def test_attention_s_parts_are_planned_as_its_kernels_bound_them(mini: ModelConfig) -> None:
-    assert bounds.GPU_PART_BYTES == attention_plan.MAX_PART_BYTES
+    assert bounds.GPU_PART_BYTES == attention_items.MAX_PART_BYTES
     assert len(attention_plan.ROW_CLASSES) == bounds.GPU_TILE_HEIGHTS
     planned = activation_bytes(SchedulerConfig(), mini, "bfloat16", max_model_len=512, on_gpu=True)
     assert planned >= bounds.GPU_TILE_HEIGHTS * bounds.GPU_PART_BYTES

@@ -20,7 +20,7 @@ TASKS_PER_THREAD = 4  # with fewer, the spans of a task become tasks of their ow
 MAX_SPAN_BYTES = 64 << 20  # of all states of spans
 THREAD_BYTES = 20 << 10  # what a thread with AMX has besides queries, a tile of keys and values, and states
 
-# The attention on GPUs, see kernels/triton/attention_plan.py.
+# The attention on GPUs, see kernels/triton/attention_items.py.
 GPU_TILE_HEIGHTS = 3  # that tiles of query rows have
 GPU_PART_BYTES = 256 << 20  # of all sums over spans of keys, for tiles of one height
 

@@ -22,7 +22,7 @@ from quire.kernels.page_quantizers import Int8PageQuantizer
 from quire.kernels.reference import ReferenceKernels, write_kv
 from quire.kernels.size_classes import SizeClasses, coarse_size_class
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
-from quire.kernels.triton import attention_plan
+from quire.kernels.triton import attention_items, attention_plan
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.kv import PagedAttentionCacheMetaData, PagedAttentionCacheView
 from unmutated import UNMUTATED
@@ -50,7 +50,7 @@ def tall_float32_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[NEVER, ALWAYS], ids=["whole", "divided"])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "PROGRAMS", request.param)
+    monkeypatch.setattr(attention_items, "PROGRAMS", request.param)
 
 
 def halves(lengths: list[int], *shape: int, **options: Any) -> Sequences:
@@ -225,8 +225,8 @@ def test_bits_do_not_depend_on_who_merges(monkeypatch: pytest.MonkeyPatch) -> No
         return attended
 
     for programs, part_bytes in ((NEVER, 1 << 28), (ALWAYS, 1 << 28), (ALWAYS, 0)):
-        monkeypatch.setattr(attention_plan, "PROGRAMS", programs)
-        monkeypatch.setattr(attention_plan, "MAX_PART_BYTES", part_bytes)
+        monkeypatch.setattr(attention_items, "PROGRAMS", programs)
+        monkeypatch.setattr(attention_items, "MAX_PART_BYTES", part_bytes)
         outputs = run_paged(sequences, **how | {"kernel": noting})
         results.append([output[start:] for output, start in zip(outputs, (520, 599), strict=True)])
     assert divisions == [(0, 0), (1, 1), (0, 0)]
@@ -241,8 +241,8 @@ def test_what_is_added_to_a_plan_does_nothing_and_its_memory_is_bounded(
     how = {"first_chunks": [520, 599], "sinks": torch.tensor([-1.0, 0.0, 2.0])}
     expected = run_paged(sequences, **how, kernel=after_prompts)
     part_bytes = 16 * (32 + 2) * 4  # of one head and a tile of 16 rows, in float32
-    monkeypatch.setattr(attention_plan, "PROGRAMS", ALWAYS)
-    monkeypatch.setattr(attention_plan, "MAX_PART_BYTES", 8 * part_bytes)
+    monkeypatch.setattr(attention_items, "PROGRAMS", ALWAYS)
+    monkeypatch.setattr(attention_items, "MAX_PART_BYTES", 8 * part_bytes)
     planned: list[tuple[int, ...]] = []
 
     def coarse(query: torch.Tensor, kv: Any, batch: AttentionBatch, **options: Any) -> torch.Tensor:

@@ -13,9 +13,10 @@ from quire.kernels.kv_layer import KVLayer
 from quire.kernels.reference import seen_blocks
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.attention_call import AttentionCall
+from quire.kernels.triton.attention_items import padded_features
 from quire.kernels.triton.attention_kernels import attend, merge_parts
 from quire.kernels.triton.attention_layer import TritonLayer, triton_layer
-from quire.kernels.triton.attention_plan import AttentionPlan, TileClass, attention_plan, padded_features
+from quire.kernels.triton.attention_plan import AttentionPlan, TileClass, attention_plan
 from quire.kernels.triton.device import MULTIPROCESSORS, has_large_tiles
 from quire.kernels.triton.device_arrays import block_tables
 from quire.kernels.triton.key_score_kernel import write_key_scores

@@ -22,7 +22,7 @@ from quire.kernels.triton.kernel import kernel
 TILE = tl.constexpr(bounds.TILE)  # keys
 SPAN_TILES = tl.constexpr(4)
 
-ITEM_FIELDS = tl.constexpr(12)  # of an item of `attend`, see `attention_plan.TileClass`
+ITEM_FIELDS = tl.constexpr(12)  # of an item of `attend`, see `attention_items.plan_arrays`
 MERGE_FIELDS = tl.constexpr(4)  # of a tile of `merge_parts`, likewise
 
 _LOG2_E = tl.constexpr(1.4426950408889634)

@@ -1,39 +1,20 @@
-"""Cuts a step's attention into the programs of the Triton kernels: once for each step and shape of layers.
-
-How it is cut decides only how long the step takes, see `attention_kernels`.
-"""
+"""What the kernels of attention need to know of a step: made once for each step and shape of layers."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.bounds import GPU_PART_BYTES, TILE
-from quire.kernels.step_arrays import HostArrays, lengthened
 from quire.kernels.tiles import HeadLayout
-from quire.kernels.triton.attention_kernels import ITEM_FIELDS, MERGE_FIELDS, SPAN_TILES
-from quire.kernels.triton.device import MULTIPROCESSORS
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+from quire.kernels.triton.attention_items import padded_features, plan_arrays, power_of_two
 
 ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, prefill chunks
 MOST_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
 MOST_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many registers, too
 LEAST_CONVERTED_ROWS = 64  # smaller tiles would add products in another order, if numbers are converted first
-PROGRAMS = 4 * MULTIPROCESSORS  # that keep a GPU busy
-MAX_PART_BYTES = GPU_PART_BYTES
-
-_SPAN_TILES = SPAN_TILES.value
-_FIRST_TILE, _END_TILE, _GAP_TILE, _GAP_END_TILE, _GAP, _GAP_END = range(4, 10)  # fields of `_QueryTiles`
-_NUM_FIELDS = 10
-_PART = _NUM_FIELDS  # the field of an item behind those of its tile
-_NO_PART = -1
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -41,8 +22,8 @@ class TileClass:
     """Query tiles of equal height. N items, M merges."""
 
     rows: int  # tokens times the heads of a group, and the rest of the last token's
-    items: torch.Tensor  # [N, ITEM_FIELDS] int32, as in `_QueryTiles`, then the part or `_NO_PART`
-    merges: torch.Tensor  # [M, MERGE_FIELDS] int32: first token, tokens, first part, parts
+    items: torch.Tensor  # [N, ITEM_FIELDS] int32, see `plan_arrays`
+    merges: torch.Tensor  # [M, MERGE_FIELDS] int32, likewise
     part_sums: torch.Tensor  # [parts, kv_heads, rows, padded head_dim] float32
     part_statistics: torch.Tensor  # [parts, kv_heads, 2, rows] float32
 
@@ -53,36 +34,6 @@ class AttentionPlan:
 
     classes: tuple[TileClass, ...]
     has_gaps: bool
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class _QueryTiles:
-    """N tiles of consecutive tokens of one sequence each, all heads of a group.
-
-    Attributes:
-        fields: [_NUM_FIELDS, N] the sequence; the first token, of the batch; tokens; the first one's place in
-            the sequence's cache; the first tile of the keys that are seen, and the end of the last; the first
-            tile and the end of a gap within, of which no tile is seen; the first key and the end of the gap.
-        has_gaps: whether there are any; else those of the fields are empty.
-    """
-
-    fields: Int64Array
-    has_gaps: bool
-
-    def __len__(self) -> int:
-        return int(self.fields.shape[1])
-
-    def pick(self, which: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> _QueryTiles:
-        return _QueryTiles(self.fields[:, which], self.has_gaps)
-
-    @property
-    def num_tiles(self) -> Int64Array:
-        """Key tiles that are seen."""
-        fields = self.fields
-        num_tiles: Int64Array = fields[_END_TILE] - fields[_FIRST_TILE]
-        if self.has_gaps:
-            num_tiles -= fields[_GAP_END_TILE] - fields[_GAP_TILE]
-        return num_tiles
 
 
 def attention_plan(
@@ -102,7 +53,7 @@ def attention_plan(
     plan: AttentionPlan | None = batch.plans.get(key)
     if plan is None:
         classes = _row_classes(heads, is_float32, is_converted)
-        arrays, numbers = batch.on_device(key, functools.partial(_plan, heads, window, classes), device)
+        arrays, numbers = batch.on_device(key, functools.partial(plan_arrays, heads, window, classes), device)
         *num_parts, has_gaps = numbers
         planned = [
             _tile_class(rows, arrays[2 * number], arrays[2 * number + 1], num_parts[number], heads)
@@ -113,73 +64,6 @@ def attention_plan(
     return plan
 
 
-def padded_features(head_dim: int) -> int:
-    """Return the features of a head's tile, as many as products need at least."""
-    return max(16, power_of_two(head_dim))
-
-
-def _plan(heads: HeadLayout, window: int, classes: tuple[int, ...], batch: AttentionBatch) -> HostArrays:
-    """Return items and merges of each class, and as numbers the parts of each, and whether there are gaps.
-
-    Items, merges and parts are rounded up to sizes that steps have again and again; those that are added do
-    nothing, but for the items of rows that are nobody's.
-    """
-    row_starts = np.cumsum(batch.num_tokens) - batch.num_tokens
-    cut = [
-        _query_tiles(batch, row_starts, sequences, rows // heads.group, window)
-        for rows, sequences in zip(classes, _by_class(batch.num_tokens * heads.group, classes), strict=True)
-    ]
-    num_spans = sum(int(_span_end(tiles.num_tiles).sum()) for tiles in cut if len(tiles))
-    most_spans = max(1, 2 * num_spans * heads.num_kv_heads // PROGRAMS)  # of one program
-    arrays: list[Int32Array] = []
-    numbers: list[int] = []
-    for rows, tiles in zip(classes, cut, strict=True):
-        items, merges, num_parts, most_parts = _NO_ITEMS, _NO_MERGES, 0, 0
-        if len(tiles):
-            most_parts = MAX_PART_BYTES // _part_bytes(rows, heads)
-            items, merges, num_parts = _divided(tiles, most_spans, most_parts)
-        if rows == classes[0]:
-            items = _with_rows_of_nobody(items, batch)
-        arrays.append(lengthened(items, batch.sizes.plans(len(items)), _NO_ITEM))
-        arrays.append(lengthened(merges, batch.sizes.plans(len(merges))))
-        numbers.append(min(batch.sizes.plans(num_parts), most_parts))
-    return HostArrays(tuple(arrays), (*numbers, int(any(tiles.has_gaps for tiles in cut))))
-
-
-def _by_class(num_rows: Int64Array, classes: tuple[int, ...]) -> list[Int64Array]:
-    """Return the sequences of each class: of the smallest with room for their rows [S], or the largest."""
-    if int(num_rows.max(initial=0)) <= classes[0]:
-        return [np.arange(len(num_rows)), *[_NO_SEQUENCES] * (len(classes) - 1)]
-    which_class = np.searchsorted(classes[:-1], num_rows)
-    return [np.flatnonzero(which_class == number) for number in range(len(classes))]
-
-
-def _span_end(tile: Int64Array) -> Int64Array:
-    """Return the end of the spans that the tiles before each of `tile` are in."""
-    end: Int64Array = (tile + (_SPAN_TILES - 1)) // _SPAN_TILES
-    return end
-
-
-def numbered(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return for each of `counts` [N] things of N kinds its kind, and its number among those of its kind."""
-    kinds = np.arange(len(counts))
-    if (counts == 1).all():
-        return kinds, np.zeros(len(counts), dtype=np.int64)
-    which = np.repeat(kinds, counts)
-    return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
-
-
-def _with_rows_of_nobody(items: Int32Array, batch: AttentionBatch) -> Int32Array:
-    """Return items with one without keys for each row after the step's tokens, whose attention is then 0."""
-    num_tokens = int(batch.num_tokens.sum())
-    if num_tokens == batch.num_rows:
-        return items
-    added = lengthened(_NO_ITEMS, batch.num_rows - num_tokens, _NO_ITEM)
-    added[:, 1] = np.arange(num_tokens, batch.num_rows)
-    added[:, 2] = 1
-    return np.concatenate([items, added])
-
-
 def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tuple[int, ...]:
     """Return the numbers of rows that tiles may have; a token's heads are in one."""
     most = ROW_CLASSES[-1] if padded_features(heads.head_dim) <= 128 else MOST_ROWS_OF_LARGE_HEADS
@@ -188,33 +72,6 @@ def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tup
         least, most = 1, MOST_FLOAT32_ROWS
     fitting = tuple(rows for rows in ROW_CLASSES if max(heads.group, least) <= rows <= most)
     return fitting or (power_of_two(heads.group),)
-
-
-def _query_tiles(
-    batch: AttentionBatch, row_starts: Int64Array, sequences: Int64Array, tokens_per_tile: int, window: int
-) -> _QueryTiles:
-    if not sequences.size:
-        return _NO_TILES
-    num_tokens = batch.num_tokens[sequences]
-    which, number = numbered((num_tokens + (tokens_per_tile - 1)) // tokens_per_tile)
-    first = number * tokens_per_tile
-    skipped = None if window else batch.skipped_keys
-    fields = np.zeros((_NUM_FIELDS, len(which)), dtype=np.int64)
-    sequence, first_token, count, place, first_tile, end_tile, gap_tile, gap_end_tile, gap, gap_end = fields
-    sequence[:] = sequences[which]
-    first_token[:] = row_starts[sequence] + first
-    count[:] = np.minimum(num_tokens[which] - first, tokens_per_tile)
-    place[:] = batch.num_cached_tokens[sequence] + first
-    if window:
-        first_tile[:] = np.maximum(place - window + 1, 0) // TILE
-    end_tile[:] = (place + count - 1) // TILE + 1
-    if skipped is None:
-        return _QueryTiles(fields, has_gaps=False)
-    gap[:] = skipped.start[sequence]
-    gap_end[:] = np.maximum(gap, skipped.end[sequence])
-    gap_tile[:] = np.clip(-(-gap // TILE), first_tile, end_tile)
-    gap_end_tile[:] = np.clip(gap_end // TILE, gap_tile, end_tile)
-    return _QueryTiles(fields, has_gaps=bool((gap < gap_end).any()))
 
 
 def _tile_class(
@@ -228,75 +85,3 @@ def _tile_class(
         part_sums=torch.empty(num_parts, heads.num_kv_heads, rows, features, device=items.device),
         part_statistics=torch.empty(num_parts, heads.num_kv_heads, 2, rows, device=items.device),
     )
-
-
-def _divided(tiles: _QueryTiles, most_spans: int, most_parts: int) -> tuple[Int32Array, Int32Array, int]:
-    """Return items, merges and the number of parts of tiles of one height."""
-    num_tiles = tiles.num_tiles
-    is_divided = num_tiles > most_spans * _SPAN_TILES
-    if not is_divided.any():
-        return _items(tiles, num_tiles), _NO_MERGES, 0
-    num_spans = _span_end(tiles.fields[_END_TILE]) - tiles.fields[_FIRST_TILE] // _SPAN_TILES
-    is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= most_parts
-    pieces, which = _spans(tiles, np.where(is_divided, num_spans, 1), is_divided)
-    is_part = is_divided[which]
-    part = np.where(is_part, np.cumsum(is_part) - 1, _NO_PART)
-    num_parts = np.bincount(which[is_part], minlength=len(tiles))[is_divided]
-    merges = np.empty((len(num_parts), MERGE_FIELDS.value), dtype=np.int32)
-    merges[:, :2] = tiles.fields[1:3, is_divided].T
-    merges[:, 2], merges[:, 3] = np.cumsum(num_parts) - num_parts, num_parts
-    return _items(pieces, pieces.num_tiles, part), merges, int(num_parts.sum())
-
-
-def _part_bytes(rows: int, heads: HeadLayout) -> int:
-    """Return the bytes of what is kept of a span: sums and statistics in float32."""
-    return heads.num_kv_heads * rows * (padded_features(heads.head_dim) + 2) * 4
-
-
-def _spans(
-    tiles: _QueryTiles, counts: Int64Array, is_divided: npt.NDArray[np.bool_]
-) -> tuple[_QueryTiles, Int64Array]:
-    """Return pieces of tiles, and of which each is: the spans that are seen of those that are divided.
-
-    Args:
-        tiles: N of them.
-        counts: [N] pieces of each.
-        is_divided: [N] which of them are divided.
-    """
-    which, number = numbered(counts)
-    is_part = is_divided[which]
-    fields = tiles.fields[:, which]
-    start, end = fields[_FIRST_TILE], fields[_END_TILE]
-    first = (start // _SPAN_TILES + number) * _SPAN_TILES
-    np.maximum(start, first, out=start, where=is_part)
-    np.minimum(end, first + _SPAN_TILES, out=end, where=is_part)
-    pieces = _QueryTiles(fields, tiles.has_gaps)
-    if not tiles.has_gaps:
-        return pieces, which
-    fields[_GAP_TILE] = np.clip(fields[_GAP_TILE], start, end)
-    fields[_GAP_END_TILE] = np.clip(fields[_GAP_END_TILE], fields[_GAP_TILE], end)
-    is_seen = pieces.num_tiles > 0
-    return pieces.pick(is_seen), which[is_seen]
-
-
-def _items(tiles: _QueryTiles, num_tiles: Int64Array, part: Int64Array | None = None) -> Int32Array:
-    """Return items, the longest first, so that all end at about one time."""
-    items = np.empty((len(tiles), ITEM_FIELDS.value), dtype=np.int32)
-    items[:, :_NUM_FIELDS] = tiles.fields.T
-    items[:, _PART:] = _NO_PART
-    if part is not None:
-        items[:, _PART] = part
-    return items[np.argsort(-num_tiles, kind="stable")]
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-_NO_SEQUENCES: Int64Array = np.zeros(0, dtype=np.int64)
-_NO_TILES = _QueryTiles(np.zeros((_NUM_FIELDS, 0), dtype=np.int64), has_gaps=False)
-_NO_ITEM = np.zeros(ITEM_FIELDS.value, dtype=np.int32)  # without tokens
-_NO_ITEM[_PART] = _NO_PART
-_NO_ITEMS = np.zeros((0, ITEM_FIELDS.value), dtype=np.int32)
-_NO_MERGES = np.zeros((0, MERGE_FIELDS.value), dtype=np.int32)

@@ -11,6 +11,7 @@ from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.devices import array_to_device
 from quire.kernels.key_scores import KeyScores
 from quire.kernels.triton.attention_call import AttentionCall
+from quire.kernels.triton.attention_items import Int64Array, numbered, padded_features, power_of_two
 from quire.kernels.triton.attention_kernels import (
     TILE,
     finite_or_zero,
@@ -20,7 +21,6 @@ from quire.kernels.triton.attention_kernels import (
     log2_scores,
     product,
 )
-from quire.kernels.triton.attention_plan import Int64Array, numbered, padded_features, power_of_two
 from quire.kernels.triton.device import await_previous
 from quire.kernels.triton.kernel import kernel
 
