@@ -24,7 +24,9 @@ PROGRAMS = 4 * MULTIPROCESSORS  # that keep a GPU busy
 MAX_PART_BYTES = GPU_PART_BYTES
 
 _SPAN_TILES = SPAN_TILES.value
-_FIRST_TILE, _END_TILE, _GAP_TILE, _GAP_END_TILE, _GAP, _GAP_END = range(4, 10)  # fields of `_QueryTiles`
+FIRST_PLACE, _FIRST_TILE, END_TILE, _GAP_TILE, _GAP_END_TILE, _GAP, _GAP_END = range(3, 10)
+"""Fields of `_QueryTiles`, and of items."""
+
 _NUM_FIELDS = 10
 _PART = _NUM_FIELDS  # the field of an item behind those of its tile
 _NO_PART = -1
@@ -54,7 +56,7 @@ class _QueryTiles:
     def num_tiles(self) -> Int64Array:
         """Key tiles that are seen."""
         fields = self.fields
-        num_tiles: Int64Array = fields[_END_TILE] - fields[_FIRST_TILE]
+        num_tiles: Int64Array = fields[END_TILE] - fields[_FIRST_TILE]
         if self.has_gaps:
             num_tiles -= fields[_GAP_END_TILE] - fields[_GAP_TILE]
         return num_tiles
@@ -157,7 +159,7 @@ def _divided(tiles: _QueryTiles, most_spans: int, most_parts: int) -> tuple[Int3
     is_divided = num_tiles > most_spans * _SPAN_TILES
     if not is_divided.any():
         return _items(tiles, num_tiles), _NO_MERGES, 0
-    num_spans = _span_end(tiles.fields[_END_TILE]) - tiles.fields[_FIRST_TILE] // _SPAN_TILES
+    num_spans = _span_end(tiles.fields[END_TILE]) - tiles.fields[_FIRST_TILE] // _SPAN_TILES
     is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= most_parts
     pieces, which = _spans(tiles, np.where(is_divided, num_spans, 1), is_divided)
     is_part = is_divided[which]
@@ -187,7 +189,7 @@ def _spans(
     which, number = numbered(counts)
     is_part = is_divided[which]
     fields = tiles.fields[:, which]
-    start, end = fields[_FIRST_TILE], fields[_END_TILE]
+    start, end = fields[_FIRST_TILE], fields[END_TILE]
     first = (start // _SPAN_TILES + number) * _SPAN_TILES
     np.maximum(start, first, out=start, where=is_part)
     np.minimum(end, first + _SPAN_TILES, out=end, where=is_part)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.tiles import HeadLayout
-from quire.kernels.triton.attention_items import padded_features, plan_arrays, power_of_two
+from quire.kernels.triton.attention_items import padded_features, power_of_two
+from quire.kernels.triton.attention_planner import AttentionPlanner
 
 ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, prefill chunks
 MOST_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
@@ -53,7 +53,7 @@ def attention_plan(
     plan: AttentionPlan | None = batch.plans.get(key)
     if plan is None:
         classes = _row_classes(heads, is_float32, is_converted)
-        arrays, numbers = batch.on_device(key, functools.partial(plan_arrays, heads, window, classes), device)
+        arrays, numbers = batch.on_device(key, AttentionPlanner(heads, window, classes), device)
         *num_parts, has_gaps = numbers
         planned = [
             _tile_class(rows, arrays[2 * number], arrays[2 * number + 1], num_parts[number], heads)
