@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from quire.kernels.triton.gated_linear import MOST_ROWS_APART
 from quire.kernels.triton.tma_products import FEWEST_ROWS
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.config import ModelConfig
@@ -34,19 +35,23 @@ def decode_work(
     What is small beside these is left out. Requests have `context` tokens, and tokens are the likeliest ones.
     `read_share` is as in `decode_bytes`.
     """
+    rows = num_requests
+    is_gated_at_once = rows > MOST_ROWS_APART
     matrices = expert_matrices = 0.0
     features = expert_features = 0.0  # of rows, that products read and write
     for spec in weight_specs(config):
         shapes = [source.shape for source in spec.sources]
         if len(shapes[0]) != 2 or (spec.field == "embedding" and not config.tie_word_embeddings):
             continue
-        outputs = sum(shape[0] for shape in shapes) // (2 if spec.field == "gate_up" else 1)  # gated at once
+        outputs = sum(shape[0] for shape in shapes)
+        if spec.field == "gate_up" and is_gated_at_once:
+            outputs //= 2
         size, both = sum(map(math.prod, shapes)), shapes[0][1] + outputs
         if spec.field.startswith("expert_"):
             expert_matrices, expert_features = expert_matrices + size, expert_features + both
         else:
             matrices, features = matrices + size, features + both
-    rows, layers, hidden = num_requests, config.num_layers, config.hidden_size
+    layers, hidden = config.num_layers, config.hidden_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     kv = cache_bytes_per_token(config)
     work = {
@@ -62,7 +67,8 @@ def decode_work(
         "_largest_kernel": Work(rows * config.vocab_size * FLOAT32_BYTES),
     }
     if not config.num_experts:
-        return work
+        gated = Work(layers * rows * 3 * config.intermediate_size * BFLOAT16_BYTES)
+        return work if is_gated_at_once else {**work, "_gated_activation_kernel": gated}
     chosen = config.num_experts_per_token
     pairs = rows * chosen / config.num_experts  # of each expert
     read = _read_share(config, rows) if read_share is None else read_share

@@ -49,10 +49,11 @@ def test_what_the_kernels_of_a_decode_step_do() -> None:
     work = decode_work(config, 64, 1_000)
     read = sum(each.bytes for each in work.values())
     rows_in_layers = 64 * 32 * (
-        (4_096 + 6_144 + 4_096 + 4_096 + 4_096 + 14_336 + 14_336 + 4_096)  # of products
+        (4_096 + 6_144 + 4_096 + 4_096 + 4_096 + 28_672 + 14_336 + 4_096)  # of products
         + 2 * 4_096  # queries, and what they attend to
         + 2 * 4_096 + 4 * 1_024  # queries and keys are turned, and keys and values written
         + 8 * 4_096  # two norms, each of a sum that is kept, too
+        + 3 * 14_336
     )  # fmt: skip
     of_ends = 64 * (4_096 + 128_256 + 2 * 4_096 + 2 * 128_256)  # the last product, the first norm, the choice
     # Norms have weights of float32 in place of the bfloat16 that are counted there, both next to nothing.
@@ -60,6 +61,11 @@ def test_what_the_kernels_of_a_decode_step_do() -> None:
     matrices = 8_030_261_248 - 128_256 * 4_096
     assert work["tma_linear_kernel"].operations == pytest.approx(2 * 64 * matrices, rel=1e-4)
     assert work["attend"].operations == 4 * 64 * 1_000 * 4_096 * 32
+    more = decode_work(config, 256, 1_000)  # whose products are gated before they are stored
+    assert set(work) - set(more) == {"_gated_activation_kernel"}
+    matrices_read = 2 * matrices
+    stored = [each["tma_linear_kernel"].bytes - matrices_read for each in (work, more)]
+    assert 4 * stored[0] - stored[1] == pytest.approx(2 * 256 * 32 * 14_336, rel=1e-2)
 
 
 def test_what_the_experts_of_a_decode_step_do() -> None:

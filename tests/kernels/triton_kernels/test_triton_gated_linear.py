@@ -8,9 +8,10 @@ import pytest
 import torch
 from triton_inputs import DEVICE, poisoned, random, strided
 
+from pairwise import pairwise
 from quire.kernels.gated_linear import GatedLinear
+from quire.kernels.triton import gated_linear, tma_products
 from quire.kernels.triton import linear as triton_linear
-from quire.kernels.triton import tma_products
 from quire.kernels.triton.gated_linear import FusedGatedLinear
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.kernels.triton.tiled_linear import Tile
@@ -18,6 +19,13 @@ from quire.kernels.weights import Float8Weight, Weight
 
 INPUTS = 128
 SIZE = 40  # gates
+OPTIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "int8": {"dtype": torch.bfloat16, "quantization": "int8"},
+    "int4": {"dtype": torch.bfloat16, "quantization": "int4", "group_size": 32},
+    "fp8": {"dtype": torch.bfloat16, "quantization": "fp8"},
+}
 kernels = TritonKernels()
 
 
@@ -29,27 +37,22 @@ def layers(
     return kernels.gated_linear(fused, activation), GatedLinear(kernels, apart, activation)
 
 
-@pytest.mark.parametrize("tile", [None, Tile(32, 16, 32, 4, 2)], ids=["own_tile", "small_tile"])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": torch.float32},
-        {"dtype": torch.bfloat16},
-        {"dtype": torch.bfloat16, "quantization": "int8"},
-        {"dtype": torch.bfloat16, "quantization": "int4", "group_size": 32},
-        {"dtype": torch.bfloat16, "quantization": "fp8"},
-    ],
-    ids=lambda options: options.get("quantization", str(options["dtype"])),
+@pairwise(
+    options=OPTIONS,
+    has_bias=[False, True],
+    activation=["silu", "gelu", "gelu_tanh"],
+    tile={"own_tile": None, "small_tile": Tile(32, 16, 32, 4, 2)},
+    most_rows_apart=[0, 64],
 )
 def test_bits_are_those_of_two_kernels(
     options: dict[str, Any],
     has_bias: bool,
     activation: str,
     tile: Tile | None,
+    most_rows_apart: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(gated_linear, "MOST_ROWS_APART", most_rows_apart)
     if tile is not None and DEVICE.type == "cpu":
         monkeypatch.setattr(triton_linear, "tile_of", lambda *_: tile)
         monkeypatch.setattr(tma_products, "fetched_tile_of", lambda *_: tile)
@@ -90,5 +93,7 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(ValueError, match="the activation is relu; it must be one of silu, gelu_tanh, gelu"):
         kernels.gated_linear(layer, "relu")
     gated = kernels.gated_linear(layer, "silu")
-    with pytest.raises(ValueError, match=f"the layer takes {INPUTS} features to {SIZE}"):
-        gated(torch.zeros(2, INPUTS, device=DEVICE), out=torch.zeros(2, 2 * SIZE, device=DEVICE))
+    for count, message in ((2, rf"must be \[2, {SIZE}\]"), (65, rf"takes {INPUTS} features to {SIZE}")):
+        rows = torch.zeros(count, INPUTS, device=DEVICE)
+        with pytest.raises(ValueError, match=message):
+            gated(rows, out=torch.zeros(count, 2 * SIZE, device=DEVICE))

@@ -51,10 +51,10 @@ class Float8Linear(TiledLinear):
         )
 
     @override
-    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         values, scales = quantize_float8_rows(rows, self.format.group_size or self.in_features)
         if can_fetch(values, self.tables[0]):
-            multiply_fetched(self, values, scales, out)
+            multiply_fetched(self, values, scales, out, activation)
             return
         tile = tile_of(len(rows), self.in_features, self.out_features, values.dtype)
         float8_linear_kernel[self.grid(len(rows), tile)](
@@ -71,7 +71,7 @@ class Float8Linear(TiledLinear):
             IN_GROUPS=self.format.group_size > 0,
             OPERANDS=_OPERANDS,
             HAS_BIAS=self.bias is not None,
-            ACTIVATION=self.activation,
+            ACTIVATION=activation,
             FEATURES=tile.features,
             ROWS=tile.rows,
             INPUTS=self.format.run or tile.inputs,

@@ -1,4 +1,4 @@
-"""Dense layers in Triton whose products are gated before they are stored."""
+"""Dense layers in Triton whose products are gated before they are stored, if they are of many rows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing_extensions import override
 from quire.kernels.gated_linear import GatedLinear
 from quire.kernels.interface import KernelSet
 from quire.kernels.linear import Linear
-from quire.kernels.triton.rows import FEATURES_BY_TURNS, check_activation
+from quire.kernels.triton.rows import FEATURES_BY_TURNS, check_activation, gated_activation
 from quire.kernels.triton.tiled_linear import TiledLinear
+
+MOST_ROWS_APART = 64
+"""Of which the products are stored, and gated by a kernel of its own. That costs less than it saves: in its
+time multiprocessors run empty, and the programs of the next layer, fewer than these, are spread over all."""
 
 
 class FusedGatedLinear(GatedLinear):
@@ -20,18 +24,20 @@ class FusedGatedLinear(GatedLinear):
     def __init__(self, kernels: KernelSet, gate_up: TiledLinear, activation: str) -> None:
         super().__init__(kernels, gate_up, activation)
         check_activation(activation)
+        self._tiled = gate_up
         gate_up.tables = [
             _by_turns(table, dim) for table, dim in zip(gate_up.tables, gate_up.feature_dims, strict=False)
         ]
         if gate_up.bias is not None:
             gate_up.bias = _by_turns(gate_up.bias, 0)
-        gate_up.activation = activation
 
     @override
     def __call__(
         self, rows: torch.Tensor, *, products: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.gate_up(rows, out=out)
+        if len(rows) > MOST_ROWS_APART:
+            return self._tiled.gated(rows, self._activation, out=out)
+        return gated_activation(self._tiled(rows), self._activation, out=out, by_turns=True)
 
 
 def gated_linear(kernels: KernelSet, gate_up: Linear, activation: str) -> GatedLinear:

@@ -54,8 +54,8 @@ class FloatLinear(TiledLinear):
         self.format = ProductFormat(dtype, _operands(dtype), tl.float32)
 
     @override
-    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        _multiply(self, rows.to(self.format.row_type), None, None, out)
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+        _multiply(self, rows.to(self.format.row_type), None, None, out, activation)
 
 
 class Int8Linear(TiledLinear):
@@ -75,9 +75,9 @@ class Int8Linear(TiledLinear):
         self.format = ProductFormat(torch.int8, tl.int8, tl.int32)
 
     @override
-    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         values, scales = quantize_rows(rows)
-        _multiply(self, values, scales, self.tables[1], out)
+        _multiply(self, values, scales, self.tables[1], out, activation)
 
 
 class GroupedLinear(TiledLinear):
@@ -115,7 +115,7 @@ class GroupedLinear(TiledLinear):
         self.tables = [values, scales.t().contiguous(), zeros.t().contiguous()]
 
     @override
-    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         row_scales = None
         if self.format.row_type == torch.int8:
             rows, row_scales = quantize_rows(rows)
@@ -140,7 +140,7 @@ class GroupedLinear(TiledLinear):
             SUMS=self.format.sums,
             HAS_ROW_SCALES=row_scales is not None,
             HAS_BIAS=self.bias is not None,
-            ACTIVATION=self.activation,
+            ACTIVATION=activation,
             FEATURES=tile.features,
             ROWS=tile.rows,
             INPUTS=self.format.run,
@@ -224,10 +224,11 @@ def _multiply(
     row_scales: torch.Tensor | None,
     weight_scales: torch.Tensor | None,
     out: torch.Tensor,
+    activation: str,
 ) -> None:
     weight = layer.tables[0]
     if can_fetch(rows, weight):
-        multiply_fetched(layer, rows, row_scales, out)
+        multiply_fetched(layer, rows, row_scales, out, activation)
         return
     tile = tile_of(len(rows), layer.in_features, layer.out_features, weight.dtype)
     linear_kernel[layer.grid(len(rows), tile)](
@@ -246,7 +247,7 @@ def _multiply(
         SUMS=layer.format.sums,
         HAS_SCALES=row_scales is not None,
         HAS_BIAS=layer.bias is not None,
-        ACTIVATION=layer.activation,
+        ACTIVATION=activation,
         FEATURES=tile.features,
         ROWS=tile.rows,
         INPUTS=tile.inputs,

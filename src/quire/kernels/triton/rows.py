@@ -101,15 +101,22 @@ def _gated_activation_kernel(
     row_stride,
     out_stride,
     ACTIVATION: tl.constexpr,
+    BY_TURNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     await_previous()
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_feature = feature < num_features
-    gate_at = gate_up + row * row_stride + feature
+    gate_at = gate_up + row * row_stride
+    if BY_TURNS:
+        gate_at += feature // _TURN * (2 * _TURN) + feature % _TURN
+        up_at = gate_at + _TURN
+    else:
+        gate_at += feature
+        up_at = gate_at + num_features
     gate = tl.load(gate_at, mask=is_feature, other=0.0).to(tl.float32)
-    up = tl.load(gate_at + num_features, mask=is_feature, other=0.0).to(tl.float32)
+    up = tl.load(up_at, mask=is_feature, other=0.0).to(tl.float32)
     product = rounded(activated(gate, ACTIVATION) * up, out.dtype.element_ty)
     tl.store(out + row * out_stride + feature, product, mask=is_feature)
 
@@ -185,9 +192,9 @@ def check_activation(activation: str) -> None:
 
 
 def gated_activation(
-    gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
+    gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None, by_turns: bool = False
 ) -> torch.Tensor:
-    """Do what `KernelSet.gated_activation` says."""
+    """Do what `KernelSet.gated_activation` says, with `by_turns` for features that lie so."""
     num_rows, twice = gate_up.shape
     num_features = twice // 2
     if out is None:
@@ -206,6 +213,7 @@ def gated_activation(
             gate_up.stride(0),
             out.stride(0),
             ACTIVATION=activation,
+            BY_TURNS=by_turns,
             BLOCK=block,
         )
     return out

@@ -77,9 +77,6 @@ class TiledLinear(Linear):
     feature_dims: tuple[int, ...] = (0, 0)
     """The dimension of each table that is the outputs'."""
 
-    activation = ""
-    """Of gates, see `gated_linear`: then rows have half as many results as there are outputs. Empty: none."""
-
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
         super().__init__(parts, bias)
         if not 1 <= self.in_features <= _MAX_INPUTS:
@@ -93,12 +90,21 @@ class TiledLinear(Linear):
     @property
     @override
     def kind(self) -> Hashable:
-        return super().kind, self.format, self.activation, self.bias is None
+        return super().kind, self.format, self.bias is None
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._computed(rows, out, self.out_features, activation="")
+
+    def gated(self, rows: torch.Tensor, activation: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the gated activations [T, out_features / 2] of outputs by turns, see `gated_linear`."""
+        return self._computed(rows, out, self.out_features // 2, activation)
+
+    def _computed(
+        self, rows: torch.Tensor, out: torch.Tensor | None, num_results: int, activation: str
+    ) -> torch.Tensor:
         check_rows("rows", rows)
-        shape = len(rows), self.out_features // (2 if self.activation else 1)
+        shape = len(rows), num_results
         if out is None:
             out = rows.new_empty(shape)
         check_rows("out", out)
@@ -108,12 +114,12 @@ class TiledLinear(Linear):
                 f"{self.in_features} features to {shape[1]}"
             )
         if len(rows):
-            self._multiply(rows, out)
+            self._multiply(rows, out, activation)
         return out
 
     @abstractmethod
-    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the products of at least one row to `out`."""
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+        """Write the products of at least one row to `out`, or with an `activation` what these become."""
 
     def grid(self, num_rows: int, tile: Tile) -> tuple[int, int]:
         """Return how many programs compute the products of so many rows: by features, by rows."""

@@ -109,9 +109,16 @@ def can_fetch(rows: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def multiply_fetched(
-    layer: TiledLinear, rows: torch.Tensor, row_scales: torch.Tensor | None, out: torch.Tensor
+    layer: TiledLinear,
+    rows: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
 ) -> None:
-    """Write the products of rows, as they are multiplied, for which `can_fetch` is true, to `out`."""
+    """Write the products of rows, as they are multiplied, for which `can_fetch` is true, to `out`.
+
+    With an `activation`, write what these become; see `TiledLinear.gated`.
+    """
     weight, *scales = layer.tables
     tile = fetched_tile_of(len(rows), layer.out_features, weight.dtype)
     how = layer.format
@@ -137,7 +144,7 @@ def multiply_fetched(
         SUMS=how.sums,
         HAS_SCALES=row_scales is not None,
         HAS_BIAS=layer.bias is not None,
-        ACTIVATION=layer.activation,
+        ACTIVATION=activation,
         FEATURES=tile.features,
         ROWS=tile.rows,
         INPUTS=inputs,
