@@ -12,8 +12,9 @@ from quire.kernels.triton.rows import FEATURES_BY_TURNS, check_activation, gated
 from quire.kernels.triton.tiled_linear import TiledLinear
 
 MOST_ROWS_APART = 64
-"""Of which the products are stored, and gated by a kernel of its own. That costs less than it saves: in its
-time multiprocessors run empty, and the programs of the next layer, fewer than these, are spread over all."""
+"""The most rows whose products are stored, and then gated by a kernel of their own. On an H200, steps of few
+rows take less time so; probably because all multiprocessors run empty before the next layer begins, and its
+programs, which are fewer than these, are spread evenly."""
 
 
 class FusedGatedLinear(GatedLinear):
@@ -30,6 +31,7 @@ class FusedGatedLinear(GatedLinear):
         ]
         if gate_up.bias is not None:
             gate_up.bias = _by_turns(gate_up.bias, 0)
+        gate_up.descriptors.clear()
 
     @override
     def __call__(
