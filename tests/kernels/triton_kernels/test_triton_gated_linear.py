@@ -97,3 +97,5 @@ def test_what_is_wrong_is_said() -> None:
         rows = torch.zeros(count, INPUTS, device=DEVICE)
         with pytest.raises(ValueError, match=message):
             gated(rows, out=torch.zeros(count, 2 * SIZE, device=DEVICE))
+        with pytest.raises(TypeError, match=r"out is torch\.bfloat16; it must be torch\.float32"):
+            gated(rows, out=torch.zeros(count, SIZE, dtype=torch.bfloat16, device=DEVICE))

@@ -97,7 +97,12 @@ class TiledLinear(Linear):
         return self._computed(rows, out, self.out_features, activation="")
 
     def gated(self, rows: torch.Tensor, activation: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gated activations [T, out_features / 2] of outputs by turns, see `gated_linear`."""
+        """Return the gated activations [T, out_features / 2] of outputs by turns, see `gated_linear`.
+
+        Outputs are rounded to the type of `out` before, which must be that of the rows.
+        """
+        if out is not None and out.dtype is not rows.dtype:
+            raise TypeError(f"out is {out.dtype}; it must be {rows.dtype}, as the rows are")
         return self._computed(rows, out, self.out_features // 2, activation)
 
     def _computed(
